@@ -1,0 +1,109 @@
+"""The state that the first usable gradient gives; one function and one sign rule for every path.
+
+Dimension key: B matrices (any leading shape), m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from prokl.shapes import ceiling
+
+InitEigenvalue = float | Literal["auto"]
+
+
+def svd_with_sign_rule(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin SVD ``G = X diag(sigma) Yt`` (B,m,n), the largest entry of every column of X made positive."""
+    X, sigma, Yt = torch.linalg.svd(G, full_matrices=False)
+    peak = X.gather(-2, X.abs().argmax(dim=-2, keepdim=True))
+    sign = torch.where(peak < 0, -1.0, 1.0).to(X.dtype)
+    return X * sign, sigma, Yt * sign.mT
+
+
+def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
+    """lambda_0 per matrix (B,): the number given, or the gradient's rms for ``"auto"``."""
+    if init_eigenvalue == "auto":
+        m, n = G.shape[-2:]
+        return torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
+    return torch.full(G.shape[:-2], float(init_eigenvalue), dtype=G.dtype, device=G.device)
+
+
+def ceiling_scale(state: dict[str, Tensor]) -> Tensor | float:
+    """Factor of the ceilings: 1 for an absolute start value, ``lambda_0**-0.5`` (B,) for ``"auto"``."""
+    return state["lambda_0"].rsqrt() if "lambda_0" in state else 1.0
+
+
+def _start(scale: Tensor | float, lambda_0: Tensor, width: int, dim: int) -> Tensor:
+    s = torch.minimum(lambda_0.rsqrt(), torch.as_tensor(ceiling(dim) * scale, dtype=lambda_0.dtype))
+    return s.unsqueeze(-1).expand(*s.shape, width).clone()
+
+
+def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
+    """Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
+
+    With G = X diag(sigma) Y^T: U = Y[:, :r], Q_L = X (all m columns, which also fixes the null space of the
+    rank-r initial L), Q_S = I; L = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = G U.
+
+    Args:
+        G: finite, non-zero gradient, (..., m, n) with m <= n, float32 or float64.
+        rank: r, at most min(m, n - 1).
+        beta2: EMA weight.
+        init_eigenvalue: the paper's lambda_0, or "auto": lambda_0 = rms(G) per matrix, L and S divided by it
+            and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
+
+    Returns:
+        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu and, for "auto", lambda_0.
+    """
+    m, n = G.shape[-2:]
+    X, _, Yt = svd_with_sign_rule(G)
+    U = Yt[..., :rank, :].mT.contiguous()
+    lambda_0 = start_eigenvalue(G, init_eigenvalue)
+    state = {"lambda_0": lambda_0} if init_eigenvalue == "auto" else {}
+    scale = ceiling_scale(state)
+    Gt = G @ U
+    if state:
+        Gt = Gt * lambda_0.rsqrt()[..., None, None]
+    state |= {
+        "M": torch.zeros_like(G),
+        "U": U,
+        "L": (1 - beta2) / rank * (Gt @ Gt.mT),
+        "S": (1 - beta2) / m * (Gt.mT @ Gt),
+        "Q_L": X,
+        "Q_S": torch.eye(rank, dtype=G.dtype, device=G.device).expand(*G.shape[:-2], rank, rank).clone(),
+        "inv_sqrt_lambda_L": _start(scale, lambda_0, m, m),
+        "inv_sqrt_lambda_S": _start(scale, lambda_0, rank, n),
+        "inv_sqrt_mu": _start(scale, lambda_0, 1, n).squeeze(-1),
+    }
+    return state
+
+
+def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
+    """KL-Shampoo's state from the initialising gradient: both factors whole.
+
+    L = (1-beta2)/n G G^T and R = (1-beta2)/m G^T G with their descending eigenvectors; Q_R is Y of the thin
+    SVD completed to a basis. Arguments and "auto" as in :func:`initialise`.
+
+    Returns:
+        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R and, for "auto", lambda_0.
+    """
+    m, n = G.shape[-2:]
+    X, _, Yt = svd_with_sign_rule(G)
+    Y = Yt.mT
+    completion, _ = torch.linalg.qr(Y, mode="complete")
+    lambda_0 = start_eigenvalue(G, init_eigenvalue)
+    state = {"lambda_0": lambda_0} if init_eigenvalue == "auto" else {}
+    scale = ceiling_scale(state)
+    Gs = G * lambda_0.rsqrt()[..., None, None] if state else G
+    state |= {
+        "M": torch.zeros_like(G),
+        "L": (1 - beta2) / n * (Gs @ Gs.mT),
+        "R": (1 - beta2) / m * (Gs.mT @ Gs),
+        "Q_L": X,
+        "Q_R": torch.cat([Y, completion[..., m:]], dim=-1),
+        "inv_sqrt_lambda_L": _start(scale, lambda_0, m, m),
+        "inv_sqrt_lambda_R": _start(scale, lambda_0, n, n),
+    }
+    return state

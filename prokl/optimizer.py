@@ -1,0 +1,240 @@
+"""Pro-KLShampoo and KL-Shampoo as ``torch.optim`` optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl import reference, reference_kl, update, update_kl
+from prokl.base import MatrixOptimizer
+from prokl.buckets import Method, state_dtype
+from prokl.hyper import Hyper, ProHyper, Variant
+from prokl.initial import InitEigenvalue, initialise, initialise_kl
+from prokl.shapes import MatrixShape, effective_rank
+from prokl.validation import available_bytes, check_common, check_pro
+
+
+def _pro_shapes(m: int, n: int, r: int, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "M": (m, n),
+        "U": (n, r),
+        "L": (m, m),
+        "S": (r, r),
+        "Q_L": (m, m),
+        "Q_S": (r, r),
+        "inv_sqrt_lambda_L": (m,),
+        "inv_sqrt_lambda_S": (r,),
+        "inv_sqrt_mu": (),
+    }
+    return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
+
+
+def _kl_shapes(m: int, n: int, r: int, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "M": (m, n),
+        "L": (m, m),
+        "R": (n, n),
+        "Q_L": (m, m),
+        "Q_R": (n, n),
+        "inv_sqrt_lambda_L": (m,),
+        "inv_sqrt_lambda_R": (n,),
+    }
+    return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
+
+
+class ProKLShampoo(MatrixOptimizer):
+    """Pro-KLShampoo: KL-Shampoo with its right factor projected, whitening recovered by orthogonalisation.
+
+    For a weight W with short side m and long side n the right Kronecker factor is restricted to
+    ``U S U^T + mu_perp (I - U U^T)`` with U (n,r) tracked, and the update is (paper, Algorithm 2)::
+
+        W <- (1 - lr * weight_decay) W - lr * [c_a NS(L^-1/2 G^perp) + alpha_kl L^-1/2 G^par S^-1/2 U^T]
+
+    A group with ``algorithm="adamw"`` (own lr, betas, eps, weight_decay) is stepped by PyTorch's AdamW, so that
+    one optimizer trains a whole model; :func:`prokl.param_groups` makes such groups. The first usable gradient
+    of a weight only initialises its state. A non-finite gradient leaves its weight and state untouched.
+
+    Args:
+        params: parameters, named parameters or groups. Matrix groups take floating weights of 2 dimensions,
+            3 (a stack of matrices) or more (convolutions, flattened to (out, rest)).
+        lr: step size, in units of the operator norm of the complement's update, as Muon's.
+        weight_decay: decoupled, multiplied by lr.
+        momentum: mu of the Nesterov momentum M <- mu M + G.
+        rank: r of the tracked subspace, per weight at most min(m, n - 1).
+        beta2: weight of all EMAs of the preconditioner.
+        alpha_kl: weight of the subspace part (the paper tunes it in 0.005..0.015).
+        eps: damping of inverse square roots, 1/(sqrt(lambda) + eps).
+        precondition_frequency: tau, steps between refreshes of the eigenbases.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: (a, b, c) of the quintic; the default is Muon's (Keller Jordan).
+        init_eigenvalue: start of all eigenvalues. A number is the paper's lambda_0 (its experiments use 0.1);
+            "auto" takes the rms of the initialising gradient, which makes training invariant to the loss scale.
+        variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
+            "subspace-only", "complement-only".
+        state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
+        backend: "torch" (batched), "reference" (the specification, slow), or None to choose.
+        maximize: ascend instead of descend.
+        ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
+
+    State of a weight, oriented (m <= n): step, skipped, M (m,n), U (n,r), L, Q_L (m,m), S, Q_S (r,r),
+    inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D weight has
+    a leading dimension. ``step`` is -1 until the initialising gradient.
+
+    Raises:
+        ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
+    """
+
+    method = Method(
+        initialise=lambda G, rank, group: initialise(G, rank, group["beta2"], group["init_eigenvalue"]),
+        step=update.step,
+        reference_step=reference.step,
+        hyper=ProHyper.of,
+        state_shapes=_pro_shapes,
+    )
+    fixed = ("rank", "variant", "state_dtype", "init_eigenvalue")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        *,
+        rank: int = 128,
+        beta2: float = 0.95,
+        alpha_kl: float = 0.01,
+        eps: float = 1e-8,
+        precondition_frequency: int = 10,
+        ns_steps: int = 5,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        init_eigenvalue: InitEigenvalue = "auto",
+        variant: Variant = "pro-klshampoo",
+        state_dtype: torch.dtype | None = None,
+        backend: str | None = None,
+        maximize: bool = False,
+        ns_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "rank": rank,
+            "beta2": beta2,
+            "alpha_kl": alpha_kl,
+            "eps": eps,
+            "precondition_frequency": precondition_frequency,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "init_eigenvalue": init_eigenvalue,
+            "variant": variant,
+            "state_dtype": state_dtype,
+            "backend": backend,
+            "maximize": maximize,
+            "ns_dtype": ns_dtype,
+        }
+        check_pro(defaults)
+        super().__init__(params, defaults)
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        check_pro(group)
+
+    @classmethod
+    def rank_of(cls, group: dict[str, Any], shape: MatrixShape) -> int:
+        return effective_rank(group["rank"], shape.m, shape.n)
+
+
+def _kl_reference_step(
+    W: Tensor, G: Tensor, state: dict[str, Tensor], h: Hyper, *, aspect_scale: float, refresh: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return reference_kl.step(W, G, state, h, refresh=refresh)
+
+
+class KLShampoo(MatrixOptimizer):
+    """KL-Shampoo with both factors whole, as its authors coded it; the baseline of Pro-KLShampoo.
+
+    ``W <- (1 - lr * weight_decay) (W - lr * L^-1/2 M R^-1/2)`` with M an EMA of the gradients. State needs
+    2 (m^2 + n^2) elements a weight. AdamW groups, non-finite gradients and first gradients as in
+    :class:`ProKLShampoo`.
+
+    Args:
+        params: as in :class:`ProKLShampoo`; a ``rank`` in a group is ignored, so that both take the same groups.
+        lr: step size.
+        weight_decay: decoupled, multiplied by lr, applied after the step.
+        momentum: weight of the gradient EMA.
+        beta2: weight of the EMAs of the preconditioner.
+        eps: damping, once on the product of both sides.
+        precondition_frequency: steps between refreshes of the eigenbases.
+        init_eigenvalue: as in :class:`ProKLShampoo`; the authors' code uses 0.1.
+        state_dtype, backend, maximize: as in :class:`ProKLShampoo`.
+
+    State of a weight, oriented (m <= n): step, skipped, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
+    inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
+
+    Raises:
+        ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
+        MemoryError: the state would not fit into the free memory of the weights' device.
+    """
+
+    method = Method(
+        initialise=lambda G, rank, group: initialise_kl(G, group["beta2"], group["init_eigenvalue"]),
+        step=update_kl.step,
+        reference_step=_kl_reference_step,
+        hyper=Hyper.of,
+        state_shapes=_kl_shapes,
+    )
+    fixed = ("state_dtype", "init_eigenvalue")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.002,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        *,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        precondition_frequency: int = 10,
+        init_eigenvalue: InitEigenvalue = "auto",
+        state_dtype: torch.dtype | None = None,
+        backend: str | None = None,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "beta2": beta2,
+            "eps": eps,
+            "precondition_frequency": precondition_frequency,
+            "init_eigenvalue": init_eigenvalue,
+            "state_dtype": state_dtype,
+            "backend": backend,
+            "maximize": maximize,
+        }
+        check_common(defaults)
+        super().__init__(params, defaults)
+
+    @classmethod
+    def check_group(cls, group: dict[str, Any]) -> None:
+        check_common(group)
+
+    def check_memory(self, group: dict[str, Any]) -> None:
+        index = len(self.param_groups) - 1
+        needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+        for p, name in self._named(index):
+            shape = MatrixShape.of(p)
+            elements = shape.count * (shape.m * shape.n + 2 * (shape.m**2 + shape.n**2))
+            size = elements * state_dtype(group, p).itemsize
+            needed.setdefault(p.device, []).append((size, name, p))
+        for device, sizes in needed.items():
+            free, total = available_bytes(device), sum(size for size, _, _ in sizes)
+            if free is not None and total > free:
+                size, name, p = max(sizes, key=lambda entry: entry[0])
+                raise MemoryError(
+                    f"KLShampoo needs {total / 2**30:.1f} GiB of state for this group and {free / 2**30:.1f} GiB are free "
+                    f"on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, whose factors "
+                    'are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
+                )

@@ -1,0 +1,122 @@
+"""Batched QR without Householder, with Householder as the fallback; R's diagonal is positive throughout.
+
+Q of a QR does not change when the matrix is multiplied on the right by an upper-triangular matrix with a
+positive diagonal. Both factorisations here come with such a matrix for nearly nothing, which makes their
+columns nearly orthonormal; Cholesky QR then finishes.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ONE_PASS = 0.5
+"""Largest ||W^T W - I||_F after which one Cholesky pass is enough: cond(W)^2 <= (1 + .5)/(1 - .5) = 3, and a
+pass leaves an orthogonality error of about eps * cond(W)^2."""
+
+
+def may_branch(t: Tensor) -> bool:
+    """Whether reading ``t`` on the host costs no device synchronisation."""
+    return t.device.type == "cpu"
+
+
+def householder_qr(A: Tensor) -> Tensor:
+    """Q (B,n,r) of A (B,n,r) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
+    Q, R = torch.linalg.qr(A)
+    return Q * torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype).unsqueeze(-2)
+
+
+def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:
+    """(C^-T, ok) with K = C C^T (B,r,r); ok (B,) is False where K is not positive definite."""
+    C, info = torch.linalg.cholesky_ex(K)
+    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device).expand_as(K)
+    T = torch.linalg.solve_triangular(C.mT, eye, upper=True)
+    return T, (info == 0) & T.isfinite().all(dim=-1).all(dim=-1)
+
+
+def _cholesky_pass(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One Cholesky QR pass: (Q, ok, deviation of W^T W from I)."""
+    N = W.mT @ W
+    T, ok = _inverse_transposed_cholesky(N)
+    eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
+    return W @ T, ok, torch.linalg.matrix_norm(N - eye)
+
+
+def _orthonormalise(W: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky QR of nearly orthonormal columns, with a second pass unless the host may see it is not needed."""
+    Q, passed, deviation = _cholesky_pass(W)
+    ok = ok & passed
+    if not (may_branch(W) and bool((deviation[ok] <= ONE_PASS).all())):
+        Q, passed, deviation = _cholesky_pass(Q)
+        ok = ok & passed & (deviation <= ONE_PASS)
+    return Q, ok
+
+
+def _where(ok: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(ok[:, None, None], a, b)
+
+
+def shift_of(K: Tensor) -> Tensor:
+    """A shift (B,1,1) that makes a rounded positive semi-definite K (B,r,r) safely positive definite."""
+    trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None].clamp_min(torch.finfo(K.dtype).tiny)
+    return 4 * K.shape[-1] * torch.finfo(K.dtype).eps * trace
+
+
+def tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> Tensor:
+    """Q of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (subspace tracking, Algorithm 2 (4)).
+
+    K is r x r, symmetric and nearly free; V chol(K)^-T is nearly orthonormal. Where a Cholesky fails, a CPU takes
+    Householder for that matrix. Elsewhere, without reading anything on the host, (Phi + delta I) U is factored,
+    which has the same invariant subspaces and full rank; where even that fails U itself is kept.
+
+    Args:
+        V: (B,n,r). K: (B,r,r). U: (B,n,r), the orthonormal columns that V and K were formed with.
+
+    Returns:
+        (B,n,r) with orthonormal columns.
+    """
+    T, ok = _inverse_transposed_cholesky(K)
+    Q, ok = _orthonormalise(V @ T, ok)
+    if may_branch(V):
+        if not bool(ok.all()):
+            failed = (~ok).nonzero().squeeze(-1)
+            Q[failed] = householder_qr(V[failed])
+        return Q
+    delta = shift_of(K)
+    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
+    T, shifted_ok = _inverse_transposed_cholesky(K + delta * eye)
+    shifted, shifted_ok = _orthonormalise((V + delta * U) @ T, shifted_ok)
+    return _where(ok, Q, _where(shifted_ok, shifted, U))
+
+
+def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float) -> tuple[Tensor, Tensor]:
+    B = Q.mT @ (L @ Q)
+    eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
+    C, info = torch.linalg.cholesky_ex((B + B.mT) / 2 + shift * eye)
+    scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
+    q, ok = _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1))
+    return Q @ q, ok
+
+
+def cholesky_refresh(L: Tensor, Q: Tensor) -> Tensor:
+    """Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
+
+    B = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
+    basis is re-orthonormalised first, so that one rounded to half precision in storage does as well. Where
+    Cholesky fails L + delta I is taken, which has the same eigenvectors; where even that fails Q is kept.
+    """
+    Q, _, _ = _cholesky_pass(Q)
+    fresh, ok = _cholesky_refresh(L, Q, 0.0)
+    shifted, shifted_ok = _cholesky_refresh(L, Q, shift_of(L))
+    return _where(ok, fresh, _where(shifted_ok, shifted, Q))
+
+
+def refresh_basis(L: Tensor, Q: Tensor) -> Tensor:
+    """Q of qr(L Q) (Algorithm 2 (5)); L and Q (B,m,m).
+
+    On a CPU LAPACK's QR costs less than the products of the Cholesky form; on an accelerator it would factor
+    the batch one matrix after another.
+    """
+    return householder_qr(L @ Q) if may_branch(L) else cholesky_refresh(L, Q)

@@ -1,0 +1,253 @@
+"""The specification: Pro-KLShampoo for one weight in plain PyTorch, one function per line group of Algorithm 2.
+
+For reading, and for checking the batched step. Nothing here is clever: explicit residuals, explicit
+Newton-Schulz, Householder QR. Any float64 or float32 arithmetic; state may be stored in another dtype.
+
+Dimension key: m short side, n long side, r rank. All tensors are oriented, so m <= n.
+State (one weight): M (m,n), U (n,r), L and Q_L (m,m), S and Q_S (r,r), inv_sqrt_lambda_L (m,),
+inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () when the start value is "auto".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from prokl.hyper import ProHyper
+from prokl.initial import ceiling_scale
+from prokl.shapes import ceiling
+
+State = dict[str, Tensor]
+
+
+def positive_qr(A: Tensor) -> Tensor:
+    """Q of the QR factorisation of A whose R has a non-negative diagonal. A (n,r) -> Q (n,r)."""
+    Q, R = torch.linalg.qr(A)
+    sign = torch.where(R.diagonal() < 0, -1.0, 1.0).to(A.dtype)
+    return Q * sign
+
+
+def damped(s: Tensor, state: State, eps: float) -> Tensor:
+    """(P2) 1/(sqrt(lambda) + eps) from the undamped s = lambda^-1/2; eps scales with sqrt(lambda_0) for "auto"."""
+    if "lambda_0" in state:
+        eps = eps * state["lambda_0"].sqrt()
+    return s / (1 + eps * s)
+
+
+def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
+    """min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2 (eq. clamp_practical)."""
+    ema = beta2 * s**-2 + (1 - beta2) * statistic
+    return torch.minimum(ema.rsqrt(), torch.as_tensor(limit, dtype=s.dtype))
+
+
+def newton_schulz(
+    X: Tensor, steps: int, coefficients: tuple[float, float, float], dtype: torch.dtype | None = None
+) -> Tensor:
+    """(P3) ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
+
+    A zero X gives zero.
+    """
+    a, b, c = coefficients
+    norm = torch.linalg.matrix_norm(X)
+    if norm == 0:
+        return torch.zeros_like(X)
+    Y = (X / norm).to(dtype or X.dtype)
+    for _ in range(steps):
+        A = Y @ Y.mT
+        Y = a * Y + (b * A + c * A @ A) @ Y
+    return Y.to(X.dtype)
+
+
+def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor, Tensor]:
+    """(1) M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
+    g, a, b = h.gradient_weights
+    M = h.momentum * state["M"] + g * G
+    G_hat = a * G + b * M
+    G_par = G_hat @ state["U"]
+    G_perp = G_hat - G_par @ state["U"].mT
+    if torch.linalg.matrix_norm(G_perp) <= 100 * torch.finfo(G.dtype).eps * torch.linalg.matrix_norm(G_hat):
+        G_perp = torch.zeros_like(G_perp)  # rounding noise; Newton-Schulz would inflate it to a full step
+    return M, G_par, G_perp
+
+
+def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> Tensor:
+    """(2) Delta_sub = L^-1/2 G^par S^-1/2 U^T. G^par (m,r) -> (m,n)."""
+    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
+    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
+    Q_L, Q_S = state["Q_L"], state["Q_S"]
+    return Q_L @ a_L.diag() @ Q_L.mT @ G_par @ Q_S @ a_S.diag() @ Q_S.mT @ state["U"].mT
+
+
+def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
+    """(2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp. G^perp (m,n) -> (m,n)."""
+    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
+    whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
+    if h.orthogonalizes:
+        return aspect_scale * newton_schulz(
+            whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype)
+        )
+    return damped(state["inv_sqrt_mu"], state, h.eps) * whitened
+
+
+def direction(
+    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float
+) -> Tensor:
+    """(2) Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps. (m,n)."""
+    total = torch.zeros_like(G_perp)
+    if h.has_complement:
+        total = total + complement_direction(G_perp, state, h, aspect_scale)
+    if h.has_subspace:
+        total = total + h.subspace_weight * subspace_direction(G_par, state, h)
+    return total
+
+
+def statistics(G: Tensor, state: State, h: ProHyper) -> State:
+    """(3) Eigenvalue and factor EMAs from the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
+    m, n = G.shape
+    U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
+    r = U.shape[1]
+    scale = ceiling_scale(state)
+    Gt = G @ U
+    G_perp = G - Gt @ U.mT
+
+    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
+    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
+    a_mu = damped(state["inv_sqrt_mu"], state, h.eps)
+    ldiag = (Q_L.mT @ Gt @ Q_S @ a_S.diag()).square().mean(dim=1)
+    rdiag = (a_L.diag() @ Q_L.mT @ Gt @ Q_S).square().mean(dim=0)
+    e_res = (Q_L.mT @ G_perp).square().sum(dim=1)
+
+    s_L = eigenvalue_ema(
+        state["inv_sqrt_lambda_L"], (r * ldiag + a_mu**2 * e_res) / n, h.beta2, ceiling(m) * scale
+    )
+    s_S = eigenvalue_ema(state["inv_sqrt_lambda_S"], rdiag, h.beta2, ceiling(n) * scale)
+    a_L, a_S = damped(s_L, state, h.eps), damped(s_S, state, h.eps)
+    tail = (e_res * a_L**2).sum() / (m * (n - r))
+    s_mu = eigenvalue_ema(state["inv_sqrt_mu"], tail, h.beta2, ceiling(n) * scale)
+    a_mu = damped(s_mu, state, h.eps)
+
+    X = Gt @ Q_S @ a_S.diag()
+    Z = a_L.diag() @ Q_L.mT @ Gt
+    L = h.beta2 * state["L"] + (1 - h.beta2) / n * (X @ X.mT + a_mu**2 * G_perp @ G_perp.mT)
+    S = h.beta2 * state["S"] + (1 - h.beta2) / m * Z.mT @ Z
+    return {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu, "L": L, "S": S}
+
+
+def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
+    """(4) U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U); S and Q_S turn with T = U^T U_+."""
+    U, S, Q_L = state["U"], state["S"], state["Q_L"]
+    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
+    sample = G.mT @ Q_L @ (a_L**2).diag() @ Q_L.mT @ G @ U / G.shape[0]
+    U_new = positive_qr(h.beta2 * U @ S + (1 - h.beta2) * sample)
+    T = U.mT @ U_new
+    return {"U": U_new, "S": T.mT @ S @ T, "Q_S": T.mT @ state["Q_S"]}
+
+
+def refresh_eigenbases(state: State) -> State:
+    """(5) Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
+    return {
+        "Q_L": positive_qr(state["L"] @ state["Q_L"]),
+        "Q_S": positive_qr(state["S"] @ state["Q_S"]),
+    }
+
+
+def step(
+    W: Tensor, G: Tensor, state: State, h: ProHyper, *, aspect_scale: float, refresh: bool
+) -> tuple[Tensor, State]:
+    """One step of Algorithm 2 after the initialising one, for one oriented weight.
+
+    Args:
+        W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
+        state: as in the module docstring, in the arithmetic dtype.
+        h: hyper-parameters.
+        aspect_scale: c_a, from the weight's original rows and columns.
+        refresh: whether the step is divisible by tau.
+
+    Returns:
+        The new weight and the new state. Nothing is modified in place.
+    """
+    M, G_par, G_perp = momentum_and_projection(G, state, h)
+    delta = direction(G_par, G_perp, state, h, aspect_scale)
+    W = (1 - h.lr * h.weight_decay) * W
+    W = W - h.lr * delta
+    state = state | {"M": M}
+    state |= statistics(G, state, h)
+    state |= track_subspace(G, state, h)
+    if refresh:
+        state |= refresh_eigenbases(state)
+    return W, state
+
+
+def polar(X: Tensor) -> Tensor:
+    """Exact polar factor U V^T of X = U Sigma V^T, on the numerical range of X. X (m,n) -> (m,n)."""
+    U, sigma, Vt = torch.linalg.svd(X, full_matrices=False)
+    kept = sigma > sigma.max() * max(X.shape) * torch.finfo(X.dtype).eps
+    return (U * kept) @ Vt
+
+
+def idealised_step(
+    W: Tensor,
+    gradient: Callable[[Tensor], Tensor],
+    state: State,
+    *,
+    lr: float,
+    beta2: float,
+    alpha_kl: float,
+    aspect_scale: float,
+    refresh: bool,
+) -> tuple[Tensor, State]:
+    """One step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
+
+    ``state`` holds U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu ().  The convergence
+    theorem speaks of this algorithm. Order as printed: projection, covariance estimation with the state of the
+    previous step, tracking, eigenvalue EMA (or QR), update with the new state. (The proof of the convergence
+    theorem takes the state to be fixed before the gradient is drawn; Algorithm 1 prints the update last.)
+
+    Args:
+        W: weight (m,n), m <= n, float64 or float32.
+        gradient: maps W to its (stochastic) gradient.
+        state: see above; not modified.
+        lr, beta2, alpha_kl: step size, EMA weight, mixing weight.
+        aspect_scale: c_a of the original shape.
+        refresh: whether Step 4b runs.
+
+    Returns:
+        The new weight and the new state.
+    """
+    m, n = W.shape
+    U, L, S, Q_L, Q_S = (state[k] for k in ("U", "L", "S", "Q_L", "Q_S"))
+    lambda_L, lambda_S, mu = state["lambda_L"], state["lambda_S"], state["mu"]
+    r = U.shape[1]
+    # 1: projection
+    G = gradient(W)
+    Gt = G @ U
+    G_perp = G - Gt @ U.mT
+    # 2: covariance estimation
+    inv_L = Q_L @ (1 / lambda_L).diag() @ Q_L.mT
+    delta_L = (Gt @ Q_S @ (1 / lambda_S).diag() @ Q_S.mT @ Gt.mT + G_perp @ G_perp.mT / mu) / n
+    delta_S = Gt.mT @ inv_L @ Gt / m
+    tail = (G_perp.mT @ inv_L @ G_perp).trace() / (m * (n - r))
+    L = beta2 * L + (1 - beta2) * delta_L
+    S = beta2 * S + (1 - beta2) * delta_S
+    mu = beta2 * mu + (1 - beta2) * tail
+    # 3: subspace tracking
+    U_new = positive_qr(beta2 * U @ S + (1 - beta2) / m * G.mT @ inv_L @ G @ U)
+    T = U.mT @ U_new
+    # 4a: eigenvalue EMA, in the bases and coordinates in which the increments were formed
+    lambda_L = beta2 * lambda_L + (1 - beta2) * (Q_L.mT @ delta_L @ Q_L).diagonal()
+    lambda_S = beta2 * lambda_S + (1 - beta2) * (Q_S.mT @ delta_S @ Q_S).diagonal()
+    S, Q_S, U = T.mT @ S @ T, T.mT @ Q_S, U_new
+    # 4b: infrequent QR
+    if refresh:
+        Q_L, Q_S = positive_qr(L @ Q_L), positive_qr(S @ Q_S)
+    # 5: update
+    root_L = Q_L @ lambda_L.rsqrt().diag() @ Q_L.mT
+    root_S = Q_S @ lambda_S.rsqrt().diag() @ Q_S.mT
+    Gt = G @ U
+    subspace = root_L @ Gt @ root_S @ U.mT
+    complement = polar(root_L @ (G - Gt @ U.mT))
+    W = W - lr * (alpha_kl * subspace + aspect_scale * complement)
+    new = {"U": U, "L": L, "S": S, "Q_L": Q_L, "Q_S": Q_S}
+    return W, new | {"lambda_L": lambda_L, "lambda_S": lambda_S, "mu": mu}

@@ -1,0 +1,70 @@
+"""The specification of KL-Shampoo for one weight, as its authors coded it (Lin et al., "KL-Methods").
+
+Dimension key: m short side, n long side. All tensors are oriented, so m <= n.
+State (one weight): M (m,n), L and Q_L (m,m), R and Q_R (n,n), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,),
+and lambda_0 () when the start value is "auto".
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from prokl.hyper import Hyper
+from prokl.initial import ceiling_scale
+from prokl.reference import State, eigenvalue_ema, positive_qr
+from prokl.shapes import ceiling
+
+
+def direction(M: Tensor, state: State, eps: float) -> Tensor:
+    """Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
+
+    The damping acts once, on the product of both sides; for "auto" it scales with lambda_0.
+    """
+    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    if "lambda_0" in state:
+        eps = eps * state["lambda_0"]
+    s = state["inv_sqrt_lambda_L"].outer(state["inv_sqrt_lambda_R"])
+    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * s))) @ Q_R.mT
+
+
+def statistics(G: Tensor, state: State, beta2: float) -> State:
+    """EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
+    m, n = G.shape
+    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
+    scale = ceiling_scale(state)
+    X = G @ Q_R @ s_R.diag()
+    Y = G.mT @ Q_L @ s_L.diag()
+    A = Q_L.mT @ G @ Q_R
+    ell = (A * s_R).square().mean(dim=1)
+    rho = (A * s_L[:, None]).square().mean(dim=0)
+    return {
+        "L": beta2 * state["L"] + (1 - beta2) / n * X @ X.mT,
+        "R": beta2 * state["R"] + (1 - beta2) / m * Y @ Y.mT,
+        "inv_sqrt_lambda_L": eigenvalue_ema(s_L, ell, beta2, ceiling(m) * scale),
+        "inv_sqrt_lambda_R": eigenvalue_ema(s_R, rho, beta2, ceiling(n) * scale),
+    }
+
+
+def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
+    """One step after the initialising one; weight decay comes after the step, on the updated weight.
+
+    Args:
+        W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.
+        state: as in the module docstring, in the arithmetic dtype.
+        h: hyper-parameters.
+        refresh: whether the step is divisible by tau.
+
+    Returns:
+        The new weight and the new state. Nothing is modified in place.
+    """
+    M = h.momentum * state["M"] + (1 - h.momentum) * G
+    W = W - h.lr * direction(M, state, h.eps)
+    W = W - h.lr * h.weight_decay * W
+    state = state | {"M": M} | statistics(G, state, h.beta2)
+    if refresh:
+        state |= {
+            "Q_L": positive_qr(state["L"] @ state["Q_L"]),
+            "Q_R": positive_qr(state["R"] @ state["Q_R"]),
+        }
+    return W, state

@@ -1,0 +1,55 @@
+"""The batched step of KL-Shampoo, both factors whole; same front end and same batching as Pro-KLShampoo.
+
+Dimension key: B matrices, m short side, n long side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prokl.hyper import Hyper
+from prokl.initial import ceiling_scale
+from prokl.ops import Primitives
+from prokl.shapes import ceiling
+from prokl.update import Call, State, refresh_rows
+
+
+def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tuple[Tensor, State]:
+    """One step after the initialising one; arguments and results as in :func:`prokl.update.step`.
+
+    The direction already carries the factor (1 - lr * weight_decay) that makes the common weight update decay
+    after the step, on the updated weight, as the authors' code does.
+    """
+    _, m, n = G.shape
+    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
+    scale = torch.as_tensor(ceiling_scale(state), dtype=G.dtype, device=G.device).expand(G.shape[0])
+    eps = (h.eps / scale**2)[:, None, None]
+
+    M = torch.lerp(state["M"], G, 1 - h.momentum)
+    s = s_L[:, :, None] * s_R[:, None, :]
+    delta = Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * s))) @ Q_R.mT
+
+    GQ, QtG = G @ Q_R, Q_L.mT @ G
+    A = QtG @ Q_R
+    ell = (A * s_R[:, None, :]).square().mean(dim=-1)
+    rho = (A * s_L[:, :, None]).square().mean(dim=-2)
+    X, Y = GQ * s_R[:, None, :], QtG * s_L[:, :, None]
+    gain = 1 - h.beta2
+    new = {
+        "M": M,
+        "L": torch.baddbmm(state["L"], X, X.mT, beta=h.beta2, alpha=gain / n),
+        "R": torch.baddbmm(state["R"], Y.mT, Y, beta=h.beta2, alpha=gain / m),
+        "Q_L": Q_L,
+        "Q_R": Q_R,
+        "inv_sqrt_lambda_L": _ema(s_L, ell, h.beta2, ceiling(m) * scale),
+        "inv_sqrt_lambda_R": _ema(s_R, rho, h.beta2, ceiling(n) * scale),
+    }
+    refresh_rows(new, "Q_L", call.refresh, lambda i: ops.refresh_basis(new["L"][i], new["Q_L"][i]))
+    refresh_rows(new, "Q_R", call.refresh, lambda i: ops.refresh_basis(new["R"][i], new["Q_R"][i]))
+    return (1 - h.lr * h.weight_decay) * delta, new
+
+
+def _ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
+    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit[:, None])
