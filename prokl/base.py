@@ -23,16 +23,14 @@ ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
 class _Kept:
-    """Carries a state value unchanged through ``Optimizer.load_state_dict``, which would cast it to the weight's dtype."""
+    """Carries a state value through ``Optimizer.load_state_dict``, which would cast it to the weight's dtype."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _keep_matrix_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {
-        i: {k: _Kept(v) for k, v in s.items()} if "M" in s else s for i, s in state_dict["state"].items()
-    }
+    state = {i: {k: _Kept(v) for k, v in s.items()} if "M" in s else s for i, s in state_dict["state"].items()}
     return {**state_dict, "state": state}
 
 
@@ -155,8 +153,8 @@ class MatrixOptimizer(Optimizer):
         for key, value in self._made_with.get(index, {}).items():
             if group[key] != value:
                 raise ValueError(
-                    f"Invalid {key}={group[key]!r}: the state of group {index} was made with {key}={value!r} and depends "
-                    "on it. Set it back, or start a new optimizer."
+                    f"Invalid {key}={group[key]!r}: the state of group {index} was made with {key}={value!r} and "
+                    "depends on it. Set it back, or start a new optimizer."
                 )
 
     def _place_newcomers(self, index: int, group: dict[str, Any]) -> None:
@@ -212,9 +210,7 @@ class MatrixOptimizer(Optimizer):
                 own = {k: v.value if isinstance(v, _Kept) else v for k, v in own.items()}
                 names = group.get("param_names")
                 self._check_state(p, names[j] if names else f"parameter {j} of group {i}", group, own)
-                state["state"][p] = {
-                    k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in own.items()
-                }
+                state["state"][p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in own.items()}
                 made_with[i] = {k: group[k] for k in self.fixed}
         super().__setstate__(state)
         self._forget()

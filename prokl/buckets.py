@@ -51,6 +51,7 @@ class Member:
 
     @property
     def stop(self) -> int:
+        """First row that is no longer this parameter's."""
         return self.start + self.shape.count
 
     def rows(self, stack: Tensor) -> Tensor:
@@ -152,7 +153,9 @@ class Bucket:
         for member in self.members:
             g = member.p.grad
             if g is None:
-                parts.append(self.stacks["M"].new_zeros((member.shape.count, *self.stacks["M"].shape[1:]), dtype=self.dtype))
+                parts.append(
+                    self.stacks["M"].new_zeros((member.shape.count, *self.stacks["M"].shape[1:]), dtype=self.dtype)
+                )
             else:
                 parts.append(member.shape.oriented(g.detach()).to(self.dtype))
         G = torch.cat(parts)
@@ -219,6 +222,16 @@ class Bucket:
             self.stacks[key].copy_(value)
 
     def _apply(self, direction: Tensor, h: Any, live: Tensor | None, ops: Primitives) -> None:
+        if live is None and all(member.p.dtype == self.dtype for member in self.members):
+            for member in self.members:
+                if h.weight_decay != 0:
+                    member.p.mul_(1 - h.lr * h.weight_decay)
+                own = member.shape.restored(direction[member.start : member.stop], member.p)
+                if isinstance(h.lr, Tensor):
+                    member.p.sub_(h.lr * own)
+                else:
+                    member.p.sub_(own, alpha=h.lr)
+            return
         W = torch.cat([member.shape.oriented(member.p) for member in self.members])
         W = ops.apply_direction(W, direction, h.lr, h.weight_decay, live)
         self._write(W, range(len(self.members)))

@@ -24,6 +24,7 @@ class Hyper:
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
+        """Read from a parameter group."""
         return cls(group["lr"], group["weight_decay"], group["momentum"], group["beta2"], group["eps"])
 
 
@@ -39,6 +40,7 @@ class ProHyper(Hyper):
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> ProHyper:
+        """Read from a parameter group."""
         return cls(
             group["lr"],
             group["weight_decay"],
@@ -54,14 +56,17 @@ class ProHyper(Hyper):
 
     @property
     def has_subspace(self) -> bool:
+        """Whether the update has the subspace part Delta_sub."""
         return self.variant != "complement-only"
 
     @property
     def has_complement(self) -> bool:
+        """Whether the update has the complement part Delta_res."""
         return self.variant != "subspace-only"
 
     @property
     def orthogonalizes(self) -> bool:
+        """Whether the complement part goes through Newton-Schulz."""
         return self.variant in ("pro-klshampoo", "complement-only")
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 from prokl.polar import newton_schulz_factors
 from prokl.qr import householder_qr, refresh_basis, tracking_qr
 
+
 def damp(s: Tensor, eps: Tensor) -> Tensor:
     """1/(sqrt(lambda) + eps) from s = lambda^-1/2 (Algorithm 2, (P2)); s (B,k) or (B,), eps (B,)."""
     return s / (1 + (eps if s.ndim == 1 else eps[:, None]) * s)
@@ -71,8 +72,8 @@ def eigenvalue_ema(
 def accumulate(M: Tensor, G: Tensor, momentum: float, weights: tuple[float, float, float]) -> tuple[Tensor, Tensor]:
     """(M_new, G_hat) = (momentum * M + g * G, a * G + b * M_new) for weights (g, a, b); all (B,m,n)."""
     g, a, b = weights
-    M_new = (M * momentum).add_(G, alpha=g)
-    return M_new, (torch.add(a * G if a != 1 else G, M_new, alpha=b) if a else b * M_new)
+    M_new = torch.add(G, M, alpha=momentum) if g == 1 else (g * G).add_(M, alpha=momentum)
+    return M_new, torch.add(G if a == 1 else a * G, M_new, alpha=b) if a else b * M_new
 
 
 def residual(G: Tensor, G_par: Tensor, U: Tensor) -> Tensor:
@@ -90,7 +91,7 @@ def combine(Q: Tensor | None, X: Tensor, scale: Tensor, B: Tensor | None, U: Ten
         B: (B,m,r) in the arithmetic dtype, or None for zero.
         U: (B,n,r) in the arithmetic dtype.
     """
-    product = (X if Q is None else Q @ X).to(U.dtype) * scale[:, None, None]
+    product = (X if Q is None else Q @ X) * scale[:, None, None]  # promotes to the arithmetic dtype in one pass
     return product if B is None else product.baddbmm_(B, U.mT)
 
 

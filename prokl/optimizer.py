@@ -139,10 +139,12 @@ class ProKLShampoo(MatrixOptimizer):
 
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
+        """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
         check_pro(group)
 
     @classmethod
     def rank_of(cls, group: dict[str, Any], shape: MatrixShape) -> int:
+        """Effective rank: min(rank, m, n - 1)."""
         return effective_rank(group["rank"], shape.m, shape.n)
 
 
@@ -219,9 +221,11 @@ class KLShampoo(MatrixOptimizer):
 
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
+        """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
         check_common(group)
 
     def check_memory(self, group: dict[str, Any]) -> None:
+        """Raise MemoryError when the state of a new group cannot fit; nothing is allocated."""
         index = len(self.param_groups) - 1
         needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
         for p, name in self._named(index):
@@ -234,7 +238,7 @@ class KLShampoo(MatrixOptimizer):
             if free is not None and total > free:
                 size, name, p = max(sizes, key=lambda entry: entry[0])
                 raise MemoryError(
-                    f"KLShampoo needs {total / 2**30:.1f} GiB of state for this group and {free / 2**30:.1f} GiB are free "
-                    f"on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, whose factors "
-                    'are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
+                    f"KLShampoo needs {total / 2**30:.1f} GiB of state for this group and {free / 2**30:.1f} GiB are "
+                    f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
+                    'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
                 )

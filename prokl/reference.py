@@ -31,9 +31,8 @@ def positive_qr(A: Tensor) -> Tensor:
 
 def damped(s: Tensor, state: State, eps: float) -> Tensor:
     """(P2) 1/(sqrt(lambda) + eps) from the undamped s = lambda^-1/2; eps scales with sqrt(lambda_0) for "auto"."""
-    if "lambda_0" in state:
-        eps = eps * state["lambda_0"].sqrt()
-    return s / (1 + eps * s)
+    scale = state["lambda_0"].sqrt() if "lambda_0" in state else 1.0
+    return s / (1 + eps * scale * s)
 
 
 def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
@@ -85,15 +84,11 @@ def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.orthogonalizes:
-        return aspect_scale * newton_schulz(
-            whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype)
-        )
+        return aspect_scale * newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
     return damped(state["inv_sqrt_mu"], state, h.eps) * whitened
 
 
-def direction(
-    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float
-) -> Tensor:
+def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
     """(2) Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps. (m,n)."""
     total = torch.zeros_like(G_perp)
     if h.has_complement:
@@ -119,9 +114,7 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
     rdiag = (a_L.diag() @ Q_L.mT @ Gt @ Q_S).square().mean(dim=0)
     e_res = (Q_L.mT @ G_perp).square().sum(dim=1)
 
-    s_L = eigenvalue_ema(
-        state["inv_sqrt_lambda_L"], (r * ldiag + a_mu**2 * e_res) / n, h.beta2, ceiling(m) * scale
-    )
+    s_L = eigenvalue_ema(state["inv_sqrt_lambda_L"], (r * ldiag + a_mu**2 * e_res) / n, h.beta2, ceiling(m) * scale)
     s_S = eigenvalue_ema(state["inv_sqrt_lambda_S"], rdiag, h.beta2, ceiling(n) * scale)
     a_L, a_S = damped(s_L, state, h.eps), damped(s_S, state, h.eps)
     tail = (e_res * a_L**2).sum() / (m * (n - r))

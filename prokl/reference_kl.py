@@ -21,10 +21,9 @@ def direction(M: Tensor, state: State, eps: float) -> Tensor:
     The damping acts once, on the product of both sides; for "auto" it scales with lambda_0.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
-    if "lambda_0" in state:
-        eps = eps * state["lambda_0"]
+    scale = state["lambda_0"] if "lambda_0" in state else 1.0
     s = state["inv_sqrt_lambda_L"].outer(state["inv_sqrt_lambda_R"])
-    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * s))) @ Q_R.mT
+    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * scale * s))) @ Q_R.mT
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:

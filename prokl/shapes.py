@@ -45,14 +45,17 @@ class MatrixShape:
 
     @property
     def transposed(self) -> bool:
+        """Whether the matrices are handled on their transposes."""
         return self.rows > self.cols
 
     @property
     def m(self) -> int:
+        """Short side."""
         return min(self.rows, self.cols)
 
     @property
     def n(self) -> int:
+        """Long side."""
         return max(self.rows, self.cols)
 
     @property

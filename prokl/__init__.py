@@ -1,0 +1,7 @@
+"""Pro-KLShampoo and KL-Shampoo: matrix-structured optimizers for PyTorch."""
+
+from prokl.optimizer import KLShampoo, ProKLShampoo
+from prokl.routing import param_groups
+
+__all__ = ["KLShampoo", "ProKLShampoo", "param_groups"]
+__version__ = "0.1.0"

@@ -1,0 +1,222 @@
+"""The rules of :func:`prokl.param_groups`: who holds a parameter, what its names say, where it goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from prokl.shapes import MatrixShape
+from prokl.validation import PARAMETER_DTYPES
+
+Algorithm = Literal["matrix", "adamw", "frozen"]
+
+# Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing) put around a module.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# A component that counts copies of a block: the 3 of layers.3, encoder_layer_0.
+COPY = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
+HEAD_ANYWHERE = re.compile(r"(\w+_)?lm_?heads?|output_heads?|unembed(ding)?|embed_out|to_logits")
+HEAD_OUTSIDE_BLOCKS = re.compile(
+    r"(\w+_)?heads?|outputs?|output_(layer|proj|projection)|classifiers?|scores?|fc|fc_out|logits|proj_out|decoder"
+    r"|qa_outputs"
+)
+TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
+BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
+NORM_CLASS = re.compile(r"Norm(\dd)?$")
+CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a parameter goes, why, and whether its group's weight decay applies to it."""
+
+    algorithm: Algorithm
+    reason: str
+    decays: bool = True
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One name of a parameter, and the module that holds it there.
+
+    Attributes:
+        name: the parameter's full name.
+        module: the module.
+        path: the module's path in lower case, without wrappers.
+        attr: the parameter's own name, in lower case.
+        closes: whether the module is the last one with parameters in an ``nn.Sequential``.
+    """
+
+    name: str
+    module: nn.Module
+    path: tuple[str, ...]
+    attr: str
+    closes: bool
+
+    @property
+    def kind(self) -> str:
+        """Name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def linear(self) -> bool:
+        """Weight of a linear layer, torch's or one named so."""
+        return self.attr == "weight" and (isinstance(self.module, nn.Linear) or "Linear" in self.kind)
+
+    @property
+    def convolution(self) -> bool:
+        """Held by a convolution, torch's or one named so."""
+        return isinstance(self.module, nn.modules.conv._ConvNd) or CONVOLUTION_CLASS.search(self.kind) is not None
+
+    @property
+    def raw(self) -> bool:
+        """Not the weight of a layer that says what it is for; only such a parameter's name is asked."""
+        return not (self.linear or (self.convolution and self.attr == "weight"))
+
+    @property
+    def embedding(self) -> bool:
+        """Held by an embedding, torch's or one named so."""
+        if isinstance(self.module, (nn.Embedding, nn.EmbeddingBag)):
+            return True
+        return self.raw and "Embedding" in self.kind and self.attr.startswith("weight")
+
+    @property
+    def norm(self) -> bool:
+        """Held by a norm, torch's or one named so."""
+        return NORM_CLASS.search(self.kind) is not None
+
+    @property
+    def in_proj(self) -> bool:
+        """The three fused projections of ``nn.MultiheadAttention``."""
+        return isinstance(self.module, nn.MultiheadAttention) and self.attr == "in_proj_weight"
+
+    @property
+    def recurrent(self) -> bool:
+        """Weight of a recurrent module."""
+        return isinstance(self.module, (nn.RNNBase, nn.RNNCellBase)) and self.attr.startswith("weight")
+
+    @property
+    def gated(self) -> bool:
+        """Recurrent weight that maps to all gates at once (weight_hr, an LSTM's projection, does not)."""
+        gated = isinstance(self.module, (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell))
+        return self.recurrent and gated and not self.attr.startswith("weight_hr")
+
+    @property
+    def head(self) -> bool:
+        """Named as an output head."""
+        path = self.path
+        while path and path[-1].isdigit():  # lm_heads.0
+            path = path[:-1]
+        if any(HEAD_ANYWHERE.fullmatch(part) for part in (*path[-1:], self.attr)):
+            return True
+        path = self.path[:-1] if self.closes else self.path
+        if any(COPY.fullmatch(part) for part in path):
+            return False
+        return any(HEAD_OUTSIDE_BLOCKS.fullmatch(part) for part in (*path[-1:], self.attr))
+
+    def says(self, pattern: re.Pattern[str]) -> bool:
+        """Whether a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
+        container = isinstance(self.module, (nn.ParameterList, nn.ParameterDict))
+        parts = (*self.path[-1:], self.attr) if container or self.attr == "weight" else (self.attr,)
+        return self.raw and any(pattern.search(part) for part in parts)
+
+
+def without_wrappers(parts: Sequence[str]) -> list[str]:
+    """A path's components without those that wrappers put in."""
+    return [part for part in parts if part not in WRAPPERS]
+
+
+def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
+    """Every parameter with all of its names, in the model's order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners: dict[Tensor, list[Owner]] = {}
+    for prefix, module in modules.items():
+        parts = prefix.split(".") if prefix else []
+        # torch.nn.utils.parametrize keeps fc.weight as fc.parametrizations.weight.original.
+        parametrized = parts[-1] if parts[-2:-1] == ["parametrizations"] else None
+        if parametrized:
+            parts = parts[:-2]
+        holder = modules[".".join(parts)]
+        closes = bool(parts) and _closes(modules[".".join(parts[:-1])], holder)
+        path = tuple(part.lower() for part in without_wrappers(parts))
+        for attr, p in module.named_parameters(recurse=False):
+            name = f"{prefix}.{attr}" if prefix else attr
+            if parametrized:
+                attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
+            owners.setdefault(p, []).append(Owner(name, holder, path, attr.lower(), closes))
+    return owners
+
+
+def _closes(parent: nn.Module, child: nn.Module) -> bool:
+    if not isinstance(parent, nn.Sequential):
+        return False
+    filled = [c for c in parent if next(c.parameters(), None) is not None]
+    return bool(filled) and filled[-1] is child
+
+
+def check_trainable(p: Tensor, owners: Sequence[Owner]) -> None:
+    """Raises ValueError where neither method can train ``p``."""
+    why = None
+    if p.layout != torch.strided:
+        why = f"its layout is {p.layout}; store it dense, or freeze it"
+    elif not p.is_complex() and p.dtype not in PARAMETER_DTYPES:
+        why = f"its dtype is {p.dtype}; store it as float16, bfloat16, float32 or float64, or freeze it"
+    elif any(o.embedding and getattr(o.module, "sparse", False) for o in owners):
+        why = "its embedding makes sparse gradients; build it with sparse=False, or freeze it"
+    if why:
+        raise ValueError(f"Parameter {owners[0].name!r} can go to neither the matrix method nor AdamW: {why}.")
+
+
+def unfit(p: Tensor) -> str | None:
+    """Why the matrix method cannot take ``p``; None when it can."""
+    if p.is_complex():
+        return "complex"
+    if p.ndim < 2:
+        return f"{p.ndim}-D"
+    if p.numel() == 0:
+        return "no elements"
+    return "1x1 matrices only" if MatrixShape.of(p).n == 1 else None
+
+
+def choose(p: Tensor, owners: Sequence[Owner]) -> Choice:
+    """The choice where no pattern decides: rules 3 to 14 of :func:`prokl.param_groups`."""
+
+    def any_owner(test: Callable[[Owner], bool]) -> Owner | None:
+        return next((o for o in owners if test(o)), None)
+
+    what = f"{owners[0].attr} of {owners[0].kind}"
+    if why := unfit(p):
+        return Choice("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
+    if o := any_owner(lambda o: o.embedding):
+        tied = ", ".join(other.name for other in owners if not other.embedding)
+        return Choice("adamw", f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})")
+    if o := any_owner(lambda o: o.norm):
+        return Choice("adamw", f"norm ({o.kind})", decays=False)
+    if any_owner(lambda o: o.says(TABLE)):
+        return Choice("adamw", "named as embedding, position or token")
+    if any_owner(lambda o: o.says(BIAS)):
+        return Choice("adamw", "named as bias", decays=False)
+    if any_owner(lambda o: o.head):
+        return Choice("adamw", "named as output head")
+    if p.ndim == 2 and (o := any_owner(lambda o: o.linear)):
+        return Choice("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
+    shape = MatrixShape.of(p)
+    if shape.m == 1 and all(o.raw for o in owners):
+        return Choice("adamw", f"one row or column, {what}", decays=False)
+    if p.ndim >= 3 and (o := any_owner(lambda o: o.convolution)):
+        if p.ndim == 3:
+            return Choice("adamw", f"3-D weight of {o.kind}, which would be read as a stack of {shape.count}")
+        return Choice("matrix", f"convolution, flattened to {shape.rows}x{shape.cols}")
+    if any_owner(lambda o: o.in_proj):
+        return Choice("matrix", "q, k and v of MultiheadAttention, fused")
+    if o := any_owner(lambda o: o.recurrent):
+        return Choice("matrix", f"{o.attr} of {o.kind}" + (", gates fused" if o.gated else ""))
+    if p.ndim == 3:
+        return Choice("matrix", f"stack of {shape.count}, {what}")
+    if p.ndim == 2:
+        return Choice("matrix", f"2-D, {what}")
+    return Choice("adamw", f"{p.ndim}-D, {what}, which is no convolution")
