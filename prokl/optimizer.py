@@ -71,6 +71,7 @@ class ProKLShampoo(MatrixOptimizer):
         ns_coefficients: (a, b, c) of the quintic; the default is Muon's (Keller Jordan).
         init_eigenvalue: start of all eigenvalues. A number is the paper's lambda_0 (its experiments use 0.1);
             "auto" takes the rms of the initialising gradient, which makes training invariant to the loss scale.
+            Either is raised to the clip's floor 1/C^2 of its factor.
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
@@ -240,5 +241,6 @@ class KLShampoo(MatrixOptimizer):
                 raise MemoryError(
                     f"KLShampoo needs {total / 2**30:.1f} GiB of state for this group and {free / 2**30:.1f} GiB are "
                     f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
-                    'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
+                    'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use '
+                    "ProKLShampoo."
                 )

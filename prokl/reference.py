@@ -193,10 +193,11 @@ def idealised_step(
 ) -> tuple[Tensor, State]:
     """One step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
 
-    ``state`` holds U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu ().  The convergence
-    theorem speaks of this algorithm. Order as printed: projection, covariance estimation with the state of the
-    previous step, tracking, eigenvalue EMA (or QR), update with the new state. (The proof of the convergence
-    theorem takes the state to be fixed before the gradient is drawn; Algorithm 1 prints the update last.)
+    ``state`` holds U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu (). Order as printed:
+    projection, covariance estimation, tracking, eigenvalue EMA and, when ``refresh``, QR, update with the new
+    state; with one exception: the eigenvalue EMA of S uses Q_S before its rotation, the basis in which Delta_S
+    is expressed (as Algorithm 2 does), since the printed order would mix two bases. The proof of the
+    convergence theorem takes the state to be fixed before the gradient is drawn; Algorithm 1 updates last.
 
     Args:
         W: weight (m,n), m <= n, float64 or float32.

@@ -1,0 +1,1 @@
+"""Benchmarks of prokl; run from a checkout, never installed."""

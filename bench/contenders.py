@@ -1,0 +1,115 @@
+"""The optimizers compared: one table with defaults, where these come from, and how to build.
+
+The protocol is the paper's: every optimizer but AdamW handles the hidden matrices alone; embedding, head
+and norms get AdamW with one learning rate, the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import prokl
+
+if TYPE_CHECKING:
+    from bench.settings import Settings
+
+ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
+WEIGHT_DECAY = 0.0  # paper, LLaMA runs; prokl.param_groups has the same default
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table.
+
+    ``build`` takes (model, lr, settings) and returns the optimizers to step one after another.
+    """
+
+    label: str
+    colour: str
+    lr: float
+    origin: str
+    build: Callable[[nn.Module, float, Settings], list[Optimizer]]
+
+
+def split(model: nn.Module, lr: float, settings: Settings, rank: int | None = None) -> list[dict[str, Any]]:
+    """Parameter groups by prokl's own routing, so that all contenders agree on what counts as a matrix."""
+    return prokl.param_groups(model, lr=lr, adamw_lr=settings.adamw_lr, adamw_betas=ADAMW_BETAS, rank=rank)
+
+
+def _adamw(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    return [torch.optim.AdamW(model.named_parameters(), lr=lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY)]
+
+
+def _muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    matrices, rest = [], []
+    for group in split(model, lr, settings):
+        (rest if group.get("algorithm") == "adamw" else matrices).extend(group["params"])
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=WEIGHT_DECAY, momentum=0.95),
+        torch.optim.AdamW(rest, lr=settings.adamw_lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY),
+    ]
+
+
+def _kl_shampoo(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+    return [prokl.KLShampoo(split(model, lr, settings), init_eigenvalue=settings.init_eigenvalue)]
+
+
+def _pro_kl_shampoo(variant: str) -> Callable[[nn.Module, float, Settings], list[Optimizer]]:
+    def build(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
+        return [
+            prokl.ProKLShampoo(
+                split(model, lr, settings, settings.rank),
+                alpha_kl=settings.alpha_kl,
+                init_eigenvalue=settings.init_eigenvalue,
+                variant=variant,
+            )
+        ]
+
+    return build
+
+
+CONTENDERS = {
+    "adamw": Contender("AdamW", "tab:gray", 3e-3, "paper, LLaMA 134M sweep", _adamw),
+    "muon": Contender("Muon", "tab:orange", 2e-2, "paper, LLaMA 134M sweep", _muon),
+    "kl-shampoo": Contender("KL-Shampoo", "tab:blue", 5e-3, "paper, LLaMA 134M sweep", _kl_shampoo),
+    "pro-klshampoo": Contender(
+        "Pro-KLShampoo",
+        "tab:red",
+        2e-2,
+        "paper, LLaMA 134M sweep at ranks 32 and 64",
+        _pro_kl_shampoo("pro-klshampoo"),
+    ),
+    "smok-hop": Contender("Smok-Hop", "tab:green", 3e-3, "paper, LLaMA 134M sweep", _pro_kl_shampoo("smok-hop")),
+    "subspace-only": Contender(
+        "subspace only",
+        "tab:purple",
+        3e-2,
+        "paper: 1.5 times Pro-KLShampoo's",
+        _pro_kl_shampoo("subspace-only"),
+    ),
+    "complement-only": Contender(
+        "complement only",
+        "tab:brown",
+        3e-2,
+        "paper: 1.5 times Pro-KLShampoo's",
+        _pro_kl_shampoo("complement-only"),
+    ),
+}
+DEFAULT_OPTIMIZERS = ("adamw", "muon", "kl-shampoo", "pro-klshampoo")
+
+
+def contender_of(key: str) -> Contender:
+    """The table's row for a key, where a sweep's keys carry their learning rate as in ``muon@0.02``."""
+    return CONTENDERS[key.partition("@")[0]]
+
+
+def label_of(key: str) -> str:
+    """How a key is written in tables and legends."""
+    _, at, lr = key.partition("@")
+    return contender_of(key).label + (f", lr {lr}" if at else "")

@@ -1,0 +1,146 @@
+"""The two figures: loss curves, and the spectra of the preconditioners (the paper's Figure 1)."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: no display is needed, and none is opened
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from bench.contenders import contender_of, label_of
+from bench.model import LAYER_TYPES
+from bench.report import Results
+from bench.run import Record
+from bench.settings import Settings
+
+
+def loss_curves(path: Path, results: Results, settings: Settings) -> None:
+    """Validation loss (bold) and smoothed training loss (thin) against steps and against training seconds.
+
+    Several seeds are averaged point by point; the band is one standard error of the validation loss.
+    """
+    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    lowest, start = np.inf, []
+    for i, key in enumerate(settings.optimizers):
+        records = [by_key[key] for by_key in results.values()]
+        colour = _colour(key, i, len(settings.optimizers))
+        steps, loss, error = _validation(records)
+        if not len(steps):
+            continue
+        last = "diverged" if any(r.diverged_at is not None for r in records) else f"{loss[-1]:.3f}"
+        seconds = np.array([np.mean([r.seconds(s) for r in records]) for s in steps])
+        for axes, x in ((by_step, steps), (by_time, seconds)):
+            axes.plot(x, loss, color=colour, lw=1.8, marker="o", ms=3, label=f"{label_of(key)}  {last}")
+            axes.fill_between(x, loss - error, loss + error, color=colour, alpha=0.2, lw=0)
+        trained = min(len(r.losses) for r in records)
+        train = _smooth(np.mean([r.losses[:trained] for r in records], axis=0))
+        clock = np.mean([_clock(r)[:trained] for r in records], axis=0)
+        by_step.plot(np.arange(1, trained + 1), train, color=colour, lw=0.7, alpha=0.6)
+        by_time.plot(clock, train, color=colour, lw=0.7, alpha=0.6)
+        lowest = min(lowest, loss.min())
+        start.append(loss[min(1, len(loss) - 1)])
+    by_step.set_xlabel("steps")
+    by_time.set_xlabel("seconds of training (forward, backward, optimizer)")
+    by_step.set_ylabel("loss, nats per byte")
+    if start:  # the steep first descent would squeeze the differences that the figure is for
+        by_step.set_ylim(lowest - 0.05 * (max(start) - lowest), max(start) * 1.02)
+        by_step.legend(title="validation loss, last value", frameon=False)
+    for axes in (by_step, by_time):
+        axes.set_xlim(left=0)
+        _tidy(axes)
+    seeds = f"{len(results)} seeds, band: standard error" if len(results) > 1 else f"seed {next(iter(results))}"
+    figure.suptitle(f"{settings.layers} layers of width {settings.width}; dots: validation, thin: training; {seeds}")
+    _save(figure, path)
+
+
+def spectra(path: Path, records: dict[str, Record], settings: Settings) -> bool:
+    """Eigenvalues of KL-Shampoo's factors over their tail mean, a panel per layer type, a colour per depth.
+
+    Without KL-Shampoo among the contenders, Pro-KLShampoo's or a variant's S over its tail eigenvalue.
+    Returns whether there was anything to draw.
+    """
+    key = next((k for k in _by_preference(list(records)) if records[k].spectra), None)
+    if key is None:
+        return False
+    spectra = records[key].spectra
+    wide = "R" if any("R" in factors for factors in spectra.values()) else "S"
+    types = [t for t in LAYER_TYPES if any(f".{t}." in name for name in spectra)]
+    figure, grid = plt.subplots(
+        2, len(types), figsize=(2.4 * len(types), 5), sharey="row", squeeze=False, layout="constrained"
+    )
+    colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, settings.layers))
+    for column, layer_type in enumerate(types):
+        for row, factor in enumerate((wide, "L")):
+            axes = grid[row, column]
+            for depth in range(settings.layers):
+                factors = spectra.get(f"blocks.{depth}.{layer_type}.weight", {})
+                if factor in factors:
+                    values = _over_tail(factors, factor, settings.rank)
+                    axes.plot(np.arange(1, len(values) + 1), values, color=colours[depth], lw=1.3)
+            axes.axvline(settings.rank, color="black", ls="--", lw=0.8)
+            axes.axhline(1, color="black", ls=":", lw=0.6)
+            axes.set_yscale("log")
+            _tidy(axes)
+        grid[0, column].set_title(layer_type.removesuffix("_proj"))
+        grid[1, column].set_xlabel("index")
+    side = {"R": "R, long side", "S": "S, inside the subspace", "L": "L, short side"}
+    for row, factor in enumerate((wide, "L")):
+        grid[row, 0].set_ylabel(f"{side[factor]}\neigenvalue / tail mean")
+    handles = [Line2D([], [], color=colours[d], label=f"layer {d}") for d in range(settings.layers)]
+    handles.append(Line2D([], [], color="black", ls="--", lw=0.8, label=f"r = {settings.rank}"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(f"Eigenvalues of {label_of(key)}'s preconditioners after {len(records[key].losses)} steps")
+    _save(figure, path)
+    return True
+
+
+def _by_preference(keys: list[str]) -> list[str]:
+    order = ("kl-shampoo", "pro-klshampoo")
+    return sorted(keys, key=lambda k: order.index(k.partition("@")[0]) if k.partition("@")[0] in order else len(order))
+
+
+def _over_tail(factors: dict, factor: str, rank: int) -> np.ndarray:
+    """Descending eigenvalues over the mean of those beyond ``rank``; S, which has no tail, over mu."""
+    values = factors[factor].numpy()
+    if factor == "S":
+        return values / factors["mu"].numpy()
+    tail = values[rank:] if len(values) > rank else values[-1:]
+    return values / tail.mean()
+
+
+def _validation(records: list[Record]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, mean loss and its standard error, at the evaluations that every seed has."""
+    shared = sorted(set.intersection(*(set(dict(r.validation)) for r in records)))
+    losses = np.array([[dict(r.validation)[s] for s in shared] for r in records])
+    error = losses.std(axis=0, ddof=1) / np.sqrt(len(records)) if len(records) > 1 else np.zeros(len(shared))
+    return np.array(shared), losses.mean(axis=0), error
+
+
+def _clock(record: Record) -> np.ndarray:
+    return np.cumsum(record.model_seconds) + np.cumsum(record.optimizer_seconds)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Centred moving average over a tenth of the run, narrower towards both ends, so that it does not lag."""
+    widest = len(values) // 20
+    reach = [min(widest, i, len(values) - 1 - i) for i in range(len(values))]
+    return np.array([values[i - r : i + r + 1].mean() for i, r in enumerate(reach)])
+
+
+def _colour(key: str, index: int, count: int) -> object:
+    """The contender's own colour; a sweep's rates go through one colour map from low to high."""
+    return plt.get_cmap("viridis")(0.85 * index / max(1, count - 1)) if "@" in key else contender_of(key).colour
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, lw=0.5)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,179 @@
+"""``python -m bench.pretrain`` trains a small GPT on real text with several optimizers side by side.
+
+All contenders start from the same weights, see the same batches, and take turns step by step, so that their
+timings share whatever else the machine does. The run ends with a table and writes into ``--out``:
+``table.md``, ``summary.csv``, ``curves.csv``, ``loss.png``, ``spectrum.png``, and ``seed-N.pt`` to resume.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import prokl
+from bench import checkpoint, corpus, plots, report
+from bench.cli import parse
+from bench.contenders import label_of
+from bench.errors import UsageError
+from bench.run import Run
+from bench.settings import Job
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class _Interrupt:
+    """Set by the first Ctrl-C; the second one is not waited for."""
+
+    requested = False
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[_Interrupt]:
+    """Lets the step under way finish at Ctrl-C, since half a step could not be resumed bit for bit."""
+    interrupt = _Interrupt()
+
+    def handler(signum: int, frame: Any) -> None:
+        if interrupt.requested:
+            raise KeyboardInterrupt
+        interrupt.requested = True
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _fingerprint(job: Job, seed: int, text: corpus.Corpus) -> dict[str, Any]:
+    """What two halves of one run must share."""
+    versions = {"torch": str(torch.__version__), "prokl": prokl.__version__}
+    return job.settings.flat() | {"seed": seed, "corpus": text.sha256} | versions
+
+
+def _prepare(job: Job, text: corpus.Corpus) -> dict[int, dict[str, Any]]:
+    """Checks the results folder before anything is trained, and reads what ``--resume`` goes on from."""
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {job.out} cannot be made a folder: {error.strerror}; choose another") from None
+    if not os.access(job.out, os.W_OK):
+        raise UsageError(f"--out {job.out} cannot be written to; choose another")
+    found = {s: path for s in job.seeds if (path := checkpoint.path_for(job.out, s)).exists()}
+    if job.resume:
+        if not found:
+            raise UsageError(f"--resume found no checkpoint in {job.out} for the seed; leave --resume out or fix --out")
+        return {s: checkpoint.load(path, _fingerprint(job, s, text)) for s, path in found.items()}
+    for path in found.values():
+        if not job.overwrite and not checkpoint.read(path)["state"]["finished"]:
+            raise UsageError(f"{path} is an unfinished run; add --resume to go on, or --overwrite to start again")
+    for path in found.values():
+        path.unlink()
+    return {}
+
+
+def _progress(run: Run) -> str:
+    """The latest training loss of each contender."""
+    parts = []
+    for lane in run.lanes:
+        r = lane.record
+        loss = "diverged" if r.diverged_at is not None else f"{r.losses[-1]:.2f}" if r.losses else "-"
+        parts.append(f"{label_of(lane.key)} {loss}")
+    return ", ".join(parts)
+
+
+def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: _Interrupt) -> None:
+    """Trains until done or interrupted, and leaves a checkpoint of the last whole step."""
+    path = checkpoint.path_for(job.out, run.seed)
+    saved_at, saved = monotonic(), run.done if path.exists() else None
+    # Without a terminal there is no bar to redraw; a line per evaluation says the same.
+    with tqdm(total=run.settings.steps, initial=run.done, disable=None, desc=f"seed {run.seed}") as bar:
+        while not run.finished and not interrupt.requested:
+            run.advance()
+            bar.update()
+            bar.set_postfix_str(_progress(run), refresh=False)
+            if bar.disable and (run.done % run.settings.eval_every == 0 or run.finished):
+                print(f"seed {run.seed}, step {run.done}/{run.settings.steps}: {_progress(run)}", flush=True)
+            if monotonic() - saved_at >= job.checkpoint_seconds:
+                checkpoint.save(path, fingerprint, run.state_dict())
+                saved_at, saved = monotonic(), run.done
+    if saved != run.done:
+        checkpoint.save(path, fingerprint, run.state_dict())
+
+
+def _status(job: Job, results: report.Results, source: str, done: int) -> str:
+    s = job.settings
+    seeds = f"seed{'s' * (len(results) > 1)} {', '.join(map(str, results))}"
+    steps = f"{s.steps} steps" if done >= s.steps else f"{done} of {s.steps} steps"
+    threads = f"{s.threads} CPU thread{'s' * (s.threads > 1)}"
+    return f"{steps} of {s.batch} x {s.context} bytes, {seeds}, {threads}, {source}"
+
+
+def _write(job: Job, results: report.Results, text: corpus.Corpus, done: dict[int, int]) -> None:
+    """Prints the table and writes every file; a half-done seed counts only while no seed is whole."""
+    furthest = max(done.values())
+    counted = {seed: records for seed, records in results.items() if done[seed] == furthest}
+    rows = report.summarise(counted)
+    table = f"{_status(job, counted, text.source, furthest)}\n\n{report.markdown_table(rows)}\n"
+    print(f"\n{table}")
+    (job.out / "table.md").write_text(table, encoding="utf-8")
+    report.write_summary(job.out / "summary.csv", rows, job.settings, report.environment(text))
+    report.write_curves(job.out / "curves.csv", results)
+    plots.loss_curves(job.out / "loss.png", counted, job.settings)
+    plots.spectra(job.out / "spectrum.png", next(iter(counted.values())), job.settings)
+    if job.sweep:
+        report.write_sweep(job.out / "sweep.csv", rows, job.settings)
+        print(report.best_of_sweep(rows, job.settings))
+    print(f"Results are in {job.out}", flush=True)
+
+
+def run_job(job: Job) -> int:
+    """Runs every seed, then writes the results; the same after Ctrl-C, with what there is."""
+    text = corpus.load(job.data, job.settings.context)
+    saved = _prepare(job, text)
+    torch.set_num_threads(job.settings.threads)
+    print(f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate", flush=True)
+    results: report.Results = {}
+    done: dict[int, int] = {}
+    with _deferred_interrupt() as interrupt:
+        for seed in job.seeds:
+            run = Run(job.settings, seed, text)
+            if seed in saved:
+                run.load_state_dict(saved[seed])
+            try:
+                _train(job, run, _fingerprint(job, seed, text), interrupt)
+            except KeyboardInterrupt:  # a second Ctrl-C; the step under way is lost
+                interrupt.requested = True
+            results[seed] = run.records()
+            done[seed] = job.settings.steps if run.finished else run.done
+            if interrupt.requested:
+                break
+        _write(job, results, text, done)
+    if not run.finished or len(results) < len(job.seeds):
+        print("Interrupted; the same command with --resume goes on from the last checkpoint.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
+    threads = torch.get_num_threads()
+    try:
+        return run_job(parse(sys.argv[1:] if argv is None else argv))
+    except UsageError as error:
+        print(f"pretrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted; the same command with --resume goes on, if a checkpoint was written.", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

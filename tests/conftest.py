@@ -1,0 +1,45 @@
+"""What every test shares: the options, the skips, Triton's interpreter and poisoned allocations."""
+
+import os
+
+import pytest
+import torch
+
+# Triton reads this when a kernel is defined, so it is set before any test module is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    skips = {}
+    if not config.getoption("--slow"):
+        skips["slow"] = pytest.mark.skip(reason="slow: run with --slow")
+    if not torch.cuda.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="gpu: needs a CUDA device")
+    for item in items:
+        for name, skip in skips.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """Fill what torch allocates uninitialised with NaN, so that an output a kernel did not write shows."""
+
+    def poison(owner, name):
+        allocate = getattr(owner, name)
+
+        def poisoned(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        monkeypatch.setattr(owner, name, poisoned)
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        poison(torch, name)
+    for name in ("new_empty", "new_empty_strided"):
+        poison(torch.Tensor, name)

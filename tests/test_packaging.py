@@ -1,0 +1,163 @@
+"""What users install, from a clean copy of the tree, and what importing prokl needs."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import prokl
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for folder in ("prokl", "prokl/kernels")
+    for path in (ROOT / folder).glob("*.py")
+)
+
+
+def clean_copy(destination):
+    """Copy what a fresh clone would hold: no .git, nothing that .gitignore names."""
+    ignored = (ROOT / ".gitignore").read_text().split()
+    shutil.copytree(ROOT, destination, symlinks=True, ignore=shutil.ignore_patterns(".git", *ignored))
+    return destination
+
+
+def files_under(folder):
+    """Return the relative paths of all files, through symlinks, as package data would be collected."""
+    return {
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+    }
+
+
+def run(*command, cwd, **environment):
+    """Run a command, offline; on failure show what it printed."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def build(source, *kinds):
+    """Build with the backend installed here, under an import path on which `import torch` fails."""
+    poison = source.parent / "poison"
+    poison.mkdir(exist_ok=True)
+    (poison / "torch.py").write_text("raise ImportError('the build imported torch')\n")
+    run(sys.executable, "-m", "build", "--no-isolation", *kinds, cwd=source, PYTHONPATH=str(poison))
+    return source / "dist"
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A clean copy of the tree and the folder with the wheel and the sdist built from it."""
+    source = clean_copy(tmp_path_factory.mktemp("packaging") / "clone")
+    return source, build(source, "--sdist", "--wheel")
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_whole_package_and_nothing_else_at_top_level(built, tmp_path):
+    names = set(contents(*built[1].glob("*.whl")))
+    assert {name.split("/")[0] for name in names} == {"prokl", f"prokl-{prokl.__version__}.dist-info"}
+    package = {name.removeprefix("prokl/") for name in names if name.startswith("prokl/")}
+    assert package == files_under(clean_copy(tmp_path / "clone") / "prokl")
+    assert "py.typed" in package
+    assert any(name.startswith("kernels/") for name in package)
+
+
+@pytest.mark.slow
+def test_sdist_builds_the_same_wheel(built, tmp_path):
+    with tarfile.open(*built[1].glob("*.tar.gz")) as archive:
+        archive.extractall(tmp_path)
+    (source,) = tmp_path.iterdir()
+    rebuilt = build(source, "--wheel")
+    assert contents(*rebuilt.glob("*.whl")) == contents(*built[1].glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_installs_into_an_empty_environment_and_imports_there(built, tmp_path):
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--no-deps", *built[1].glob("*.whl"), cwd=tmp_path)
+    # torch and triton come from the running interpreter.
+    # An editable prokl there stays behind: its .pth file counts only in the folder of its own environment.
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "running.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    printed = run(
+        python,
+        "-I",
+        "-c",
+        "import importlib, importlib.metadata, sys\n"
+        "import prokl\n"
+        "print(prokl.__file__, prokl.__version__, importlib.metadata.version('prokl'))\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)",
+        *MODULES,
+        cwd=tmp_path,
+    )
+    assert printed.split() == [str(packages / "prokl" / "__init__.py"), prokl.__version__, prokl.__version__]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_imports(name):
+    importlib.import_module(name)
+
+
+def test_import_leaves_triton_and_cuda_alone():
+    run(
+        sys.executable,
+        "-c",
+        "import sys, torch\n"
+        "before = 'triton' in sys.modules\n"
+        "import prokl\n"
+        "assert ('triton' in sys.modules) == before, 'importing prokl imported triton'\n"
+        "assert not torch.cuda.is_initialized(), 'importing prokl initialised CUDA'",
+        cwd=ROOT,
+    )
+
+
+def test_imports_where_triton_is_absent():
+    run(
+        sys.executable,
+        "-c",
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] == 'triton':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "import prokl",
+        cwd=ROOT,
+    )
+
+
+def test_newest_release_in_the_changelog_is_this_version():
+    releases = re.findall(r"^## \[?([0-9][^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert releases[0] == prokl.__version__
+
+
+def test_no_file_names_a_place_on_the_machine_it_was_written_on(tmp_path):
+    machine = re.compile(rb"/(?:home|opt|root|tmp|Users|work)/")
+    tree = clean_copy(tmp_path / "clone")
+    assert [name for name in sorted(files_under(tree)) if machine.search((tree / name).read_bytes())] == []

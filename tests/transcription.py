@@ -1,0 +1,339 @@
+"""Pro-KLShampoo written out line by line in float64: an opinion independent of the package.
+
+`ProTranscription` follows Algorithm 2 of arXiv:2605.06316 for a weight in its own orientation: `_step_right`
+is the printed case (rows <= cols), `_step_left` that of Remark "Left projection" (rows > cols), every role
+transposed and the weight left as it is. `idealised_step` follows Algorithm 1. Nothing is batched, cached or
+rearranged, and nothing is imported from the package.
+
+Symbols: rows, cols: the weight's shape; m, n: its short and long side; r: rank of the tracked subspace.
+A stored `s_X` is the clipped, undamped lambda_X^(-1/2).
+"""
+
+import math
+
+import torch
+
+VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
+
+
+def qr_q(A):
+    """Q of A = QR with R's diagonal positive, which makes it unique for A of full column rank."""
+    Q, R = torch.linalg.qr(A)
+    return Q * torch.where(torch.diagonal(R) < 0, -1.0, 1.0)
+
+
+def ceiling(size):
+    """max(10, min(size, 4000)), the form of all three ceilings of the paper's eigenvalue clipping."""
+    return float(max(10, min(size, 4000)))
+
+
+def newton_schulz(X, steps, coefficients):
+    """X -> aX + bXX^T X + c(XX^T)^2 X, `steps` times from X / ||X||_F (P3)."""
+    a, b, c = coefficients
+    X = X / torch.linalg.matrix_norm(X)
+    for _ in range(steps):
+        X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
+    return X
+
+
+def polar(X):
+    """The exact polar factor, zero singular values giving zero."""
+    P, sigma, Qt = torch.linalg.svd(X, full_matrices=False)
+    return P[:, sigma > 1e-12 * sigma[0]] @ Qt[sigma > 1e-12 * sigma[0]]
+
+
+class ProTranscription:
+    """Algorithm 2 (practical) for one weight; `step(G)` is one call of the optimizer with gradient G."""
+
+    def __init__(
+        self,
+        W,
+        *,
+        lr,
+        weight_decay=0.0,
+        momentum=0.95,
+        rank=128,
+        beta2=0.95,
+        alpha_kl=0.01,
+        eps=1e-8,
+        precondition_frequency=10,
+        ns_steps=5,
+        ns_coefficients=(3.4445, -4.7750, 2.0315),
+        init_eigenvalue=0.1,
+        variant="pro-klshampoo",
+    ):
+        self.W = W.to(torch.float64).clone()
+        self.rows, self.cols = self.W.shape
+        self.m, self.n = min(self.W.shape), max(self.W.shape)
+        self.r = min(rank, self.m, self.n - 1)
+        self.lr, self.weight_decay, self.mu, self.beta2 = lr, weight_decay, momentum, beta2
+        self.eps, self.tau = eps, precondition_frequency
+        self.alpha = 1.0 if variant == "smok-hop" else alpha_kl
+        self.ns_steps, self.ns_coefficients = ns_steps, ns_coefficients
+        self.init_eigenvalue, self.variant = init_eigenvalue, variant
+        self.t = None
+
+    def step(self, G):
+        G = G.to(torch.float64)
+        if self.t is None:
+            if bool((G != 0).any()):
+                self.initialise(G)
+            return
+        self.t += 1
+        (self._step_right if self.rows <= self.cols else self._step_left)(G)
+
+    def initialise(self, G):
+        """The first gradient sets the state and moves nothing."""
+        auto = self.init_eigenvalue == "auto"
+        lambda_0 = float(G.square().mean().sqrt()) if auto else self.init_eigenvalue
+        self.lambda_0 = lambda_0
+        unit = lambda_0 if auto else 1.0  # "auto" measures every eigenvalue in units of lambda_0
+        self.C_short = ceiling(self.m) / math.sqrt(unit)
+        self.C_sub = ceiling(self.n) / math.sqrt(unit)
+        self.C_mu = ceiling(max(self.m, self.n)) / math.sqrt(unit)
+        self.damping = self.eps * math.sqrt(unit)
+
+        X, _, Yt = torch.linalg.svd(G, full_matrices=False)
+        if self.rows <= self.cols:
+            self.U = Yt.T[:, : self.r]
+            self.Q_short = X
+            G_sub = G @ self.U
+            short, sub = G_sub @ G_sub.T, G_sub.T @ G_sub
+        else:
+            self.U = X[:, : self.r]
+            self.Q_short = Yt.T
+            G_sub = self.U.T @ G
+            short, sub = G_sub.T @ G_sub, G_sub @ G_sub.T
+        self.short = (1 - self.beta2) / self.r * short / unit
+        self.S = (1 - self.beta2) / self.m * sub / unit
+        self.Q_S = torch.eye(self.r, dtype=torch.float64)
+        start = lambda_0**-0.5
+        self.s_short = torch.full((self.m,), start, dtype=torch.float64)
+        self.s_S = torch.full((self.r,), start, dtype=torch.float64)
+        self.s_mu = torch.tensor(start, dtype=torch.float64)
+        self.M = torch.zeros_like(self.W)
+        self.t = 0
+
+    def damped(self, s):
+        """1 / (sqrt(lambda) + eps) from s = lambda^(-1/2)."""
+        return s / (1 + self.damping * s)
+
+    def _look_ahead(self, G):
+        """Line 1; Smok-Hop: the EMA in place of Nesterov."""
+        if self.variant == "smok-hop":
+            self.M = self.mu * self.M + (1 - self.mu) * G
+            return self.M
+        self.M = self.mu * self.M + G
+        return G + self.mu * self.M
+
+    def _residual_direction(self, G_hat, G_hat_perp, whitened):
+        """Line 4, and what Smok-Hop and the subspace-only ablation put in its place."""
+        if self.variant == "subspace-only":
+            return torch.zeros_like(whitened)
+        if self.variant == "smok-hop":
+            return self.damped(self.s_mu) * whitened
+        noise = 100 * torch.finfo(torch.float64).eps * torch.linalg.matrix_norm(G_hat)
+        if torch.linalg.matrix_norm(G_hat_perp) <= noise:
+            return torch.zeros_like(whitened)
+        c_a = math.sqrt(max(1.0, self.rows / self.cols))
+        return newton_schulz(whitened, self.ns_steps, self.ns_coefficients) * c_a
+
+    def _move(self, D_res, D_sub):
+        """Lines 5 and 6."""
+        if self.variant == "complement-only":
+            D_sub = torch.zeros_like(D_sub)
+        self.direction = D_res + self.alpha * D_sub
+        self.W = (1 - self.lr * self.weight_decay) * self.W
+        self.W = self.W - self.lr * self.direction
+
+    def _ema_inverse_sqrt(self, s, new, C):
+        """EMA of the undamped lambda = s^-2, then the clip."""
+        return (self.beta2 * s**-2 + (1 - self.beta2) * new).rsqrt().clamp(max=C)
+
+    def _step_right(self, G):
+        m, n, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
+        Q_L, Q_S = self.Q_short, self.Q_S
+        # (1) momentum and projection
+        G_hat = self._look_ahead(G)
+        G_hat_par = G_hat @ U
+        G_hat_perp = G_hat - G_hat_par @ U.T
+        # (2) update direction
+        D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        D_sub = Q_L @ D_L @ Q_L.T @ G_hat_par @ Q_S @ D_S @ Q_S.T @ U.T
+        D_res = self._residual_direction(G_hat, G_hat_perp, Q_L @ D_L @ Q_L.T @ G_hat_perp)
+        self._move(D_res, D_sub)
+        # (3) statistics of the raw gradient
+        G_til = G @ U
+        G_perp = G - G_til @ U.T
+        ldiag = (Q_L.T @ G_til @ Q_S @ D_S).square().mean(dim=1)
+        rdiag = (D_L @ Q_L.T @ G_til @ Q_S).square().mean(dim=0)
+        e_res = torch.diagonal(Q_L.T @ G_perp @ G_perp.T @ Q_L)
+        inv_mu = self.damped(self.s_mu) ** 2
+        self.s_short = self._ema_inverse_sqrt(self.s_short, (r * ldiag + inv_mu * e_res) / n, self.C_short)
+        self.s_S = self._ema_inverse_sqrt(self.s_S, rdiag, self.C_sub)
+        D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        tail = (e_res * torch.diagonal(D_L) ** 2).sum() / (m * (n - r))
+        self.s_mu = self._ema_inverse_sqrt(self.s_mu, tail, self.C_mu)
+        inv_mu = self.damped(self.s_mu) ** 2
+        X = G_til @ Q_S @ D_S
+        self.short = beta2 * self.short + (1 - beta2) / n * (X @ X.T + inv_mu * G_perp @ G_perp.T)
+        Y = D_L @ Q_L.T @ G_til
+        self.S = beta2 * self.S + (1 - beta2) / m * Y.T @ Y
+        # (4) subspace tracking
+        U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / m * G.T @ Q_L @ D_L @ D_L @ Q_L.T @ G @ U)
+        T_rot = U.T @ U_new
+        self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
+        # (5) periodic eigenbasis refresh
+        if self.t % self.tau == 0:
+            self.Q_short, self.Q_S = qr_q(self.short @ Q_L), qr_q(self.S @ self.Q_S)
+
+    def _step_left(self, G):
+        p, q, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
+        Q_R, Q_S = self.Q_short, self.Q_S
+        # (1)
+        G_hat = self._look_ahead(G)
+        G_hat_par = U.T @ G_hat
+        G_hat_perp = G_hat - U @ G_hat_par
+        # (2)
+        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        D_sub = U @ Q_S @ D_S @ Q_S.T @ G_hat_par @ Q_R @ D_R @ Q_R.T
+        D_res = self._residual_direction(G_hat, G_hat_perp, G_hat_perp @ Q_R @ D_R @ Q_R.T)
+        self._move(D_res, D_sub)
+        # (3)
+        G_til = U.T @ G
+        G_perp = G - U @ G_til
+        short_diag = (D_S @ Q_S.T @ G_til @ Q_R).square().mean(dim=0)
+        sub_diag = (Q_S.T @ G_til @ Q_R @ D_R).square().mean(dim=1)
+        e_res = torch.diagonal(Q_R.T @ G_perp.T @ G_perp @ Q_R)
+        inv_mu = self.damped(self.s_mu) ** 2
+        self.s_short = self._ema_inverse_sqrt(self.s_short, (r * short_diag + inv_mu * e_res) / p, self.C_short)
+        self.s_S = self._ema_inverse_sqrt(self.s_S, sub_diag, self.C_sub)
+        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        tail = (e_res * torch.diagonal(D_R) ** 2).sum() / (q * (p - r))
+        self.s_mu = self._ema_inverse_sqrt(self.s_mu, tail, self.C_mu)
+        inv_mu = self.damped(self.s_mu) ** 2
+        X = D_S @ Q_S.T @ G_til
+        self.short = beta2 * self.short + (1 - beta2) / p * (X.T @ X + inv_mu * G_perp.T @ G_perp)
+        Y = G_til @ Q_R @ D_R
+        self.S = beta2 * self.S + (1 - beta2) / q * Y @ Y.T
+        # (4)
+        U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / q * G @ Q_R @ D_R @ D_R @ Q_R.T @ G.T @ U)
+        T_rot = U.T @ U_new
+        self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
+        # (5)
+        if self.t % self.tau == 0:
+            self.Q_short, self.Q_S = qr_q(self.short @ Q_R), qr_q(self.S @ self.Q_S)
+
+    def oriented_state(self):
+        """The state under the optimizer's keys, short side first."""
+        state = {
+            "M": self.M if self.rows <= self.cols else self.M.T,
+            "U": self.U,
+            "L": self.short,
+            "S": self.S,
+            "Q_L": self.Q_short,
+            "Q_S": self.Q_S,
+            "inv_sqrt_lambda_L": self.s_short,
+            "inv_sqrt_lambda_S": self.s_S,
+            "inv_sqrt_mu": self.s_mu,
+        }
+        if self.init_eigenvalue == "auto":
+            state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)
+        return state
+
+
+def idealised_step(W, G, state, *, lr, beta2, alpha_kl, c_a, refresh):
+    """Algorithm 1 for m <= n, in the printed order; returns the new weight and the new state.
+
+    Step 4a prints diag(Q_S^T Delta_S Q_S) below the line that rotates Q_S. Delta_S is in the old basis, and
+    with the rotated Q_S the result would depend on the signs that the QR gives to the columns of U_+; so Q_S
+    is here the one that belongs to Delta_S, as in Algorithm 2.
+    """
+    (m, n), r = G.shape, state["U"].shape[1]
+    U, L, S, Q_L, Q_S, lambda_L, lambda_S, mu = (
+        state[key] for key in ("U", "L", "S", "Q_L", "Q_S", "lambda_L", "lambda_S", "mu")
+    )
+    # 1: gradient projection
+    G_til = G @ U
+    G_perp = G - G_til @ U.T
+    # 2: covariance estimation
+    L_inverse = Q_L @ torch.diag(1 / lambda_L) @ Q_L.T
+    Delta_L = (G_til @ Q_S @ torch.diag(1 / lambda_S) @ Q_S.T @ G_til.T + G_perp @ G_perp.T / mu) / n
+    Delta_S = G_til.T @ L_inverse @ G_til / m
+    delta_perp = torch.trace(G_perp.T @ L_inverse @ G_perp) / (m * (n - r))
+    L = beta2 * L + (1 - beta2) * Delta_L
+    S = beta2 * S + (1 - beta2) * Delta_S
+    mu = beta2 * mu + (1 - beta2) * delta_perp
+    # 3: subspace tracking
+    U_plus = qr_q(beta2 * U @ S + (1 - beta2) / m * G.T @ L_inverse @ G @ U)
+    T_U = U.T @ U_plus
+    # 4a: eigenvalue EMA
+    lambda_L = beta2 * lambda_L + (1 - beta2) * torch.diagonal(Q_L.T @ Delta_L @ Q_L)
+    lambda_S = beta2 * lambda_S + (1 - beta2) * torch.diagonal(Q_S.T @ Delta_S @ Q_S)
+    S, Q_S, U = T_U.T @ S @ T_U, T_U.T @ Q_S, U_plus
+    # 4b: infrequent QR
+    if refresh:
+        Q_L, Q_S = qr_q(L @ Q_L), qr_q(S @ Q_S)
+    # 5: update
+    L_inverse_sqrt = Q_L @ torch.diag(lambda_L**-0.5) @ Q_L.T
+    S_inverse_sqrt = Q_S @ torch.diag(lambda_S**-0.5) @ Q_S.T
+    P_perp = torch.eye(n, dtype=G.dtype) - U @ U.T
+    residual = polar(mu**-0.5 * L_inverse_sqrt @ G @ P_perp)
+    W = W - lr * (alpha_kl * L_inverse_sqrt @ G @ U @ S_inverse_sqrt @ U.T + c_a * residual)
+    new = {
+        "U": U,
+        "L": L,
+        "S": S,
+        "Q_L": Q_L,
+        "Q_S": Q_S,
+        "lambda_L": lambda_L,
+        "lambda_S": lambda_S,
+        "mu": mu,
+    }
+    return W, new
+
+
+def low_rank_plus_noise(shape, count, *, signal_rank=3, noise=0.3, scale=1.0, seed=0):
+    """Return `count` gradients: a persistent low-rank signal with drifting factors plus white noise.
+
+    The noise keeps every factor of full rank and its eigenvalues apart; else the bases would not be unique.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    left, right = randn(shape[0], signal_rank), randn(signal_rank, shape[1])
+    gradients = []
+    for _ in range(count):
+        signal = (left + 0.5 * randn(shape[0], signal_rank)) @ (right + 0.1 * randn(signal_rank, shape[1]))
+        gradients.append(scale * (signal / math.sqrt(signal_rank) + noise * randn(*shape)))
+    return gradients
+
+
+def relative_error(actual, expected):
+    """||actual - expected||_F / ||expected||_F."""
+    expected = expected.to(torch.float64)
+    return float((actual.to(torch.float64) - expected).norm() / expected.norm())
+
+
+def column_signs(actual, expected):
+    """Return, by key, the signs by which the columns of each basis in `actual` differ from `expected`.
+
+    They are those of the first gradient's singular vectors, which are free. A QR whose R has a positive
+    diagonal carries them along unchanged.
+    """
+    keys = [key for key in ("U", "Q_L", "Q_S", "Q_R") if key in expected]
+    signs = {key: torch.where((actual[key] * expected[key]).sum(dim=0) < 0, -1.0, 1.0) for key in keys}
+    if "U" in signs:
+        signs["Q_S"] = signs["U"]  # Q_S starts at the identity in the coordinates that U gives
+    return signs
+
+
+def with_signs(actual, signs):
+    """Return `actual` with its bases' columns multiplied by `signs`, S in the coordinates of that U."""
+    turned = {key: value * signs[key] if key in signs else value for key, value in actual.items()}
+    if "U" in signs:
+        turned["S"] = signs["U"][:, None] * actual["S"] * signs["U"]
+        turned["Q_S"] = signs["U"][:, None] * turned["Q_S"]
+    return turned
