@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("run").add_argument
-    add("--steps", type=_at_least(1), default=300, metavar="N", help="optimizer steps")
+    add("--steps", type=_at_least(1), default=400, metavar="N", help="optimizer steps")
     add("--seeds", "--seed", nargs="+", type=_at_least(0), default=[0], metavar="N", help="one run for each")
     add("--threads", type=_at_least(1), default=_cores(), metavar="N", help="CPU threads")
     add(
@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--width", type=_at_least(1), default=192, metavar="N", help="of the residual stream")
     add("--heads", type=_at_least(1), default=6, metavar="N", help="attention heads")
     add("--context", type=_at_least(1), default=128, metavar="N", help="bytes per sequence")
-    add("--batch", type=_at_least(1), default=16, metavar="N", help="sequences per step")
+    add("--batch", type=_at_least(1), default=8, metavar="N", help="sequences per step")
     return parser
 
 

@@ -6,6 +6,7 @@ and norms get AdamW with one learning rate, the same for all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,3 +114,8 @@ def label_of(key: str) -> str:
     """How a key is written in tables and legends."""
     _, at, lr = key.partition("@")
     return contender_of(key).label + (f", lr {lr}" if at else "")
+
+
+def short_label_of(key: str) -> str:
+    """How a key is written where four must fit beside a progress bar: the first word, or a sweep's rate."""
+    return key.partition("@")[2] or re.split("[- ]", contender_of(key).label)[0]

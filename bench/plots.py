@@ -19,7 +19,7 @@ from bench.settings import Settings
 
 
 def loss_curves(path: Path, results: Results, settings: Settings) -> None:
-    """Validation loss (bold) and smoothed training loss (thin) against steps and against training seconds.
+    """Validation loss against steps and against training seconds.
 
     Several seeds are averaged point by point; the band is one standard error of the validation loss.
     """
@@ -36,24 +36,19 @@ def loss_curves(path: Path, results: Results, settings: Settings) -> None:
         for axes, x in ((by_step, steps), (by_time, seconds)):
             axes.plot(x, loss, color=colour, lw=1.8, marker="o", ms=3, label=f"{label_of(key)}  {last}")
             axes.fill_between(x, loss - error, loss + error, color=colour, alpha=0.2, lw=0)
-        trained = min(len(r.losses) for r in records)
-        train = _smooth(np.mean([r.losses[:trained] for r in records], axis=0))
-        clock = np.mean([_clock(r)[:trained] for r in records], axis=0)
-        by_step.plot(np.arange(1, trained + 1), train, color=colour, lw=0.7, alpha=0.6)
-        by_time.plot(clock, train, color=colour, lw=0.7, alpha=0.6)
         lowest = min(lowest, loss.min())
-        start.append(loss[min(1, len(loss) - 1)])
+        start.append(loss[min(2, len(loss) - 1)])
     by_step.set_xlabel("steps")
     by_time.set_xlabel("seconds of training (forward, backward, optimizer)")
-    by_step.set_ylabel("loss, nats per byte")
+    by_step.set_ylabel("validation loss, nats per byte")
     if start:  # the steep first descent would squeeze the differences that the figure is for
         by_step.set_ylim(lowest - 0.05 * (max(start) - lowest), max(start) * 1.02)
-        by_step.legend(title="validation loss, last value", frameon=False)
+        by_step.legend(title="last value", frameon=False)
     for axes in (by_step, by_time):
         axes.set_xlim(left=0)
         _tidy(axes)
     seeds = f"{len(results)} seeds, band: standard error" if len(results) > 1 else f"seed {next(iter(results))}"
-    figure.suptitle(f"{settings.layers} layers of width {settings.width}; dots: validation, thin: training; {seeds}")
+    figure.suptitle(f"{settings.layers} layers of width {settings.width}, {seeds}")
     _save(figure, path)
 
 
@@ -87,9 +82,13 @@ def spectra(path: Path, records: dict[str, Record], settings: Settings) -> bool:
             _tidy(axes)
         grid[0, column].set_title(layer_type.removesuffix("_proj"))
         grid[1, column].set_xlabel("index")
-    side = {"R": "R, long side", "S": "S, inside the subspace", "L": "L, short side"}
+    side = {
+        "R": "R, long side\neigenvalue / tail mean",
+        "S": "S, inside the subspace\neigenvalue / $\\mu_\\perp$",
+        "L": "L, short side\neigenvalue / tail mean",
+    }
     for row, factor in enumerate((wide, "L")):
-        grid[row, 0].set_ylabel(f"{side[factor]}\neigenvalue / tail mean")
+        grid[row, 0].set_ylabel(side[factor])
     handles = [Line2D([], [], color=colours[d], label=f"layer {d}") for d in range(settings.layers)]
     handles.append(Line2D([], [], color="black", ls="--", lw=0.8, label=f"r = {settings.rank}"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
@@ -118,17 +117,6 @@ def _validation(records: list[Record]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     losses = np.array([[dict(r.validation)[s] for s in shared] for r in records])
     error = losses.std(axis=0, ddof=1) / np.sqrt(len(records)) if len(records) > 1 else np.zeros(len(shared))
     return np.array(shared), losses.mean(axis=0), error
-
-
-def _clock(record: Record) -> np.ndarray:
-    return np.cumsum(record.model_seconds) + np.cumsum(record.optimizer_seconds)
-
-
-def _smooth(values: np.ndarray) -> np.ndarray:
-    """Centred moving average over a tenth of the run, narrower towards both ends, so that it does not lag."""
-    widest = len(values) // 20
-    reach = [min(widest, i, len(values) - 1 - i) for i in range(len(values))]
-    return np.array([values[i - r : i + r + 1].mean() for i, r in enumerate(reach)])
 
 
 def _colour(key: str, index: int, count: int) -> object:

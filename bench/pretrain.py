@@ -5,6 +5,7 @@ timings share whatever else the machine does. The run ends with a table and writ
 ``table.md``, ``summary.csv``, ``curves.csv``, ``loss.png``, ``spectrum.png``, and ``seed-N.pt`` to resume.
 """
 
+import math
 import os
 import signal
 import sys
@@ -19,11 +20,12 @@ from tqdm import tqdm
 import prokl
 from bench import checkpoint, corpus, plots, report
 from bench.cli import parse
-from bench.contenders import label_of
+from bench.contenders import short_label_of
 from bench.errors import UsageError
 from bench.run import Run
 from bench.settings import Job
 
+BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -79,26 +81,31 @@ def _prepare(job: Job, text: corpus.Corpus) -> dict[int, dict[str, Any]]:
 
 def _progress(run: Run) -> str:
     """The latest training loss of each contender."""
-    parts = []
-    for lane in run.lanes:
-        r = lane.record
-        loss = "diverged" if r.diverged_at is not None else f"{r.losses[-1]:.2f}" if r.losses else "-"
-        parts.append(f"{label_of(lane.key)} {loss}")
-    return ", ".join(parts)
+    losses = {lane.key: lane.record.losses[-1] if lane in run.live else math.nan for lane in run.lanes}
+    return "  ".join(f"{short_label_of(key)} {loss:.2f}" for key, loss in losses.items())
 
 
 def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: _Interrupt) -> None:
     """Trains until done or interrupted, and leaves a checkpoint of the last whole step."""
     path = checkpoint.path_for(job.out, run.seed)
-    saved_at, saved = monotonic(), run.done if path.exists() else None
-    # Without a terminal there is no bar to redraw; a line per evaluation says the same.
-    with tqdm(total=run.settings.steps, initial=run.done, disable=None, desc=f"seed {run.seed}") as bar:
+    steps, first, start = run.settings.steps, run.done, monotonic()
+    saved_at, saved = start, first if path.exists() else None
+    with tqdm(
+        desc=f"seed {run.seed}",
+        total=steps,
+        initial=first,
+        disable=None,
+        dynamic_ncols=True,
+        bar_format=BAR,
+    ) as bar:
         while not run.finished and not interrupt.requested:
             run.advance()
-            bar.update()
             bar.set_postfix_str(_progress(run), refresh=False)
+            bar.update()
+            # Without a terminal there is no bar to redraw; a line per evaluation says the same.
             if bar.disable and (run.done % run.settings.eval_every == 0 or run.finished):
-                print(f"seed {run.seed}, step {run.done}/{run.settings.steps}: {_progress(run)}", flush=True)
+                left = tqdm.format_interval((monotonic() - start) / (run.done - first) * (steps - run.done))
+                print(f"seed {run.seed}, step {run.done}/{steps}, {left} left: {_progress(run)}", flush=True)
             if monotonic() - saved_at >= job.checkpoint_seconds:
                 checkpoint.save(path, fingerprint, run.state_dict())
                 saved_at, saved = monotonic(), run.done
@@ -119,7 +126,7 @@ def _write(job: Job, results: report.Results, text: corpus.Corpus, done: dict[in
     furthest = max(done.values())
     counted = {seed: records for seed, records in results.items() if done[seed] == furthest}
     rows = report.summarise(counted)
-    table = f"{_status(job, counted, text.source, furthest)}\n\n{report.markdown_table(rows)}\n"
+    table = f"{_status(job, counted, text.source, furthest)}\n\n{report.markdown_table(rows, job.settings)}\n"
     print(f"\n{table}")
     (job.out / "table.md").write_text(table, encoding="utf-8")
     report.write_summary(job.out / "summary.csv", rows, job.settings, report.environment(text))

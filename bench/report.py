@@ -83,43 +83,40 @@ def _mean_after_first(times: list[list[float]]) -> float:
     return fmean(later) if later else math.nan
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
+def markdown_table(rows: list[dict[str, Any]], settings: Settings) -> str:
     """The final table; what could not be measured is a dash."""
-    header = [
-        "optimizer",
-        "validation loss",
-        "model ms/step",
-        "optimizer ms/step",
-        "optimizer state MB",
-        "s to KL-Shampoo's loss",
+    cells = [
+        {
+            "optimizer": label_of(row["optimizer"]),
+            "lr": f"{settings.lr[row['optimizer']]:g}",
+            "validation loss": _loss_in_words(row),
+            "model ms/step": _fixed(row["model_ms"], 1),
+            "optimizer ms/step": _fixed(row["optimizer_ms"], 1),
+            "state MB": _fixed(row["state_mb"], 1),
+            "s to KL-Shampoo's loss": _fixed(row["seconds_to_kl_shampoo_loss"], 1),
+        }
+        for row in rows
     ]
-    lines = []
-    for row in rows:
-        loss = _fixed(row["validation_loss"], 4)
-        if not math.isnan(row["validation_loss_se"]):
-            loss += f" ± {row['validation_loss_se']:.4f}"
-        if row["diverged_at"]:
-            loss = f"diverged at step {row['diverged_at']}"
-        lines.append(
-            [
-                label_of(row["optimizer"]),
-                loss,
-                _fixed(row["model_ms"], 1),
-                _fixed(row["optimizer_ms"], 1),
-                _fixed(row["state_mb"], 1),
-                _fixed(row["seconds_to_kl_shampoo_loss"], 1),
-            ]
-        )
-    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    if TARGET not in settings.optimizers:
+        for line in cells:
+            del line["s to KL-Shampoo's loss"]
+    widths = {name: max(len(name), *(len(line[name]) for line in cells)) for name in cells[0]}
+    rule = {name: "-" * width if name == "optimizer" else "-" * (width - 1) + ":" for name, width in widths.items()}
+    return "\n".join(
+        "| " + " | ".join(_padded(name, text, widths[name]) for name, text in line.items()) + " |"
+        for line in [{name: name for name in widths}, rule, *cells]
+    )
 
-    def join(cells: Sequence[str]) -> str:
-        first, *rest = (
-            c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "| " + " | ".join([first, *rest]) + " |"
 
-    rule = [("-" * w) if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    return "\n".join([join(header), join(rule), *map(join, lines)])
+def _padded(name: str, text: str, width: int) -> str:
+    return text.ljust(width) if name == "optimizer" else text.rjust(width)
+
+
+def _loss_in_words(row: dict[str, Any]) -> str:
+    if row["diverged_at"]:
+        return f"diverged at step {row['diverged_at']}"
+    error = row["validation_loss_se"]
+    return _fixed(row["validation_loss"], 4) + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
 def _fixed(value: float, digits: int) -> str:

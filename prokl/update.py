@@ -114,7 +114,7 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         state["inv_sqrt_mu"],
         (A * a_S[:, None, :]).square().sum(dim=-1),
         (A * a_L[:, :, None]).square().mean(dim=-2),
-        ((E @ Q_L) * Q_L).sum(dim=-2),
+        ((E @ Q_L) * Q_L).sum(dim=-2).clamp_(min=0),  # rounding may leave a vanishing one negative
         beta2=h.beta2,
         n=n,
         eps=eps,
