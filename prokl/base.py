@@ -6,6 +6,8 @@ State of a parameter before and after a step is what :mod:`prokl.buckets` descri
 
 from __future__ import annotations
 
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
 
@@ -16,7 +18,7 @@ from torch.optim import AdamW, Optimizer
 from prokl import ops
 from prokl.buckets import Bucket, Method
 from prokl.shapes import MatrixShape
-from prokl.validation import check_adamw, check_gradient, check_matrix_parameter
+from prokl.validation import check_adamw, check_algorithm, check_gradient, check_matrix_parameter, check_writable
 
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -27,11 +29,6 @@ class _Kept:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _keep_matrix_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = {i: {k: _Kept(v) for k, v in s.items()} if "M" in s else s for i, s in state_dict["state"].items()}
-    return {**state_dict, "state": state}
 
 
 class MatrixOptimizer(Optimizer):
@@ -49,7 +46,9 @@ class MatrixOptimizer(Optimizer):
         """Drop everything that is derived from ``state`` and ``param_groups``."""
         self._buckets: dict[tuple[Any, ...], Bucket] = {}
         self._home: dict[Tensor, tuple[Any, ...]] = {}
+        self._idle: dict[Tensor, int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
+        self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamW([{"params": []}])
 
     # ---------------------------------------------------------------- groups
@@ -64,7 +63,7 @@ class MatrixOptimizer(Optimizer):
         """Effective rank of a weight; 0 where the method has none."""
         return 0
 
-    def check_memory(self, group: dict[str, Any]) -> None:
+    def check_memory(self) -> None:
         """Raise MemoryError when the state of a new group cannot fit; nothing is allocated."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,13 +75,10 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         group = dict(param_group)
-        algorithm = group.get("algorithm", "matrix")
-        if algorithm not in ("matrix", "adamw"):
-            raise ValueError(f'Invalid algorithm={algorithm!r}: must be "matrix" or "adamw".')
+        algorithm = group.setdefault("algorithm", "matrix")
+        check_algorithm(group)
         if algorithm == "adamw":
-            group = {**self._adamw.defaults, "maximize": self.defaults["maximize"], **ADAMW_DEFAULTS, **group}
-            if "lr" not in param_group:
-                del group["lr"]
+            group = {**self._adamw_defaults(), **group}
             check_adamw(group)
         before = len(self.param_groups)
         try:
@@ -91,14 +87,25 @@ class MatrixOptimizer(Optimizer):
             if algorithm == "adamw":
                 for key in set(self.defaults) - set(self._adamw.defaults) - {"algorithm"}:
                     added.pop(key, None)
+                # PyTorch's own checks: which of its options go together, and with these weights.
+                options = inspect.signature(AdamW).parameters.keys() & added.keys() - {"params"}
+                AdamW(added["params"], **{key: added[key] for key in options})
             else:
                 self.check_group(added)
                 for p, name in self._named(len(self.param_groups) - 1):
                     check_matrix_parameter(p, name)
-                self.check_memory(added)
+                self.check_memory()
+                for p, name in self._named(len(self.param_groups) - 1):
+                    check_writable(p, name)
         except BaseException:
             del self.param_groups[before:]
             raise
+
+    def _adamw_defaults(self) -> dict[str, Any]:
+        """Everything an AdamW group holds but its lr."""
+        defaults = {**self._adamw.defaults, "maximize": self.defaults["maximize"], **ADAMW_DEFAULTS}
+        del defaults["lr"]
+        return defaults
 
     def _named(self, index: int) -> Iterator[tuple[Tensor, str]]:
         group = self.param_groups[index]
@@ -128,6 +135,12 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        layout = [(id(group), *map(id, group["params"])) for group in self.param_groups]
+        if layout[: len(self._layout)] != self._layout:  # edited by hand; adding a group only appends
+            made_with, idle = self._made_with, self._idle
+            self._forget()
+            self._made_with, self._idle = made_with, idle
+        self._layout = layout
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
         for i, group in enumerate(self.param_groups):
@@ -140,16 +153,23 @@ class MatrixOptimizer(Optimizer):
         self._adamw.param_groups = [g for g in self.param_groups if g["algorithm"] == "adamw"]
         self._adamw.state = self.state
         if self._adamw.param_groups:
-            self._adamw.step()
+            inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
         return loss
 
     def _check(self, index: int, group: dict[str, Any]) -> None:
+        check_algorithm(group)
+        for p, name in self._named(index):
+            check_gradient(p, name)
+            state = self.state.get(p)
+            if state and ("M" in state) != (group["algorithm"] == "matrix"):
+                raise ValueError(
+                    f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
+                    "back, or start a new optimizer."
+                )
         if group["algorithm"] == "adamw":
             check_adamw(group)
             return
         self.check_group(group)
-        for p, name in self._named(index):
-            check_gradient(p, name)
         for key, value in self._made_with.get(index, {}).items():
             if group[key] != value:
                 raise ValueError(
@@ -159,18 +179,18 @@ class MatrixOptimizer(Optimizer):
 
     def _place_newcomers(self, index: int, group: dict[str, Any]) -> None:
         """Give every parameter that has its first gradient a place in a bucket of its shape."""
-        touched: dict[tuple[Any, ...], list[tuple[Tensor, str]]] = {}
-        for p, name in self._named(index):
-            if p.grad is not None and p not in self._home:
+        touched: set[tuple[Any, ...]] = set()
+        for p in group["params"]:
+            if p not in self._home and (p.grad is not None or self.state.get(p)):
                 shape = MatrixShape.of(p)
-                rank = self.rank_of(group, shape)
-                touched.setdefault((index, shape.m, shape.n, rank, p.dtype, p.device), []).append((p, name))
-        for key, newcomers in touched.items():
-            old = [(m.p, m.name) for m in self._buckets[key].members] if key in self._buckets else []
-            members = old + newcomers
+                key = (index, shape.m, shape.n, self.rank_of(group, shape), p.dtype, p.device)
+                self._home[p] = key
+                touched.add(key)
+        for key in touched:
+            # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
+            members = [(p, name) for p, name in self._named(index) if self._home.get(p) == key]
             states = [self.state[p] for p, _ in members]
-            self._buckets[key] = Bucket(members, states, self.method, key[3], group)
-            self._home.update((p, key) for p, _ in newcomers)
+            self._buckets[key] = Bucket(members, states, self.method, key[3], group, self._idle)
         if touched:
             self._made_with.setdefault(index, {k: group[k] for k in self.fixed})
 
@@ -186,31 +206,64 @@ class MatrixOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, with every view of a stack as a tensor of its own: pickling a view would store the stack."""
+        plain = super().__getstate__()
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for p, own in self.state.items():
+            state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+        return {**plain, "state": state}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; unlike torch's default, the state's dtype survives whatever the weight's dtype is.
 
         Raises:
             ValueError: the groups do not match, or the state does not fit a weight. Nothing has changed then.
         """
-        last_hook = self.register_load_state_dict_pre_hook(_keep_matrix_state)
+        last_hook = self.register_load_state_dict_pre_hook(self._prepared)
         try:
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
 
+    def _prepared(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict with the settings that older ones lack, and the matrix state kept from torch's casts."""
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            return state_dict  # torch says what is wrong
+        groups, matrix = [], set()
+        for i, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
+            algorithm = theirs.get("algorithm", ours["algorithm"])
+            if algorithm != ours["algorithm"]:
+                raise ValueError(
+                    f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {ours['algorithm']!r} here. Build the "
+                    "optimizer with the groups that the state dict was saved with."
+                )
+            if algorithm == "matrix":
+                matrix.update(theirs["params"])
+            defaults = self.defaults if algorithm == "matrix" else {**self._adamw_defaults(), "lr": ours["lr"]}
+            groups.append({**defaults, "algorithm": algorithm, **theirs})
+        state = {
+            i: {k: _Kept(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state, "param_groups": groups}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         made_with = {}
         for i, group in enumerate(state["param_groups"]):
-            if group.get("algorithm") != "matrix":
+            if group["algorithm"] != "matrix":
                 continue
+            names = group.get("param_names")
             for j, p in enumerate(group["params"]):
                 own = state["state"].get(p)
                 if not own:
                     continue
                 own = {k: v.value if isinstance(v, _Kept) else v for k, v in own.items()}
-                names = group.get("param_names")
                 self._check_state(p, names[j] if names else f"parameter {j} of group {i}", group, own)
-                state["state"][p] = {k: v.to(p.device) if isinstance(v, Tensor) else v for k, v in own.items()}
+                # A copy: what was loaded goes on without this optimizer.
+                state["state"][p] = {
+                    k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in own.items()
+                }
                 made_with[i] = {k: group[k] for k in self.fixed}
         super().__setstate__(state)
         self._forget()
@@ -219,13 +272,14 @@ class MatrixOptimizer(Optimizer):
     def _check_state(self, p: Tensor, name: str, group: dict[str, Any], own: dict[str, Any]) -> None:
         shape = MatrixShape.of(p)
         leading = (shape.count,) if p.ndim == 3 else ()
-        wanted = {
-            key: leading + tail
-            for key, tail in self.method.state_shapes(shape.m, shape.n, self.rank_of(group, shape), group).items()
-        }
-        found = {k: tuple(v.shape) for k, v in own.items() if isinstance(v, Tensor) and k != "skipped"}
-        if found != wanted or "step" not in own:
+        wanted: dict[str, Any] = {"skipped": ()}
+        for key, tail in self.method.state_shapes(shape.m, shape.n, self.rank_of(group, shape), group).items():
+            wanted[key] = leading + tail
+        found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k != "step"}
+        step = own.get("step")
+        clock = isinstance(step, list) and len(step) == shape.count if p.ndim == 3 else isinstance(step, int)
+        if found != wanted or not clock:
             raise ValueError(
-                f"The loaded state of {name} (weight {tuple(p.shape)}) has {found}, but {type(self).__name__} needs "
-                f"{wanted}. Load a state dict of the same optimizer, model and rank."
+                f"The loaded state of {name} (weight {tuple(p.shape)}) has step={step!r} and {found}, but "
+                f"{type(self).__name__} needs {wanted}. Load a state dict of the same optimizer, model and rank."
             )

@@ -68,6 +68,7 @@ class Bucket:
         method: the matrix method.
         rank: effective rank.
         group: the parameter group.
+        idle: calls with a gradient in which a parameter did not move, -1 once it has; outlives the bucket.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Bucket:
         method: Method,
         rank: int,
         group: dict[str, Any],
+        idle: dict[Tensor, int],
     ) -> None:
-        self.method, self.rank = method, rank
+        self.method, self.rank, self.idle = method, rank, idle
         self.members: list[Member] = []
         count = 0
         for p, name in members:
@@ -102,7 +104,6 @@ class Bucket:
                     member.rows(stack).copy_(state[key])
             state.clear()
             state.update(self._views(i, member))
-        self.idle = [0] * len(self.members)
         owners = [i for i, member in enumerate(self.members) for _ in range(member.shape.count)]
         self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
         self.aspect_scale = torch.tensor(
@@ -124,8 +125,8 @@ class Bucket:
         if not any(given):
             return
         G = self._gradients(group["maximize"])
-        size = torch.linalg.vector_norm(G, dim=(-2, -1)).float().square()
-        finite = self._whole(size.isfinite())
+        norm = torch.linalg.vector_norm(G, dim=(-2, -1))
+        finite = self._whole(norm.float().square().isfinite())
         self._count_skipped(given, finite)
 
         rows = [b for member, g in zip(self.members, given, strict=True) if g for b in range(member.start, member.stop)]
@@ -135,7 +136,7 @@ class Bucket:
         read = finite.tolist() if may_branch(G) or starting else None
         if starting:
             assert read is not None
-            nonzero = (size > 0).tolist()
+            nonzero = (norm > 0).tolist()
             self._begin([b for b in starting if read[b] and nonzero[b]], G, group)
         for b in stepping:
             self.steps[b] += 1
@@ -213,7 +214,7 @@ class Bucket:
         if live is not None:
             G = torch.where(live[:, None, None], G, 0.0)
         direction, new = self.method.step(G, state, h, Call(self.aspect_scale, refresh, live), ops)
-        self._apply(direction, h, live, ops)
+        self._apply(direction, h, live, moving, ops)
         for key, value in new.items():
             if value is state[key]:
                 continue
@@ -221,7 +222,7 @@ class Bucket:
                 value = torch.where(live.reshape(-1, *[1] * (value.ndim - 1)), value, state[key])
             self.stacks[key].copy_(value)
 
-    def _apply(self, direction: Tensor, h: Any, live: Tensor | None, ops: Primitives) -> None:
+    def _apply(self, direction: Tensor, h: Any, live: Tensor | None, moving: list[int], ops: Primitives) -> None:
         if live is None and all(member.p.dtype == self.dtype for member in self.members):
             for member in self.members:
                 if h.weight_decay != 0:
@@ -234,12 +235,13 @@ class Bucket:
             return
         W = torch.cat([member.shape.oriented(member.p) for member in self.members])
         W = ops.apply_direction(W, direction, h.lr, h.weight_decay, live)
-        self._write(W, range(len(self.members)))
+        self._write(W, moving)
 
-    def _write(self, W: Tensor, members: Sequence[int]) -> None:
-        for i in members:
-            member = self.members[i]
-            member.p.copy_(member.shape.restored(W[member.start : member.stop], member.p))
+    def _write(self, W: Tensor, moving: list[int]) -> None:
+        rows = set(moving)
+        for member in self.members:
+            if not rows.isdisjoint(range(member.start, member.stop)):
+                member.p.copy_(member.shape.restored(W[member.start : member.stop], member.p))
 
     def _reference(self, G: Tensor, state: dict[str, Tensor], h: Any, moving: list[int], refresh: set[int]) -> None:
         W = torch.cat([member.shape.oriented(member.p).to(self.dtype) for member in self.members])
@@ -249,22 +251,21 @@ class Bucket:
             W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=b in refresh)
             for key, value in own.items():
                 self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        self._write(W, range(len(self.members)))
+        self._write(W, moving)
 
     def _watch(self, i: int, member: Member, given: bool, moving: list[int]) -> None:
         """Warn once about a weight that gets gradients and never moves."""
-        if self.idle[i] < 0 or not given:
+        count = self.idle.get(member.p, 0)
+        if count < 0 or not given:
             return
-        if any(member.start <= b < member.stop for b in moving):
-            self.idle[i] = -1
-            return
-        self.idle[i] += 1
-        if self.idle[i] == NEVER_MOVED_AFTER:
-            self.idle[i] = -1
+        moved = any(member.start <= b < member.stop for b in moving)
+        self.idle[member.p] = -1 if moved or count + 1 == NEVER_MOVED_AFTER else count + 1
+        if not moved and count + 1 == NEVER_MOVED_AFTER:
             warnings.warn(
-                f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero or "
-                f"not finite ({int(self.skipped[i])} not finite). Check the loss scale and whether the weight is used.",
-                stacklevel=4,
+                f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, "
+                f"too small to square, or not finite ({int(self.skipped[i])} not finite). Check the loss scale and "
+                "whether the weight is used.",
+                stacklevel=6,  # past torch's two wrappers of step: the caller's line
             )
 
 

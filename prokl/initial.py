@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prokl.qr import may_branch
 from prokl.shapes import ceiling
 
 InitEigenvalue = float | Literal["auto"]
@@ -107,3 +108,54 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
         "inv_sqrt_lambda_R": _start(scale, lambda_0, n, n),
     }
     return state
+
+
+OUTGROWN = 10.0
+"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which an "auto" state is rescaled."""
+
+
+def outgrown(G: Tensor, s_L: Tensor, s_R: Tensor) -> Tensor:
+    """Factor (...) by which the eigenvalues of an "auto" state must grow before G may step; mostly exactly 1.
+
+    The factors predict an rms of sqrt(mean(lambda_L) mean(lambda_R)). The direction divides by them as they were
+    before G, so a start from an unrepresentative gradient (a closed gate, an idle expert, rounding noise) would
+    turn the first real gradient into one enormous step.
+
+    Args:
+        G: gradient (..., m, n).
+        s_L: lambda_L^-1/2 (..., m).
+        s_R: lambda^-1/2 of the long side with multiplicity (..., n).
+    """
+    m, n = G.shape[-2:]
+    predicted = (s_L**-2).mean(dim=-1).sqrt() * (s_R**-2).mean(dim=-1).sqrt()
+    found = torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
+    return torch.where(found > OUTGROWN * predicted, found / predicted, torch.ones_like(found))
+
+
+def rescaled(state: dict[str, Tensor], k: Tensor) -> dict[str, Tensor]:
+    """The state that gradients k (...) times as large would have led to, momentum and bases aside."""
+    scaled = dict(state)
+    for key, value in state.items():
+        factor = k.reshape([*k.shape, *[1] * (value.ndim - k.ndim)])
+        if key in ("lambda_0", "L", "S", "R"):
+            scaled[key] = value * factor
+        elif key.startswith("inv_sqrt"):
+            scaled[key] = value * factor.rsqrt()
+    return scaled
+
+
+def long_side(state: dict[str, Tensor]) -> Tensor:
+    """lambda^-1/2 of the long side with multiplicity (..., n): lambda_S with n - r times mu_perp, or lambda_R."""
+    if "inv_sqrt_lambda_R" in state:
+        return state["inv_sqrt_lambda_R"]
+    n, r = state["U"].shape[-2:]
+    tail = state["inv_sqrt_mu"].unsqueeze(-1)
+    return torch.cat([state["inv_sqrt_lambda_S"], tail.expand(*tail.shape[:-1], n - r)], dim=-1)
+
+
+def fitted(G: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state to step G with: an "auto" state that G has outgrown is rescaled, any other is left as it is."""
+    if "lambda_0" not in state:
+        return state
+    k = outgrown(G, state["inv_sqrt_lambda_L"], long_side(state))
+    return state if may_branch(k) and bool((k == 1).all()) else rescaled(state, k)

@@ -225,21 +225,22 @@ class KLShampoo(MatrixOptimizer):
         """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
         check_common(group)
 
-    def check_memory(self, group: dict[str, Any]) -> None:
+    def check_memory(self) -> None:
         """Raise MemoryError when the state of a new group cannot fit; nothing is allocated."""
-        index = len(self.param_groups) - 1
         needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-        for p, name in self._named(index):
-            shape = MatrixShape.of(p)
-            elements = shape.count * (shape.m * shape.n + 2 * (shape.m**2 + shape.n**2))
-            size = elements * state_dtype(group, p).itemsize
-            needed.setdefault(p.device, []).append((size, name, p))
+        for index, other in enumerate(self.param_groups):
+            for p, name in self._named(index) if other["algorithm"] == "matrix" else ():
+                shape = MatrixShape.of(p)
+                elements = shape.count * (shape.m * shape.n + 2 * (shape.m**2 + shape.n**2))
+                if not self.state.get(p):  # what has state is not free any more
+                    size = elements * state_dtype(other, p).itemsize
+                    needed.setdefault(p.device, []).append((size, name, p))
         for device, sizes in needed.items():
             free, total = available_bytes(device), sum(size for size, _, _ in sizes)
             if free is not None and total > free:
                 size, name, p = max(sizes, key=lambda entry: entry[0])
                 raise MemoryError(
-                    f"KLShampoo needs {total / 2**30:.1f} GiB of state for this group and {free / 2**30:.1f} GiB are "
+                    f"KLShampoo needs {total / 2**30:.1f} GiB of state and {free / 2**30:.1f} GiB are "
                     f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
                     'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use '
                     "ProKLShampoo."

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import ProHyper
-from prokl.initial import ceiling_scale
+from prokl.initial import ceiling_scale, fitted
 from prokl.ops import Primitives, damp
 from prokl.shapes import ceiling
 
@@ -92,6 +92,7 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         The direction (B,m,n) and the new state. Nothing is modified in place.
     """
     _, m, n = G.shape
+    state = fitted(G, state)
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
     scale = torch.as_tensor(ceiling_scale(state), dtype=G.dtype, device=G.device).expand(G.shape[0])
     eps = h.eps / scale
@@ -147,6 +148,8 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         "inv_sqrt_lambda_S": s_S,
         "inv_sqrt_mu": s_mu,
     }
+    if "lambda_0" in state:
+        new["lambda_0"] = state["lambda_0"]
 
     # (5): refresh; Q_S is no orthogonal basis between refreshes, so it takes the plain QR of S Q_S
     refresh_rows(new, "Q_L", call.refresh, lambda i: ops.refresh_basis(new["L"][i], new["Q_L"][i]))

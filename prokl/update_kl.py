@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import Hyper
-from prokl.initial import ceiling_scale
+from prokl.initial import ceiling_scale, fitted
 from prokl.ops import Primitives
 from prokl.shapes import ceiling
 from prokl.update import Call, State, refresh_rows
@@ -22,6 +22,7 @@ def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tupl
     after the step, on the updated weight, as the authors' code does.
     """
     _, m, n = G.shape
+    state = fitted(G, state)
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
     scale = torch.as_tensor(ceiling_scale(state), dtype=G.dtype, device=G.device).expand(G.shape[0])
@@ -46,6 +47,8 @@ def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tupl
         "inv_sqrt_lambda_L": _ema(s_L, ell, h.beta2, ceiling(m) * scale),
         "inv_sqrt_lambda_R": _ema(s_R, rho, h.beta2, ceiling(n) * scale),
     }
+    if "lambda_0" in state:
+        new["lambda_0"] = state["lambda_0"]
     refresh_rows(new, "Q_L", call.refresh, lambda i: ops.refresh_basis(new["L"][i], new["Q_L"][i]))
     refresh_rows(new, "Q_R", call.refresh, lambda i: ops.refresh_basis(new["R"][i], new["Q_R"][i]))
     return (1 - h.lr * h.weight_decay) * delta, new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ def _invalid(name: str, value: Any, bound: str) -> ValueError:
     return ValueError(f"Invalid {name}={value!r}: must be {bound}.")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _number(group: dict[str, Any], name: str, bound: str, low: float, below: float = math.inf) -> None:
     value = group[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
+    if not _is_number(value) or not low <= value < below:
         raise _invalid(name, value, bound)
 
 
@@ -40,11 +45,19 @@ def _choice(group: dict[str, Any], name: str, choices: tuple[Any, ...]) -> None:
 
 
 def _learning_rate(group: dict[str, Any]) -> None:
-    # A tensor is taken on trust: reading it could wait for the device.
-    if not isinstance(group["lr"], Tensor):
-        _number(group, "lr", "a finite number of at least 0", 0.0)
-    elif group["lr"].numel() != 1:
-        raise _invalid("lr", group["lr"], "a number or a tensor with one element")
+    lr = group["lr"]
+    bound = "a finite number of at least 0, or a tensor with one such element"
+    if not isinstance(lr, Tensor):
+        _number(group, "lr", bound, 0.0)
+    elif lr.numel() != 1 or not lr.is_floating_point():
+        raise _invalid("lr", lr, bound)
+    elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
+        raise _invalid("lr", lr, bound)
+
+
+def check_algorithm(group: dict[str, Any]) -> None:
+    """Who steps the group."""
+    _choice(group, "algorithm", ("matrix", "adamw"))
 
 
 def check_common(group: dict[str, Any]) -> None:
@@ -56,9 +69,7 @@ def check_common(group: dict[str, Any]) -> None:
     _number(group, "eps", "a finite number of at least 0", 0.0)
     _integer(group, "precondition_frequency")
     start = group["init_eigenvalue"]
-    if start != "auto" and (
-        isinstance(start, (bool, str)) or not isinstance(start, (int, float)) or not 0 < start < math.inf
-    ):
+    if start != "auto" and not (_is_number(start) and 0 < start < math.inf):
         raise _invalid("init_eigenvalue", start, '"auto" or a finite number above 0')
     _choice(group, "state_dtype", STATE_DTYPES)
     _choice(group, "backend", (None, *BACKENDS))
@@ -77,7 +88,7 @@ def check_pro(group: dict[str, Any]) -> None:
     if (
         not isinstance(coefficients, (tuple, list))
         or len(coefficients) != 3
-        or not all(isinstance(c, (int, float)) and math.isfinite(c) for c in coefficients)
+        or not all(_is_number(c) and math.isfinite(c) for c in coefficients)
     ):
         raise _invalid("ns_coefficients", coefficients, "three finite numbers (a, b, c)")
 
@@ -91,11 +102,7 @@ def check_adamw(group: dict[str, Any]) -> None:
         )
     _learning_rate(group)
     betas = group["betas"]
-    if (
-        not isinstance(betas, (tuple, list))
-        or len(betas) != 2
-        or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
-    ):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
         raise _invalid("betas", betas, "two numbers in [0, 1)")
     _number(group, "eps", "a finite number of at least 0", 0.0)
     _number(group, "weight_decay", "a finite number of at least 0", 0.0)
@@ -121,11 +128,17 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
         raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
 
 
+def check_writable(p: Tensor, name: str) -> None:
+    """Raise ValueError for an expanded weight, which could not be written without a clash."""
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise ValueError(f"{name} has strides {p.stride()}, so several elements share memory; use p.contiguous().")
+
+
 def check_gradient(p: Tensor, name: str) -> None:
     """Raise RuntimeError for a sparse gradient, before anything has moved."""
     if p.grad is not None and p.grad.layout != torch.strided:
         raise RuntimeError(
-            f"{name} has a gradient of layout {p.grad.layout}; the matrix method needs dense gradients "
+            f"{name} has a gradient of layout {p.grad.layout}; neither the matrix method nor AdamW takes it "
             "(nn.Embedding(sparse=False))."
         )
 

@@ -124,13 +124,9 @@ def complaint(name, value):
 
 
 @pytest.mark.parametrize("cls, name, value", BAD)
-def test_bad_hyperparameter_raises_in_the_constructor(cls, name, value):
+def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, name, value):
     with pytest.raises(ValueError, match=complaint(name, value)):
         cls([weight(4, 6)], **{name: value})
-
-
-@pytest.mark.parametrize("cls, name, value", BAD)
-def test_bad_hyperparameter_raises_in_a_group(cls, name, value):
     with pytest.raises(ValueError, match=complaint(name, value)):
         cls([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)], name: value}])
 
@@ -205,6 +201,15 @@ def test_bad_adamw_hyperparameter_raises_everywhere(cls, name, value):
     assert_nothing_moved(before, optimizer)
 
 
+# What torch.optim.AdamW refuses when it is made.
+@pytest.mark.parametrize("flags", [{"foreach": True, "fused": True}, {"foreach": True, "lr": torch.tensor(0.1)}])
+def test_adamw_options_that_exclude_each_other_raise_when_the_group_is_added(flags):
+    optimizer = PRO([weight(4, 6)])
+    with pytest.raises((ValueError, RuntimeError), match="foreach"):
+        optimizer.add_param_group({"params": [weight(6)], "algorithm": "adamw", "lr": 0.1, **flags})
+    assert len(optimizer.param_groups) == 1
+
+
 @pytest.mark.parametrize("cls", [PRO, KL])
 def test_adamw_group_without_its_own_lr_raises(cls):
     group = {"params": [weight(6)], "algorithm": "adamw"}
@@ -256,8 +261,7 @@ UNUSABLE = {
     "scalar": (torch.zeros(()), "adamw"),
     "vector": (torch.zeros(5), "adamw"),
     "empty vector": (torch.zeros(0), "adamw|leave it out"),
-    "sparse COO": (torch.eye(4).to_sparse(), "dense"),
-    "sparse CSR": (torch.eye(4).to_sparse_csr(), "dense"),
+    "sparse": (torch.eye(4).to_sparse(), "dense"),
     "complex": (torch.zeros(4, 6, dtype=torch.complex64), "real"),
     "integer": (torch.zeros(4, 6, dtype=torch.int64), "leave it out"),
     "boolean": (torch.zeros(4, 6, dtype=torch.bool), "leave it out"),
@@ -274,7 +278,6 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("cls", [PRO, KL])
 @pytest.mark.parametrize("kind", UNUSABLE)
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_parameter_the_matrix_method_cannot_take_is_named_with_the_remedy(cls, kind):
     tensor, remedy = UNUSABLE[kind]
     odd = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
@@ -343,7 +346,13 @@ def test_klshampoo_refuses_a_state_that_would_not_fit_before_allocating_it():
         optimizer.add_param_group({"params": [("token_table", huge)]})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [("token_table", huge)], "algorithm": "adamw", "lr": 1e-3})
-    PRO([("token_table", huge)])
+    PRO([("token_table", torch.nn.Parameter(torch.empty(10_000_000, 4, device="meta")))])
+
+
+def test_an_expanded_weight_is_refused_before_anything_moves():
+    shared = torch.nn.Parameter(torch.zeros(1, 4).expand(6, 4))
+    with pytest.raises(ValueError, match="table.*contiguous"):
+        PRO([("table", shared)])
 
 
 @pytest.mark.parametrize("floats, dtype, fits", [(1, None, True), (0.9, None, False), (0.9, torch.bfloat16, True)])
@@ -408,9 +417,15 @@ def poison_run(method, backend, dtype, bad_call, calls):
     yield optimizer, weights, bad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, state_dtype",
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16)],
+    ids=["float32", "bfloat16", "bfloat16 state"],
+)
 @pytest.mark.parametrize("when", WHEN)
-def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype, when):
+def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype, state_dtype, when):
+    cls, kwargs = method
+    method = cls, {**kwargs, "state_dtype": state_dtype}
     states = poison_run(method, path, dtype, WHEN[when], calls=WHEN[when] + 4)
     optimizer, weights, bad = next(states)
     before = [frozen(optimizer, p) for p in bad]
@@ -452,8 +467,10 @@ def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path,
             assert changed(expected, found) == set()
         else:  # a product may round differently in a batch of another size, and so may what a batch decides as one
             for key in changed(expected, found):
-                tolerance = 1e-5 if expected[key].dtype == torch.float32 else 2**-7
-                assert (expected[key] - found[key]).norm() < tolerance * expected[key].norm(), key
+                if expected[key].dtype == torch.bfloat16:
+                    assert int((expected[key] != found[key]).sum()) <= 1, key
+                else:
+                    assert (expected[key] - found[key]).norm() < 1e-5 * expected[key].norm(), key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -491,7 +508,7 @@ def test_skipped_names_unnamed_parameters_by_position():
 # ------------------------------------------------------------------ stacks of matrices
 
 
-@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+@pytest.mark.parametrize("poison", [NAN, 1e25])
 @pytest.mark.parametrize("bad_call", WHEN.values(), ids=WHEN)
 def test_one_bad_matrix_skips_the_whole_stack(method, path, poison, bad_call):
     cls, kwargs = method
@@ -518,9 +535,7 @@ def test_a_zero_matrix_of_a_stack_delays_only_itself(method, path):
     cls, kwargs = method
     stack = weight(3, 4, 6)
     singles = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
-    together, apart = (
-        cls(p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles)
-    )
+    together, apart = (cls(p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
     for call in range(7):
         g = normal(3, 4, 6, seed=call)
         if call < 2:
@@ -546,7 +561,7 @@ def never_moved_warnings(calls):
     return [w for w in caught if "not moved" in str(w.message)]
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, NAN, INF])
+@pytest.mark.parametrize("value", [0.0, NAN])
 @pytest.mark.parametrize("cls", [PRO, KL])
 def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls, value):
     stuck, fine, absent = weight(4, 6), weight(4, 6, seed=1), weight(4, 6, seed=2)
@@ -651,7 +666,7 @@ def test_rank_1_gradients_for_ever_keep_everything_finite_and_orthonormal(method
     cls, kwargs = method
     w = weight(6, 10, dtype=dtype)
     optimizer = cls([w], backend=path, **kwargs)
-    for t in range(40):
+    for t in range(25):
         column, row = (normal(*s, seed=0 if fixed else t, dtype=dtype) for s in ((6, 1), (1, 10)))
         step(optimizer, [w], [column @ row * (1 + t % 3)])
     state = optimizer.state[w]
@@ -659,8 +674,8 @@ def test_rank_1_gradients_for_ever_keep_everything_finite_and_orthonormal(method
     assert all(v.isfinite().all() for k, v in state.items() if k != "step")
     for key, Q in bases(state).items():
         assert orthonormality_error(Q) < tolerance, key
-    # Forty steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
-    assert float((w - weight(6, 10, dtype=dtype)).norm()) < 40 * 0.02 * 10
+    # 25 steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
+    assert (w - weight(6, 10, dtype=dtype)).norm() < 25 * 0.02 * 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -693,7 +708,7 @@ def test_a_tiny_first_gradient_does_not_blow_the_weight_up(method, path, first):
         for t in range(10):
             step(optimizer, [w], [normal(8, 12, seed=t) * (1.0 if t else scale)])
         assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
-        distance[scale] = float((w - weight(8, 12)).norm())
+        distance[scale] = float((w - weight(8, 12)).detach().norm())
     # Ten steps of an optimizer that normalises its updates: an order of magnitude is generous.
     assert distance[first] < 10 * distance[1.0]
 
@@ -713,7 +728,7 @@ def test_training_works_behind_a_zero_initialised_projection(method):
         loss.backward()
         before = up.weight.detach().clone()
         optimizer.step()
-        moves.append(float((up.weight - before).norm()))
+        moves.append(float((up.weight - before).detach().norm()))
         losses.append(float(loss.detach()))
     assert moves[0] == moves[1] == 0.0  # the gradient is zero until the projection has moved, once initialised
     assert losses[-1] < 0.8 * losses[0]
@@ -785,7 +800,6 @@ def test_odd_shapes_work_on_both_paths_alike(method, shape):
 LAYOUTS = {
     "transposed": lambda t: t.mT.contiguous().mT,
     "every other column": lambda t: torch.stack([t, t + 1], dim=-1).flatten(-2)[..., ::2],
-    "rows of a larger one": lambda t: torch.cat([t, t + 1, t - 1])[: t.shape[0]],
     "offset view": lambda t: torch.cat([torch.ones(3, dtype=t.dtype), t.flatten()])[3:].view(t.shape),
 }
 
