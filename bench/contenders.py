@@ -76,28 +76,28 @@ def _pro_kl_shampoo(variant: str) -> Callable[[nn.Module, float, Settings], list
 
 
 CONTENDERS = {
-    "adamw": Contender("AdamW", "tab:gray", 3e-3, "paper, LLaMA 134M sweep", _adamw),
-    "muon": Contender("Muon", "tab:orange", 2e-2, "paper, LLaMA 134M sweep", _muon),
-    "kl-shampoo": Contender("KL-Shampoo", "tab:blue", 5e-3, "paper, LLaMA 134M sweep", _kl_shampoo),
+    "adamw": Contender("AdamW", "tab:gray", 2e-3, "swept 1e-3 to 1.2e-2", _adamw),
+    "muon": Contender("Muon", "tab:orange", 3e-2, "swept 1e-2 to 4e-2", _muon),
+    "kl-shampoo": Contender("KL-Shampoo", "tab:blue", 1e-2, "swept 2e-3 to 1.5e-2", _kl_shampoo),
     "pro-klshampoo": Contender(
         "Pro-KLShampoo",
         "tab:red",
-        2e-2,
-        "paper, LLaMA 134M sweep at ranks 32 and 64",
+        3e-2,
+        "swept 1e-2 to 6e-2",
         _pro_kl_shampoo("pro-klshampoo"),
     ),
     "smok-hop": Contender("Smok-Hop", "tab:green", 3e-3, "paper, LLaMA 134M sweep", _pro_kl_shampoo("smok-hop")),
     "subspace-only": Contender(
         "subspace only",
         "tab:purple",
-        3e-2,
+        4.5e-2,
         "paper: 1.5 times Pro-KLShampoo's",
         _pro_kl_shampoo("subspace-only"),
     ),
     "complement-only": Contender(
         "complement only",
         "tab:brown",
-        3e-2,
+        4.5e-2,
         "paper: 1.5 times Pro-KLShampoo's",
         _pro_kl_shampoo("complement-only"),
     ),

@@ -212,7 +212,7 @@ def test_resume_with_other_settings_names_what_differs(job, interrupt_at, no_plo
     assert job() == pretrain.INTERRUPTED
     assert job("--resume", "--lr", "muon=0.01", "--batch", 3) == 2
     error = capsys.readouterr().err
-    assert "lr muon (checkpoint 0.02, now 0.01)" in error
+    assert f"lr muon (checkpoint {CONTENDERS['muon'].lr:g}, now 0.01)" in error
     assert "batch (checkpoint 2, now 3)" in error
     assert "adamw_lr" not in error
 
