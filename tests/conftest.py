@@ -9,6 +9,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Matrices of the tests' sizes gain nothing from threads, which on a busy machine take ten times as long.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")

@@ -56,15 +56,6 @@ SHAPES_AND_RANKS = [
 STARTS = [(0.1, 1e-4), (0.1, 1.0), ("auto", 1e-4)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices of this size gain nothing from threads, which on a busy machine take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def starting_weight(shape, seed=7):
     return 0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 

@@ -24,15 +24,6 @@ OFFICIAL = {"momentum": 0.9, "beta2": 0.98, "eps": 1e-8, "precondition_frequency
 START = 0.1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Matrices of this size gain nothing from threads, which on a busy machine take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def gaussian(count, shape, dtype, sigma=1.0, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [(sigma * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype) for _ in range(count)]
