@@ -7,6 +7,7 @@ State of a parameter before and after a step is what :mod:`prokl.buckets` descri
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
@@ -109,8 +110,9 @@ class MatrixOptimizer(Optimizer):
 
     def _named(self, index: int) -> Iterator[tuple[Tensor, str]]:
         group = self.param_groups[index]
-        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
-        return zip(group["params"], names, strict=True)
+        names = group.get("param_names", [])
+        for i, p in enumerate(group["params"]):
+            yield p, names[i] if i < len(names) else f"parameter {i} of group {index}"
 
     # ---------------------------------------------------------------- stepping
 
@@ -136,7 +138,9 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         layout = [(id(group), *map(id, group["params"])) for group in self.param_groups]
-        if layout[: len(self._layout)] != self._layout:  # edited by hand; adding a group only appends
+        whole = all(b.holds([self.state[member.p] for member in b.members]) for b in self._buckets.values())
+        if not whole or layout[: len(self._layout)] != self._layout:
+            # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
             made_with, idle = self._made_with, self._idle
             self._forget()
             self._made_with, self._idle = made_with, idle
@@ -146,14 +150,17 @@ class MatrixOptimizer(Optimizer):
         for i, group in enumerate(self.param_groups):
             if group["algorithm"] == "matrix":
                 self._place_newcomers(i, group)
+        messages: list[str] = []
         for key, bucket in self._buckets.items():
             group = self.param_groups[key[0]]
             states = [self.state[member.p] for member in bucket.members]
-            bucket.step(group, states, ops.select(group["backend"], key[-1]))
+            messages += bucket.step(group, states, ops.select(group["backend"], key[-1]))
         self._adamw.param_groups = [g for g in self.param_groups if g["algorithm"] == "adamw"]
         self._adamw.state = self.state
         if self._adamw.param_groups:
             inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
+        for message in messages:  # last: one that a filter turns into an error leaves no half step behind
+            warnings.warn(message, stacklevel=4)  # past torch's two wrappers of step: the caller's line
         return loss
 
     def _check(self, index: int, group: dict[str, Any]) -> None:
@@ -170,7 +177,7 @@ class MatrixOptimizer(Optimizer):
             check_adamw(group)
             return
         self.check_group(group)
-        for key, value in self._made_with.get(index, {}).items():
+        for key, value in self._made_with.get(id(group), {}).items():
             if group[key] != value:
                 raise ValueError(
                     f"Invalid {key}={group[key]!r}: the state of group {index} was made with {key}={value!r} and "
@@ -179,20 +186,20 @@ class MatrixOptimizer(Optimizer):
 
     def _place_newcomers(self, index: int, group: dict[str, Any]) -> None:
         """Give every parameter that has its first gradient a place in a bucket of its shape."""
-        touched: set[tuple[Any, ...]] = set()
+        touched: dict[tuple[Any, ...], None] = {}  # a set, but in order
         for p in group["params"]:
             if p not in self._home and (p.grad is not None or self.state.get(p)):
                 shape = MatrixShape.of(p)
                 key = (index, shape.m, shape.n, self.rank_of(group, shape), p.dtype, p.device)
                 self._home[p] = key
-                touched.add(key)
+                touched[key] = None
         for key in touched:
             # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
             members = [(p, name) for p, name in self._named(index) if self._home.get(p) == key]
             states = [self.state[p] for p, _ in members]
             self._buckets[key] = Bucket(members, states, self.method, key[3], group, self._idle)
         if touched:
-            self._made_with.setdefault(index, {k: group[k] for k in self.fixed})
+            self._made_with.setdefault(id(group), {k: group[k] for k in self.fixed})
 
     def skipped(self) -> dict[str, int]:
         """Number of gradients per matrix weight that were not finite and were skipped. Reads from the device."""
@@ -264,7 +271,7 @@ class MatrixOptimizer(Optimizer):
                 state["state"][p] = {
                     k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in own.items()
                 }
-                made_with[i] = {k: group[k] for k in self.fixed}
+                made_with[id(group)] = {k: group[k] for k in self.fixed}
         super().__setstate__(state)
         self._forget()
         self._made_with = made_with

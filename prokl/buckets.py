@@ -8,7 +8,6 @@ Dimension key: P parameters, B matrices (a 3-D parameter is several), m short si
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.initial import YOUNG, fitted
 from prokl.ops import Primitives
 from prokl.qr import may_branch
 from prokl.shapes import MatrixShape, compute_dtype
@@ -89,6 +89,8 @@ class Bucket:
         first = self.members[0]
         device = first.p.device
         self.dtype = compute_dtype(first.p.dtype, state_dtype(group, first.p))
+        self.made_for = first.p.dtype, device
+        self.views: list[dict[str, Tensor]] = []
         self.steps: list[int] = []
         self.stacks: dict[str, Tensor] = {}
         for key, shape in method.state_shapes(first.shape.m, first.shape.n, rank, group).items():
@@ -103,51 +105,67 @@ class Bucket:
                 for key, stack in self.stacks.items():
                     member.rows(stack).copy_(state[key])
             state.clear()
-            state.update(self._views(i, member))
+            state.update({"step": self._clock(member), "skipped": self.skipped[i]})
+            state.update((key, member.rows(stack)) for key, stack in self.stacks.items())
+            self.views.append({key: value for key, value in state.items() if key != "step"})
         owners = [i for i, member in enumerate(self.members) for _ in range(member.shape.count)]
         self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
+        self.first = torch.tensor([member.start for member in self.members], device=device)
         self.aspect_scale = torch.tensor(
             [member.shape.aspect_scale for member in self.members for _ in range(member.shape.count)],
             dtype=self.dtype,
             device=device,
         )
 
-    def _views(self, i: int, member: Member) -> dict[str, Any]:
-        views = {key: member.rows(stack) for key, stack in self.stacks.items()}
-        return {"step": self._clock(member), "skipped": self.skipped[i], **views}
+    def holds(self, states: Sequence[dict[str, Any]]) -> bool:
+        """Whether the weights and the views handed out are still what they were when the bucket was made."""
+        return all(
+            member.p.dtype == self.made_for[0]
+            and member.p.device == self.made_for[1]
+            and all(state.get(key) is view for key, view in views.items())
+            for member, state, views in zip(self.members, states, self.views, strict=True)
+        )
 
     def _clock(self, member: Member) -> int | list[int]:
         return self.steps[member.start : member.stop] if member.p.ndim == 3 else self.steps[member.start]
 
-    def step(self, group: dict[str, Any], states: Sequence[dict[str, Any]], ops: Primitives | None) -> None:
-        """One call of the optimizer for this bucket; ``ops=None`` runs the reference, matrix by matrix."""
+    def step(self, group: dict[str, Any], states: Sequence[dict[str, Any]], ops: Primitives | None) -> list[str]:
+        """One call of the optimizer for this bucket; ``ops=None`` runs the reference, matrix by matrix.
+
+        Clocks and counts change last, so that a step that fails on the way is not counted.
+
+        Returns:
+            Warnings about weights that never move.
+        """
         given = [member.p.grad is not None for member in self.members]
         if not any(given):
-            return
+            return []
         G = self._gradients(group["maximize"])
         norm = torch.linalg.vector_norm(G, dim=(-2, -1))
         finite = self._whole(norm.float().square().isfinite())
-        self._count_skipped(given, finite)
 
-        rows = [b for member, g in zip(self.members, given, strict=True) if g for b in range(member.start, member.stop)]
+        rows = [b for member in self._given(given) for b in range(member.start, member.stop)]
         stepping = [b for b in rows if self.steps[b] >= 0]
         starting = [b for b in rows if self.steps[b] < 0]
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        read = finite.tolist() if may_branch(G) or starting else None
-        if starting:
-            assert read is not None
-            nonzero = (norm > 0).tolist()
-            self._begin([b for b in starting if read[b] and nonzero[b]], G, group)
-        for b in stepping:
-            self.steps[b] += 1
-        moving = [b for b in stepping if read is None or read[b]]
+        read = torch.stack([finite, norm > 0]).tolist() if may_branch(G) or starting else None
+        if read and starting:
+            self._begin([b for b in starting if read[0][b] and read[1][b]], G, group)
+        moving = [b for b in stepping if read is None or read[0][b]]
         if moving:
-            refresh = [b for b in stepping if self.steps[b] % group["precondition_frequency"] == 0]
+            refresh = [b for b in stepping if (self.steps[b] + 1) % group["precondition_frequency"] == 0]
             live = self._live(moving, finite if read is None else None)
             self._advance(G, group, live, moving, refresh, ops)
-        for i, (member, state) in enumerate(zip(self.members, states, strict=True)):
+        for b in stepping:
+            self.steps[b] += 1
+        self._count_skipped(given, finite)
+        for member, state in zip(self.members, states, strict=True):
             state["step"] = self._clock(member)
-            self._watch(i, member, given[i], moving)
+        watched = (self._watch(member, moving) for member in self._given(given))
+        return [warning for warning in watched if warning is not None]
+
+    def _given(self, given: list[bool]) -> list[Member]:
+        return [member for member, g in zip(self.members, given, strict=True) if g]
 
     def _gradients(self, maximize: bool) -> Tensor:
         parts = []
@@ -170,8 +188,7 @@ class Bucket:
         return (bad == 0)[self.owner]
 
     def _count_skipped(self, given: list[bool], finite: Tensor) -> None:
-        first = [member.start for member in self.members]
-        own = finite if self.owner is None else finite[first]
+        own = finite if self.owner is None else finite[self.first]
         bad = ~own
         if not all(given):
             bad = bad & torch.tensor(given, device=bad.device)
@@ -187,15 +204,15 @@ class Bucket:
 
     def _live(self, moving: list[int], finite: Tensor | None) -> Tensor | None:
         """(B,) mask of the matrices that move; None when the host knows that all do."""
-        count = len(self.steps)
-        if finite is not None and len(moving) == count:
+        if len(moving) == len(self.steps):
             return finite
-        if len(moving) == count:
-            return None
-        mask = torch.zeros(count, dtype=torch.bool)
-        mask[moving] = True
-        mask = mask.to(self.skipped.device)
+        mask = self._mask(moving)
         return mask if finite is None else mask & finite
+
+    def _mask(self, rows: list[int]) -> Tensor:
+        mask = torch.zeros(len(self.steps), dtype=torch.bool)
+        mask[rows] = True
+        return mask.to(self.skipped.device)
 
     def _advance(
         self,
@@ -206,7 +223,9 @@ class Bucket:
         refresh: list[int],
         ops: Primitives | None,
     ) -> None:
-        state = {key: stack.to(self.dtype) for key, stack in self.stacks.items()}
+        stored = {key: stack.to(self.dtype) for key, stack in self.stacks.items()}
+        young = [b for b in moving if self.steps[b] < YOUNG]
+        state = fitted(G, stored, self._mask(young)) if young and "lambda_0" in stored else stored
         h = self.method.hyper(group)
         if ops is None:
             self._reference(G, state, h, moving, set(refresh))
@@ -216,10 +235,10 @@ class Bucket:
         direction, new = self.method.step(G, state, h, Call(self.aspect_scale, refresh, live), ops)
         self._apply(direction, h, live, moving, ops)
         for key, value in new.items():
-            if value is state[key]:
+            if value is stored[key]:
                 continue
             if live is not None:
-                value = torch.where(live.reshape(-1, *[1] * (value.ndim - 1)), value, state[key])
+                value = torch.where(live.reshape(-1, *[1] * (value.ndim - 1)), value, stored[key])
             self.stacks[key].copy_(value)
 
     def _apply(self, direction: Tensor, h: Any, live: Tensor | None, moving: list[int], ops: Primitives) -> None:
@@ -253,20 +272,21 @@ class Bucket:
                 self.stacks[key][b] = value.to(self.stacks[key].dtype)
         self._write(W, moving)
 
-    def _watch(self, i: int, member: Member, given: bool, moving: list[int]) -> None:
-        """Warn once about a weight that gets gradients and never moves."""
+    def _watch(self, member: Member, moving: list[int]) -> str | None:
+        """Says once that a weight gets gradients and never moves."""
         count = self.idle.get(member.p, 0)
-        if count < 0 or not given:
-            return
+        if count < 0:
+            return None
         moved = any(member.start <= b < member.stop for b in moving)
-        self.idle[member.p] = -1 if moved or count + 1 == NEVER_MOVED_AFTER else count + 1
-        if not moved and count + 1 == NEVER_MOVED_AFTER:
-            warnings.warn(
-                f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, "
-                f"too small to square, or not finite ({int(self.skipped[i])} not finite). Check the loss scale and "
-                "whether the weight is used.",
-                stacklevel=6,  # past torch's two wrappers of step: the caller's line
-            )
+        last = count + 1 == NEVER_MOVED_AFTER
+        self.idle[member.p] = -1 if moved or last else count + 1
+        if moved or not last:
+            return None
+        return (
+            f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, too "
+            "small to square, or not finite (optimizer.skipped() counts those). Check the loss scale and whether the "
+            "weight is used."
+        )
 
 
 def state_dtype(group: dict[str, Any], p: Tensor) -> torch.dtype:

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prokl.qr import may_branch
 from prokl.shapes import ceiling
 
 InitEigenvalue = float | Literal["auto"]
@@ -110,24 +109,23 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     return state
 
 
+YOUNG = 20
+"""Steps in which an "auto" start may still be corrected: the memory of the default EMA, 1/(1 - beta2)."""
+
 OUTGROWN = 10.0
-"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which an "auto" state is rescaled."""
+"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which a young "auto" state is rescaled.
+Gradients of one weight differ by less from step to step; a closed gate or rounding noise is orders below."""
 
 
-def outgrown(G: Tensor, s_L: Tensor, s_R: Tensor) -> Tensor:
-    """Factor (...) by which the eigenvalues of an "auto" state must grow before G may step; mostly exactly 1.
+def outgrown(G: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Factor (...) by which the eigenvalues must grow before G (..., m, n) may step; mostly exactly 1.
 
     The factors predict an rms of sqrt(mean(lambda_L) mean(lambda_R)). The direction divides by them as they were
-    before G, so a start from an unrepresentative gradient (a closed gate, an idle expert, rounding noise) would
-    turn the first real gradient into one enormous step.
-
-    Args:
-        G: gradient (..., m, n).
-        s_L: lambda_L^-1/2 (..., m).
-        s_R: lambda^-1/2 of the long side with multiplicity (..., n).
+    before G, so a start from an unrepresentative gradient would turn the first real one into an enormous step.
     """
     m, n = G.shape[-2:]
-    predicted = (s_L**-2).mean(dim=-1).sqrt() * (s_R**-2).mean(dim=-1).sqrt()
+    left = (state["inv_sqrt_lambda_L"] ** -2).mean(dim=-1)
+    predicted = left.sqrt() * (long_side(state) ** -2).mean(dim=-1).sqrt()
     found = torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
     return torch.where(found > OUTGROWN * predicted, found / predicted, torch.ones_like(found))
 
@@ -153,9 +151,9 @@ def long_side(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state["inv_sqrt_lambda_S"], tail.expand(*tail.shape[:-1], n - r)], dim=-1)
 
 
-def fitted(G: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state to step G with: an "auto" state that G has outgrown is rescaled, any other is left as it is."""
-    if "lambda_0" not in state:
-        return state
-    k = outgrown(G, state["inv_sqrt_lambda_L"], long_side(state))
-    return state if may_branch(k) and bool((k == 1).all()) else rescaled(state, k)
+def fitted(G: Tensor, state: dict[str, Tensor], young: Tensor) -> dict[str, Tensor]:
+    """The "auto" state to step G (B,m,n) with: rescaled for the ``young`` (B,) matrices that G has outgrown.
+
+    Only while they are young: later on a gradient out of all proportion is an outlier, and passes.
+    """
+    return rescaled(state, torch.where(young, outgrown(G, state), 1.0))

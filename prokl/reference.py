@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import ProHyper
-from prokl.initial import ceiling_scale, fitted
+from prokl.initial import ceiling_scale
 from prokl.shapes import ceiling
 
 State = dict[str, Tensor]
@@ -153,8 +153,7 @@ def step(
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
-        state: as in the module docstring, in the arithmetic dtype. One with lambda_0 ("auto") is rescaled when G
-            has outgrown it; the paper's absolute form is never touched.
+        state: as in the module docstring, in the arithmetic dtype.
         h: hyper-parameters.
         aspect_scale: c_a, from the weight's original rows and columns.
         refresh: whether the step is divisible by tau.
@@ -162,7 +161,6 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    state = fitted(G, state)
     M, G_par, G_perp = momentum_and_projection(G, state, h)
     delta = direction(G_par, G_perp, state, h, aspect_scale)
     W = (1 - h.lr * h.weight_decay) * W

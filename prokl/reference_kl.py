@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from prokl.hyper import Hyper
-from prokl.initial import ceiling_scale, fitted
+from prokl.initial import ceiling_scale
 from prokl.reference import State, eigenvalue_ema, positive_qr
 from prokl.shapes import ceiling
 
@@ -57,7 +57,6 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    state = fitted(G, state)
     M = h.momentum * state["M"] + (1 - h.momentum) * G
     W = W - h.lr * direction(M, state, h.eps)
     W = W - h.lr * h.weight_decay * W

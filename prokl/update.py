@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import ProHyper
-from prokl.initial import ceiling_scale, fitted
 from prokl.ops import Primitives, damp
 from prokl.shapes import ceiling
 
@@ -92,9 +91,8 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         The direction (B,m,n) and the new state. Nothing is modified in place.
     """
     _, m, n = G.shape
-    state = fitted(G, state)
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
-    scale = torch.as_tensor(ceiling_scale(state), dtype=G.dtype, device=G.device).expand(G.shape[0])
+    scale = state["lambda_0"].rsqrt() if "lambda_0" in state else G.new_ones(G.shape[0])
     eps = h.eps / scale
 
     # (1), (2): momentum, projection and direction with the previous step's state

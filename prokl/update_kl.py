@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import Hyper
-from prokl.initial import ceiling_scale, fitted
 from prokl.ops import Primitives
 from prokl.shapes import ceiling
 from prokl.update import Call, State, refresh_rows
@@ -22,10 +21,9 @@ def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tupl
     after the step, on the updated weight, as the authors' code does.
     """
     _, m, n = G.shape
-    state = fitted(G, state)
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    scale = torch.as_tensor(ceiling_scale(state), dtype=G.dtype, device=G.device).expand(G.shape[0])
+    scale = state["lambda_0"].rsqrt() if "lambda_0" in state else G.new_ones(G.shape[0])
     eps = (h.eps / scale**2)[:, None, None]
 
     M = torch.lerp(state["M"], G, 1 - h.momentum)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def _number(group: dict[str, Any], name: str, bound: str, low: float, below: flo
 
 def _integer(group: dict[str, Any], name: str) -> None:
     value = group[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise _invalid(name, value, "an integer of at least 1")
 
 
@@ -119,6 +119,8 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
         raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: convert the weight.")
     if p.layout != torch.strided:
         raise ValueError(f"{name} has layout {p.layout}; the matrix method needs a dense weight: use p.to_dense().")
+    if hasattr(p, "device_mesh"):
+        raise ValueError(f"{name} is sharded (DTensor); its matrices are not whole on any device: {remedy}.")
     if p.ndim < 2:
         raise ValueError(f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}.")
     if p.numel() == 0:

@@ -96,6 +96,23 @@ def test_an_outgrown_auto_state_is_rescaled_alike_and_whatever_the_loss_scale(cl
         assert p.abs().max() <= 10
 
 
+@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
+def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
+    kwargs = {"variant": variant, "rank": 4} if variant else {}
+    stream = gradient_stream([(16, 32)], 460, signal_rank=1)
+    stream[60] = [1e4 * g for g in stream[60]]
+    sizes, last = [], []
+
+    def observe(t, parameters, optimizer):
+        w = parameters[0].detach().clone()
+        sizes.append(float((w - last[-1]).norm()) if last else 0.0)
+        last.append(w)
+
+    run(cls, stream, observe=observe, **kwargs)
+    before, after = (statistics.median(part) for part in (sizes[40:60], sizes[-20:]))
+    assert before / 2 <= after <= 2 * before  # measured: 0.9 to 1.1
+
+
 LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
 
 
