@@ -5,10 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
-import prokl
-
 COLUMNS = [
     "group", "name", "metric", "unit", "median", "mean", "q1", "q3", "rounds",
     "device", "threads", "torch", "prokl", "commit", "date",
@@ -27,9 +23,7 @@ def rows(data: dict) -> list[dict[str, object]]:
             **{key: round(1e3 * entry["stats"][key], 4) for key in ("median", "mean", "q1", "q3")},
             "rounds": entry["stats"]["rounds"],
             "device": data["machine_info"]["cpu"]["brand_raw"],
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "prokl": prokl.__version__,
+            **{key: str(entry["extra_info"][key]) for key in ("threads", "torch", "prokl")},
             "commit": commit,
             "date": data["datetime"][:10],
         }

@@ -8,6 +8,7 @@ mean includes the refresh at every tenth step; "first" is the step that only ini
 import pytest
 import torch
 
+import prokl
 from prokl import KLShampoo, ProKLShampoo
 
 SETS = {
@@ -35,10 +36,16 @@ def parameters_with_gradients(shapes):
     return parameters, draw
 
 
+def describe(benchmark, group):
+    """What the rows need to know of the process that measured."""
+    benchmark.group = group
+    benchmark.extra_info.update(threads=torch.get_num_threads(), torch=torch.__version__, prokl=prokl.__version__)
+
+
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("name", SETS)
 def test_step(benchmark, name, contender):
-    benchmark.group = f"step, {name}"
+    describe(benchmark, f"step, {name}")
     parameters, draw = parameters_with_gradients(SETS[name])
     optimizer = CONTENDERS[contender](parameters)
     for _ in range(2):
@@ -50,7 +57,7 @@ def test_step(benchmark, name, contender):
 
 @pytest.mark.parametrize("name", SETS)
 def test_first_step(benchmark, name):
-    benchmark.group = f"first, {name}"
+    describe(benchmark, f"first, {name}")
 
     def fresh():
         parameters, draw = parameters_with_gradients(SETS[name])

@@ -54,7 +54,8 @@ class ProKLShampoo(MatrixOptimizer):
 
     A group with ``algorithm="adamw"`` (own lr, betas, eps, weight_decay) is stepped by PyTorch's AdamW, so that
     one optimizer trains a whole model; :func:`prokl.param_groups` makes such groups. The first usable gradient
-    of a weight only initialises its state. A non-finite gradient leaves its weight and state untouched.
+    of a weight only initialises its state. A non-finite gradient leaves its weight and state untouched; a weight that
+    has not moved in 100 steps with a gradient is warned about once.
 
     Args:
         params: parameters, named parameters or groups. Matrix groups take floating weights of 2 dimensions,
@@ -71,7 +72,8 @@ class ProKLShampoo(MatrixOptimizer):
         ns_coefficients: (a, b, c) of the quintic; the default is Muon's (Keller Jordan).
         init_eigenvalue: start of all eigenvalues. A number is the paper's lambda_0 (its experiments use 0.1);
             "auto" takes the rms of the initialising gradient, which makes training invariant to the loss scale.
-            Either is raised to the clip's floor 1/C^2 of its factor.
+            A number below the clip's floor 1/C^2 of a factor is raised to it; an "auto" state is rescaled when
+            in its first 20 steps a gradient's rms is ten times what its eigenvalues predict.
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.

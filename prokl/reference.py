@@ -1,7 +1,8 @@
 """The specification: Pro-KLShampoo for one weight in plain PyTorch, one function per line group of Algorithm 2.
 
 For reading, and for checking the batched step. Nothing here is clever: explicit residuals, explicit
-Newton-Schulz, Householder QR. Any float64 or float32 arithmetic; state may be stored in another dtype.
+Newton-Schulz, Householder QR. Arithmetic in float32 or float64, as QR has no half-precision form; weights and state
+may be stored in any floating dtype, and the caller converts.
 
 Dimension key: m short side, n long side, r rank. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), U (n,r), L and Q_L (m,m), S and Q_S (r,r), inv_sqrt_lambda_L (m,),

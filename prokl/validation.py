@@ -145,15 +145,27 @@ def check_gradient(p: Tensor, name: str) -> None:
         )
 
 
+def _container_limit() -> int | None:
+    """What the control group of this process may still take, or None without a limit."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
+                return int(limit.read()) - int(used.read())
+    except (OSError, ValueError):
+        return None
+
+
 def available_bytes(device: torch.device) -> int | None:
     """Free memory of ``device``, or None where it cannot be told."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "cpu":
+        limit = _container_limit()
         try:
             with open("/proc/meminfo", encoding="ascii") as table:
                 fields = dict(line.split(":", 1) for line in table)
-            return int(fields["MemAvailable"].split()[0]) * 1024
+            free = int(fields["MemAvailable"].split()[0]) * 1024
+            return free if limit is None else min(free, limit)
         except (OSError, KeyError):
             pass
         try:

@@ -53,6 +53,11 @@ def test_pro_equals_reference_in_float64(variant, rank, start, scale):
     )
 
 
+@pytest.mark.parametrize("rank", [2, 3, 5, 6, 7, 9])
+def test_pro_equals_reference_at_every_other_rank(rank):
+    assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["plain", "clipping"])
 @pytest.mark.parametrize("start", [0.1, "auto"])
 def test_kl_equals_reference_in_float64(start, scale):
@@ -121,7 +126,7 @@ def error_against_float64(cls, seed, backend, dtype, **kwargs):
     stream = gradient_stream(LOW, 24, seed=seed, dtype=torch.float32)
     exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
     start, _ = run(cls, stream[:1], backend="reference", dtype=dtype, **kwargs)  # initialising moves nothing
-    low, _ = run(cls, stream, backend=backend, dtype=dtype, **kwargs | {"state_dtype": kwargs.get("state_dtype")})
+    low, _ = run(cls, stream, backend=backend, dtype=dtype, **kwargs)
     return statistics.fmean(
         relative(q.double() - w.double(), p - w.double()) for p, q, w in zip(exact, low, start, strict=True)
     )
@@ -129,15 +134,17 @@ def error_against_float64(cls, seed, backend, dtype, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("ns_dtype", [None, torch.float32], ids=["ns-bfloat16", "ns-float32"])
-def test_low_precision_error_is_at_most_four_times_the_references(ns_dtype, state_dtype):
-    kwargs = {"rank": 8, "state_dtype": state_dtype, "ns_dtype": ns_dtype}
+@pytest.mark.parametrize(
+    "variant, ns_dtype", [*((v, None) for v in VARIANTS), ("pro-klshampoo", torch.float32)], ids=str
+)
+def test_low_precision_error_is_at_most_four_times_the_references(variant, ns_dtype, state_dtype):
+    kwargs = {"rank": 8, "variant": variant, "state_dtype": state_dtype, "ns_dtype": ns_dtype}
     ratios = [
         error_against_float64(ProKLShampoo, seed, "torch", torch.float32, **kwargs)
         / error_against_float64(ProKLShampoo, seed, "reference", torch.float32, **kwargs)
         for seed in range(20)
     ]
-    assert statistics.median(ratios) <= 4, ratios
+    assert statistics.median(ratios) <= 4, ratios  # measured: 0.95 to 1.05
 
 
 @pytest.mark.slow
