@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, metavar="DIR", help="results folder (default: runs/pretrain or runs/sweep-NAME)")
     add("--resume", action="store_true", default=False, help="go on from the checkpoint in --out")
-    add("--overwrite", action="store_true", default=False, help="drop an unfinished run in --out")
+    add("--overwrite", action="store_true", default=False, help="drop an unfinished or other run in --out")
     add("--eval-every", type=_at_least(1), metavar="N", help="steps (default: a tenth of --steps)")
     add("--eval-windows", type=_at_least(1), default=256, metavar="N", help="validation contexts")
     add("--checkpoint-seconds", type=_positive, default=60.0, metavar="S", help="time between checkpoints")

@@ -44,6 +44,9 @@ def _deferred_interrupt() -> Iterator[_Interrupt]:
         if interrupt.requested:
             raise KeyboardInterrupt
         interrupt.requested = True
+        print(
+            "\nFinishing this step and saving; Ctrl-C again gives up what the last checkpoint lacks.", file=sys.stderr
+        )
 
     previous = signal.signal(signal.SIGINT, handler)
     try:
@@ -71,9 +74,14 @@ def _prepare(job: Job, text: corpus.Corpus) -> dict[int, dict[str, Any]]:
         if not found:
             raise UsageError(f"--resume found no checkpoint in {job.out} for the seed; leave --resume out or fix --out")
         return {s: checkpoint.load(path, _fingerprint(job, s, text)) for s, path in found.items()}
-    for path in found.values():
-        if not job.overwrite and not checkpoint.read(path)["state"]["finished"]:
+    for seed, path in found.items():
+        if job.overwrite:
+            continue
+        content = checkpoint.read(path)
+        if not content["state"]["finished"]:
             raise UsageError(f"{path} is an unfinished run; add --resume to go on, or --overwrite to start again")
+        if content["fingerprint"] != _fingerprint(job, seed, text):
+            raise UsageError(f"{path} is a finished run with other settings; choose another --out, or add --overwrite")
     for path in found.values():
         path.unlink()
     return {}

@@ -54,7 +54,7 @@ class ProKLShampoo(MatrixOptimizer):
 
     A group with ``algorithm="adamw"`` (own lr, betas, eps, weight_decay) is stepped by PyTorch's AdamW, so that
     one optimizer trains a whole model; :func:`prokl.param_groups` makes such groups. The first usable gradient
-    of a weight only initialises its state. A non-finite gradient leaves its weight and state untouched; a weight that
+    of a weight only initialises its state. A non-finite gradient leaves its matrix and state untouched; a matrix that
     has not moved in 100 steps with a gradient is warned about once.
 
     Args:

@@ -226,6 +226,15 @@ def test_resume_with_other_text_is_refused(job, interrupt_at, no_plots, capsys):
     assert "corpus (checkpoint" in capsys.readouterr().err
 
 
+def test_finished_run_with_other_settings_is_not_overwritten_unasked(job, no_plots, capsys):
+    assert job() == 0
+    kept = (job.folder / "out/table.md").read_bytes()
+    assert job("--batch", 3) == 2
+    assert "finished run with other settings" in capsys.readouterr().err
+    assert (job.folder / "out/table.md").read_bytes() == kept
+    assert job() == 0 and job("--batch", 3, "--overwrite") == 0
+
+
 def test_unfinished_run_is_not_overwritten_unasked(job, interrupt_at, no_plots, capsys):
     interrupt_at(2)
     assert job() == pretrain.INTERRUPTED

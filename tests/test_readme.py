@@ -40,5 +40,9 @@ def test_linked_files_exist():
         assert (root / target).exists(), target
 
 
+def test_no_placeholder_is_left():
+    assert not re.search(r"@[A-Z_]+@", README)
+
+
 def test_public_names_are_all_mentioned():
     assert all(name in README for name in prokl.__all__)
