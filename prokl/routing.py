@@ -228,7 +228,7 @@ def _check_nonnegative(**values: object) -> None:
 def _check_betas(betas: Sequence[float]) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(f"adamw_betas must be two numbers, got {betas!r}; pass for example (0.9, 0.95).")
-    if not all(0 <= beta < 1 for beta in betas):
+    if not all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas):
         raise ValueError(f"Invalid adamw_betas={betas}: both must be in [0, 1); pass for example (0.9, 0.95).")
 
 
