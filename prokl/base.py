@@ -52,8 +52,6 @@ class MatrixOptimizer(Optimizer):
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamW([{"params": []}])
 
-    # ---------------------------------------------------------------- groups
-
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
         """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
@@ -113,8 +111,6 @@ class MatrixOptimizer(Optimizer):
         names = group.get("param_names", [])
         for i, p in enumerate(group["params"]):
             yield p, names[i] if i < len(names) else f"parameter {i} of group {index}"
-
-    # ---------------------------------------------------------------- stepping
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -210,8 +206,6 @@ class MatrixOptimizer(Optimizer):
             for p, name in self._named(i)
             if self.state.get(p)
         }
-
-    # ---------------------------------------------------------------- checkpoints
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, with every view of a stack as a tensor of its own: pickling a view would store the stack."""

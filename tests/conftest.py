@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.inputs import method, path  # noqa: F401  (fixtures)
+
 # Triton reads this when a kernel is defined, so it is set before any test module is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

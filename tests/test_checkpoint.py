@@ -130,9 +130,6 @@ def snapshot(run):
     return file
 
 
-# ------------------------------------------------------------------ save, load, continue
-
-
 @pytest.mark.parametrize("cls, kwargs, backend, dtype, state_dtype", CASES)
 def test_save_load_continue_equals_an_uninterrupted_run(cls, kwargs, backend, dtype, state_dtype, tmp_path):
     # Before a refresh, just refreshed with the late starter about to begin, and before a call that has no gradient
@@ -217,8 +214,6 @@ def test_the_size_of_a_checkpoint_is_that_of_the_state(save):
     assert size < 3 * state_bytes(optimizer)
 
 
-# ------------------------------------------------------------------ copies
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda run: pickle.loads(pickle.dumps(run)),
@@ -281,9 +276,6 @@ def test_loading_twice_and_rolling_back_give_the_same_run(method):
             for name, p in run.weights.items():
                 p.copy_(weights[name])
         assert differences(expected, run.steps(4).contents()) == set()
-
-
-# ------------------------------------------------------------------ hooks and older files
 
 
 def test_load_state_dict_hooks_see_an_ordinary_state_dict(method):
@@ -364,9 +356,6 @@ def test_hyperparameters_come_from_the_checkpoint():
     target.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     assert target.optimizer.param_groups[0]["rank"] == 3
     assert differences(run.steps(5, 8).contents(), target.steps(5, 8).contents()) == set()
-
-
-# ------------------------------------------------------------------ wrong checkpoints
 
 
 def pair(shape=(6, 10), cls=PRO, **kwargs):

@@ -102,9 +102,6 @@ def assert_close(a, b, start, tolerance=1e-9):
             assert (x[k] - y[k]).norm() <= tolerance * x[k].norm(), k
 
 
-# ------------------------------------------------------------------ step, closure, gradients
-
-
 @pytest.mark.parametrize("outer", [torch.enable_grad, torch.no_grad])
 def test_closure_runs_once_with_grad_enabled_and_its_loss_is_returned(method, outer):
     cls, kwargs = method
@@ -257,9 +254,6 @@ def test_the_scale_of_the_loss_does_not_matter_with_auto(method, backend):
         assert (one - other).norm() < 1e-9 * (one - w).norm()
 
 
-# ------------------------------------------------------------------ groups
-
-
 def test_an_added_group_trains_like_an_optimizer_of_its_own(method, backend):
     cls, kwargs = method
     weights = make()
@@ -364,8 +358,6 @@ def test_repr_shows_the_groups(method):
     assert "lr: 0.125" in text
 
 
-# ------------------------------------------------------------------ AdamW groups
-
 ADAMW = {
     "defaults": {},
     "no foreach": {"foreach": False},
@@ -428,8 +420,6 @@ def test_one_optimizer_trains_a_model_with_embedding_matrices_and_biases(method)
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.isfinite().all() for p in model.parameters())
 
-
-# ------------------------------------------------------------------ hyper-parameters between steps
 
 LIVE = {
     "lr": 0.3,
@@ -603,9 +593,6 @@ def test_changing_it_before_there_is_state_is_as_good_as_passing_it(case):
     optimizer.param_groups[0][name] = value
     train(optimizer, a, range(3))
     assert differences(contents(optimizer), contents(train(cls(b, **{name: value}), b, range(3)))) == set()
-
-
-# ------------------------------------------------------------------ surroundings
 
 
 @pytest.mark.parametrize("life", ["instance", "global"])

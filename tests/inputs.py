@@ -1,0 +1,83 @@
+"""Weights, gradients and bit-for-bit comparison for the tests of what bad input gets.
+
+The optimizers run on three paths: the reference, the batched step, and the batched step as it runs where the host
+must not read the device ("blind": the same code on the CPU with that knowledge taken away).
+"""
+
+import math
+
+import pytest
+import torch
+
+import prokl
+
+PRO, KL = prokl.ProKLShampoo, prokl.KLShampoo
+NAN, INF = math.nan, math.inf
+VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
+METHODS = {
+    **{variant: (PRO, {"variant": variant, "rank": 3}) for variant in VARIANTS},
+    "klshampoo": (KL, {}),
+}
+BACKENDS = ("reference", "torch")
+TAU = 3  # steps between refreshes, small enough for a test to reach several
+
+
+@pytest.fixture(params=METHODS)
+def method(request):
+    return METHODS[request.param]
+
+
+@pytest.fixture(params=[*BACKENDS, "blind"])
+def path(request, monkeypatch):
+    """Value of `backend`; "blind" takes from the batched step the knowledge that reading a CPU tensor is free."""
+    if request.param != "blind":
+        return request.param
+    for module in ("prokl.buckets", "prokl.qr"):
+        monkeypatch.setattr(f"{module}.may_branch", lambda t: False)
+    return "torch"
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def weight(*shape, seed=0, dtype=torch.float32):
+    return torch.nn.Parameter(normal(*shape, seed=1000 + seed, dtype=dtype))
+
+
+def step(optimizer, weights, gradients):
+    for p, g in zip(weights, gradients, strict=True):
+        p.grad = None if g is None else g.clone()
+    optimizer.step()
+
+
+def bits(t):
+    return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def frozen(optimizer, p):
+    """The weight and its state, copied."""
+    state = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
+    return {"W": p.detach().clone(), **state}
+
+
+def changed(before, after):
+    """Names of what differs, bit for bit."""
+    assert before.keys() == after.keys()
+    return {
+        k
+        for k, v in before.items()
+        if not (same_bits(v, after[k]) if torch.is_tensor(v) else type(v) is type(after[k]) and v == after[k])
+    }
+
+
+def everything(optimizer):
+    return [frozen(optimizer, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def assert_nothing_moved(before, optimizer):
+    assert [changed(a, b) for a, b in zip(before, everything(optimizer), strict=True)] == [set()] * len(before)

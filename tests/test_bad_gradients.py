@@ -1,0 +1,401 @@
+"""Gradients that are not finite, zero, tiny or degenerate: the weight is left alone, or steps sanely.
+
+"Untouched" means bit for bit, which tells -0.0 from 0.0.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from prokl.buckets import NEVER_MOVED_AFTER
+from tests.inputs import (
+    BACKENDS,
+    INF,
+    KL,
+    NAN,
+    PRO,
+    TAU,
+    VARIANTS,
+    changed,
+    frozen,
+    normal,
+    same_bits,
+    step,
+    weight,
+)
+
+POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25}
+# Calls of the optimizer: the initialising one is number 0 and has step 0, so that call TAU is a refresh.
+WHEN = {"first": 0, "second": 1, "at a refresh": TAU}
+SHAPE = (6, 10)
+
+
+def poisoned(g, value):
+    g = g.clone()
+    g.view(-1)[7] = value
+    return g
+
+
+def poison_run(method, backend, dtype, bad_call, calls):
+    """Two good weights around one bad weight per poison, in one bucket; the bad ones are poisoned at one call.
+
+    Yields (optimizer, good, bad) before every call from the poisoned one on, and once at the end.
+    """
+    cls, kwargs = method
+    names = ["good 0", *POISONS, "good 1"]
+    weights = {name: weight(*SHAPE, seed=i, dtype=dtype) for i, name in enumerate(names)}
+    with torch.no_grad():
+        for w in weights.values():
+            w[0, 0] = -0.0
+    optimizer = cls(list(weights.items()), backend=backend, precondition_frequency=TAU, **kwargs)
+    bad = [weights[name] for name in POISONS]
+    for call in range(calls):
+        gradients = [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in range(len(names))]
+        if call == bad_call:
+            gradients[1:-1] = [poisoned(g, v) for g, v in zip(gradients[1:-1], POISONS.values(), strict=True)]
+        if call >= bad_call:
+            yield optimizer, weights, bad
+        step(optimizer, list(weights.values()), gradients)
+    yield optimizer, weights, bad
+
+
+@pytest.mark.parametrize(
+    "dtype, state_dtype",
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16)],
+    ids=["float32", "bfloat16", "bfloat16 state"],
+)
+@pytest.mark.parametrize("when", WHEN)
+def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype, state_dtype, when):
+    cls, kwargs = method
+    method = cls, {**kwargs, "state_dtype": state_dtype}
+    states = poison_run(method, path, dtype, WHEN[when], calls=WHEN[when] + 4)
+    optimizer, weights, bad = next(states)
+    before = [frozen(optimizer, p) for p in bad]
+    next(states)
+    for p, old in zip(bad, before, strict=True):
+        new = frozen(optimizer, p)
+        if when == "first":
+            assert same_bits(old["W"], new["W"])
+            assert (new["step"], int(new["skipped"])) == (-1, 1)
+            assert not any(v.any() for k, v in new.items() if k not in ("W", "step", "skipped"))
+        else:
+            assert changed(old, new) == {"step", "skipped"}
+            assert (new["step"], int(new["skipped"])) == (old["step"] + 1, int(old["skipped"]) + 1)
+    assert optimizer.skipped() == {name: int(name in POISONS) for name in weights}
+    for _ in states:
+        pass
+    for p, old in zip(bad, before, strict=True):  # and training goes on
+        assert not same_bits(p, old["W"])
+        assert all(v.isfinite().all() for k, v in frozen(optimizer, p).items() if k != "step")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("when", WHEN)
+def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path, dtype, when):
+    calls = WHEN[when] + 3
+    cls, kwargs = method
+    if cls is PRO:  # Newton-Schulz in bfloat16 would round differently in a batch of another size
+        kwargs = {**kwargs, "ns_dtype": torch.float32}
+    *_, (optimizer, weights, _) = poison_run((cls, kwargs), path, dtype, WHEN[when], calls)
+    alone = {name: weight(*SHAPE, seed=i, dtype=dtype) for name, i in (("good 0", 0), ("good 1", 5))}
+    for w in alone.values():
+        w.data[0, 0] = -0.0
+    clean = cls(list(alone.values()), backend=path, precondition_frequency=TAU, **kwargs)
+    for call in range(calls):
+        step(clean, list(alone.values()), [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in (0, 5)])
+    for name, w in alone.items():
+        expected, found = frozen(clean, w), frozen(optimizer, weights[name])
+        if path == "reference":
+            assert changed(expected, found) == set()
+        else:  # a product may round differently in a batch of another size, and so may what a batch decides as one
+            for key in changed(expected, found):
+                if expected[key].dtype == torch.bfloat16:
+                    assert int((expected[key] != found[key]).sum()) <= 1, key
+                else:
+                    assert (expected[key] - found[key]).norm() < 1e-5 * expected[key].norm(), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_overflow_in_the_sum_of_squares_alone_is_non_finite(method, path, dtype):
+    cls, kwargs = method
+    w = weight(20, 20, dtype=dtype)
+    optimizer = cls([("w", w)], backend=path, **kwargs)
+    step(optimizer, [w], [normal(20, 20, dtype=dtype)])
+    before = frozen(optimizer, w)
+    step(optimizer, [w], [torch.full((20, 20), 1e18, dtype=dtype)])  # 400 * 1e36 > 3.4e38
+    assert changed(before, frozen(optimizer, w)) == {"step", "skipped"}
+    assert optimizer.skipped() == {"w": 1}
+
+
+def test_skipped_counts_by_name_and_skips_weights_without_state_and_adamw(method):
+    cls, kwargs = method
+    a, b, idle, bias = weight(4, 6), weight(6, 4), weight(4, 6), weight(4)
+    adamw = {"params": [("bias", bias)], "algorithm": "adamw", "lr": 1e-3}
+    optimizer = cls([{"params": [("a", a), ("b", b), ("idle", idle)]}, adamw], **kwargs)
+    assert optimizer.skipped() == {}
+    for bad_a, bad_b in ((0, 1), (1, 1), (0, 1), (0, 0)):
+        gradients = [normal(4, 6), normal(6, 4)]
+        gradients = [poisoned(g, NAN) if bad else g for g, bad in zip(gradients, (bad_a, bad_b), strict=True)]
+        step(optimizer, [a, b, idle, bias], [*gradients, None, normal(4)])
+    assert optimizer.skipped() == {"a": 1, "b": 3}
+
+
+def test_skipped_names_unnamed_parameters_by_position():
+    w = weight(4, 6)
+    optimizer = PRO([w])
+    step(optimizer, [w], [torch.full((4, 6), NAN)])
+    assert optimizer.skipped() == {"parameter 0 of group 0": 1}
+
+
+@pytest.mark.parametrize("poison", [NAN, 1e25])
+@pytest.mark.parametrize("bad_call", WHEN.values(), ids=WHEN)
+def test_one_bad_matrix_skips_the_whole_stack(method, path, poison, bad_call):
+    cls, kwargs = method
+    stack, other = weight(3, 4, 6), weight(4, 6, seed=1)
+    optimizer = cls([stack, other], backend=path, precondition_frequency=TAU, **kwargs)
+    for call in range(bad_call):
+        step(optimizer, [stack, other], [normal(3, 4, 6, seed=call), normal(4, 6, seed=50 + call)])
+    before, moved = frozen(optimizer, stack), frozen(optimizer, other)
+    bad = normal(3, 4, 6, seed=99)
+    bad[1, 2, 3] = poison
+    step(optimizer, [stack, other], [bad, normal(4, 6, seed=99)])
+    after = frozen(optimizer, stack)
+    assert int(after["skipped"]) == 1
+    assert after["step"] == ([before["step"][0] + 1] * 3 if bad_call else [-1] * 3)
+    if bad_call:
+        assert changed(before, after) == {"step", "skipped"}
+        assert not same_bits(moved["W"], other)
+    else:
+        assert same_bits(before["W"], after["W"])
+        assert optimizer.state[other]["step"] == 0
+
+
+def test_a_zero_matrix_of_a_stack_delays_only_itself(method, path):
+    cls, kwargs = method
+    stack = weight(3, 4, 6)
+    singles = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
+    together, apart = (cls(p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
+    for call in range(7):
+        g = normal(3, 4, 6, seed=call)
+        if call < 2:
+            g[1] = 0.0
+        step(together, [stack], [g])
+        step(apart, singles, g)
+        state = together.state[stack]
+        assert state["step"] == [call, max(-1, call - 2), call]
+    for i, p in enumerate(singles):
+        assert same_bits(stack[i], p)
+        own = apart.state[p]
+        assert all(same_bits(state[k][i], own[k]) for k in own if k not in ("step", "skipped"))
+
+
+def never_moved_warnings(calls):
+    """The warnings of `calls()` that say that a weight has not moved."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calls()
+    return [w for w in caught if "not moved" in str(w.message)]
+
+
+@pytest.mark.parametrize("value", [0.0, NAN])
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls, value):
+    stuck, fine, absent = weight(4, 6), weight(4, 6, seed=1), weight(4, 6, seed=2)
+    optimizer = cls([("stuck", stuck), ("fine", fine), ("absent", absent)])
+    start = stuck.detach().clone()
+
+    def run(steps):
+        for t in range(steps):
+            step(optimizer, [stuck, fine, absent], [torch.full((4, 6), value), normal(4, 6, seed=t), None])
+
+    assert never_moved_warnings(lambda: run(NEVER_MOVED_AFTER - 1)) == []
+    (warning,) = never_moved_warnings(lambda: run(1))
+    assert "stuck" in str(warning.message)
+    assert str(NEVER_MOVED_AFTER) in str(warning.message)
+    assert never_moved_warnings(lambda: run(NEVER_MOVED_AFTER + 10)) == []
+    assert same_bits(stuck, start)
+
+
+def test_the_warning_points_at_the_callers_line():
+    stuck = weight(4, 6)
+    optimizer = PRO([("stuck", stuck)])
+    stuck.grad = torch.zeros(4, 6)
+
+    def run():
+        for _ in range(NEVER_MOVED_AFTER):
+            optimizer.step()
+
+    (warning,) = never_moved_warnings(run)
+    assert warning.filename == __file__
+
+
+def test_newcomers_to_the_bucket_neither_postpone_nor_repeat_the_warning():
+    stuck, *late = (weight(4, 6, seed=i) for i in range(4))
+    optimizer = PRO([("stuck", stuck), *((f"late {i}", w) for i, w in enumerate(late))])
+    starts = [NEVER_MOVED_AFTER // 2, NEVER_MOVED_AFTER + 5, NEVER_MOVED_AFTER + 10]
+
+    def run(first, last):
+        for t in range(first, last):
+            gradients = [normal(4, 6, seed=t) if t >= start else None for start in starts]
+            step(optimizer, [stuck, *late], [torch.zeros(4, 6), *gradients])
+
+    assert len(never_moved_warnings(lambda: run(0, NEVER_MOVED_AFTER))) == 1
+    assert never_moved_warnings(lambda: run(NEVER_MOVED_AFTER, 2 * NEVER_MOVED_AFTER + 20)) == []
+
+
+def test_a_weight_that_has_moved_is_not_said_to_have_never_moved():
+    w, late = weight(4, 6), weight(4, 6, seed=1)
+    optimizer = PRO([w, late])
+
+    def run():
+        for t in range(5):
+            step(optimizer, [w, late], [normal(4, 6, seed=t), None])
+        for t in range(NEVER_MOVED_AFTER + 5):  # the newcomer makes the bucket anew
+            step(optimizer, [w, late], [torch.full((4, 6), NAN), normal(4, 6, seed=t)])
+
+    assert never_moved_warnings(run) == []
+
+
+def orthonormality_error(Q):
+    return float((Q.mT @ Q - torch.eye(Q.shape[-1], dtype=Q.dtype)).norm())
+
+
+def bases(state):
+    return {k: state[k] for k in ("U", "Q_L", "Q_R") if k in state}
+
+
+def test_zero_gradients_delay_initialisation(method, path):
+    cls, kwargs = method
+    runs = []
+    for zeros in (0, 3):
+        w = weight(4, 6)
+        optimizer = cls([w], backend=path, **kwargs)
+        for _ in range(zeros):
+            step(optimizer, [w], [-torch.zeros(4, 6)])
+            assert optimizer.state[w]["step"] == -1
+            assert same_bits(w, weight(4, 6))
+        for t in range(5):
+            step(optimizer, [w], [normal(4, 6, seed=t)])
+            assert optimizer.state[w]["step"] == t
+        runs.append(frozen(optimizer, w))
+    assert changed(*runs) == set()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7), (2, 6, 10)])
+def test_a_rank_1_first_gradient_gives_orthonormal_bases(method, path, shape, dtype, tolerance):
+    cls, kwargs = method
+    w = weight(*shape, dtype=dtype)
+    optimizer = cls([w], backend=path, **kwargs)
+    g = normal(*shape[:-1], 1, seed=1, dtype=dtype) @ normal(*shape[:-2], 1, shape[-1], seed=2, dtype=dtype)
+    step(optimizer, [w], [g])
+    for key, Q in bases(optimizer.state[w]).items():
+        assert orthonormality_error(Q) < tolerance, key
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("fixed", [True, False], ids=["one direction", "changing direction"])
+def test_rank_1_gradients_for_ever_keep_everything_finite_and_orthonormal(method, path, fixed, dtype, tolerance):
+    cls, kwargs = method
+    w = weight(6, 10, dtype=dtype)
+    optimizer = cls([w], backend=path, **kwargs)
+    for t in range(25):
+        column, row = (normal(*s, seed=0 if fixed else t, dtype=dtype) for s in ((6, 1), (1, 10)))
+        step(optimizer, [w], [column @ row * (1 + t % 3)])
+    state = optimizer.state[w]
+    assert w.isfinite().all()
+    assert all(v.isfinite().all() for k, v in state.items() if k != "step")
+    for key, Q in bases(state).items():
+        assert orthonormality_error(Q) < tolerance, key
+    # 25 steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
+    assert (w - weight(6, 10, dtype=dtype)).norm() < 25 * 0.02 * 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [1, 3], ids=["part of U", "all of U"])
+def test_a_gradient_inside_the_tracked_subspace_makes_no_step_of_rounding_noise(path, width, dtype):
+    directions, _ = torch.linalg.qr(normal(10, width, dtype=dtype))
+    final = {}
+    for variant in VARIANTS:
+        w = weight(6, 10, dtype=dtype)
+        optimizer = PRO([w], rank=3, variant=variant, backend=path)
+        for t in range(25):
+            step(optimizer, [w], [normal(6, width, seed=t, dtype=dtype) @ directions.mT])
+        final[variant] = w.detach()
+    assert same_bits(final["complement-only"], weight(6, 10, dtype=dtype))
+    assert same_bits(final["pro-klshampoo"], final["subspace-only"])
+    assert not same_bits(final["pro-klshampoo"], weight(6, 10, dtype=dtype))
+
+
+@pytest.mark.parametrize("first", [1e-6, 1e-20])
+def test_a_tiny_first_gradient_does_not_blow_the_weight_up(method, path, first):
+    """A weight behind an almost closed gate: "auto" reads the scale of all gradients off an unrepresentative one."""
+    cls, kwargs = method
+    distance = {}
+    for scale in (1.0, first):
+        w = weight(8, 12)
+        optimizer = cls([w], backend=path, **kwargs)
+        for t in range(10):
+            step(optimizer, [w], [normal(8, 12, seed=t) * (1.0 if t else scale)])
+        assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
+        distance[scale] = float((w - weight(8, 12)).detach().norm())
+    # Ten steps of an optimizer that normalises its updates: an order of magnitude is generous.
+    assert distance[first] < 10 * distance[1.0]
+
+
+def test_training_works_behind_a_zero_initialised_projection(method):
+    cls, kwargs = method
+    torch.manual_seed(0)
+    up, down = torch.nn.Linear(12, 24, bias=False), torch.nn.Linear(24, 12, bias=False)
+    torch.nn.init.zeros_(down.weight)
+    x = normal(64, 12, seed=1)
+    target = torch.tanh(x @ normal(12, 12, seed=2))
+    optimizer = cls([up.weight, down.weight], **kwargs)
+    losses, moves = [], []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(down(torch.relu(up(x))), target)
+        loss.backward()
+        before = up.weight.detach().clone()
+        optimizer.step()
+        moves.append(float((up.weight - before).detach().norm()))
+        losses.append(float(loss.detach()))
+    assert moves[0] == moves[1] == 0.0  # the gradient is zero until the projection has moved, once initialised
+    assert losses[-1] < 0.8 * losses[0]
+    assert max(moves) < 10 * sorted(moves)[30]
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-60, 1e-140])
+def test_float64_gradients_of_any_size_train_alike(method, path, scale):
+    cls, kwargs = method
+    final = []
+    for s in (1.0, scale):
+        w = weight(4, 6, dtype=torch.float64)
+        optimizer = cls([w], backend=path, **kwargs)
+        for t in range(8):
+            step(optimizer, [w], [s * normal(4, 6, seed=t, dtype=torch.float64)])
+        final.append(w.detach())
+    moved = (final[0] - weight(4, 6, dtype=torch.float64).detach()).norm()
+    assert moved > 0
+    assert (final[0] - final[1]).norm() < 1e-9 * moved
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-25, 1e-35])
+@pytest.mark.parametrize("start", ["auto", 0.1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method, backend, scale, start):
+    cls, kwargs = method
+    w = weight(4, 6)
+    optimizer = cls([w], backend=backend, init_eigenvalue=start, **kwargs)
+
+    def run(steps):
+        for t in range(steps):
+            step(optimizer, [w], [scale * normal(4, 6, seed=t)])
+
+    run(12)
+    assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
+    if optimizer.state[w]["step"] == -1:
+        assert len(never_moved_warnings(lambda: run(NEVER_MOVED_AFTER - 12))) == 1
+    elif start == "auto":
+        assert (w - weight(4, 6)).norm() > 1e-4
