@@ -12,7 +12,7 @@ from tests.problems import VARIANTS, gradient_stream, relative, run, state_tenso
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
 MATRICES = SHAPES[:-1]
 STEPS = 40
-# Measured at 2e-13 or less over all cases below; the slack is for other LAPACK builds.
+# Measured over the cases below: at most 5e-12, where eigenvalues clip, and mostly 2e-13; slack for other LAPACKs.
 FLOAT64 = 1e-9
 
 
@@ -115,7 +115,7 @@ def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
 
     run(cls, stream, observe=observe, **kwargs)
     before, after = (statistics.median(part) for part in (sizes[40:60], sizes[-20:]))
-    assert before / 2 <= after <= 2 * before  # measured: 0.9 to 1.1
+    assert before / 2 <= after <= 2 * before  # measured: 0.88 to 1.11
 
 
 LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
@@ -144,7 +144,7 @@ def test_low_precision_error_is_at_most_four_times_the_references(variant, ns_dt
         / error_against_float64(ProKLShampoo, seed, "reference", torch.float32, **kwargs)
         for seed in range(20)
     ]
-    assert statistics.median(ratios) <= 4, ratios  # measured: 0.95 to 1.05
+    assert statistics.median(ratios) <= 4, ratios  # measured: 0.95 to 1.04
 
 
 @pytest.mark.slow

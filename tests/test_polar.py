@@ -74,7 +74,7 @@ def test_whitening_the_gram_matrix_in_half_precision_fails_where_whitening_the_g
     from_gradient = result(X.bfloat16(), 5, MUON, True).double()
     size = torch.linalg.matrix_norm(exact)
     assert torch.linalg.matrix_norm(from_gradient - exact) <= 0.05 * size  # measured: 0.018
-    assert not torch.linalg.matrix_norm(from_gram - exact) <= size  # measured: 1e36
+    assert not torch.linalg.matrix_norm(from_gram - exact) <= size  # measured: it overflows to NaN
 
 
 def test_enough_cubic_steps_reach_the_polar_factor():
