@@ -20,6 +20,11 @@ def damp(s: Tensor, eps: Tensor) -> Tensor:
     return s / (1 + (eps if s.ndim == 1 else eps[:, None]) * s)
 
 
+def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
+    """min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2; all shapes broadcast to that of s."""
+    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
+
+
 def eigenvalue_ema(
     inv_sqrt_lambda_L: Tensor,
     inv_sqrt_lambda_S: Tensor,
@@ -55,13 +60,11 @@ def eigenvalue_ema(
         The new inv_sqrt_lambda_L, inv_sqrt_lambda_S and inv_sqrt_mu, undamped and clipped.
     """
     m, r = inv_sqrt_lambda_L.shape[1], inv_sqrt_lambda_S.shape[1]
-    keep, gain = beta2, 1 - beta2
     a_mu = damp(inv_sqrt_mu, eps)[:, None]
-    lambda_L = keep * inv_sqrt_lambda_L**-2 + gain * (ell + a_mu**2 * e_res) / n
-    s_L = torch.minimum(lambda_L.rsqrt(), ceiling_L[:, None])
-    s_S = torch.minimum((keep * inv_sqrt_lambda_S**-2 + gain * rho).rsqrt(), ceiling_S[:, None])
+    s_L = clipped_ema(inv_sqrt_lambda_L, (ell + a_mu**2 * e_res) / n, beta2, ceiling_L[:, None])
+    s_S = clipped_ema(inv_sqrt_lambda_S, rho, beta2, ceiling_S[:, None])
     tail = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
-    s_mu = torch.minimum((keep * inv_sqrt_mu**-2 + gain * tail).rsqrt(), ceiling_mu)
+    s_mu = clipped_ema(inv_sqrt_mu, tail, beta2, ceiling_mu)
     if live is not None:
         s_L = torch.where(live[:, None], s_L, inv_sqrt_lambda_L)
         s_S = torch.where(live[:, None], s_S, inv_sqrt_lambda_S)

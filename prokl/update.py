@@ -9,7 +9,7 @@ Differences from the reference, none of them in the mathematics:
 * G_perp G_perp^T serves both e_res and L; the increment of S serves the Cholesky preconditioner of the
   tracking QR as well.
 * The two m x n residuals are formed explicitly: the difference of Gram matrices loses accuracy as U captures
-  more of the energy (25 times the plain form's error at 99.9 %).
+  more of the energy (in float32, 64 x 256 and r = 32: 2.7, 13 and 50 times the error at 50, 90 and 99 %).
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """

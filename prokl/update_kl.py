@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import Hyper
-from prokl.ops import Primitives
+from prokl.ops import Primitives, clipped_ema
 from prokl.shapes import ceiling
 from prokl.update import Call, State, refresh_rows
 
@@ -42,15 +42,11 @@ def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tupl
         "R": torch.baddbmm(state["R"], Y.mT, Y, beta=h.beta2, alpha=gain / m),
         "Q_L": Q_L,
         "Q_R": Q_R,
-        "inv_sqrt_lambda_L": _ema(s_L, ell, h.beta2, ceiling(m) * scale),
-        "inv_sqrt_lambda_R": _ema(s_R, rho, h.beta2, ceiling(n) * scale),
+        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * scale)[:, None]),
+        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * scale)[:, None]),
     }
     if "lambda_0" in state:
         new["lambda_0"] = state["lambda_0"]
     refresh_rows(new, "Q_L", call.refresh, lambda i: ops.refresh_basis(new["L"][i], new["Q_L"][i]))
     refresh_rows(new, "Q_R", call.refresh, lambda i: ops.refresh_basis(new["R"][i], new["Q_R"][i]))
     return (1 - h.lr * h.weight_decay) * delta, new
-
-
-def _ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
-    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit[:, None])
