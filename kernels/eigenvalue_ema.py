@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from prokl.kernels import launch
+
 TILE = 512  # four elements a thread: one 16-byte load in fp32, and no spills on sm_80 to sm_100
 
 
@@ -132,30 +133,12 @@ def eigenvalue_ema_kernel(
     tl.store(new_mu_ptr + i_b, tl.where(live, new, s_mu))
 
 
-INTERPRETED = not isinstance(eigenvalue_ema_kernel, triton.JITFunction)
-DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
-
-
 def can_use_eigenvalue_ema(*tensors: Tensor) -> bool:
     """Whether :func:`eigenvalue_ema` runs on these arguments of it: dtypes that it takes, all on one GPU.
 
-    Triton's interpreter (TRITON_INTERPRET=1 when this module was imported) takes CPU tensors too.
+    Triton's interpreter (TRITON_INTERPRET=1 when Triton was imported) takes CPU tensors too.
     """
-    if len({t.device for t in tensors}) != 1 or any(t.dtype not in (*DTYPES, torch.bool) for t in tensors):
-        return False
-    return tensors[0].device.type in DEVICES
-
-
-def _check(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if t.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; must be {shape}.")
-    dtypes = (torch.bool,) if name == "live" else DTYPES
-    if t.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {t.dtype}; must be one of {dtypes}: convert it.")
-    if t.device != device:
-        raise ValueError(f"{name} is on {t.device}; must be on {device} as inv_sqrt_lambda_L is.")
-    if not can_use_eigenvalue_ema(t):
-        raise ValueError(f"{name} is on {device}; must be on one of {DEVICES}: use prokl.ops.eigenvalue_ema elsewhere.")
+    return bool(tensors) and launch.can_run(*tensors, dtypes=(*launch.FLOATS, torch.bool))
 
 
 def eigenvalue_ema(
@@ -220,35 +203,36 @@ def eigenvalue_ema(
         "ceiling_S": (ceiling_S, (B,)),
         "ceiling_mu": (ceiling_mu, (B,)),
     }
-    if live is not None:
-        inputs["live"] = (live, (B,))
+    device = inv_sqrt_lambda_L.device
     for name, (t, shape) in inputs.items():
-        _check(name, t, shape, inv_sqrt_lambda_L.device)
+        launch.check(name, t, shape, device, like="inv_sqrt_lambda_L")
+    if live is not None:
+        launch.check("live", live, (B,), device, (torch.bool,), like="inv_sqrt_lambda_L")
 
     tensors = [t for t, _ in inputs.values()]
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    new_L, new_S, new_mu = (torch.empty(k, dtype=dtype, device=ell.device) for k in ((B, m), (B, r), (B,)))
+    dtype = launch.arithmetic_dtype(*tensors)
+    new_L, new_S, new_mu = (torch.empty(k, dtype=dtype, device=device) for k in ((B, m), (B, r), (B,)))
     if B == 0:
         return new_L, new_S, new_mu
-    if live is None:
-        tensors.append(eps)  # never read
-    # Triton launches on the current device; -1 leaves it alone.
-    with torch.cuda.device(ell.get_device()):
-        eigenvalue_ema_kernel[(B,)](
-            *tensors,
-            new_L,
-            new_S,
-            new_mu,
-            m,
-            r,
-            float(beta2),
-            float(n),
-            float(m * (n - r)),
-            *(stride for t in tensors for stride in t.stride()),
-            HAS_LIVE=live is not None,
-            DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-            TILE=TILE,
-            TILES_M=triton.cdiv(m, TILE),
-            TILES_R=triton.cdiv(r, TILE),
-        )
+    tensors.append(eps if live is None else live)  # eps is not read in its place
+    launch.start(
+        eigenvalue_ema_kernel,
+        (B,),
+        device,
+        *tensors,
+        new_L,
+        new_S,
+        new_mu,
+        m,
+        r,
+        float(beta2),
+        float(n),
+        float(m * (n - r)),
+        *(stride for t in tensors for stride in t.stride()),
+        HAS_LIVE=live is not None,
+        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
+        TILE=TILE,
+        TILES_M=triton.cdiv(m, TILE),
+        TILES_R=triton.cdiv(r, TILE),
+    )
     return new_L, new_S, new_mu

@@ -1,0 +1,99 @@
+"""What every launcher shares: where kernels run, tiles, argument checks, and the one place where a kernel starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when they were defined)."""
+
+DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRITON_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+"""How float32 operands are multiplied: in float32, rounded to TF32, or split into two TF32 parts each (three
+products, about as exact as float32). Other dtypes do not depend on it, nor does anything in the interpreter."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of one program, and how it is compiled."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:
+    """Dtype that a kernel accumulates in: float64 where one of the tensors has it, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def operand_dtype(sum_dtype: torch.dtype, *tensors: Tensor) -> torch.dtype:
+    """Dtype that tensors are multiplied in: the half precision that all of them have, else that of the sum.
+
+    Tensor cores sum products of half precision in float32. The interpreter's own of bfloat16 are wrong, so it takes
+    float32 for them.
+    """
+    dtypes = {t.dtype for t in tensors}
+    half = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
+    return (
+        tensors[0].dtype if len(dtypes) == 1 and tensors[0].dtype in half and sum_dtype == torch.float32 else sum_dtype
+    )
+
+
+def can_run(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
+    """Whether the tensors have one of these dtypes and lie on one device where kernels run."""
+    return (
+        len({t.device for t in tensors}) == 1
+        and tensors[0].device.type in DEVICES
+        and all(t.dtype in dtypes for t in tensors)
+    )
+
+
+def check(
+    name: str,
+    t: Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    like: str = "the first tensor",
+) -> None:
+    """Raise ValueError, naming the argument, unless ``t`` has this shape, one of these dtypes and this device."""
+    if t.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; must be {shape}.")
+    if t.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {t.dtype}; must be one of {dtypes}: convert it.")
+    if t.device != device:
+        raise ValueError(f"{name} is on {t.device}; must be on {device} as {like} is.")
+    if t.device.type not in DEVICES:
+        raise ValueError(f"{name} is on {t.device}; must be on one of {DEVICES}: use the PyTorch form elsewhere.")
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError unless ``precision`` is one of :data:`PRECISIONS`."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"Invalid precision={precision!r}: must be one of {PRECISIONS}.")
+
+
+def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Launch ``kernel`` over ``grid`` on ``device``; ``constants`` are constexprs, num_warps and num_stages.
+
+    Every launch of the package comes through here.
+    """
+    # Triton launches on the current device; -1 leaves it alone.
+    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+        kernel[grid](*arguments, **constants)
