@@ -1,0 +1,367 @@
+"""Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B)``.
+
+B: matrices; M: rows and columns; K: depth; R: depth of the part that is subtracted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.kernels import launch
+from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.product import (
+    IEEE,
+    PROGRAMS,
+    UNALIGNED,
+    aligned,
+    check_out_dtype,
+    check_scales,
+    product,
+    scale_arguments,
+    scale_of,
+)
+
+
+@triton.jit
+def settle_row(row, i):
+    """The row of tile i, given a guess that is off by at most one; all in integers."""
+    row = tl.where(row * (row + 1) // 2 > i, row - 1, row)
+    return tl.where((row + 1) * (row + 2) // 2 <= i, row + 1, row)
+
+
+@triton.jit
+def lower_tile(i):
+    """Row and column of tile i of a lower triangle that is counted row by row: (0,0), (1,0), (1,1), (2,0), ..."""
+    # Below i = 2^31 the root in float32, on a GPU an approximate one, is off by far less than one before it is cut.
+    row = settle_row(((tl.sqrt(8.0 * i.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64), i)
+    return row, i - row * (row + 1) // 2
+
+
+@triton.jit
+def _add_product(
+    acc,
+    X_ptr,
+    Y_ptr,
+    o_m,
+    o_n,
+    M,
+    K,
+    stride_X_m,
+    stride_X_k,
+    stride_Y_m,
+    stride_Y_k,
+    OPERAND: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    # acc + X[o_m] Y[o_n]^T for one matrix: X, Y (M, K).
+    o_k = tl.arange(0, TILE_K).to(tl.int64)
+    m_m = o_m[:, None] < M
+    m_n = o_n[None, :] < M
+    X_at = X_ptr + o_m[:, None] * stride_X_m + o_k[None, :] * stride_X_k
+    Y_at = Y_ptr + o_k[:, None] * stride_Y_k + o_n[None, :] * stride_Y_m
+    step = tl.full((), TILE_K, tl.int64)
+    for k in range(0, K, TILE_K):
+        m_k = o_k < K - k
+        x = tl.load(X_at, m_m & m_k[None, :], 0.0).to(OPERAND)
+        y = tl.load(Y_at, m_k[:, None] & m_n, 0.0).to(OPERAND)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=SUM)
+        X_at += step * stride_X_k
+        Y_at += step * stride_Y_k
+    return acc
+
+
+@triton.jit
+def symmetric_product_kernel(
+    A_ptr,
+    B_ptr,
+    C_ptr,
+    V_ptr,
+    W_ptr,
+    D_ptr,
+    alpha_ptr,
+    beta_ptr,
+    M,
+    K,
+    R,
+    alpha: tl.float64,
+    beta: tl.float64,
+    stride_A_b,
+    stride_A_m,
+    stride_A_k,
+    stride_B_b,
+    stride_B_m,
+    stride_B_k,
+    stride_C_b,
+    stride_C_m,
+    stride_C_n,
+    stride_V_b,
+    stride_V_m,
+    stride_V_r,
+    stride_W_b,
+    stride_W_m,
+    stride_W_r,
+    stride_alpha_b,
+    stride_beta_b,
+    HAS_C: tl.constexpr,
+    HAS_VW: tl.constexpr,
+    ALPHA_PER_MATRIX: tl.constexpr,
+    BETA_PER_MATRIX: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PRECISION_VW: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """D = alpha (A B^T + V W^T) + beta C, known to be symmetric: a lower tile and its mirror image a program.
+
+    A, B (M, K), V, W (M, R), C (M, M) have any strides; D (M, M) is contiguous. V and W are multiplied as SUM.
+    """
+    i = tl.program_id(0)
+    tiles = tl.cdiv(M, TILE)
+    triangle = tiles * (tiles + 1) // 2
+    i_b = (i // triangle).to(tl.int64)
+    i_m, i_n = lower_tile(i % triangle)
+    o_m = i_m * TILE + tl.arange(0, TILE)
+    o_n = i_n * TILE + tl.arange(0, TILE)
+
+    acc = tl.zeros((TILE, TILE), SUM)
+    A_at, B_at = A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b
+    acc = _add_product(
+        acc, A_at, B_at, o_m, o_n, M, K,
+        stride_A_m, stride_A_k, stride_B_m, stride_B_k, OPERAND, SUM, PRECISION, TILE_K,
+    )  # fmt: skip
+    if HAS_VW:
+        V_at, W_at = V_ptr + i_b * stride_V_b, W_ptr + i_b * stride_W_b
+        acc = _add_product(
+            acc, V_at, W_at, o_m, o_n, M, R,
+            stride_V_m, stride_V_r, stride_W_m, stride_W_r, SUM, SUM, PRECISION_VW, TILE_K,
+        )  # fmt: skip
+
+    mask = (o_m[:, None] < M) & (o_n[None, :] < M)
+    d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
+    if HAS_C:
+        C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o_n[None, :] * stride_C_n
+        c = tl.load(C_at, mask, 0.0).to(SUM)
+        d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
+    d = d.to(D_ptr.dtype.element_ty)
+    D_at = D_ptr + i_b * M * M
+    if i_m == i_n:
+        # Its halves can differ in rounding: the lower one is taken for both.
+        d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
+    else:
+        mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
+        tl.store(D_at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored)
+    tl.store(D_at + o_m[:, None] * M + o_n[None, :], d, mask)
+
+
+# Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
+# computed; 64 computes 78/144 and reads twice the bytes for a product; 256 spills. (128 + 128) x 64 elements in three
+# stages are 96 KB in half precision: two programs fit a processor of sm_90 (one where C is added, by its registers).
+# In float32 128 spills on sm_80.
+TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
+TILES_FP32: tuple[Tile, ...] = (UNALIGNED, IEEE)
+TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
+TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
+
+
+def lower_tiles(m: int, tile: int) -> int:
+    """Number of tiles on and below the diagonal of an m x m matrix."""
+    side = triton.cdiv(m, tile)
+    return side * (side + 1) // 2
+
+
+def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+    """The largest tile of this dtype that still gives every processor a program, or the smallest.
+
+    Args:
+        B: number of matrices.
+        m: rows and columns of the result.
+        operand: widest dtype that is multiplied.
+        precision: of float32 operands.
+        wide: whether all that is read and written is :func:`prokl.kernels.product.aligned`.
+    """
+    if operand == torch.float64:
+        return TILES_FP64[0]
+    if operand == torch.float32 and precision == "ieee":
+        return IEEE
+    if operand == torch.float32 or not wide:
+        return UNALIGNED
+    tiles = TILES_HALF[:-1]
+    return next((tile for tile in tiles if m >= tile.m and B * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
+
+
+def can_use_symmetric_product(*tensors: Tensor) -> bool:
+    """Whether both functions here run on these tensors: floating dtypes, all on one device where kernels run."""
+    return bool(tensors) and launch.can_run(*tensors)
+
+
+def _launch(
+    A: Tensor,
+    B: Tensor,
+    C: Tensor | None,
+    VW: tuple[Tensor, Tensor] | None,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    out_dtype: torch.dtype | None,
+    precision: str,
+    tile: Tile | None,
+) -> Tensor:
+    # D = alpha (A B^T + V W^T) + beta C for checked A, B, V and W.
+    batch, m, k = A.shape
+    out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
+    if C is not None:
+        launch.check("C", C, (batch, m, m), A.device, like="A")
+    check_scales(batch, A.device, alpha=alpha, beta=beta)
+    check_out_dtype(out_dtype)
+    if tile is not None and tile.m != tile.n:
+        raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
+    if not isinstance(beta, Tensor) and beta == 0:
+        C = None
+    D = torch.empty((batch, m, m), dtype=out_dtype, device=A.device)
+    if batch == 0:
+        return D
+    read = (A, B, *(() if C is None else (C,)), *(VW or ()))
+    sum_dtype = launch.arithmetic_dtype(*read)
+    operand = launch.operand_dtype(sum_dtype, A, B)
+    tile = tile or choose_tile(batch, m, operand if VW is None else sum_dtype, precision, aligned(*read, D))
+    V, W = VW or (A, A)  # not read
+    alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A)
+    beta_at, beta_value, stride_beta = scale_arguments(beta, A)
+    launch.start(
+        symmetric_product_kernel,
+        (batch * lower_tiles(m, tile.m),),
+        A.device,
+        A,
+        B,
+        A if C is None else C,  # not read
+        V,
+        W,
+        D,
+        alpha_at,
+        beta_at,
+        m,
+        k,
+        1 if VW is None else V.shape[2],
+        alpha_value,
+        beta_value,
+        *A.stride(),
+        *B.stride(),
+        *((0, 0, 0) if C is None else C.stride()),
+        *((0, 0, 0) if VW is None else V.stride()),
+        *((0, 0, 0) if VW is None else W.stride()),
+        stride_alpha,
+        stride_beta,
+        HAS_C=C is not None,
+        HAS_VW=VW is not None,
+        ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
+        BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
+        OPERAND=TRITON_DTYPES[operand],
+        SUM=TRITON_DTYPES[sum_dtype],
+        PRECISION=precision if operand == torch.float32 else "ieee",
+        PRECISION_VW=precision if sum_dtype == torch.float32 else "ieee",
+        TILE=tile.m,
+        TILE_K=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return D
+
+
+def symmetric_product(
+    A: Tensor,
+    *,
+    C: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    minus: tuple[Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> Tensor:
+    """D = alpha (A A^T - B K B^T) + beta C for every matrix of a batch, with (B, K) = ``minus``; D equals D^T exactly.
+
+    Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
+    float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
+    float32; all else is in the dtype of the sum. Half of the products are computed, and half of C is read.
+
+    The difference cancels: where B captures 50, 90 and 99 % of A's energy, the error in float32 relative to D is
+    about 3, 11 and 36 times that of the product of an explicit residual (64 x 256, r = 32): form that where it matters.
+
+    Args:
+        A: factors (B,m,k).
+        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        beta: likewise, scale of C.
+        minus: B (B,m,r) and symmetric K (B,r,r) of the part that is subtracted before rounding, or None.
+        out_dtype: dtype of D; by default A's.
+        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
+        tile: block sizes, square, by default from the sizes and the dtypes.
+
+    Returns:
+        D (B,m,m), contiguous.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if A.ndim != 3 or 0 in A.shape[1:]:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
+    launch.check_precision(precision)
+    launch.check("A", A, tuple(A.shape), A.device)
+    VW = None
+    if minus is not None:
+        W, inner = minus
+        if W.ndim != 3 or W.shape[2] == 0:
+            raise ValueError(f"minus[0] has shape {tuple(W.shape)}; must be (B, m, r) with r >= 1.")
+        r = W.shape[2]
+        launch.check("minus[0]", W, (A.shape[0], A.shape[1], r), A.device, like="A")
+        launch.check("minus[1]", inner, (A.shape[0], r, r), A.device, like="A")
+        V = product(W, inner, alpha=-1.0, out_dtype=launch.arithmetic_dtype(A, W, inner), precision=precision)
+        VW = V, W
+    return _launch(A, A, C, VW, alpha, beta, out_dtype, precision, tile)
+
+
+def symmetric_polynomial(
+    A: Tensor,
+    B: Tensor,
+    *,
+    C: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> Tensor:
+    """D = alpha A B + beta C for symmetric matrices A and B that commute and symmetric C; D equals D^T exactly.
+
+    A B is then symmetric, as for two polynomials of one symmetric matrix, and half of it is computed. B is read
+    along its rows, as A is: what comes out for a B that is not symmetric is the lower half of alpha A B^T + beta C.
+    Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
+
+    Args:
+        A: symmetric (B,m,m).
+        B: symmetric (B,m,m), A B = B A.
+        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        beta: likewise, scale of C.
+        out_dtype: dtype of D; by default the wider of A's and B's.
+        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
+        tile: block sizes, square, by default from the sizes and the dtypes.
+
+    Returns:
+        D (B,m,m), contiguous.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, m) with m >= 1.")
+    launch.check_precision(precision)
+    launch.check("A", A, tuple(A.shape), A.device)
+    launch.check("B", B, tuple(A.shape), A.device, like="A")
+    return _launch(A, B, C, None, alpha, beta, out_dtype, precision, tile)

@@ -1,0 +1,130 @@
+"""Newton-Schulz from symmetric products against the PyTorch form in float64, in both forms."""
+
+import pytest
+import torch
+
+from prokl import polar
+from prokl.kernels import newton_schulz as ns
+from prokl.kernels.newton_schulz import can_use_newton_schulz, newton_schulz_factors, use_gram
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MUON = (3.4445, -4.7750, 2.0315)
+OTHER = (2.0, -1.5, 0.5)
+SIZES = [(3, 24, 70), (2, 33, 33), (1, 1, 1), (2, 1, 9), (1, 70, 130)]
+
+
+def problem(B, m, n, dtype=torch.float64, seed=0):
+    """Matrices with singular values from 1 down to 1e-3, times 3."""
+    g = torch.Generator().manual_seed(seed)
+    X = torch.linalg.qr(torch.randn(B, m, m, generator=g, dtype=torch.float64))[0]
+    Y = torch.linalg.qr(torch.randn(B, n, m, generator=g, dtype=torch.float64))[0]
+    return (3 * (X * torch.logspace(0, -3, m, dtype=torch.float64)) @ Y.mT).to(DEVICE, dtype)
+
+
+def inverse_norm(X):
+    return 1 / torch.linalg.vector_norm(X.double(), dim=(-2, -1))
+
+
+def dense(factors):
+    Q, Y, scale = factors
+    D = Y.double() if Q is None else Q.double() @ Y.double()
+    return D if scale is None else D * scale.double()[:, None, None]
+
+
+def exact(X, steps, coefficients):
+    return polar.standard(X.double() * inverse_norm(X)[:, None, None], steps, coefficients)
+
+
+def error(D, truth):
+    return (torch.linalg.matrix_norm(D - truth, 2) / torch.linalg.matrix_norm(truth, 2)).max().item()
+
+
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("steps, coefficients", [(1, MUON), (3, MUON), (5, MUON), (7, OTHER)])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_equals_the_standard_iteration_in_float64(size, steps, coefficients, gram):
+    X = problem(*size)
+    truth = exact(X, steps, coefficients)
+    found = dense(newton_schulz_factors(X, inverse_norm(X), steps, coefficients, gram=gram))
+    assert error(found, truth) <= 1e-10  # rounding, times a = 3.4445 at most per iteration
+    normalised = X * inverse_norm(X)[:, None, None]
+    assert error(dense(newton_schulz_factors(normalised, None, steps, coefficients, gram=gram)), truth) <= 1e-10
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("size", SIZES[:2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_low_precision_error_is_at_most_twice_the_torch_forms(dtype, size, gram):
+    X = problem(*size)
+    X = (X * inverse_norm(X)[:, None, None]).to(dtype)
+    truth = exact(X, 5, MUON)
+    Q, Y = polar.newton_schulz_factors(X, 5, MUON, gram=gram)
+    plain = error(dense((Q, Y, None)), truth)
+    assert error(dense(newton_schulz_factors(X, None, 5, MUON, gram=gram)), truth) <= 2 * plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("size", [(4, 256, 256), (4, 256, 1024)], ids=str)
+def test_bfloat16_error_is_at_most_twice_the_torch_forms(size, gram):
+    X = problem(*size, dtype=torch.bfloat16)
+    truth = exact(X, 5, MUON)
+    Q, Y = polar.newton_schulz_factors((X * inverse_norm(X)[:, None, None]).bfloat16(), 5, MUON, gram=gram)
+    plain = error(dense((Q, Y, None)), truth)
+    found = newton_schulz_factors(X, inverse_norm(X).float(), 5, MUON, gram=gram)
+    assert error(dense(found), truth) <= 2 * plain
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_an_inverse_norm_of_zero_gives_zero_and_leaves_the_others_alone(gram):
+    X = problem(3, 24, 40, torch.float32)
+    inverse = inverse_norm(X).float()
+    good = dense(newton_schulz_factors(X, inverse, 5, MUON, gram=gram))
+    inverse[1] = 0
+    found = dense(newton_schulz_factors(X, inverse, 5, MUON, gram=gram))
+    assert not found[1].any()
+    assert torch.equal(found[0], good[0]) and torch.equal(found[2], good[2])
+
+
+@pytest.mark.parametrize("m, n", [(16, 16), (16, 23), (16, 24), (16, 64)])
+def test_the_form_is_chosen_by_aspect_and_can_be_asked_for(m, n):
+    X = problem(1, m, n)
+    Q, Y, _ = newton_schulz_factors(X, inverse_norm(X), 5, MUON)
+    assert (Q is not None) == use_gram(m, n) == (n >= ns.GRAM_ASPECT * m)
+    assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, gram=False)[0] is None
+    assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, gram=True)[0] is not None
+
+
+@pytest.mark.parametrize("steps, restarts", [(3, 0), (4, 1), (6, 1), (7, 2)])
+def test_the_gram_form_restarts_after_three_iterations(steps, restarts, monkeypatch):
+    products = []
+    monkeypatch.setattr(ns, "product", lambda *a, **k: products.append(1) or ns_product(*a, **k))
+    X = problem(1, 8, 16)
+    newton_schulz_factors(X, inverse_norm(X), steps, MUON, gram=True)
+    assert len(products) == restarts
+
+
+ns_product = ns.product
+
+
+@pytest.mark.parametrize(
+    "X, inverse, steps, message",
+    [
+        (torch.ones(2, 4, 3), None, 5, r"X has shape \(2, 4, 3\); must be \(B, m, n\) with 1 <= m <= n: transpose it"),
+        (torch.ones(4, 6), None, 5, r"X has shape \(4, 6\)"),
+        (torch.ones(2, 3, 4), None, 0, r"Invalid steps=0: must be at least 1"),
+        (torch.ones(2, 3, 4, dtype=torch.float16), torch.ones(2), 5, r"inverse_norm was given for a float16 X"),
+        (torch.ones(2, 3, 4), torch.ones(3), 5, r"alpha has shape \(3,\); must be \(2,\)"),
+    ],
+)
+def test_wrong_arguments_raise(X, inverse, steps, message):
+    with pytest.raises(ValueError, match=message):
+        newton_schulz_factors(X.to(DEVICE), inverse if inverse is None else inverse.to(DEVICE), steps, MUON)
+
+
+def test_the_predicate_says_what_the_launcher_takes():
+    assert can_use_newton_schulz(torch.ones(2, 3, 4, device=DEVICE))
+    assert not can_use_newton_schulz(torch.ones(2, 3, 4, device="meta"))
+    assert not can_use_newton_schulz(torch.ones(2, 3, 4, dtype=torch.int32, device=DEVICE))
+    assert not can_use_newton_schulz(torch.ones(3, 4, device=DEVICE))
