@@ -1,0 +1,167 @@
+"""Matrices that lie anywhere as one batch, with their squared norms; in PyTorch: ``prokl.torch_ops.stack``.
+
+B: matrices; M: short side; N: long side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.kernels import launch
+from prokl.kernels.launch import TRITON_DTYPES, Tile
+
+
+@triton.jit
+def vectorised(address, slow, fast, ITEM: tl.constexpr):
+    """Whether rows are contiguous and all start at multiples of 16 bytes; ITEM is the size of an element."""
+    return (fast == 1) & ((address | (slow * ITEM)) % 16 == 0)
+
+
+@triton.jit
+def pointers(address, slow, fast, o_s, o_f, DTYPE: tl.constexpr, ITEM: tl.constexpr, VECTORISED: tl.constexpr):
+    """Pointers to elements (o_s, o_f) of a matrix with these strides."""
+    if VECTORISED:
+        # Divide and multiply: the compiler sees multiples of 16 bytes, in this branch alone, and moves as many at once.
+        start = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(DTYPE)), 16)  # it does not see through a cast
+        return start + o_s[:, None] * (slow // (16 // ITEM) * (16 // ITEM)) + o_f[None, :]
+    else:
+        return address.to(tl.pointer_type(DTYPE)) + o_s[:, None] * slow + o_f[None, :] * fast
+
+
+@triton.jit
+def _load(address, slow, fast, o_s, o_f, mask, DTYPE: tl.constexpr, ITEM: tl.constexpr):
+    if vectorised(address, slow, fast, ITEM):
+        x = tl.load(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, True), mask, 0.0)
+    else:
+        x = tl.load(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, False), mask, 0.0)
+    return x
+
+
+@triton.jit
+def stack_kernel(
+    addresses_ptr,
+    G_ptr,
+    energy_ptr,
+    M,
+    N,
+    stride_addresses_f,
+    stride_addresses_b,
+    NEGATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ITEM: tl.constexpr,
+    SUM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """One (TILE_M, TILE_N) tile of a matrix a program, and the sum of its squares.
+
+    addresses (3, B): address, row stride, column stride; G (B, M, N) and energy (B, tiles) are contiguous.
+    """
+    i = tl.program_id(0)
+    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    i_n = i % tiles_n
+    i_m = (i // tiles_n) % tiles_m
+    i_b = (i // (tiles_n * tiles_m)).to(tl.int64)
+    o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    o_n = i_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    m_m = o_m < M
+    m_n = o_n < N
+    at = addresses_ptr + i_b * stride_addresses_b
+    address = tl.load(at)
+    stride_m = tl.load(at + stride_addresses_f)
+    stride_n = tl.load(at + 2 * stride_addresses_f)
+
+    if address == 0:
+        x = tl.zeros((TILE_M, TILE_N), DTYPE)
+    elif stride_m < stride_n:  # columns are closer together in memory: read them as rows, turn the tile
+        x = tl.trans(_load(address, stride_n, stride_m, o_n, o_m, m_n[:, None] & m_m[None, :], DTYPE, ITEM))
+    else:
+        x = _load(address, stride_m, stride_n, o_m, o_n, m_m[:, None] & m_n[None, :], DTYPE, ITEM)
+    y = x.to(SUM)
+    if NEGATE:
+        y = -y
+    tl.store(G_ptr + (i_b * M + o_m[:, None]) * N + o_n[None, :], y.to(DTYPE), m_m[:, None] & m_n[None, :])
+    tl.store(energy_ptr + i, tl.sum(y * y))
+
+
+# m, n: block of one program; there is no depth.
+TILES: tuple[Tile, ...] = (Tile(64, 64, 1, 4, 1),)
+TILES_FP64: tuple[Tile, ...] = (Tile(32, 64, 1, 4, 1),)
+
+
+def choose_tile(dtype: torch.dtype) -> Tile:
+    """The tile for matrices of this dtype: rows of at least 128 bytes, whole cache lines, either way round."""
+    return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
+
+
+def can_use_stack(addresses: Tensor, dtype: torch.dtype) -> bool:
+    """Whether :func:`stack` runs on matrices of ``dtype`` at these addresses: a floating dtype, where kernels run."""
+    return launch.can_run(addresses, dtypes=(torch.int64,)) and dtype in launch.FLOATS
+
+
+def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless these are a table of ``count`` matrices of a floating ``dtype``."""
+    launch.check("addresses", addresses, (3, count), addresses.device, (torch.int64,))
+    if dtype not in launch.FLOATS:
+        raise ValueError(f"Invalid dtype={dtype}: must be one of {launch.FLOATS}.")
+
+
+def stack(
+    addresses: Tensor, m: int, n: int, *, dtype: torch.dtype, negate: bool = False, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """The matrices that ``addresses`` points at as one tensor, and the squared Frobenius norm of each.
+
+    Any strides and sizes from one up. Squares are added in float64 for float64 matrices, else in float32.
+
+    Args:
+        addresses: (3,B) int64, as :class:`prokl.addresses.Addresses` holds it: address, row and column stride of
+            each matrix. Address 0 is an absent matrix, which counts as zero. Strides are not negative.
+        m: rows of every matrix.
+        n: columns of every matrix.
+        dtype: dtype of what the addresses point at.
+        negate: whether to change the sign of the matrices.
+        tile: block sizes, by default from the dtype.
+
+    Returns:
+        (B,m,n), contiguous, in ``dtype``, and (B,), which is not finite where a matrix is not (or its norm
+        overflows), in the dtype of the sum.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if m < 1 or n < 1:
+        raise ValueError(f"Invalid m={m}, n={n}: must be at least 1.")
+    if addresses.ndim != 2:
+        raise ValueError(f"addresses has shape {tuple(addresses.shape)}; must be (3, B).")
+    count = addresses.shape[1]
+    check_addresses(addresses, count, dtype)
+    tile = tile or choose_tile(dtype)
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    total = torch.float64 if dtype == torch.float64 else torch.float32
+    G = torch.empty((count, m, n), dtype=dtype, device=addresses.device)
+    energy = torch.empty((count, tiles), dtype=total, device=addresses.device)
+    if count > 0:
+        launch.start(
+            stack_kernel,
+            (count * tiles,),
+            addresses.device,
+            addresses,
+            G,
+            energy,
+            m,
+            n,
+            *addresses.stride(),
+            NEGATE=negate,
+            DTYPE=TRITON_DTYPES[dtype],
+            ITEM=dtype.itemsize,
+            SUM=TRITON_DTYPES[total],
+            TILE_M=tile.m,
+            TILE_N=tile.n,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return G, energy.sum(dim=1)

@@ -1,0 +1,89 @@
+"""Where the matrices of a bucket lie in memory, as a device tensor that kernels read.
+
+Weights and gradients are allocations of their own. A kernel that finds them through a table serves any number of
+them in one launch, and a captured CUDA graph follows gradients that move: the table is rewritten before the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Addresses:
+    """Addresses and strides of B matrices; the caller keeps what they point at alive.
+
+    Args:
+        count: B.
+        device: where the matrices and the table lie.
+
+    Attributes:
+        table: (3,B) int64: address in bytes, 0 for an absent matrix; row stride; column stride, in elements. It
+            stays the same tensor.
+    """
+
+    def __init__(self, count: int, device: torch.device | str) -> None:
+        self.table = torch.zeros((3, count), dtype=torch.int64, device=device)
+        self._seen: list[tuple[object, ...] | None] = []
+        self._held: list[list[int]] = [[0] * count] * 3
+
+    def update(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> None:
+        """Rewrite the table, on the current stream, if something has moved; nothing waits for the device.
+
+        Args:
+            matrices: for every parameter its matrices as a view (c,m,n) with any strides; None where it has none.
+            counts: c of every parameter, also of an absent one.
+
+        Raises:
+            ValueError: counts that do not add up to B or to their matrices, or a matrix on another device.
+            RuntimeError: the table would change during the capture of a CUDA graph.
+        """
+        # One tuple a parameter is all that a step costs in which nothing has moved.
+        seen: list[tuple[object, ...] | None] = [
+            None if t is None else (t.data_ptr(), t.stride(), t.shape, t.dtype) for t in matrices
+        ]
+        seen.append(tuple(counts))
+        if seen == self._seen:
+            return
+        rows = self._rows(matrices, counts)
+        if rows != self._held:
+            self._write(rows)
+            self._held = rows
+        self._seen = seen
+
+    def _rows(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> list[list[int]]:
+        """The table as lists."""
+        total = self.table.shape[1]
+        if len(counts) != len(matrices) or sum(counts) != total:
+            raise ValueError(
+                f"counts={list(counts)}: must be one for each of the {len(matrices)} matrices and add up to {total}."
+            )
+        pointers: list[int] = []
+        row_strides: list[int] = []
+        column_strides: list[int] = []
+        for i, (t, count) in enumerate(zip(matrices, counts, strict=True)):
+            if t is None:
+                pointer = step = row = column = 0
+            elif t.ndim != 3 or t.shape[0] != count:
+                raise ValueError(f"matrices[{i}] has shape {tuple(t.shape)}; must be ({count}, m, n).")
+            elif t.device != self.table.device:
+                raise ValueError(f"matrices[{i}] is on {t.device}; must be on {self.table.device} as the table is.")
+            else:
+                pointer, (step, row, column) = t.data_ptr(), t.stride()
+                step *= t.element_size()
+            pointers.extend(pointer + step * c for c in range(count))
+            row_strides.extend([row] * count)
+            column_strides.extend([column] * count)
+        return [pointers, row_strides, column_strides]
+
+    def _write(self, rows: list[list[int]]) -> None:
+        cuda = self.table.device.type == "cuda"
+        if cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "The addresses of a bucket changed during the capture of a CUDA graph, which would replay the old "
+                "ones: call update() before capturing."
+            )
+        # torch's host allocator does not give a pinned block out again before the copy from it has run.
+        self.table.copy_(torch.tensor(rows, dtype=torch.int64, pin_memory=cuda), non_blocking=cuda)

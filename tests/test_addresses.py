@@ -1,0 +1,153 @@
+"""The table of addresses: what it holds, that it is written only when something moved, and that it stays in place."""
+
+import pytest
+import torch
+
+from prokl.addresses import Addresses
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def layouts(m=3, n=5, dtype=torch.float32):
+    """Oriented views of every layout, and how many matrices each parameter has."""
+    rows = torch.zeros(1, m, n, dtype=dtype, device=DEVICE)
+    columns = torch.zeros(1, n, m, dtype=dtype, device=DEVICE).mT
+    gaps = torch.zeros(1, m, 3 * n, dtype=dtype, device=DEVICE)[:, :, 2 : 2 + 2 * n : 2]
+    several = torch.zeros(6, n, m, dtype=dtype, device=DEVICE)[::2].mT
+    return [rows, None, columns, None, gaps, several], [1, 2, 1, 1, 1, 3]
+
+
+def expected(matrices, counts):
+    """The table, read off every single matrix."""
+    columns = []
+    for t, count in zip(matrices, counts, strict=True):
+        columns += [(0, 0, 0)] * count if t is None else [(x.data_ptr(), *x.stride()) for x in t]
+    return torch.tensor(columns, dtype=torch.int64).T
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_the_table_holds_address_and_strides_of_every_matrix(dtype):
+    matrices, counts = layouts(dtype=dtype)
+    addresses = Addresses(sum(counts), DEVICE)
+    assert not addresses.table.any()
+    addresses.update(matrices, counts)
+    assert addresses.table.dtype == torch.int64 and addresses.table.device.type == DEVICE
+    assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
+
+
+def test_the_table_is_written_only_when_something_moved(monkeypatch):
+    matrices, counts = layouts()
+    addresses = Addresses(sum(counts), torch.device(DEVICE))
+    table, pointer = addresses.table, addresses.table.data_ptr()
+    addresses.update(matrices, counts)
+    written = table._version
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "_rows", None)  # no work for every matrix either
+        addresses.update(matrices, counts)
+        addresses.update([None if t is None else t[:] for t in matrices], tuple(counts))
+    assert table._version == written
+    moved = [matrices[0].clone(), None, None, matrices[2], *matrices[4:]]
+    addresses.update(moved, [1, 2, 1, 1, 1, 3])
+    assert table._version == written + 1
+    assert addresses.table is table and table.data_ptr() == pointer
+    assert torch.equal(table.cpu(), expected(moved, counts))
+
+
+def test_every_change_of_a_matrix_is_seen():
+    base = torch.zeros(400, device=DEVICE)
+    first = base.as_strided((1, 4, 4), (0, 8, 2))
+    others = {
+        "start": base.as_strided((1, 4, 4), (0, 8, 2), 1),
+        "row stride": base.as_strided((1, 4, 4), (0, 16, 2)),
+        "column stride": base.as_strided((1, 4, 4), (0, 8, 1)),
+        "gone": None,
+    }
+    for name, other in others.items():
+        addresses = Addresses(1, DEVICE)
+        for t in (first, other, first):
+            addresses.update([t], [1])
+            assert torch.equal(addresses.table.cpu(), expected([t], [1])), name
+
+
+def test_the_split_of_the_same_matrices_among_parameters_is_seen():
+    several = torch.zeros(4, 3, 5, device=DEVICE)
+    addresses = Addresses(4, DEVICE)
+    for matrices, counts in (([several], [4]), ([several[:2], None], [2, 2]), ([several[:1], None], [1, 3])):
+        addresses.update(matrices, counts)
+        assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
+
+
+def test_the_matrices_are_not_kept_alive():
+    class Watched(torch.Tensor):
+        pass
+
+    import weakref
+
+    t = torch.zeros(1, 3, 5, device=DEVICE).as_subclass(Watched)
+    alive = weakref.ref(t)
+    addresses = Addresses(1, DEVICE)
+    addresses.update([t], [1])
+    del t
+    assert alive() is None
+    assert addresses.table[0, 0] != 0
+
+
+def test_no_matrices():
+    addresses = Addresses(0, DEVICE)
+    addresses.update([], [])
+    assert addresses.table.shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t, counts: (t, counts[:-1]), r"^counts=\[1, 2, 1, 1, 1\]: must be one for each of the 6 matrices"),
+        (lambda t, counts: (t, [*counts[:-1], 2]), r"add up to 9\.$"),
+        (lambda t, counts: ([t[0][0], *t[1:]], counts), r"^matrices\[0\] has shape \(3, 5\); must be \(1, m, n\)"),
+        (lambda t, counts: (t, [2, 1, *counts[2:]]), r"^matrices\[0\] has shape \(1, 3, 5\); must be \(2, m, n\)"),
+        (lambda t, counts: ([t[0].to("meta"), *t[1:]], counts), r"^matrices\[0\] is on meta; must be on"),
+    ],
+)
+def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, message):
+    matrices, counts = layouts()
+    addresses = Addresses(sum(counts), DEVICE)
+    addresses.update(matrices, counts)
+    with pytest.raises(ValueError, match=message):
+        addresses.update(*change(matrices, counts))
+    assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
+
+
+@pytest.mark.gpu
+def test_a_change_during_capture_raises_and_no_change_does_not():
+    matrices, counts = layouts()
+    addresses = Addresses(sum(counts), DEVICE)
+    addresses.update(matrices, counts)
+    moved = [matrices[0].clone(), *matrices[1:]]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        addresses.update(matrices, counts)
+        with pytest.raises(RuntimeError, match=r"call update\(\) before capturing"):
+            addresses.update(moved, counts)
+    addresses.update(moved, counts)
+    assert torch.equal(addresses.table.cpu(), expected(moved, counts))
+
+
+def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypatch):
+    class OnGPU:  # the table of a GPU, as far as update() looks before it refuses
+        device = torch.device("cuda:0")
+        shape = (3, 1)
+
+        def copy_(self, source, non_blocking):
+            raise AssertionError("written during capture")
+
+    addresses = Addresses(1, "cpu")
+    table, t = addresses.table, torch.zeros(1, 3, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(addresses, "table", OnGPU())
+        addresses.update([None], [1])  # changes nothing
+        patch.setattr(addresses, "_rows", lambda matrices, counts: [[t.data_ptr()], [5], [1]])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"call update\(\) before capturing"):
+                addresses.update([t], [1])
+    addresses.update([t], [1])
+    assert torch.equal(table, expected([t], [1]))
