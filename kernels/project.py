@@ -1,0 +1,183 @@
+"""Gradient and momentum projected onto the subspace from one read of both; in PyTorch: ``G @ U, M @ U``.
+
+B: matrices; M: short side; N: long side; R: rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.kernels import launch
+from prokl.kernels.launch import TRITON_DTYPES, Tile
+
+
+@triton.jit
+def project_kernel(
+    G_ptr,
+    M_ptr,
+    U_ptr,
+    live_ptr,
+    GU_ptr,
+    MU_ptr,
+    M,
+    N,
+    R,
+    stride_G_b,
+    stride_G_m,
+    stride_G_n,
+    stride_M_b,
+    stride_M_m,
+    stride_M_n,
+    stride_U_b,
+    stride_U_n,
+    stride_U_r,
+    stride_live_b,
+    HAS_LIVE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not live.
+
+    G, M (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of SUM.
+    """
+    i = tl.program_id(0)
+    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_r = tl.cdiv(R, TILE_R)
+    # Programs that read the same rows of G and M run side by side, so that the second read hits the L2 cache.
+    i_r = i % tiles_r
+    i_m = (i // tiles_r) % tiles_m
+    i_b = (i // (tiles_r * tiles_m)).to(tl.int64)
+    o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    o_r = i_r.to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    o_n = tl.arange(0, TILE_N).to(tl.int64)
+    m_m = o_m[:, None] < M
+    m_r = o_r[None, :] < R
+    m_g = m_m
+    if HAS_LIVE:  # a dead gradient has no row to read
+        m_g = o_m[:, None] < tl.where(tl.load(live_ptr + i_b * stride_live_b), M, 0)
+
+    G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
+    M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
+    U_at = U_ptr + i_b * stride_U_b + o_n[:, None] * stride_U_n + o_r[None, :] * stride_U_r
+    step = tl.full((), TILE_N, tl.int64)
+    GU = tl.zeros((TILE_M, TILE_R), SUM)
+    MU = tl.zeros((TILE_M, TILE_R), SUM)
+    for k in range(0, N, TILE_N):
+        m_n = o_n < N - k
+        u = tl.load(U_at, m_n[:, None] & m_r, 0.0).to(OPERAND)
+        g = tl.load(G_at, m_g & m_n[None, :], 0.0).to(OPERAND)
+        GU = tl.dot(g, u, GU, input_precision=PRECISION, out_dtype=SUM)
+        x = tl.load(M_at, m_m & m_n[None, :], 0.0).to(OPERAND)
+        MU = tl.dot(x, u, MU, input_precision=PRECISION, out_dtype=SUM)
+        G_at += step * stride_G_n
+        M_at += step * stride_M_n
+        U_at += step * stride_U_n
+    at = (i_b * M + o_m[:, None]) * R + o_r[None, :]
+    tl.store(GU_ptr + at, GU, m_m & m_r)
+    tl.store(MU_ptr + at, MU, m_m & m_r)
+
+
+# m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
+# Deeper tiles spill on sm_80, where three products of TF32 parts keep both operands' parts in registers.
+TILES: tuple[Tile, ...] = (
+    Tile(64, 128, 16, 8, 4),
+    Tile(64, 64, 16, 8, 4),
+    Tile(64, 32, 16, 4, 4),
+    Tile(64, 16, 32, 4, 3),
+)
+TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
+
+
+def choose_tile(r: int, dtype: torch.dtype) -> Tile:
+    """The tile for rank ``r`` and this arithmetic dtype: the narrowest that reads G and M once, or the widest."""
+    if dtype == torch.float64:
+        return TILES_FP64[0]
+    return next((tile for tile in reversed(TILES) if tile.n >= r), TILES[0])
+
+
+def can_use_project(*tensors: Tensor) -> bool:
+    """Whether :func:`project` runs on these G, M and U: floating dtypes, all on one device where kernels run."""
+    return bool(tensors) and launch.can_run(*tensors)
+
+
+def project(
+    G: Tensor,
+    M: Tensor,
+    U: Tensor,
+    *,
+    live: Tensor | None = None,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """G U and M U from one read of G and M.
+
+    Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
+    in float64 where one of them is, else in float32; operands of unlike or float32 dtypes are multiplied in it too.
+
+    Args:
+        G: gradients (B,m,n).
+        M: momentum (B,m,n).
+        U: bases (B,n,r).
+        live: (B,) bool; where False, G counts as zero, whatever it holds. None: all live.
+        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
+        tile: block sizes, by default from r and the dtypes.
+
+    Returns:
+        G U and M U (B,m,r), contiguous, in the dtype of the sum.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if G.ndim != 3 or 0 in G.shape[1:]:
+        raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
+    if U.ndim != 3 or U.shape[2] == 0:
+        raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
+    B, m, n = G.shape
+    r = U.shape[2]
+    launch.check_precision(precision)
+    launch.check("G", G, (B, m, n), G.device)
+    launch.check("M", M, (B, m, n), G.device, like="G")
+    launch.check("U", U, (B, n, r), G.device, like="G")
+    if live is not None:
+        launch.check("live", live, (B,), G.device, (torch.bool,), like="G")
+    dtype = launch.arithmetic_dtype(G, M, U)
+    GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
+    if B == 0:
+        return GU, MU
+    tile = tile or choose_tile(r, dtype)
+    operand = launch.operand_dtype(dtype, G, M, U)
+    launch.start(
+        project_kernel,
+        (B * triton.cdiv(m, tile.m) * triton.cdiv(r, tile.n),),
+        G.device,
+        G,
+        M,
+        U,
+        G if live is None else live,  # not read
+        GU,
+        MU,
+        m,
+        n,
+        r,
+        *G.stride(),
+        *M.stride(),
+        *U.stride(),
+        0 if live is None else live.stride(0),
+        HAS_LIVE=live is not None,
+        OPERAND=TRITON_DTYPES[operand],
+        SUM=TRITON_DTYPES[dtype],
+        PRECISION=precision if operand == torch.float32 else "ieee",
+        TILE_M=tile.m,
+        TILE_R=tile.n,
+        TILE_N=tile.k,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return GU, MU

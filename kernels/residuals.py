@@ -1,0 +1,237 @@
+"""Momentum update and both residuals in one pass over the gradient; in PyTorch: ``prokl.torch_ops.residuals``.
+
+B: matrices; M: short side; N: long side; R: rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.kernels import launch
+from prokl.kernels.launch import Tile
+
+
+@triton.jit
+def residuals_kernel(
+    G_ptr,
+    M_ptr,
+    G_tilde_ptr,
+    G_par_ptr,
+    U_ptr,
+    live_ptr,
+    G_perp_ptr,
+    G_hat_perp_ptr,
+    size2_ptr,
+    whole2_ptr,
+    M,
+    N,
+    R,
+    momentum: tl.float64,
+    g: tl.float64,
+    a: tl.float64,
+    b: tl.float64,
+    stride_G_b,
+    stride_G_m,
+    stride_G_n,
+    stride_M_b,
+    stride_M_m,
+    stride_M_n,
+    stride_G_tilde_b,
+    stride_G_tilde_m,
+    stride_G_tilde_r,
+    stride_G_par_b,
+    stride_G_par_m,
+    stride_G_par_r,
+    stride_U_b,
+    stride_U_n,
+    stride_U_r,
+    stride_live_b,
+    HAS_LIVE: tl.constexpr,
+    HAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_R: tl.constexpr,
+):
+    """One (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
+
+    M <- momentum M + g G where live; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
+    where not live. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
+    G, M (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
+    """
+    i = tl.program_id(0)
+    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    i_n = i % tiles_n
+    i_m = (i // tiles_n) % tiles_m
+    i_b = (i // (tiles_n * tiles_m)).to(tl.int64)
+    o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    o_n = i_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    o_r = tl.arange(0, TILE_R).to(tl.int64)
+    m_m = o_m[:, None] < M
+    m_n = o_n[None, :] < N
+    mask = m_m & m_n
+    m_live = mask
+    if HAS_LIVE:  # a dead matrix has no row to read of G or to write of M
+        m_live = (o_m[:, None] < tl.where(tl.load(live_ptr + i_b * stride_live_b), M, 0)) & m_n
+
+    t_at = G_tilde_ptr + i_b * stride_G_tilde_b + o_m[:, None] * stride_G_tilde_m + o_r[None, :] * stride_G_tilde_r
+    p_at = G_par_ptr + i_b * stride_G_par_b + o_m[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
+    u_at = U_ptr + i_b * stride_U_b + o_n[None, :] * stride_U_n + o_r[:, None] * stride_U_r
+    step = tl.full((), TILE_R, tl.int64)
+    tilde = tl.zeros((TILE_M, TILE_N), DTYPE)
+    par = tl.zeros((TILE_M, TILE_N), DTYPE)
+    for k in range(0, R, TILE_R):
+        m_r = o_r < R - k
+        u = tl.load(u_at, m_n & m_r[:, None], 0.0).to(DTYPE)
+        t = tl.load(t_at, m_m & m_r[None, :], 0.0).to(DTYPE)
+        tilde = tl.dot(t, u, tilde, input_precision=PRECISION, out_dtype=DTYPE)
+        if HAT:
+            p = tl.load(p_at, m_m & m_r[None, :], 0.0).to(DTYPE)
+            par = tl.dot(p, u, par, input_precision=PRECISION, out_dtype=DTYPE)
+            p_at += step * stride_G_par_r
+        u_at += step * stride_U_r
+        t_at += step * stride_G_tilde_r
+
+    G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
+    M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
+    at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
+    # Scalars come as fp64 and are rounded once; tl.full also takes the interpreter's Python floats.
+    x = tl.load(G_at, m_live, 0.0).to(DTYPE)
+    tl.store(G_perp_ptr + at, x - tilde, mask)
+    y = tl.load(M_at, mask, 0.0).to(DTYPE)
+    y = tl.full((), momentum, DTYPE) * y + tl.full((), g, DTYPE) * x
+    tl.store(M_at, y.to(M_ptr.dtype.element_ty), m_live)
+    if HAT:
+        y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
+        tl.store(whole2_ptr + i, tl.sum(y * y))
+        y -= par
+        tl.store(G_hat_perp_ptr + at, y, mask)
+        tl.store(size2_ptr + i, tl.sum(y * y))
+
+
+# m, n: block of M and of the residuals; k: how much of r is added at a time.
+# Two accumulators and the tile of G, M and the outputs share the registers: wider tiles spill on sm_80.
+TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 8, 3),)
+TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
+
+
+def choose_tile(dtype: torch.dtype) -> Tile:
+    """The tile for this arithmetic dtype."""
+    return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
+
+
+def can_use_residuals(*tensors: Tensor) -> bool:
+    """Whether :func:`residuals` runs on these tensors of its: floating dtypes, all on one device where kernels run."""
+    return bool(tensors) and launch.can_run(*tensors)
+
+
+def residuals(
+    G: Tensor,
+    M: Tensor,
+    G_tilde: Tensor,
+    G_par: Tensor | None,
+    U: Tensor,
+    *,
+    momentum: float,
+    weights: tuple[float, float, float],
+    live: Tensor | None = None,
+    hat: bool = True,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """M <- momentum M + g G in place, G - G~ U^T and G^ - G^par U^T, with G^ = a G + b M, in one launch.
+
+    Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
+    is in float64 where one of them is, else in float32; G^ takes the new M before it is rounded to its dtype.
+
+    Args:
+        G: gradients (B,m,n).
+        M: momentum (B,m,n); updated in place.
+        G_tilde: G U (B,m,r).
+        G_par: G^ U (B,m,r). Not read, and may be None, unless ``hat``.
+        U: bases (B,n,r).
+        momentum: weight of the old M.
+        weights: (g, a, b).
+        live: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all live.
+        hat: whether G^ is wanted.
+        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
+        tile: block sizes, by default from the dtypes.
+
+    Returns:
+        (G - G~ U^T, G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n) twice, contiguous, then (B,)
+        twice, in the dtype of the arithmetic. The last three are None unless ``hat``.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if G.ndim != 3 or 0 in G.shape[1:]:
+        raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
+    if U.ndim != 3 or U.shape[2] == 0:
+        raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
+    B, m, n = G.shape
+    r = U.shape[2]
+    launch.check_precision(precision)
+    launch.check("G", G, (B, m, n), G.device)
+    launch.check("M", M, (B, m, n), G.device, like="G")
+    if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
+        raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
+    launch.check("G_tilde", G_tilde, (B, m, r), G.device, like="G")
+    launch.check("U", U, (B, n, r), G.device, like="G")
+    if not hat:
+        G_par = G_tilde  # not read
+    elif G_par is None:
+        raise ValueError("Invalid G_par=None: must be a tensor (B, m, r) where hat=True; pass hat=False without it.")
+    launch.check("G_par", G_par, (B, m, r), G.device, like="G")
+    if live is not None:
+        launch.check("live", live, (B,), G.device, (torch.bool,), like="G")
+
+    dtype = launch.arithmetic_dtype(G, M, G_tilde, G_par, U)
+    tile = tile or choose_tile(dtype)
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    G_perp = torch.empty((B, m, n), dtype=dtype, device=G.device)
+    G_hat_perp, size2, whole2 = G_perp, G_perp, G_perp  # not written
+    if hat:
+        G_hat_perp = torch.empty_like(G_perp)
+        size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
+    if B > 0:
+        launch.start(
+            residuals_kernel,
+            (B * tiles,),
+            G.device,
+            G,
+            M,
+            G_tilde,
+            G_par,
+            U,
+            G if live is None else live,  # not read
+            G_perp,
+            G_hat_perp,
+            size2,
+            whole2,
+            m,
+            n,
+            r,
+            float(momentum),
+            *(float(w) for w in weights),
+            *G.stride(),
+            *M.stride(),
+            *G_tilde.stride(),
+            *G_par.stride(),
+            *U.stride(),
+            0 if live is None else live.stride(0),
+            HAS_LIVE=live is not None,
+            HAT=hat,
+            DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
+            PRECISION="ieee" if dtype == torch.float64 else precision,
+            TILE_M=tile.m,
+            TILE_N=tile.n,
+            TILE_R=tile.k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return (G_perp, G_hat_perp, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (G_perp, None, None, None)

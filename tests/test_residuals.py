@@ -1,0 +1,283 @@
+"""The kernel that updates the momentum and forms both residuals, against float64.
+
+B: matrices; M: short side; N: long side; R: rank.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from prokl import torch_ops
+from prokl.kernels import launch
+from prokl.kernels.launch import Tile
+from prokl.kernels.residuals import TILES, TILES_FP64, can_use_residuals, choose_tile, residuals
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = [(2, 70, 130, 33), (3, 65, 64, 70), (1, 7, 101, 1), (2, 1, 1, 1), (2, 1, 40, 5), (1, 40, 1, 1)]  # B, M, N, R
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+# Gradient, momentum, the two projections and the basis: training in full and in half precision, and mixtures.
+DTYPES = [
+    (SINGLE, SINGLE, SINGLE, SINGLE, SINGLE),
+    (HALF, SINGLE, SINGLE, SINGLE, SINGLE),
+    (torch.bfloat16, SINGLE, SINGLE, SINGLE, torch.bfloat16),
+    (HALF, HALF, SINGLE, SINGLE, HALF),
+    (DOUBLE, DOUBLE, DOUBLE, DOUBLE, DOUBLE),
+    (HALF, SINGLE, DOUBLE, SINGLE, SINGLE),
+]
+NAMES = ("G", "M", "G_tilde", "G_par", "U")
+SETTINGS = {"momentum": 0.95, "weights": (0.3, 0.7, 0.9)}  # no two alike, none exact in binary
+
+
+def arguments(B, M, N, R, dtypes=DTYPES[0], seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((B, M, N), (B, M, N), (B, M, R), (B, M, R), (B, N, R))
+    return {
+        name: torch.randn(shape, generator=generator, dtype=DOUBLE).to(DEVICE, dtype)
+        for name, shape, dtype in zip(NAMES, shapes, dtypes, strict=True)
+    }
+
+
+def call(a, **settings):
+    """The momentum after the launch, and what is returned; the arguments stay as they are."""
+    new = a["M"].clone(memory_format=torch.preserve_format)
+    return [new, *residuals(**(a | {"M": new} | SETTINGS | settings))]
+
+
+def norms2(t):
+    return t.square().sum(dim=(-2, -1))
+
+
+def truth(a, momentum, weights, **_):
+    """New momentum, G_perp, G_hat_perp, size2 and whole2 in float64, and the sizes that their errors scale with."""
+    g, alpha, beta = weights
+    G, old, G_tilde, G_par, U = (a[k].double() for k in NAMES)
+    new = momentum * old + g * G
+    G_hat = alpha * G + beta * new
+    values = [new, G - G_tilde @ U.mT, G_hat - G_par @ U.mT]
+    new_size = momentum * old.abs() + g * G.abs()
+    hat_size = alpha * G.abs() + beta * new_size
+    sizes = [new_size, G.abs() + G_tilde.abs() @ U.abs().mT, hat_size + G_par.abs() @ U.abs().mT]
+    return [*values, norms2(values[2]), norms2(G_hat)], [*sizes, norms2(sizes[2]), norms2(hat_size)]
+
+
+def assert_close(got, a, **settings):
+    """Hold all five results against float64 within their rounding.
+
+    To first order, in units u of the arithmetic: R products and sums, then at most 6 operations with scalars that
+    are rounded once; twice that for tensor cores that truncate and for a reference that rounds as well. A square
+    doubles an error, and its sum over a tile and over tiles adds at most 44 u, 22 in each pairwise sum. TF32 in
+    three products adds less than 2^-19. The momentum is rounded to its own dtype besides.
+    Measured in the interpreter: at most 0.18 of the bounds, but for the momentum's own rounding, which attains it.
+    """
+    dtype = launch.arithmetic_dtype(*(a[k] for k in NAMES))
+    u = torch.finfo(dtype).eps / 2
+    element = 2 * (a["U"].shape[-1] + 6) * u + (2**-19 if dtype == SINGLE and not launch.INTERPRETED else 0)
+    units = [6 * u + torch.finfo(a["M"].dtype).eps / 2, element, element, 2 * element + 44 * u, 16 * u + 44 * u]
+    names = ("M", "G_perp", "G_hat_perp", "size2", "whole2")
+    values, sizes = truth(a, **(SETTINGS | settings))
+    for name, x, value, size, unit in zip(names, got, values, sizes, units, strict=True):
+        assert x.shape == value.shape
+        assert x.dtype == (a["M"].dtype if name == "M" else dtype), name
+        error = (x.double() - value).abs()
+        bound = unit * size + torch.finfo(x.dtype).tiny
+        assert (error <= bound).all(), f"{name}: {(error / bound).max().item():.2g} of the bound"
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+@pytest.mark.parametrize("B, M, N, R", SIZES)
+def test_all_results(B, M, N, R, dtypes):
+    a = arguments(B, M, N, R, dtypes)
+    got = call(a)
+    assert_close(got, a)
+    assert all(t.is_contiguous() for t in got[1:])
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("tile", [*TILES, *TILES_FP64], ids=str)
+def test_every_tile(tile):
+    # More than one tile, and a part of one, along every side.
+    a = arguments(2, tile.m + 3, 2 * tile.n + 5, tile.k + 2, [DOUBLE if tile in TILES_FP64 else SINGLE] * 5)
+    assert_close(call(a, tile=tile), a)
+
+
+def test_every_tile_is_chosen_for_some_dtype():
+    assert {choose_tile(SINGLE)} == set(TILES)
+    assert {choose_tile(DOUBLE)} == set(TILES_FP64)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 0.95), (0.05, 0, 1), (1, 0, 1)])
+def test_the_same_as_the_torch_form(weights):
+    # The three ways that momentum is put together; float64 shows any difference in the algebra.
+    a = arguments(2, 37, 50, 11, [DOUBLE] * 5)
+    *expected, _ = torch_ops.residuals(*(a[k] for k in NAMES), 0.95, weights, None)
+    for x, y in zip(call(a, weights=weights), expected, strict=False):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_the_momentum_enters_before_it_is_rounded():
+    a = arguments(2, 37, 50, 11, (HALF, HALF, SINGLE, SINGLE, SINGLE))
+    got = call(a, weights=(0.3, 0.0, 1.0))
+    G_hat = got[2] + a["G_par"] @ a["U"].mT
+    unrounded = 0.95 * a["M"].float() + 0.3 * a["G"].float()
+    # Half precision would be off by up to 2^-11; sums of 11 products of order one are off by a few 2^-24.
+    torch.testing.assert_close(G_hat, unrounded, rtol=0, atol=2**-19)
+    assert (got[0].float() - unrounded).abs().max() > 2**-14
+
+
+def test_float64_scalars_are_not_rounded_to_float32():
+    a = arguments(2, 37, 50, 11, [DOUBLE] * 5)
+    settings = {"momentum": 0.95 + 2**-40, "weights": (0.1 + 2**-40, 0.7 - 2**-40, 0.9 + 2**-40)}
+    assert_close(call(a, **settings), a, **settings)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("hat", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_a_dead_gradient_counts_as_zero_and_leaves_the_momentum_bit_for_bit(dtype, hat):
+    a = arguments(4, 37, 50, 11, (dtype, dtype, SINGLE, SINGLE, SINGLE))
+    a["M"][1, 2, 3] = -0.0
+    live = torch.tensor([True, False, True, False], device=DEVICE)
+    zero = a | {"G": torch.where(live[:, None, None], a["G"], 0)}
+    expected = call(zero, hat=hat)
+    a["G"][1], a["G"][3, 5, 7] = math.nan, math.inf
+    for mask in (live, torch.stack((live, ~live), dim=1)[:, 0]):  # contiguous, then with gaps
+        got = call(a, live=mask, hat=hat)
+        assert torch.equal(got[0][~live].view(torch.uint8), a["M"][~live].view(torch.uint8))
+        assert torch.equal(got[0][live], expected[0][live])
+        for x, y in itertools.islice(zip(got, expected, strict=True), 1, None):
+            assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_without_hat_only_momentum_and_the_raw_residual():
+    a = arguments(2, 70, 130, 33)
+    expected = call(a)
+    got = call(a | {"G_par": None}, hat=False)
+    assert got[2:] == [None] * 3
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def test_a_live_nan_shows_in_its_matrix_and_nowhere_else():
+    a = arguments(2, 37, 50, 11)
+    expected = call(a)
+    a["G"][1, 5, 49] = math.nan
+    for x, y in zip(call(a), expected, strict=True):
+        assert torch.equal(x[0], y[0])
+        assert torch.isnan(x[1]).sum() == 1
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_strides_do_not_matter():
+    a = arguments(3, 37, 50, 19)
+
+    def gaps(t):
+        wide = torch.full((2 * t.shape[0], 2 * t.shape[1], 3 * t.shape[2]), math.nan, device=DEVICE, dtype=t.dtype)
+        return wide[1::2, ::2, 2::3].copy_(t)
+
+    def updated(b):
+        return [b["M"], *residuals(**b, **SETTINGS)]
+
+    expected = call(a)
+    for change in (gaps, lambda t: t.mT.contiguous().mT, lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+        # All, then one alone: no tensor may be read with another's strides.
+        for which in (NAMES, *((name,) for name in NAMES)):
+            changed = {k: change(t) if k in which else t.clone() for k, t in a.items()}
+            assert not any(changed[k].is_contiguous() for k in which)
+            got = updated(changed)
+            assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+            assert all(t.is_contiguous() for t in got[1:])
+    for dim in range(3):  # stride 0
+        same = {k: t.narrow(dim, 0, 1).expand_as(t) for k, t in a.items()}
+        expected = call({k: t.contiguous() for k, t in same.items()})
+        got = updated(same | {"M": same["M"].contiguous()})
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("size, stride", [(3, 2**30 + 8), (18, 2**27 + 8)])  # beyond 2^31 in a tile, and at the next
+@pytest.mark.parametrize("which", NAMES)
+@pytest.mark.parametrize("dim", range(3))
+def test_offsets_beyond_32_bits(which, dim, size, stride):
+    a = arguments(3, size, size, size)
+    a[which] = a[which].to(HALF)
+    expected = call(a)
+    strides = [size, 1]
+    strides.insert(dim, 2**30 + 8 if dim == 0 else stride)
+    base = torch.empty(2**31 + 2**28, device=DEVICE, dtype=HALF)  # virtual memory: few pages are touched
+    a[which] = base.as_strided((3, size, size), strides).copy_(a[which])
+    got = residuals(**a, **SETTINGS)
+    assert all(torch.equal(x, y) for x, y in zip((a["M"], *got), expected, strict=True))
+
+
+def test_only_the_momentum_is_written():
+    a = arguments(3, 37, 50, 11) | {"live": torch.tensor([True, False, True], device=DEVICE)}
+    before = {k: t.clone() for k, t in a.items()}
+    residuals(**a, **SETTINGS)
+    assert [k for k in a if not torch.equal(a[k], before[k])] == ["M"]
+
+
+def test_no_matrices_give_empty_results(monkeypatch):
+    monkeypatch.setattr(launch, "start", None)
+    got = residuals(**arguments(0, 5, 9, 4), **SETTINGS)
+    assert [tuple(t.shape) for t in got] == [(0, 5, 9), (0, 5, 9), (0,), (0,)]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "live"])
+def test_a_wrong_tensor_raises_with_its_name(name):
+    a = arguments(3, 37, 50, 11) | {"live": torch.ones(3, dtype=torch.bool, device=DEVICE)}
+    wrong = {
+        "shape": a[name][..., None],
+        "dtype": a[name].to(SINGLE if name == "live" else torch.int64),
+        "is on": a[name].to("meta"),
+    }
+    for what, t in wrong.items():
+        with pytest.raises(ValueError, match=rf"^{name} (has )?{what}"):
+            residuals(**(a | SETTINGS | {name: t}))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"G": torch.ones(3, 0, 50)}, r"G has shape \(3, 0, 50\); must be \(B, m, n\) with m, n >= 1"),
+        ({"U": torch.ones(3, 50, 0)}, r"U has shape \(3, 50, 0\); must be \(B, n, r\) with r >= 1"),
+        ({"U": torch.ones(3, 49, 11, device=DEVICE)}, r"U has shape \(3, 49, 11\); must be \(3, 50, 11\)"),
+        ({"M": torch.ones(3, 37, 1, device=DEVICE).expand(3, 37, 50)}, r"M has strides \(37, 1, 0\); must not be exp"),
+        ({"G_par": None}, "Invalid G_par=None: .* pass hat=False without it"),
+        ({"precision": "fp32"}, "Invalid precision='fp32'"),
+    ],
+)
+def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
+    with pytest.raises(ValueError, match=message):
+        residuals(**(arguments(3, 37, 50, 11) | SETTINGS | change))
+
+
+def test_the_predicate_says_what_the_launcher_takes():
+    a = list(arguments(2, 5, 9, 4, DTYPES[2]).values())
+    assert can_use_residuals(*a)
+    assert not can_use_residuals()
+    assert not can_use_residuals(*a[:4], a[4].to("meta"))
+    assert not can_use_residuals(a[0].to(torch.complex64), *a[1:])
+
+
+def test_a_tile_given_by_hand_is_the_one_that_is_launched(monkeypatch):
+    constants = {}
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.update(kwargs, grid=args[1]))
+    residuals(**arguments(2, 70, 40, 20), **SETTINGS, tile=Tile(32, 16, 8, 2, 5))
+    names = ("TILE_M", "TILE_N", "TILE_R", "num_warps", "num_stages", "grid")
+    assert [constants[k] for k in names] == [32, 16, 8, 2, 5, (2 * 3 * 3,)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [DTYPES[0], (torch.bfloat16, *DTYPES[0][1:]), DTYPES[2]], ids=str)
+@pytest.mark.parametrize("precision", launch.PRECISIONS)
+def test_error_is_at_most_twice_that_of_torch(dtypes, precision):
+    a = arguments(4, 200, 700, 120, dtypes)
+    unit = {"ieee": 2**-24, "tf32x3": 2**-22, "tf32": 2**-11}[precision]  # rounding of an operand
+    *plain, _ = torch_ops.residuals(*(a[k].float() for k in NAMES), *SETTINGS.values(), None)
+    values, sizes = truth(a, **SETTINGS)
+    for x, y, value, size in zip(call(a, precision=precision), plain, values, sizes, strict=False):
+        rounding = max(unit, torch.finfo(x.dtype).eps / 2)  # the plain momentum is not rounded to its dtype
+        assert (x.double() - value).norm() <= 2 * (y.double() - value).norm() + rounding * size.norm()
