@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from prokl import ops
-from prokl.buckets import Bucket, Method
-from prokl.shapes import MatrixShape
+from prokl.buckets import Bucket, Method, split, state_dtype
+from prokl.graphs import Graphs
+from prokl.ops import select
+from prokl.qr import may_branch
+from prokl.shapes import MatrixShape, compute_dtype
 from prokl.validation import check_adamw, check_algorithm, check_gradient, check_matrix_parameter, check_writable
 
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -36,6 +38,7 @@ class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
     method: ClassVar[Method]
+    _graphed = False
     fixed: ClassVar[tuple[str, ...]]
     """Hyper-parameters that the state of a weight was made with and that may not change under it."""
 
@@ -45,12 +48,13 @@ class MatrixOptimizer(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
-        self._buckets: dict[tuple[Any, ...], Bucket] = {}
+        self._buckets: dict[tuple[Any, ...], list[Bucket]] = {}
         self._home: dict[Tensor, tuple[Any, ...]] = {}
         self._idle: dict[Tensor, int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamW([{"params": []}])
+        self._graphs = Graphs() if self._graphed else None
 
     @classmethod
     def check_group(cls, group: dict[str, Any]) -> None:
@@ -93,6 +97,7 @@ class MatrixOptimizer(Optimizer):
                 self.check_group(added)
                 for p, name in self._named(len(self.param_groups) - 1):
                     check_matrix_parameter(p, name)
+                    select(added["backend"], p.device)
                 self.check_memory()
                 for p, name in self._named(len(self.param_groups) - 1):
                     check_writable(p, name)
@@ -134,7 +139,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         layout = [(id(group), *map(id, group["params"])) for group in self.param_groups]
-        whole = all(b.holds([self.state[member.p] for member in b.members]) for b in self._buckets.values())
+        whole = all(bucket.holds(self._states(bucket)) for bucket in self._every_bucket())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
             made_with, idle = self._made_with, self._idle
@@ -146,11 +151,18 @@ class MatrixOptimizer(Optimizer):
         for i, group in enumerate(self.param_groups):
             if group["algorithm"] == "matrix":
                 self._place_newcomers(i, group)
+        work = []
+        for bucket in self._every_bucket():
+            plan = bucket.plan()
+            if plan is not None:
+                ops = select(bucket.group["backend"], bucket.made_for[1])
+                bucket.link(ops)
+                work.append((bucket, plan, ops))
+        moved = None if self._graphs is None else self._graphs.run(work)
         messages: list[str] = []
-        for key, bucket in self._buckets.items():
-            group = self.param_groups[key[0]]
-            states = [self.state[member.p] for member in bucket.members]
-            messages += bucket.step(group, states, ops.select(group["backend"], key[-1]))
+        for i, (bucket, plan, ops) in enumerate(work):
+            moving = bucket.run(plan, ops) if moved is None else moved[i]
+            messages += bucket.settle(plan, moving, self._states(bucket))
         self._adamw.param_groups = [g for g in self.param_groups if g["algorithm"] == "adamw"]
         self._adamw.state = self.state
         if self._adamw.param_groups:
@@ -192,10 +204,45 @@ class MatrixOptimizer(Optimizer):
         for key in touched:
             # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
             members = [(p, name) for p, name in self._named(index) if self._home.get(p) == key]
-            states = [self.state[p] for p, _ in members]
-            self._buckets[key] = Bucket(members, states, self.method, key[3], group, self._idle)
+            _, m, n, rank, dtype, _ = key
+            itemsize = compute_dtype(dtype, state_dtype(group, members[0][0])).itemsize
+            self._buckets[key] = [
+                Bucket(run, [self.state[p] for p, _ in run], self.method, rank, group, self._idle)
+                for run in split(members, self.method.workspace(m, n, rank), itemsize)
+            ]
         if touched:
+            self._graphs = Graphs() if self._graphed else None  # the old ones hold buckets that are no more
             self._made_with.setdefault(id(group), {k: group[k] for k in self.fixed})
+
+    def enable_graphs(self) -> None:
+        """From now on replay the matrix groups' work from CUDA graphs.
+
+        A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
+        refresh steps, per combination of hyper-parameters other than lr and weight decay: these, and the gradients'
+        addresses, may change freely. A step in which some weight begins, is in its first 20 steps with an "auto"
+        start, or has no gradient runs as without graphs. The AdamW groups are not captured. Loading a state dict, or
+        editing groups by hand, starts the recording anew.
+
+        Raises:
+            ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
+        """
+        for i, group in enumerate(self.param_groups):
+            for p, name in self._named(i) if group["algorithm"] == "matrix" else ():
+                ops = select(group["backend"], p.device)
+                if ops is None or not ops.linked or may_branch(p):
+                    raise ValueError(
+                        f"{name} is on {p.device} with backend={group['backend']!r}; graphs need a CUDA device and "
+                        'backend="triton" or None: move the weights, or leave graphs off.'
+                    )
+        self._graphed = True
+        self._graphs = Graphs()
+
+    def _every_bucket(self) -> Iterator[Bucket]:
+        for buckets in self._buckets.values():
+            yield from buckets
+
+    def _states(self, bucket: Bucket) -> list[dict[str, Any]]:
+        return [self.state[member.p] for member in bucket.members]
 
     def skipped(self) -> dict[str, int]:
         """Number of gradients per matrix weight that were not finite and were skipped. Reads from the device."""

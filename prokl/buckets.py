@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from prokl.initial import YOUNG, fitted
-from prokl.ops import Primitives
+from prokl.links import Links, on_device
+from prokl.ops import TORCH, Primitives
 from prokl.qr import may_branch
 from prokl.shapes import MatrixShape, compute_dtype
-from prokl.update import Call
+from prokl.torch_ops import Direction
+from prokl.update import Call, Rows
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -31,8 +33,10 @@ class Method:
 
     initialise: Callable[[Tensor, int, dict[str, Any]], dict[str, Tensor]]
     """(gradients (B,m,n), rank, group) -> state."""
-    step: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    step: Callable[..., tuple[Direction, dict[str, Tensor]]]
     """Batched step: (G, state, hyper, call, ops) -> (direction, state)."""
+    workspace: Callable[[int, int, int], int]
+    """(m, n, rank) -> elements of temporary memory of the batched step for one matrix."""
     reference_step: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     """(W, G, state, hyper, aspect_scale, refresh) -> (W, state) for one matrix."""
     hyper: Callable[[dict[str, Any]], Any]
@@ -59,8 +63,29 @@ class Member:
         return stack[self.start : self.stop] if self.p.ndim == 3 else stack[self.start]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What the host decides about one step of a bucket; equal plans do the same work on the device."""
+
+    given: tuple[bool, ...]
+    """Parameters that have a gradient."""
+    starting: tuple[int, ...]
+    """Matrices whose state this gradient initialises, if it is finite and not zero."""
+    stepping: tuple[int, ...]
+    """Matrices that have begun and have a gradient; those whose gradient is not finite will not move."""
+    young: tuple[int, ...]
+    """Stepping matrices whose "auto" start may still be corrected."""
+    refresh: tuple[int, ...]
+    """Stepping matrices whose step is divisible by tau."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether every matrix steps, none begins or is young: what can be captured in a graph."""
+        return all(self.given) and not self.starting and not self.young
+
+
 class Bucket:
-    """All weights of one group, oriented shape, rank, dtype and device.
+    """Weights of one group, oriented shape, rank, dtype and device.
 
     Args:
         members: (parameter, name) pairs in the order of their group.
@@ -82,6 +107,7 @@ class Bucket:
     ) -> None:
         self.method, self.rank, self.idle = method, rank, idle
         self.members: list[Member] = []
+        self.group = group
         count = 0
         for p, name in members:
             self.members.append(Member(p, name, MatrixShape.of(p), count))
@@ -108,6 +134,9 @@ class Bucket:
             state.update({"step": self._clock(member), "skipped": self.skipped[i]})
             state.update((key, member.rows(stack)) for key, stack in self.stacks.items())
             self.views.append({key: value for key, value in state.items() if key != "step"})
+        counts = [member.shape.count for member in self.members]
+        self.links = Links(counts, first.shape.m, first.shape.n, self.dtype, first.p.dtype, device)
+        self._rows: dict[tuple[int, ...], Tensor] = {}
         owners = [i for i, member in enumerate(self.members) for _ in range(member.shape.count)]
         self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
         self.first = torch.tensor([member.start for member in self.members], device=device)
@@ -129,56 +158,71 @@ class Bucket:
     def _clock(self, member: Member) -> int | list[int]:
         return self.steps[member.start : member.stop] if member.p.ndim == 3 else self.steps[member.start]
 
-    def step(self, group: dict[str, Any], states: Sequence[dict[str, Any]], ops: Primitives | None) -> list[str]:
-        """One call of the optimizer for this bucket; ``ops=None`` runs the reference, matrix by matrix.
+    def plan(self) -> Plan | None:
+        """What this call does, from clocks and gradients that are there; None when there is no gradient."""
+        given = tuple(member.p.grad is not None for member in self.members)
+        if not any(given):
+            return None
+        rows = [b for member in self._given(given) for b in range(member.start, member.stop)]
+        stepping = tuple(b for b in rows if self.steps[b] >= 0)
+        frequency = self.group["precondition_frequency"]
+        return Plan(
+            given,
+            tuple(b for b in rows if self.steps[b] < 0),
+            stepping,
+            tuple(b for b in stepping if self.steps[b] < YOUNG) if "lambda_0" in self.stacks else (),
+            tuple(b for b in stepping if (self.steps[b] + 1) % frequency == 0),
+        )
 
-        Clocks and counts change last, so that a step that fails on the way is not counted.
+    def link(self, ops: Primitives | None) -> None:
+        """Find gradients and weights, and tell a linked table; nothing waits for the device."""
+        self.gradients: list[Tensor | None] = []
+        for member in self.members:
+            g = member.p.grad
+            self.gradients.append(None if g is None else member.shape.oriented(g.detach().to(member.p.dtype)))
+        # Copies of those weights that no two strides describe (a permuted convolution).
+        self.weights = [member.shape.oriented(member.p.detach()) for member in self.members]
+        if ops is not None and ops.linked:
+            self.links.update(self.gradients, self.weights, self.method.hyper(self.group))
+
+    def copied(self) -> list[tuple[Member, Tensor]]:
+        """The weights that :meth:`link` had to copy, each with its copy."""
+        pairs = zip(self.members, self.weights, strict=True)
+        return [(member, weight) for member, weight in pairs if weight.data_ptr() != member.p.data_ptr()]
+
+    def run(self, plan: Plan, ops: Primitives | None) -> tuple[int, ...]:
+        """The device's work of one step, after :meth:`link`; ``ops=None`` runs the reference, matrix by matrix.
+
+        Returns:
+            The matrices that moved, as far as the host knows.
+        """
+        G, energy = (ops or TORCH).stack(self.gradients, self.links, self.group["maximize"])
+        finite = self._whole(energy.float().isfinite())
+        # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
+        read = torch.stack([finite, energy > 0]).tolist() if may_branch(G) or plan.starting else None
+        if read:
+            self._begin([b for b in plan.starting if read[0][b] and read[1][b]], G)
+        moving = tuple(b for b in plan.stepping if read is None or read[0][b])
+        if moving:
+            self._advance(G, plan, moving, None if read else finite, ops)
+        self._count_skipped(plan.given, finite)
+        return moving
+
+    def settle(self, plan: Plan, moving: Sequence[int], states: Sequence[dict[str, Any]]) -> list[str]:
+        """Move the clocks, last of all, so that a step that fails on the way is not counted.
 
         Returns:
             Warnings about weights that never move.
         """
-        given = [member.p.grad is not None for member in self.members]
-        if not any(given):
-            return []
-        G = self._gradients(group["maximize"])
-        norm = torch.linalg.vector_norm(G, dim=(-2, -1))
-        finite = self._whole(norm.float().square().isfinite())
-
-        rows = [b for member in self._given(given) for b in range(member.start, member.stop)]
-        stepping = [b for b in rows if self.steps[b] >= 0]
-        starting = [b for b in rows if self.steps[b] < 0]
-        # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        read = torch.stack([finite, norm > 0]).tolist() if may_branch(G) or starting else None
-        if read and starting:
-            self._begin([b for b in starting if read[0][b] and read[1][b]], G, group)
-        moving = [b for b in stepping if read is None or read[0][b]]
-        if moving:
-            refresh = [b for b in stepping if (self.steps[b] + 1) % group["precondition_frequency"] == 0]
-            live = self._live(moving, finite if read is None else None)
-            self._advance(G, group, live, moving, refresh, ops)
-        for b in stepping:
+        for b in plan.stepping:
             self.steps[b] += 1
-        self._count_skipped(given, finite)
         for member, state in zip(self.members, states, strict=True):
             state["step"] = self._clock(member)
-        watched = (self._watch(member, moving) for member in self._given(given))
+        watched = (self._watch(member, moving) for member in self._given(plan.given))
         return [warning for warning in watched if warning is not None]
 
-    def _given(self, given: list[bool]) -> list[Member]:
+    def _given(self, given: Sequence[bool]) -> list[Member]:
         return [member for member, g in zip(self.members, given, strict=True) if g]
-
-    def _gradients(self, maximize: bool) -> Tensor:
-        parts = []
-        for member in self.members:
-            g = member.p.grad
-            if g is None:
-                parts.append(
-                    self.stacks["M"].new_zeros((member.shape.count, *self.stacks["M"].shape[1:]), dtype=self.dtype)
-                )
-            else:
-                parts.append(member.shape.oriented(g.detach()).to(self.dtype))
-        G = torch.cat(parts)
-        return G.neg_() if maximize else G
 
     def _whole(self, finite: Tensor) -> Tensor:
         """(B,): False for every matrix of a parameter that has one non-finite matrix."""
@@ -187,92 +231,91 @@ class Bucket:
         bad = torch.zeros_like(self.skipped).index_add_(0, self.owner, (~finite).long())
         return (bad == 0)[self.owner]
 
-    def _count_skipped(self, given: list[bool], finite: Tensor) -> None:
-        own = finite if self.owner is None else finite[self.first]
-        bad = ~own
+    def _count_skipped(self, given: tuple[bool, ...], finite: Tensor) -> None:
+        bad = ~(finite if self.owner is None else finite[self.first])
         if not all(given):
-            bad = bad & torch.tensor(given, device=bad.device)
+            bad = bad & on_device(given, torch.bool, bad.device)
         self.skipped += bad
 
-    def _begin(self, rows: list[int], G: Tensor, group: dict[str, Any]) -> None:
+    def _begin(self, rows: list[int], G: Tensor) -> None:
         if not rows:
             return
-        for key, value in self.method.initialise(G[rows], self.rank, group).items():
+        for key, value in self.method.initialise(G[rows].to(self.dtype), self.rank, self.group).items():
             self.stacks[key][rows] = value.to(self.stacks[key].dtype)
         for b in rows:
             self.steps[b] = 0
 
-    def _live(self, moving: list[int], finite: Tensor | None) -> Tensor | None:
+    def _live(self, moving: tuple[int, ...], finite: Tensor | None) -> Tensor | None:
         """(B,) mask of the matrices that move; None when the host knows that all do."""
         if len(moving) == len(self.steps):
             return finite
         mask = self._mask(moving)
         return mask if finite is None else mask & finite
 
-    def _mask(self, rows: list[int]) -> Tensor:
-        mask = torch.zeros(len(self.steps), dtype=torch.bool)
-        mask[rows] = True
-        return mask.to(self.skipped.device)
+    def _mask(self, rows: tuple[int, ...]) -> Tensor:
+        chosen = set(rows)
+        return on_device([b in chosen for b in range(len(self.steps))], torch.bool, self.skipped.device)
+
+    def _index(self, rows: tuple[int, ...]) -> Rows:
+        """``rows`` as a step takes them; an index is kept, so that a captured graph finds it again."""
+        if not rows or len(rows) == len(self.steps):
+            return slice(None) if rows else None
+        if rows not in self._rows:
+            self._rows[rows] = on_device(rows, torch.int64, self.skipped.device)
+        return self._rows[rows]
 
     def _advance(
-        self,
-        G: Tensor,
-        group: dict[str, Any],
-        live: Tensor | None,
-        moving: list[int],
-        refresh: list[int],
-        ops: Primitives | None,
+        self, G: Tensor, plan: Plan, moving: tuple[int, ...], finite: Tensor | None, ops: Primitives | None
     ) -> None:
-        stored = {key: stack.to(self.dtype) for key, stack in self.stacks.items()}
-        young = [b for b in moving if self.steps[b] < YOUNG]
-        state = fitted(G, stored, self._mask(young)) if young and "lambda_0" in stored else stored
-        h = self.method.hyper(group)
+        h = self.method.hyper(self.group)
+        stored = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}
+        young = [b for b in plan.young if b in moving]
+        state = fitted(G.to(self.dtype), stored, self._mask(tuple(young))) if young else stored
         if ops is None:
-            self._reference(G, state, h, moving, set(refresh))
+            self._reference(G, state, h, moving, set(plan.refresh))
             return
-        if live is not None:
-            G = torch.where(live[:, None, None], G, 0.0)
-        direction, new = self.method.step(G, state, h, Call(self.aspect_scale, refresh, live), ops)
-        self._apply(direction, h, live, moving, ops)
+        live = self._live(moving, finite)
+        decay: float | Tensor = 1 - h.lr * h.weight_decay
+        if ops.linked:
+            decay = 1 - (self.links.lr * self.links.weight_decay).to(self.dtype)
+        call = Call(self.aspect_scale, self._index(plan.refresh), live, decay)
+        direction, new = self.method.step(G, state, h, call, ops)
+        rows = set(moving)
+        weights = [
+            None if rows.isdisjoint(range(member.start, member.stop)) else weight
+            for member, weight in zip(self.members, self.weights, strict=True)
+        ]
+        ops.apply(weights, self.links, direction, h, live)
+        for member, weight in self.copied():
+            member.p.copy_(member.shape.restored(weight, member.p))
         for key, value in new.items():
-            if value is stored[key]:
-                continue
-            if live is not None:
-                value = torch.where(live.reshape(-1, *[1] * (value.ndim - 1)), value, stored[key])
-            self.stacks[key].copy_(value)
+            self._store(self.stacks[key], value, live)
 
-    def _apply(self, direction: Tensor, h: Any, live: Tensor | None, moving: list[int], ops: Primitives) -> None:
-        if live is None and all(member.p.dtype == self.dtype for member in self.members):
-            for member in self.members:
-                if h.weight_decay != 0:
-                    member.p.mul_(1 - h.lr * h.weight_decay)
-                own = member.shape.restored(direction[member.start : member.stop], member.p)
-                if isinstance(h.lr, Tensor):
-                    member.p.sub_(h.lr * own)
-                else:
-                    member.p.sub_(own, alpha=h.lr)
+    def _store(self, stack: Tensor, value: Tensor, live: Tensor | None) -> None:
+        if value is stack:
             return
-        W = torch.cat([member.shape.oriented(member.p) for member in self.members])
-        W = ops.apply_direction(W, direction, h.lr, h.weight_decay, live)
-        self._write(W, moving)
+        if live is None:
+            stack.copy_(value)
+        else:
+            mask = live.reshape(-1, *[1] * (value.ndim - 1))
+            stack.copy_(torch.where(mask, value.to(stack.dtype), stack))
 
-    def _write(self, W: Tensor, moving: list[int]) -> None:
+    def _reference(
+        self, G: Tensor, state: dict[str, Tensor], h: Any, moving: tuple[int, ...], refresh: set[int]
+    ) -> None:
+        W = torch.cat([member.shape.oriented(member.p).to(self.dtype) for member in self.members])
+        for b in moving:
+            own = {key: value[b].to(self.dtype) for key, value in state.items()}
+            scale = float(self.aspect_scale[b])
+            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=b in refresh)
+            for key, value in own.items():
+                self.stacks[key][b] = value.to(self.stacks[key].dtype)
         rows = set(moving)
         for member in self.members:
             if not rows.isdisjoint(range(member.start, member.stop)):
                 member.p.copy_(member.shape.restored(W[member.start : member.stop], member.p))
 
-    def _reference(self, G: Tensor, state: dict[str, Tensor], h: Any, moving: list[int], refresh: set[int]) -> None:
-        W = torch.cat([member.shape.oriented(member.p).to(self.dtype) for member in self.members])
-        for b in moving:
-            own = {key: value[b] for key, value in state.items()}
-            scale = float(self.aspect_scale[b])
-            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=b in refresh)
-            for key, value in own.items():
-                self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        self._write(W, moving)
-
-    def _watch(self, member: Member, moving: list[int]) -> str | None:
+    def _watch(self, member: Member, moving: Sequence[int]) -> str | None:
         """Says once that a weight gets gradients and never moves."""
         count = self.idle.get(member.p, 0)
         if count < 0:
@@ -287,6 +330,26 @@ class Bucket:
             "small to square, or not finite (optimizer.skipped() counts those). Check the loss scale and whether the "
             "weight is used."
         )
+
+
+WORKSPACE = 2 * 2**30
+"""Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
+several; one parameter is never split."""
+
+
+def split(members: Sequence[tuple[Tensor, str]], elements: int, itemsize: int) -> list[list[tuple[Tensor, str]]]:
+    """``members`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
+    most = max(1, WORKSPACE // (elements * itemsize))
+    runs: list[list[tuple[Tensor, str]]] = [[]]
+    count = 0
+    for p, name in members:
+        own = MatrixShape.of(p).count
+        if runs[-1] and count + own > most:
+            runs.append([])
+            count = 0
+        runs[-1].append((p, name))
+        count += own
+    return runs
 
 
 def state_dtype(group: dict[str, Any], p: Tensor) -> torch.dtype:

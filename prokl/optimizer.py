@@ -77,7 +77,8 @@ class ProKLShampoo(MatrixOptimizer):
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
-        backend: "torch" (batched), "reference" (the specification, slow), or None to choose.
+        backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
+            device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
 
@@ -92,6 +93,7 @@ class ProKLShampoo(MatrixOptimizer):
     method = Method(
         initialise=lambda G, rank, group: initialise(G, rank, group["beta2"], group["init_eigenvalue"]),
         step=update.step,
+        workspace=update.workspace,
         reference_step=reference.step,
         hyper=ProHyper.of,
         state_shapes=_pro_shapes,
@@ -186,6 +188,7 @@ class KLShampoo(MatrixOptimizer):
     method = Method(
         initialise=lambda G, rank, group: initialise_kl(G, group["beta2"], group["init_eigenvalue"]),
         step=update_kl.step,
+        workspace=update_kl.workspace,
         reference_step=_kl_reference_step,
         hyper=Hyper.of,
         state_shapes=_kl_shapes,

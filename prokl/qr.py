@@ -9,12 +9,18 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 ONE_PASS = 0.5
 """Largest ||W^T W - I||_F after which one Cholesky pass is enough: cond(W)^2 <= (1 + .5)/(1 - .5) = 3, and a
 pass leaves an orthogonality error of about eps * cond(W)^2."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""A batched matrix product. What feeds a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
+that a table on a GPU brings its own."""
 
 
 def may_branch(t: Tensor) -> bool:
@@ -36,20 +42,20 @@ def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:
     return T, (info == 0) & T.isfinite().all(dim=-1).all(dim=-1)
 
 
-def _cholesky_pass(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cholesky_pass(W: Tensor, mm: Product) -> tuple[Tensor, Tensor, Tensor]:
     """One Cholesky QR pass: (Q, ok, deviation of W^T W from I)."""
-    N = W.mT @ W
+    N = mm(W.mT, W)
     T, ok = _inverse_transposed_cholesky(N)
     eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
-    return W @ T, ok, torch.linalg.matrix_norm(N - eye)
+    return mm(W, T), ok, torch.linalg.matrix_norm(N - eye)
 
 
-def _orthonormalise(W: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
+def _orthonormalise(W: Tensor, ok: Tensor, mm: Product) -> tuple[Tensor, Tensor]:
     """Cholesky QR of nearly orthonormal columns, with a second pass unless the host may see it is not needed."""
-    Q, passed, deviation = _cholesky_pass(W)
+    Q, passed, deviation = _cholesky_pass(W, mm)
     ok = ok & passed
     if not (may_branch(W) and bool((deviation[ok] <= ONE_PASS).all())):
-        Q, passed, deviation = _cholesky_pass(Q)
+        Q, passed, deviation = _cholesky_pass(Q, mm)
         ok = ok & passed & (deviation <= ONE_PASS)
     return Q, ok
 
@@ -64,7 +70,7 @@ def shift_of(K: Tensor) -> Tensor:
     return 4 * K.shape[-1] * torch.finfo(K.dtype).eps * trace
 
 
-def tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> Tensor:
+def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Q of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (subspace tracking, Algorithm 2 (4)).
 
     K is r x r, symmetric and nearly free; V chol(K)^-T is nearly orthonormal. Where a Cholesky fails, a CPU takes
@@ -73,12 +79,13 @@ def tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> Tensor:
 
     Args:
         V: (B,n,r). K: (B,r,r). U: (B,n,r), the orthonormal columns that V and K were formed with.
+        mm: the product to use.
 
     Returns:
         (B,n,r) with orthonormal columns.
     """
     T, ok = _inverse_transposed_cholesky(K)
-    Q, ok = _orthonormalise(V @ T, ok)
+    Q, ok = _orthonormalise(mm(V, T), ok, mm)
     if may_branch(V):
         if not bool(ok.all()):
             failed = (~ok).nonzero().squeeze(-1)
@@ -87,36 +94,53 @@ def tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> Tensor:
     delta = shift_of(K)
     eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
     T, shifted_ok = _inverse_transposed_cholesky(K + delta * eye)
-    shifted, shifted_ok = _orthonormalise((V + delta * U) @ T, shifted_ok)
+    shifted, shifted_ok = _orthonormalise(mm(V + delta * U, T), shifted_ok, mm)
     return _where(ok, Q, _where(shifted_ok, shifted, U))
 
 
-def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float) -> tuple[Tensor, Tensor]:
-    B = Q.mT @ (L @ Q)
+def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float, mm: Product) -> tuple[Tensor, Tensor]:
+    B = mm(Q.mT, mm(L, Q))
     eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
     C, info = torch.linalg.cholesky_ex((B + B.mT) / 2 + shift * eye)
     scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
-    q, ok = _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1))
-    return Q @ q, ok
+    q, ok = _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1), mm)
+    return mm(Q, q), ok
 
 
-def cholesky_refresh(L: Tensor, Q: Tensor) -> Tensor:
+def cholesky_refresh(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
 
     B = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
     basis is re-orthonormalised first, so that one rounded to half precision in storage does as well. Where
     Cholesky fails L + delta I is taken, which has the same eigenvectors; where even that fails Q is kept.
     """
-    Q, _, _ = _cholesky_pass(Q)
-    fresh, ok = _cholesky_refresh(L, Q, 0.0)
-    shifted, shifted_ok = _cholesky_refresh(L, Q, shift_of(L))
+    Q, _, _ = _cholesky_pass(Q, mm)
+    fresh, ok = _cholesky_refresh(L, Q, 0.0, mm)
+    shifted, shifted_ok = _cholesky_refresh(L, Q, shift_of(L), mm)
     return _where(ok, fresh, _where(shifted_ok, shifted, Q))
 
 
-def refresh_basis(L: Tensor, Q: Tensor) -> Tensor:
+def refresh_basis(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Q of qr(L Q) (Algorithm 2 (5)); L and Q (B,m,m).
 
     On a CPU LAPACK's QR of 256 x 256 took as long as 5.4 products of that size (AMD EPYC, two cores), no more than
     what the Cholesky form consists of; on an accelerator QR would factor the batch one matrix after another.
     """
-    return householder_qr(L @ Q) if may_branch(L) else cholesky_refresh(L, Q)
+    return householder_qr(mm(L, Q)) if may_branch(L) else cholesky_refresh(L, Q, mm)
+
+
+def refresh_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
+    """Q of qr(S Q) for symmetric S (B,r,r) and any invertible Q (B,r,r): Q_S between refreshes is no basis.
+
+    Without Householder: Q = O R with O orthogonal, hence qr(S Q).Q = qr(S O).Q. O comes from Cholesky QR of Q's
+    unit columns, the first of its three passes shifted. Where Q is singular to working precision (a tracked
+    direction was replaced as a whole) O is the identity.
+    """
+    if may_branch(S):
+        return householder_qr(mm(S, Q))
+    Q = Q / torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
+    N = mm(Q.mT, Q)
+    eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
+    T, ok = _inverse_transposed_cholesky(N + shift_of(N) * eye)
+    basis, ok = _orthonormalise(mm(Q, T), ok, mm)
+    return cholesky_refresh(S, _where(ok, basis, eye.expand_as(basis)), mm)

@@ -9,37 +9,45 @@ import torch
 from torch import Tensor
 
 from prokl.hyper import Hyper
-from prokl.ops import Primitives, clipped_ema
+from prokl.ops import Primitives
 from prokl.shapes import ceiling
+from prokl.torch_ops import Direction, clipped_ema
 from prokl.update import Call, State, refresh_rows
 
 
-def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tuple[Tensor, State]:
+def workspace(m: int, n: int, r: int) -> int:
+    """Elements of temporary memory that :func:`step` needs for one matrix at most."""
+    return 7 * m * n + 6 * n * n + 6 * m * m
+
+
+def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tuple[Direction, State]:
     """One step after the initialising one; arguments and results as in :func:`prokl.update.step`.
 
-    The direction already carries the factor (1 - lr * weight_decay) that makes the common weight update decay
+    The direction already carries the factor 1 - lr * weight_decay that makes the common weight update decay
     after the step, on the updated weight, as the authors' code does.
     """
     _, m, n = G.shape
+    mm = ops.product
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    scale = state["lambda_0"].rsqrt() if "lambda_0" in state else G.new_ones(G.shape[0])
+    scale = state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(s_L[:, 0])
     eps = (h.eps / scale**2)[:, None, None]
 
-    M = torch.lerp(state["M"], G, 1 - h.momentum)
+    G = ops.silence(G, call.live).to(s_L.dtype)
+    M = torch.lerp(state["M"].to(G.dtype), G, 1 - h.momentum)
     s = s_L[:, :, None] * s_R[:, None, :]
-    delta = Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * s))) @ Q_R.mT
+    delta = mm(mm(Q_L, mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s))), Q_R.mT)
 
-    GQ, QtG = G @ Q_R, Q_L.mT @ G
-    A = QtG @ Q_R
+    GQ, QtG = mm(G, Q_R), mm(Q_L.mT, G)
+    A = mm(QtG, Q_R)
     ell = (A * s_R[:, None, :]).square().mean(dim=-1)
     rho = (A * s_L[:, :, None]).square().mean(dim=-2)
     X, Y = GQ * s_R[:, None, :], QtG * s_L[:, :, None]
     gain = 1 - h.beta2
     new = {
         "M": M,
-        "L": torch.baddbmm(state["L"], X, X.mT, beta=h.beta2, alpha=gain / n),
-        "R": torch.baddbmm(state["R"], Y.mT, Y, beta=h.beta2, alpha=gain / m),
+        "L": ops.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
+        "R": ops.symmetric_product(Y.mT, C=state["R"], beta=h.beta2, alpha=gain / m),
         "Q_L": Q_L,
         "Q_R": Q_R,
         "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * scale)[:, None]),
@@ -49,4 +57,4 @@ def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tupl
         new["lambda_0"] = state["lambda_0"]
     refresh_rows(new, "Q_L", call.refresh, lambda i: ops.refresh_basis(new["L"][i], new["Q_L"][i]))
     refresh_rows(new, "Q_R", call.refresh, lambda i: ops.refresh_basis(new["R"][i], new["Q_R"][i]))
-    return (1 - h.lr * h.weight_decay) * delta, new
+    return Direction(call.decay * delta), new

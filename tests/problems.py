@@ -29,7 +29,8 @@ def run(cls, stream, *, absent=lambda i, t: False, dtype=torch.float64, observe=
     """Step ``cls(parameters, **kwargs)`` over a stream; ``absent(i, t)`` withholds parameter i's gradient."""
     weights = torch.Generator().manual_seed(1)
     parameters = [
-        torch.nn.Parameter(torch.randn(g.shape, generator=weights, dtype=torch.float64).to(dtype)) for g in stream[0]
+        torch.nn.Parameter(torch.randn(g.shape, generator=weights, dtype=torch.float64).to(g.device, dtype))
+        for g in stream[0]
     ]
     optimizer = cls(parameters, **kwargs)
     for t, gradients in enumerate(stream):

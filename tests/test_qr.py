@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import prokl.qr
-from prokl.qr import cholesky_refresh, householder_qr, refresh_basis, shift_of, tracking_qr
+from prokl.qr import cholesky_refresh, householder_qr, refresh_basis, refresh_coordinates, shift_of, tracking_qr
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -146,6 +146,36 @@ def test_refresh_of_a_rank_deficient_factor_is_orthonormal(rank, branching):
 def test_refresh_basis_on_a_cpu_is_householder():
     L, basis = symmetric_problem(1e2, 0.1)
     assert torch.equal(refresh_basis(L, basis), householder_qr(L @ basis))
+
+
+def coordinates_problem(cond, skew, r=12, B=3):
+    """S and a Q that is no orthogonal basis: columns of lengths down to 1e-2, singular values from 1 to ``skew``."""
+    S, basis = symmetric_problem(cond, 0.1, m=r, B=B)
+    turned = (random_basis(B, r, r, seed=5) * spectrum(r, skew)) @ random_basis(B, r, r, seed=6)
+    return S, basis @ turned @ torch.diag_embed(spectrum(r, 1e2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("skew", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("cond", [1e2, 1e6])
+def test_coordinates_are_orthonormal_and_equal_householder(cond, skew, dtype, branching):
+    S, Q = (t.to(dtype) for t in coordinates_problem(cond, skew))
+    fresh = refresh_coordinates(S, Q)
+    r, eps = S.shape[-1], torch.finfo(dtype).eps
+    assert (orthogonality(fresh) <= 100 * r * eps).all()
+    if cond * skew * eps <= 1e-5:
+        exact = householder_qr(S.double() @ Q.double())
+        assert (fresh.double() - exact).abs().max() <= 100 * cond * skew * eps
+
+
+@pytest.mark.parametrize("columns", [0, 1, 5])
+def test_coordinates_of_a_singular_matrix_are_orthonormal(columns, branching):
+    S, Q = coordinates_problem(1e2, 1.0)
+    good = refresh_coordinates(S, Q)
+    Q[1] = Q[1, :, :columns] @ random_basis(1, 12, 12)[0, :columns]
+    fresh = refresh_coordinates(S, Q)
+    assert (orthogonality(fresh) <= 1e-12).all()
+    assert torch.equal(fresh[0], good[0]) and torch.equal(fresh[2], good[2])
 
 
 def test_householder_has_a_positive_diagonal():

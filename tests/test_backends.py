@@ -1,0 +1,96 @@
+"""Which table of primitives runs where, and what is said when the one asked for cannot."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+import torch
+
+import prokl
+from prokl import ops
+from prokl.ops import TORCH, explain, select
+
+CPU = torch.device("cpu")
+
+
+def weight():
+    return torch.nn.Parameter(torch.ones(4, 6))
+
+
+def test_a_cpu_gets_the_pytorch_table_unless_told_otherwise():
+    assert select(None, CPU) is TORCH and select("torch", CPU) is TORCH
+    assert select("reference", CPU) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA the tests run in the interpreter")
+def test_the_interpreter_is_taken_when_asked_for():
+    table = select("triton", CPU)
+    assert table.name == "triton" and table.linked
+    assert select("triton", CPU) is table
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_triton_on_a_cpu_raises_without_the_interpreter_and_leaves_no_group_behind(value, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if value is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    message = r"Invalid backend='triton': the kernels run on CUDA devices, not on cpu, unless TRITON_INTERPRET=1"
+    with pytest.raises(ValueError, match=message):
+        prokl.ProKLShampoo([weight()], backend="triton")
+    optimizer = prokl.ProKLShampoo([weight()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight()], "backend": "triton"})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["backend"] = "triton"
+    p = optimizer.param_groups[0]["params"][0]
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(p, torch.ones_like(p))
+
+
+def test_without_triton_cuda_gets_pytorch_and_asking_raises(monkeypatch):
+    monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
+    assert select(None, torch.device("cuda")) is TORCH
+    assert explain(None, "cuda").startswith("torch: Triton is not installed")
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        select("triton", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("capability, name", [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
+def test_cuda_chooses_by_compute_capability(capability, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda")
+    assert select(None, device).name == name
+    assert explain(None, device).startswith(f"{name}: ")
+    if name == "torch":
+        with pytest.raises(ValueError, match=r"compute capability \(7, 5\); must be at least \(8, 0\)"):
+            select("triton", device)
+
+
+def test_explain_says_what_was_asked_for():
+    assert explain("reference", "cpu") == "reference: asked for"
+    assert explain("torch", "cpu") == "torch: asked for"
+    assert explain(None, "cpu").startswith("torch: ")
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the table needs kernels that run here")
+def test_the_tables_take_the_same_arguments():
+    triton = select("triton", CPU)
+    for field in fields(TORCH):
+        if field.name in ("name", "linked"):
+            continue
+        theirs, ours = (signature(getattr(table, field.name)).parameters for table in (triton, TORCH))
+        missing = [k for k in ours if k not in theirs]
+        assert not missing, (field.name, missing)
+        extra = [p for k, p in theirs.items() if k not in ours and p.default is p.empty]
+        assert not extra, (field.name, extra)
+
+
+def test_importing_prokl_imports_no_triton():
+    code = "import sys, prokl; print(sorted(m for m in sys.modules if m.split('.')[0] == 'triton' or 'kernels' in m))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,218 @@
+"""Steps replayed from graphs against plain ones, with a stand-in for CUDA graphs.
+
+The stand-in fixes what a CUDA graph fixes: it records every PyTorch operation and every kernel launch with the very
+tensors and numbers of the recording, and repeats them, results going into the tensors of the recording. A value that
+the host decides and that no tensor carries is therefore stale in a replay, as on a GPU.
+"""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import prokl.base
+import prokl.graphs
+import prokl.ops
+from prokl import KLShampoo, ProKLShampoo
+from prokl.buckets import Bucket
+from prokl.kernels import launch
+from prokl.ops import TORCH
+from tests.problems import VARIANTS, gradient_stream, state_tensors
+
+SHAPES = [(6, 10), (10, 6), (2, 6, 10), (4, 4)]
+METHODS = [(ProKLShampoo, {"variant": v, "rank": 4, "ns_dtype": torch.float32}) for v in VARIANTS] + [(KLShampoo, {})]
+READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+STEPS = 14
+
+
+def copied(old, new):
+    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+        old.copy_(new)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in READS, func
+        out = func(*args, **(kwargs or {}))
+
+        def again():
+            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **(kwargs or {}))), strict=True):
+                copied(old, new)
+
+        self.calls.append(again)
+        return out
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Replaces CUDA graphs by the stand-in; the list holds one entry per recording."""
+    recordings = []
+    start = launch.start
+
+    def record(run, device, pool):
+        buckets = [bucket for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
+        known = [t for b in buckets for t in (*b.stacks.values(), b.skipped, *(member.p.data for member in b.members))]
+        before = [t.clone() for t in known]
+        recording = Recording()
+
+        def recorded_start(*args, **constants):
+            def call():
+                with _disable_current_modes():
+                    start(*args, **constants)
+
+            recording.calls.append(call)
+            call()
+
+        with monkeypatch.context() as patch, recording:
+            patch.setattr(launch, "start", recorded_start)
+            run()
+        for t, value in zip(known, before, strict=True):  # recording does not execute
+            t.copy_(value)
+        recordings.append(len(recording.calls))
+
+        def replay():
+            for call in recording.calls:
+                call()
+
+        return replay
+
+    monkeypatch.setattr(prokl.graphs, "record", record)
+    for module in ("qr", "buckets", "graphs", "base"):
+        monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    return recordings
+
+
+@pytest.fixture
+def few_kernels(monkeypatch):
+    """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
+    triton = prokl.ops.select("triton", torch.device("cpu"))
+    table = replace(TORCH, name="few kernels", linked=True, stack=triton.stack, apply=triton.apply)
+    monkeypatch.setattr(prokl.base, "select", lambda backend, device: table)
+
+
+def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, **kwargs):
+    g = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in SHAPES]
+    fixed = {"backend": "triton", "precondition_frequency": 4, "weight_decay": 0.1, "init_eigenvalue": 0.1}
+    kwargs = {**fixed, **kwargs}
+    optimizer = cls(parameters, **kwargs)
+    if graphs:
+        optimizer.enable_graphs()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    for t, gradients in enumerate(gradient_stream(SHAPES, steps, dtype=torch.float32)):
+        gradients = [x.clone() for x in gradients]
+        change(t, optimizer, gradients)
+        for p, x in zip(parameters, gradients, strict=True):
+            p.grad = x  # at another address every step
+        optimizer.step()
+        schedule.step()
+    return parameters, optimizer
+
+
+def assert_same(one, two):
+    for p, q in zip(one[0], two[0], strict=True):
+        assert torch.equal(p, q)
+        a, b = one[1].state[p], two[1].state[q]
+        assert a["step"] == b["step"] and a["skipped"] == b["skipped"]
+        for key, value in state_tensors(a).items():
+            assert torch.equal(value, b[key]), key
+
+
+@pytest.mark.slow
+def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
+    assert len(recorded) == 2
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_replayed_steps_equal_plain_ones_from_two_recordings(cls, kwargs, recorded, few_kernels):
+    assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
+    assert len(recorded) == 2
+    assert recorded[1] > recorded[0]  # the refresh comes second
+
+
+def test_the_first_twenty_steps_of_an_auto_start_run_plainly(recorded, few_kernels):
+    cls, kwargs = METHODS[0]
+    kwargs = {**kwargs, "init_eigenvalue": "auto"}
+    assert_same(train(cls, True, steps=20, **kwargs), train(cls, False, steps=20, **kwargs))
+    assert not recorded
+    assert_same(train(cls, True, steps=26, **kwargs), train(cls, False, steps=26, **kwargs))
+    assert recorded
+
+
+def test_a_learning_rate_tensor_is_followed(recorded, few_kernels):
+    cls, kwargs = METHODS[0]
+    one, two = (train(cls, graphs, lr=torch.tensor(0.02), **kwargs) for graphs in (True, False))
+    assert_same(one, two)
+    assert recorded
+
+
+def test_a_bad_gradient_in_a_replay_touches_nothing_and_is_counted(recorded, few_kernels):
+    def spoil(t, optimizer, gradients):
+        if t in (9, 11):
+            gradients[0][2, 3] = float("nan")
+
+    cls, kwargs = METHODS[0]
+    replayed = train(cls, True, spoil, **kwargs)
+    assert_same(replayed, train(cls, False, spoil, **kwargs))
+    assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+    assert len(recorded) == 2
+
+
+def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few_kernels):
+    def withhold(t, optimizer, gradients):
+        if t == 6:
+            gradients[1] = None
+
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, withhold, 18, **kwargs), train(cls, False, withhold, 18, **kwargs))
+    assert len(recorded) > 2
+
+
+def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_kernels):
+    def change(t, optimizer, gradients):
+        group = optimizer.param_groups[0]
+        group["weight_decay"] = 0.1 if t < 7 else 0.3
+        group["beta2"] = 0.95 if t < 10 else 0.8
+
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, change, 20, **kwargs), train(cls, False, change, 20, **kwargs))
+    assert len(recorded) == 4
+
+
+def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
+    def reload(t, optimizer, gradients):
+        if t == 10:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, reload, 20, **kwargs), train(cls, False, reload, 20, **kwargs))
+    assert len(recorded) == 4
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
+def test_asking_for_graphs_where_none_can_be_had_raises(backend):
+    optimizer = ProKLShampoo([torch.nn.Parameter(torch.ones(4, 6))], backend=backend)
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0 is on cpu .*graphs need a CUDA device"):
+        optimizer.enable_graphs()
+
+
+def test_the_stand_in_shows_a_value_that_the_host_decided(recorded):
+    x, step = torch.zeros(2), 1.0
+
+    def run():
+        x.add_(step)
+
+    replay = prokl.graphs.record(run, x.device, None)
+    step = 5.0
+    x.zero_()
+    replay()
+    assert x.tolist() == [1, 1]

@@ -1,0 +1,126 @@
+"""The whole step of ``backend="triton"`` against the reference; without a GPU in Triton's interpreter."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from prokl import KLShampoo, ProKLShampoo
+from prokl.kernels import launch
+from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Two of one shape, its transpose, a stack, vectors, and a wide one that is a flattened convolution.
+SHAPES = [(6, 10), (6, 10), (10, 6), (5, 1), (3, 6, 10), (1, 5), (16, 36)]
+METHODS = [(ProKLShampoo, {"variant": v, "rank": 4}) for v in VARIANTS] + [(KLShampoo, {})]
+STEPS = 12
+
+
+@pytest.fixture(params=[True, False], ids=["host-branches", "device-only"])
+def branching(request, monkeypatch):
+    if not request.param:
+        for module in ("qr", "buckets"):
+            monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    return request.param
+
+
+def late_and_missing(i: int, t: int) -> bool:
+    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 7)
+
+
+def stream_of(dtype, seed=0, steps=STEPS):
+    stream = gradient_stream(SHAPES, steps, seed=seed, dtype=dtype)
+    return [[*(x.to(DEVICE) for x in g[:-1]), g[-1].reshape(16, 4, 3, 3).to(DEVICE)] for g in stream]
+
+
+def both(cls, dtype, **kwargs):
+    settings = {"precondition_frequency": 5, "weight_decay": 0.1, "absent": late_and_missing, "dtype": dtype}
+    if cls is ProKLShampoo:
+        settings["ns_dtype"] = dtype
+    stream = stream_of(dtype)
+    slow = run(cls, stream, backend="reference", **settings, **kwargs)
+    return slow, run(cls, stream, backend="triton", **settings, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching):
+    (slow, reference), (fast, triton) = both(cls, torch.float64, **kwargs)
+    for p, q in zip(slow, fast, strict=True):
+        assert relative(q, p) <= 1e-9, p.shape  # as the PyTorch table
+        wanted, found = reference.state[p], triton.state[q]
+        assert found.keys() == wanted.keys() and found["step"] == wanted["step"]
+        for key, value in state_tensors(wanted).items():
+            assert relative(found[key], value) <= 1e-9, (p.shape, key)
+
+
+def error_against_float64(cls, seed, backend, state_dtype, **kwargs):
+    """Mean over the weights of the error in the distance moved, against the float64 reference."""
+    stream = stream_of(torch.float32, seed=seed)
+    kwargs = {"precondition_frequency": 5, **kwargs}
+    exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
+    start, _ = run(cls, stream[:1], backend="reference", dtype=torch.float32, **kwargs)  # initialising moves nothing
+    low, _ = run(cls, stream, backend=backend, dtype=torch.float32, state_dtype=state_dtype, **kwargs)
+    errors = [relative(q.double() - w.double(), p - w.double()) for p, q, w in zip(exact, low, start, strict=True)]
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_float32_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
+    if cls is ProKLShampoo:
+        kwargs = {**kwargs, "ns_dtype": torch.float32}
+    ratios = sorted(
+        error_against_float64(cls, seed, "triton", state_dtype, **kwargs)
+        / error_against_float64(cls, seed, "reference", state_dtype, **kwargs)
+        for seed in range(5)
+    )
+    assert ratios[2] <= 4, ratios
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def work_of_a_step(weights, cls, kwargs, monkeypatch):
+    """(launches, other operations) of an ordinary and of a refresh step for so many weights of one shape."""
+    shapes = [(6, 10) if i % 2 else (10, 6) for i in range(weights)]
+    counts, launches = [], []
+    operations = CountOperations()
+    start = launch.start
+
+    def counted(kernel, *args, **constants):
+        launches.append(kernel)
+        if not counts:  # what is launched depends on no value, so after the initialising step nothing need run
+            with _disable_current_modes():
+                start(kernel, *args, **constants)
+
+    def observe(t, parameters, optimizer):
+        counts.append((len(launches), operations.count))
+        launches.clear()
+        operations.count = 0
+
+    with monkeypatch.context() as patch, operations:
+        patch.setattr(launch, "start", counted)
+        stream = gradient_stream(shapes, 6, dtype=torch.float32)
+        stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
+        settings = {"precondition_frequency": 5, "init_eigenvalue": 0.1, **kwargs}
+        run(cls, stream, dtype=torch.float32, backend="triton", observe=observe, **settings)
+    return counts[4], counts[5]
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, monkeypatch):
+    for module in ("qr", "buckets"):
+        monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    few, many = (work_of_a_step(n, cls, kwargs, monkeypatch) for n in (3, 17))
+    assert few == many
+    ordinary, refresh = few
+    assert 3 <= ordinary[0] <= 60 and ordinary[0] < refresh[0] <= 100
+    print(few)
