@@ -4,7 +4,7 @@ B: matrices; M: short side; N: long side. No kernel of its own: launches of :mod
 :mod:`prokl.kernels.product`, whose products are counted here in units of m^3 with t = n/m, for five steps.
 
 standard   5 (2t + t + 1): a symmetric X X^T costs t, the polynomial 1, the update of X 2t
-Gram       14 + 6t: 14 symmetric polynomials of Gram matrices, X X^T twice, the restart X <- QX and the last QX
+Gram       11 + 9t: 11 symmetric polynomials of Gram matrices, X X^T three times, two restarts X <- QX and the last QX
 """
 
 from __future__ import annotations

@@ -10,14 +10,16 @@ from torch import Tensor
 
 Coefficients = tuple[float, float, float]
 
-GRAM_RUN = 3
-"""Gram iterations between restarts. In half precision the Gram matrix carries spurious negative eigenvalues
-that the quintic amplifies; with (3.4445, -4.7750, 2.0315) a restart after three iterations keeps the error
-near the standard form's (0.85 to 1.3 times it in bfloat16), where none lets it diverge."""
+GRAM_RUN = 2
+"""Gram iterations between restarts. In half precision the Gram matrix of a nearly rank-deficient X has spurious
+negative eigenvalues, up to the unit roundoff (2e-3 of its largest in bfloat16), that the quintic multiplies by at
+least a^2 an iteration and turns into divergence beyond about 1. With a = 3.4445 two iterations keep 2e-3 below 0.4;
+three reach 4, and did diverge, by factors up to 1e6, on matrices of rank one plus noise with few rows, or few rows
+that matter. From a restart every two on, the error is the standard form's."""
 
 GRAM_ASPECT = 1.5
 """n/m from which the Gram form needs fewer multiplications: with five steps the standard form costs 10 n/m + 5
-products of m x m matrices, the Gram form with its restart 4 n/m + 14."""
+products of m x m matrices, the Gram form with its restarts 6 n/m + 11."""
 
 
 def use_gram(m: int, n: int) -> bool:

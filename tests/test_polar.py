@@ -48,6 +48,27 @@ def test_gram_form_is_about_as_accurate_as_the_standard_form(dtype, bound, small
     assert gram <= bound * standard
 
 
+def nearly_rank_one(B, m, n, rows):
+    """Rank one in the first ``rows`` rows plus noise from 3e-4 to 0.1 of it everywhere."""
+    g = torch.Generator().manual_seed(1)
+    X = torch.zeros(B, m, n, dtype=torch.float64)
+    X[:, :rows] = torch.randn(B, rows, 1, generator=g) @ torch.randn(B, 1, n, generator=g)
+    X += torch.logspace(-3.5, -1, B)[:, None, None] * torch.randn(B, m, n, generator=g)
+    return X / torch.linalg.matrix_norm(X)[:, None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m, rows", [(2, 2), (3, 3), (8, 8), (24, 24), (64, 3), (64, 6)])
+def test_gram_form_never_does_much_worse_than_the_standard_form_on_nearly_rank_one_matrices(m, rows, dtype):
+    X = nearly_rank_one(300, m, 2 * m, rows)
+    exact = result(X, 5, MUON, False)
+    gram, standard = (
+        torch.linalg.matrix_norm(result(X.to(dtype), 5, MUON, form).double() - exact).max() for form in (True, False)
+    )
+    # Measured: 0.96 to 1.05; with a restart after three iterations up to 1e5 times it in bfloat16.
+    assert gram <= 2 * standard
+
+
 def test_without_the_restart_half_precision_fails():
     X = matrices(4, 64, 256)
     exact = result(X, 5, MUON, False)
