@@ -335,8 +335,9 @@ def test_precision_applies_to_operands_of_float32(monkeypatch):
         symmetric_product(A, minus=minus, precision="tf32")
     symmetric_polynomial(symmetric(1, 4, HALF), symmetric(1, 4, BF16), precision="tf32")
     used = [c for c in constants if "PRECISION_VW" in c]
-    assert [str(c["OPERAND"]) for c in used] == ["fp16", "bf16", "fp32", "fp64", "fp32"]
-    assert [c["PRECISION"] for c in used] == ["ieee", "ieee", "tf32", "ieee", "tf32"]
+    bf16 = ("fp32", "tf32") if launch.INTERPRETED else ("bf16", "ieee")  # the interpreter's bfloat16 products are wrong
+    assert [str(c["OPERAND"]) for c in used] == ["fp16", bf16[0], "fp32", "fp64", "fp32"]
+    assert [c["PRECISION"] for c in used] == ["ieee", bf16[1], "tf32", "ieee", "tf32"]
     assert [c["PRECISION_VW"] for c in used] == ["tf32", "tf32", "tf32", "ieee", "tf32"]
 
 

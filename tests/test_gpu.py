@@ -1,0 +1,433 @@
+"""What only a GPU shows: runs at the paper's sizes, kernels launched, host reads, CUDA graphs, memory, precision.
+
+Every body also runs at toy sizes in Triton's interpreter ("cpu"), where stand-ins take the place of CUDA's own
+counters, so that it is known to run before a GPU is at hand.
+"""
+
+import copy
+import statistics
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import prokl.buckets
+from prokl import KLShampoo, ProKLShampoo, update, update_kl
+from prokl.kernels import launch
+from prokl.kernels.product import product
+from prokl.kernels.symmetric_product import symmetric_product
+from tests.problems import gradient_stream, relative, run
+from tests.test_accelerator_path import ForbidHostReads
+from tests.test_graphs import assert_same, recorded  # noqa: F401  (a fixture)
+
+PAPER = [(768, 768), (768, 2048), (768, 3072), (1024, 1024), (1024, 2816), (1024, 4096)]
+GPU = pytest.mark.gpu
+INTERPRETED = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+DEVICES = [pytest.param("cuda", marks=GPU), pytest.param("cpu", marks=INTERPRETED)]
+both_methods = pytest.mark.parametrize(  # of the two KLShampoo has the fewer launches to interpret
+    "cls, device",
+    [
+        pytest.param(ProKLShampoo, "cuda", marks=GPU),
+        pytest.param(KLShampoo, "cuda", marks=GPU),
+        pytest.param(KLShampoo, "cpu", marks=INTERPRETED),
+    ],
+    indirect=["device"],
+)
+EXACT = {"ns_dtype": torch.float32}  # Newton-Schulz too: bfloat16 would hide what the other products lose
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cpu":  # take the path of a device that the host may not read
+        for module in ("qr", "buckets", "graphs", "base"):
+            monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+        monkeypatch.setattr(prokl.buckets, "YOUNG", 5)  # fewer steps to interpret
+    return torch.device(request.param)
+
+
+def is_gpu(device):
+    return device.type == "cuda"
+
+
+def young():
+    """Steps in which an "auto" start may still be corrected: the ones after them can be captured."""
+    return prokl.buckets.YOUNG
+
+
+def shapes_on(device):
+    """Two orientations, a stack and, on a GPU, a second bucket."""
+    if is_gpu(device):
+        return [(96, 160), (160, 96), (3, 96, 160), (128, 128)]
+    return [(6, 10), (10, 6), (2, 6, 10)]
+
+
+def rank_on(device):
+    return 64 if is_gpu(device) else 4
+
+
+def settings_of(cls, device, **kwargs):
+    """Those of ProKLShampoo only where they are taken; no bfloat16 in the interpreter."""
+    own = {"rank": rank_on(device)} if cls is ProKLShampoo else {}
+    if cls is ProKLShampoo and not is_gpu(device):
+        own |= EXACT
+    return {"precondition_frequency": 5, **own, **kwargs}
+
+
+def stream_on(device, shapes, steps, dtype=torch.float32, seed=0):
+    return [[g.to(device) for g in gradients] for gradients in gradient_stream(shapes, steps, seed=seed, dtype=dtype)]
+
+
+# Training
+
+SIGNAL = 5.0  # largest singular value of what is to be learnt, about; the noise in the gradient has two
+
+
+def loss_curves(shape, device, steps, permuted=False, **kwargs):
+    """Losses (steps, weights) of a noisy regression from W = 0, from a fresh batch every step; the noise not counted.
+
+    The target has half of all singular values, falling off, so that subspace and complement both have to learn.
+    ``permuted`` numbers rows and columns in another order, and with them the terms of every sum.
+    """
+    m, n = shape
+    few = not is_gpu(device) or m * n > 3e6  # the reference takes one weight after another
+    g = torch.Generator(device).manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, generator=g, device=device)
+
+    problems = []
+    for rows, columns in [(m, n)] if few else [(m, n), (n, m)]:
+        sizes = SIGNAL / (1 + torch.arange(m // 2, device=device) / 8)
+        target = normal(rows, m // 2) / rows**0.5 * sizes @ (normal(m // 2, columns) / columns**0.5)
+        order = torch.randperm(rows, generator=g, device=device), torch.randperm(columns, generator=g, device=device)
+        scale = torch.logspace(0, -1, columns, device=device)[:, None]
+        W = torch.nn.Parameter(torch.zeros(rows, columns, device=device))
+        problems.append((W, target[order[0]][:, order[1]] if permuted else target, scale, order))
+    optimizer = ProKLShampoo([W for W, *_ in problems], precondition_frequency=10, **kwargs)
+    losses = []
+    for _ in range(steps):
+        now = []
+        for W, target, scale, order in problems:
+            x = scale * normal(len(scale), m)
+            noise = normal(len(target), m)
+            if permuted:
+                x, noise = x[order[1]], noise[order[0]]
+            error = (W.detach() - target) @ x
+            now.append(error.double().square().sum() / (2 * m))
+            W.grad = (error + noise) @ x.mT / m
+        losses.append(torch.stack(now))
+        optimizer.step()
+    return torch.stack(losses).cpu()
+
+
+def assert_trains_as_the_reference(shape, device, steps, half=False, **kwargs):
+    """Compare loss curves with float32 Newton-Schulz, or with ``half`` those of the default dtype with them."""
+
+    def curve(backend, permuted=False, own=EXACT):
+        return loss_curves(shape, device, steps, backend=backend, permuted=permuted, **kwargs, **own)
+
+    exact = curve("reference")
+    if half:  # what bfloat16 changes in the other two backends, until this step
+        triton, *others = (curve(backend, own={}) for backend in ("triton", "reference", "torch"))
+    else:
+        # What another order of the same float32 operations changes: rows and columns renumbered, or batched products,
+        # Cholesky in place of Householder and the Gram form of Newton-Schulz.
+        triton, others = curve("triton"), [curve("reference", permuted=True), curve("torch")]
+    differences = torch.stack([(other - exact).abs() for other in others])
+    found = (triton - exact).abs()
+    print(f"{shape}: loss {exact[0].tolist()} -> {exact[-1].tolist()}")
+    print(f"largest relative difference {(found / exact).max():.1e}, of the others {(differences / exact).max():.1e}")
+    assert (exact[-1] < 0.9 * exact[0]).all()  # there is something to agree on
+    spread = differences.amax(0).cummax(0).values
+    assert (found <= 4 * spread + 1e-6 * exact).all()  # the addend: rounding of the loss itself
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", PAPER, ids=str)
+def test_a_run_of_a_hundred_steps_differs_from_the_references_as_other_orders_of_summation_do(shape):
+    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, rank=128, lr=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(768, 3072), (1024, 1024)], ids=str)  # the Gram form and the standard one
+def test_bfloat16_newton_schulz_changes_a_run_as_it_changes_the_references(shape):
+    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, half=True, rank=128, lr=0.02)
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_the_comparison_of_runs_itself_runs():
+    assert_trains_as_the_reference((12, 20), torch.device("cpu"), 8, rank=4, lr=0.8)
+
+
+# Launches
+
+
+def kernels_in(work, device):
+    """Kernels that ``work()`` launches; on a CPU those of this package alone."""
+    if not is_gpu(device):
+        launched = []
+        start = launch.start
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch, "start", lambda *a, **k: (launched.append(a[0]), start(*a, **k)))
+            work()
+        return len(launched)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as p:
+        work()
+        torch.cuda.synchronize()
+    ran = [e for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    # Copies and fills by the copy engine are no kernels; the optimizer's own annotation is repeated on the device.
+    no_kernel = ("Memcpy", "Memset", "Optimizer.", "ProfilerStep")
+    return sum(not e.name.startswith(no_kernel) and not getattr(e, "is_user_annotation", False) for e in ran)
+
+
+def kernels_per_step(cls, weights, device):
+    """Of an ordinary and of a refresh step, once no start is young."""
+    k = 16 if is_gpu(device) else 1
+    shapes = [(8 * k, 16 * k) if i % 2 else (16 * k, 8 * k) for i in range(weights)]
+    stream = stream_on(device, shapes, young() + 6)
+    parameters, optimizer = run(
+        cls, stream[: young() + 1], dtype=torch.float32, backend="triton", **settings_of(cls, device)
+    )
+    counts = []
+    for gradients in stream[young() + 1 :]:
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        counts.append(kernels_in(optimizer.step, device))
+    return counts[1], counts[4]  # the fifth is a refresh; the first one profiled warms the profiler up
+
+
+@pytest.mark.slow
+@both_methods
+def test_kernels_per_step_do_not_grow_with_the_number_of_weights(cls, device):
+    # More than eight: up to that torch.linalg.solve_triangular goes matrix by matrix from 64 rows on.
+    few, many = (12, 24) if is_gpu(device) else (2, 5)
+    ordinary, refresh = zip(*(kernels_per_step(cls, n, device) for n in (few, many)), strict=True)
+    print(f"kernels of an ordinary step {ordinary}, of a refresh step {refresh}, for {few} and {many} weights")
+    assert 0 < ordinary[1] <= ordinary[0] <= 500  # by count about 150 operations, and a Cholesky is several kernels
+    assert ordinary[1] < refresh[1] <= refresh[0] <= 1500
+
+
+# Host reads
+
+
+@contextmanager
+def no_host_read(device):
+    """Raises where the host would wait for the device."""
+    if not is_gpu(device):
+        with ForbidHostReads():
+            yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_a_host_read_would_be_seen(device):
+    value = torch.ones(1, device=device)
+    with pytest.raises((RuntimeError, AssertionError)), no_host_read(device):
+        value.item()
+
+
+@pytest.mark.slow
+@both_methods
+def test_no_step_after_the_first_waits_for_the_device(cls, device):
+    stream = stream_on(device, shapes_on(device), young() + 7)
+    parameters, optimizer = run(cls, stream[:1], dtype=torch.float32, backend="triton", **settings_of(cls, device))
+    for t, gradients in enumerate(stream[1:], 1):
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        since = t - young()
+        # While the starts are young and after, in an ordinary step and in a refresh.
+        if t in (2, 5) or since in (2, 5):
+            parameters[1].grad = None
+        if t in (3, 5) or since in (3, 5):
+            gradients[0][2, 3] = float("nan")
+        with no_host_read(device):
+            optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+    assert optimizer.skipped()["parameter 0 of group 0"] == len({3, 5, young() + 3, young() + 5})
+
+
+# Graphs
+
+
+def train(cls, device, graphs, start=None):
+    """Steps with a schedule, gradients at changing addresses, and a NaN in two steps that graphs replay.
+
+    Returns:
+        The parameters, the optimizer, and its state after the initialising step, or ``start`` if that was given:
+        two SVDs on a GPU need not agree in every bit.
+    """
+    g = torch.Generator().manual_seed(0)
+    shapes = shapes_on(device)
+    parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
+    optimizer = cls(parameters, backend="triton", weight_decay=0.1, **settings_of(cls, device))
+    if graphs:
+        optimizer.enable_graphs()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    held, addresses = [], set()
+    for t, gradients in enumerate(stream_on(device, shapes, young() + (25 if is_gpu(device) else 16))):
+        gradients = [x.clone() for x in gradients]
+        if t - young() in (13, 15):
+            gradients[0][2, 3] = float("nan")
+        for p, x in zip(parameters, gradients, strict=True):
+            p.grad = x
+        held = [*held, *gradients][-2 * len(gradients) :]  # so that the allocator cannot give the same memory again
+        addresses.add(gradients[0].data_ptr())
+        optimizer.step()
+        if t == 0:
+            start = start or copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(start)
+        schedule.step()
+    assert len(addresses) > 1
+    return parameters, optimizer, start
+
+
+@pytest.mark.slow
+@both_methods
+def test_graphs_change_no_bit(cls, device, request):
+    if not is_gpu(device):
+        request.getfixturevalue("recorded")
+    *plain, start = train(cls, device, False)
+    *replayed, _ = train(cls, device, True, start)
+    assert_same(plain, replayed)
+    # One of ordinary and one of refresh steps, each recorded when it came up for the second time.
+    assert sum(replay is not None for replay in replayed[1]._graphs.replays.values()) == 2
+    assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+
+
+# Memory
+
+
+def requested(device, what):
+    """Bytes asked of the allocator, without what it rounds up: blocks may be 1 MiB larger than what they hold."""
+    return torch.cuda.memory_stats(device)[f"requested_bytes.all.{what}"] if is_gpu(device) else 0
+
+
+@pytest.mark.slow
+@both_methods
+@pytest.mark.parametrize("shape", [(768, 3072), (1024, 1024)], ids=str)
+def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device):
+    pro, count = cls is ProKLShampoo, 3
+    shape, rank = (shape, 128) if is_gpu(device) else ((12, 20), 4)
+    signal = [torch.randn(*shape, device=device) for _ in range(count)]
+    parameters = [torch.nn.Parameter(torch.zeros(*shape, device=device)) for _ in signal]
+    settings = settings_of(cls, device, **({"rank": rank} if pro else {}))
+    optimizer = cls(parameters, backend="triton", **settings)
+    taken = []
+    for _ in range(young() + 7):
+        for p, g in zip(parameters, signal, strict=True):
+            p.grad = g + 0.3 * torch.randn_like(g)
+        if is_gpu(device):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before = requested(device, "current")
+        optimizer.step()
+        taken.append(requested(device, "peak") - before)
+    most = max(taken[young() + 1 :])  # with a refresh among them
+    allowed = count * (update if pro else update_kl).workspace(*shape, rank) * 4
+    print(f"{shape}: {most / allowed:.2f} of the workspace")
+    assert most <= allowed + 2**20  # slack: the libraries' lists of pointers
+    if is_gpu(device):
+        assert most >= allowed / 4  # and the bound is no arbitrary one
+
+
+# Precision
+
+
+@contextmanager
+def tf32(how):
+    """Switch torch's TF32 on in one of its two ways, or off (None)."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        if how == "allow_tf32":
+            torch.backends.cuda.matmul.allow_tf32 = True
+        elif how is not None:
+            torch.set_float32_matmul_precision(how)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def moved(device, backend, how=None, dtype=torch.float32, given=torch.float32, seed=0, **kwargs):
+    """Distances moved in 12 steps by weights of ``dtype``, in float64; the gradients are rounded to ``given``."""
+    stream = stream_on(device, shapes_on(device), 12, dtype=given, seed=seed)
+    kwargs = {"backend": backend, "dtype": dtype, **settings_of(ProKLShampoo, device, **kwargs)}
+    with tf32(how):
+        start, _ = run(ProKLShampoo, stream[:1], **kwargs)  # initialising moves nothing
+        end, _ = run(ProKLShampoo, stream, **kwargs)
+    return [p.detach().double() - w.detach().double() for p, w in zip(end, start, strict=True)]
+
+
+def difference(one, two):
+    return sum(relative(a, b) for a, b in zip(one, two, strict=True)) / len(two)
+
+
+@pytest.mark.slow
+def test_torchs_tf32_switches_change_no_more_than_rounding(device):
+    def run_in(backend, how=None, dtype=torch.float32):
+        return moved(device, backend, how, dtype, ns_dtype=dtype)
+
+    rounding = difference(run_in("reference"), run_in("reference", dtype=torch.float64))
+    plain = {backend: run_in(backend) for backend in ("triton", "torch")}
+    for how in ("allow_tf32", "high", "medium") if is_gpu(device) else ("high",):
+        triton, torchs = (difference(run_in(backend, how), plain[backend]) for backend in ("triton", "torch"))
+        print(f"{how}: moved elsewhere by {triton:.1e}, backend torch by {torchs:.1e}; rounding {rounding:.1e}")
+        assert triton <= 4 * rounding
+        if is_gpu(device):
+            assert torchs > 10 * rounding  # so the switch does act
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+def test_half_precision_error_is_at_most_four_times_the_references(state, device):
+    # No bfloat16 in the interpreter. lr=1: a small step would vanish in the rounding of the weights.
+    half = torch.bfloat16 if is_gpu(device) else torch.float16
+    state_dtype = torch.bfloat16 if state == "bfloat16" else None  # storage, which the interpreter reads rightly
+    ratios = []
+    for seed in range(3 if is_gpu(device) else 1):
+        common = {"given": half, "lr": 1.0, "seed": seed}
+        exact = moved(device, "reference", dtype=torch.float64, ns_dtype=torch.float64, **common)
+        errors = [
+            difference(moved(device, backend, dtype=half, state_dtype=state_dtype, **common), exact)
+            for backend in ("triton", "reference")
+        ]
+        print(f"error of triton {errors[0]:.1e}, of the reference {errors[1]:.1e}")
+        ratios.append(errors[0] / errors[1])
+    assert statistics.median(ratios) <= 4, ratios
+
+
+PRODUCTS = {
+    "product": (product, lambda A, B: A @ B),
+    "symmetric_product": (
+        lambda A, B, **kwargs: symmetric_product(A, **kwargs),
+        lambda A, B: A @ A.mT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("depth", [768, 4096])
+def test_three_tf32_products_are_as_exact_as_float32_and_one_is_not(name, depth, device):
+    m, n, k = (384, 512, depth) if is_gpu(device) else (20, 24, 32)
+    g = torch.Generator().manual_seed(0)
+    A, B = (torch.randn(4, *s, generator=g).to(device) for s in ((m, k), (k, n)))
+    kernel, plain = PRODUCTS[name]
+    exact = plain(A.double(), B.double())
+    errors = {p: relative(kernel(A, B, precision=p), exact) for p in launch.PRECISIONS}
+    with tf32(None):
+        torchs = relative(plain(A, B), exact)
+    print(f"{name}, depth {k}: {errors}, torch {torchs:.1e}")
+    assert errors["ieee"] <= 4 * torchs
+    assert errors["tf32x3"] <= 4 * errors["ieee"]
+    if is_gpu(device):
+        assert errors["tf32"] > 10 * max(errors["ieee"], errors["tf32x3"])
