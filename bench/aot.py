@@ -1,0 +1,333 @@
+"""Compiles what the launchers launch, without a GPU: ``python -m bench.aot [--out bench/results/aot.csv]``.
+
+Every case of :mod:`bench.kernel_cases` is called with tensors that have shape and dtype but no memory. What would be
+launched is compiled by Triton's own JIT, so with its specialisation on every argument, and the result is checked:
+no spills, no more shared memory than there is, tensor cores, loads that run ahead. The exit status says whether all
+of that holds.
+"""
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+from bench.case import Case, Sizes
+from bench.kernel_cases import CASES, STAGE_BYTES
+from prokl.kernels import launch as launching
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may have."""
+SIZES = Sizes(B=48, m=768, n=3072, r=128)
+"""A bucket of GPT-2 124M's kind: full tiles are chosen, and all sizes are multiples of 16, as they are in practice."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What the JIT looks at in a tensor."""
+
+    dtype: torch.dtype
+    offset: int
+    """Bytes from the start of the storage, which is aligned."""
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch."""
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    """Of the kernel's parameters."""
+
+    @property
+    def kernel(self) -> str:
+        return self.function.removesuffix("_kernel")
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.arguments, strict=False)) | dict(self.constants)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    kernel: str
+    config: str
+    arch: int
+    registers: int
+    shared: int
+    stack: int
+    instructions: str
+    """Those of tensor cores and of loads that run ahead, as far as there are any."""
+    triton: str
+
+
+class Offline:
+    """What Triton asks of a driver in order to compile, for GPUs that are not there: device i is an sm_i."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Shapes:
+    """Draws tensors that hold nothing."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def table(self, matrices: Sequence[Tensor]) -> Tensor:
+        return torch.empty((3, len(matrices)), dtype=torch.int64, device="cuda")
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collects launches in place of running them; tensors made inside have no memory."""
+    launches: list[Launch] = []
+
+    def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
+        seen = tuple(
+            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16) if isinstance(a, Tensor) else a
+            for a in arguments
+        )
+        name = kernel.__name__
+        launches.append(Launch(kernel.__module__, name, seen, tuple(constants.items()), tuple(kernel.arg_names)))
+
+    with FakeTensorMode(), patch.object(launching, "start", start):
+        yield launches
+
+
+def record(case: Case) -> list[Launch]:
+    """What ``case`` launches, for all of its dtypes and tiles."""
+    with recording() as launches:
+        for dtypes in case.dtypes:
+            for tile in case.tiles(dtypes):
+                case.call(case.inputs(case.fitted(SIZES, tile), dtypes, Shapes()), tile)
+    return launches
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def describe(launch: Launch) -> str:
+    """All that the launch is specialised on, in words: tile, dtypes, flags, and strides other than the usual.
+
+    The dtype of a tensor that is not there is that of its stand-in.
+    """
+    values = launch.by_name
+    tile = [value for name, value in values.items() if name.startswith("TILE") and not name.startswith("TILES")]
+    words = ["x".join(map(str, tile))]
+    for name, short in (("num_warps", "warps"), ("num_stages", "stages")):
+        if name in values:
+            words.append(f"{values[name]} {short}")
+    dtypes = {name.removesuffix("_ptr"): _dtype(v.dtype) for name, v in values.items() if isinstance(v, Pointer)}
+    usual = max(dtypes.values(), key=list(dtypes.values()).count)
+    words.append(usual)
+    words += [f"{name}:{dtype}" for name, dtype in dtypes.items() if dtype != usual]
+    for name, value in launch.constants:
+        if name.startswith(("num_", "TILE")) and not name.startswith("TILES") or value is False:
+            continue
+        name = name.lower()
+        words.append(name if value is True else str(value) if name == "precision" else f"{name}={value}")
+    words += _unusual(launch)
+    return " ".join(words)
+
+
+def _unusual(launch: Launch) -> list[str]:
+    """Sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
+    words: list[str] = []
+    strides: dict[str, list[str]] = {}
+    for name, value in zip(launch.names, launch.arguments, strict=False):
+        if isinstance(value, Pointer) and value.offset:
+            words.append(f"{name} unaligned")
+        if not isinstance(value, int):
+            continue
+        kind = "1" if value == 1 else "?" if value % 16 else "16" if value else "0"
+        kind += "" if value < 2**31 else "L"
+        if name.startswith("stride_"):
+            strides.setdefault(name.removeprefix("stride_").rpartition("_")[0], []).append(kind)
+        elif kind != "16":
+            words.append(f"{name}:{kind}")
+    for name, kinds in strides.items():
+        if kinds in (["16", "1", "16"], ["1", "16"]):
+            words.append(f"{name}^T")
+        elif {*kinds} != {"0"} and not (kinds[-1] == "1" and {*kinds[:-1]} <= {"16"}):
+            words.append(f"{name}[{' '.join(kinds)}]")
+    return words
+
+
+HALVES = ("fp16", "bf16")
+INSTRUCTIONS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "cp.async": r"\bcp\.async",
+    "trap": r"^\s*trap;",
+}
+"""What to look for in the PTX."""
+
+
+def build(launch: Launch, arch: int) -> Any:
+    """What Triton's JIT would run for this launch on this architecture."""
+    triton.runtime.driver.set_active(Offline(arch))
+    kernel = getattr(import_module(launch.module), launch.function)
+    return kernel.warmup(*launch.arguments, grid=(1,), **dict(launch.constants))
+
+
+def compiled(launch: Launch, arch: int) -> Row:
+    """Compile one launch for one architecture."""
+    done = build(launch, arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"\b{key}:(\d+)", usage)[0]) for key in ("REG", "STACK"))
+    found = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, done.asm["ptx"], re.MULTILINE)]
+    return Row(
+        launch.kernel,
+        describe(launch),
+        arch,
+        registers,
+        done.metadata.shared,
+        stack,
+        " ".join(found),
+        triton.__version__,
+    )
+
+
+def complaints(row: Row, launch: Launch) -> list[str]:
+    """What is wrong with a compiled kernel."""
+    found = set(row.instructions.split())
+    wrong = []
+    if row.stack > 0:
+        wrong.append(f"registers spill: {row.stack} bytes of stack; take a smaller tile or more warps")
+    if row.shared > SHARED_LIMIT[row.arch]:
+        wrong.append(f"{row.shared} bytes of shared memory; there are {SHARED_LIMIT[row.arch]}")
+    if "trap" in found:
+        wrong.append("the code traps: the compiler gave up on it; take another tile")
+    if row.kernel not in STAGE_BYTES:
+        return wrong
+    values = launch.by_name
+    operand = str(values.get("OPERAND", values.get("DTYPE")))
+    if operand != "fp64" and not found & {"mma", "wgmma", "tcgen05"}:
+        wrong.append("no tensor cores")
+    if row.arch == 90 and operand in HALVES and "wgmma" not in found:
+        wrong.append("no wgmma for half operands")
+    stages = values.get("num_stages", 1)
+    if stages >= 2:
+        # wgmma reads halves where they lie; other operands go through registers, and leave room for the next ones.
+        in_place = row.arch == 90 and operand in HALVES
+        least = STAGE_BYTES[row.kernel](values) * (stages if in_place else stages - 1)
+        if "cp.async" not in found:
+            wrong.append("loads do not run ahead: no cp.async")
+        elif row.arch <= 90 and row.shared < least:
+            wrong.append(f"loads do not run ahead: {row.shared} bytes of shared memory; {stages} stages take {least}")
+    return wrong
+
+
+def checked(launch: Launch, arch: int) -> tuple[Row | None, list[str]]:
+    """The row of one compilation, and what is wrong with it."""
+    try:
+        row = compiled(launch, arch)
+    except Exception as error:  # whatever the compiler raises is a verdict on the kernel
+        return None, [f"does not compile: {error!r}"]
+    return row, complaints(row, launch)
+
+
+def distinct(launches: Iterable[Launch]) -> list[Launch]:
+    """One launch of each kernel and specialisation."""
+    return list({(launch.kernel, describe(launch)): launch for launch in launches}.values())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, aligned."""
+    lines = [[f.name for f in fields(Row)], *([str(v) for v in asdict(row).values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def parse(argv: Sequence[str], kernels: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.aot", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, metavar="CSV", help="also write the table there")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, metavar="SM")
+    parser.add_argument("--kernel", choices=kernels, metavar="NAME", help=", ".join(kernels))
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes (default: 2)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compile, print, write; the exit status."""
+    if launching.INTERPRETED:
+        print("error: TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it", file=sys.stderr)
+        return 2
+    launches = distinct(chain.from_iterable(map(record, CASES)))
+    options = parse(argv, sorted({launch.kernel for launch in launches}))
+    if options.kernel:
+        launches = [launch for launch in launches if launch.kernel == options.kernel]
+    tasks = [(launch, arch) for launch in launches for arch in options.arch]
+    print(
+        f"{len(launches)} specialisations on {len(options.arch)} architectures: {len(tasks)} compilations", flush=True
+    )
+    with ProcessPoolExecutor(options.jobs) as pool:
+        done = list(pool.map(checked, *zip(*tasks, strict=True)))
+    rows = [row for row, _ in done if row is not None]
+    print(table(rows))
+    if options.out:
+        write(options.out, rows)
+    wrong = [
+        f"{launch.kernel} ({describe(launch)}) on sm_{arch}: {complaint}"
+        for (launch, arch), (_, found) in zip(tasks, done, strict=True)
+        for complaint in found
+    ]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
