@@ -1,4 +1,4 @@
-"""Eigenvalue EMA with clip for a bucket of weights in one launch; in PyTorch: ``prokl.ops.eigenvalue_ema``.
+"""Eigenvalue EMA with clip for a bucket of weights in one launch; in PyTorch: ``prokl.torch_ops.eigenvalue_ema``.
 
 B: matrices; M: short side; R: rank; N: long side.
 """
@@ -157,7 +157,7 @@ def eigenvalue_ema(
     ceiling_mu: Tensor,
     live: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalue EMA with clip (Algorithm 2 (3)), :func:`prokl.ops.eigenvalue_ema` in one launch.
+    """Eigenvalue EMA with clip (Algorithm 2 (3)), :func:`prokl.torch_ops.eigenvalue_ema` in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64
     where one of them is, else in float32.

@@ -14,16 +14,7 @@ from torch import Tensor
 
 from prokl.kernels.product import can_use_product, product
 from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
-from prokl.polar import GRAM_RUN, Coefficients
-
-GRAM_ASPECT = 1.5
-"""n/m from which the Gram form is taken: by the count above it saves nothing at n = m and a sixth at 1.5, and its
-products are more and smaller. A choice by count, not a measured one."""
-
-
-def use_gram(m: int, n: int) -> bool:
-    """Whether the Gram form is the cheaper one here for an m x n matrix."""
-    return n >= GRAM_ASPECT * m
+from prokl.polar import GRAM_RUN, Coefficients, use_gram
 
 
 def can_use_newton_schulz(X: Tensor) -> bool:
@@ -85,7 +76,8 @@ def newton_schulz_factors(
         inverse_norm: 1/||X||_F (B,), 0 for a matrix whose result is to be zero; None: X is normalised.
         steps: number of iterations, at least 1.
         coefficients: (a, b, c) of the quintic.
-        gram: form to use; None chooses by the aspect n/m.
+        gram: form to use; None chooses by the aspect n/m, as the PyTorch form does. By the count above the Gram form
+            saves nothing at n = m and a ninth at 1.5; its products are more and smaller.
         precision: of the products of float32, see :mod:`prokl.kernels.launch`.
 
     Returns:

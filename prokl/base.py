@@ -132,8 +132,14 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             ValueError: a hyper-parameter was set out of bounds, or one that a weight's state depends on was changed.
-            RuntimeError: a sparse gradient in a matrix group. Nothing has moved then.
+            RuntimeError: a sparse gradient in a matrix group, or a CUDA graph is being captured. Nothing has moved
+                then.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "optimizer.step() was called while a CUDA graph is captured: its replays would not count steps, and so "
+                "never refresh. Capture forward and backward alone and call optimizer.enable_graphs() for the step."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -158,7 +164,7 @@ class MatrixOptimizer(Optimizer):
                 ops = select(bucket.group["backend"], bucket.made_for[1])
                 bucket.link(ops)
                 work.append((bucket, plan, ops))
-        moved = None if self._graphs is None else self._graphs.run(work)
+        moved = None if self._graphs is None or not work else self._graphs.run(work)
         messages: list[str] = []
         for i, (bucket, plan, ops) in enumerate(work):
             moving = bucket.run(plan, ops) if moved is None else moved[i]
@@ -219,9 +225,10 @@ class MatrixOptimizer(Optimizer):
 
         A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
         refresh steps, per combination of hyper-parameters other than lr and weight decay: these, and the gradients'
-        addresses, may change freely. A step in which some weight begins, is in its first 20 steps with an "auto"
-        start, or has no gradient runs as without graphs. The AdamW groups are not captured. Loading a state dict, or
-        editing groups by hand, starts the recording anew.
+        addresses, may change freely. Weights of one shape run as without graphs in a step in which one of them begins,
+        is in its first 20 steps with an "auto" start, has no gradient, or is a convolution in another than PyTorch's
+        default memory format. The AdamW groups are not captured. Loading a state dict, or editing groups by hand,
+        starts the recording anew; a copy of the optimizer starts without graphs.
 
         Raises:
             ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.

@@ -211,9 +211,15 @@ class Bucket:
     def settle(self, plan: Plan, moving: Sequence[int], states: Sequence[dict[str, Any]]) -> list[str]:
         """Move the clocks, last of all, so that a step that fails on the way is not counted.
 
+        A linked table has updated M by then, so that after running out of memory on the way M has gone ahead.
+
         Returns:
             Warnings about weights that never move.
         """
+        self.gradients, self.weights = [], []  # keep none of them alive until the next step
+        rows = set(moving)
+        moved = [m.p for m in self.members if not rows.isdisjoint(range(m.start, m.stop))]
+        torch.autograd.graph.increment_version(moved)  # a kernel writes past autograd's own count
         for b in plan.stepping:
             self.steps[b] += 1
         for member, state in zip(self.members, states, strict=True):
@@ -275,9 +281,11 @@ class Bucket:
             self._reference(G, state, h, moving, set(plan.refresh))
             return
         live = self._live(moving, finite)
-        decay: float | Tensor = 1 - h.lr * h.weight_decay
+        decay: float | Tensor
         if ops.linked:
             decay = 1 - (self.links.lr * self.links.weight_decay).to(self.dtype)
+        else:
+            decay = 1 - h.lr * h.weight_decay
         call = Call(self.aspect_scale, self._index(plan.refresh), live, decay)
         direction, new = self.method.step(G, state, h, call, ops)
         rows = set(moving)

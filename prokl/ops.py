@@ -14,7 +14,6 @@ from torch import Tensor
 
 from prokl import torch_ops
 from prokl.qr import refresh_basis, refresh_coordinates, tracking_qr
-from prokl.torch_ops import eigenvalue_ema as eigenvalue_ema  # the form that the kernel names
 
 OLDEST_GPU = (8, 0)
 """Compute capability from which the kernels are compiled and checked (Ampere)."""

@@ -76,7 +76,9 @@ def polar(P: Tensor, G_perp: Tensor, negligible: Tensor, h: ProHyper) -> tuple[T
     """Newton-Schulz of X = P G_perp as (Q, Y, scale); its norm comes with the product and is divided by in the next."""
     dtype = h.polar_dtype(P.dtype)
     X, energy = product(P, G_perp, out_dtype=torch.bfloat16 if dtype == torch.bfloat16 else None, energy=True)
-    inverse = torch.where(negligible | (energy == 0), 0.0, energy.rsqrt())
+    # Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
+    vanishing = energy < torch.finfo(energy.dtype).tiny
+    inverse = torch.where(negligible | vanishing, 0.0, energy.rsqrt())
     if X.dtype == dtype:
         return newton_schulz_factors(X, inverse, h.ns_steps, h.ns_coefficients)
     X = (X * inverse[:, None, None]).to(dtype)

@@ -16,8 +16,8 @@ from prokl.update import Call, State, refresh_rows
 
 
 def workspace(m: int, n: int, r: int) -> int:
-    """Elements of temporary memory that :func:`step` needs for one matrix at most."""
-    return 7 * m * n + 6 * n * n + 6 * m * m
+    """Elements of temporary memory that a step needs for one matrix at most, whatever the state's dtype."""
+    return 8 * m * n + 9 * n * n + 8 * m * m
 
 
 def step(G: Tensor, state: State, h: Hyper, call: Call, ops: Primitives) -> tuple[Direction, State]:

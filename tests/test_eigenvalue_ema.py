@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 import prokl
-from prokl import ops
+from prokl import torch_ops
 from prokl.kernels.eigenvalue_ema import TILE, can_use_eigenvalue_ema, eigenvalue_ema
 from prokl.kernels.launch import INTERPRETED
 
@@ -134,7 +134,7 @@ def test_statistics_may_have_another_dtype_than_the_state(statistics):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_the_pytorch_primitive(size):
     a = arguments(*size, state=torch.float64, statistics=torch.float64)
-    assert_within_bounds(call(eigenvalue_ema, a), [x.cpu() for x in call(ops.eigenvalue_ema, a)], size[1])
+    assert_within_bounds(call(eigenvalue_ema, a), [x.cpu() for x in call(torch_ops.eigenvalue_ema, a)], size[1])
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy's, in lanes that are masked

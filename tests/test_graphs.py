@@ -198,6 +198,37 @@ def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
     assert len(recorded) == 4
 
 
+def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorded, few_kernels):
+    def withhold(t, optimizer, gradients):
+        gradients[3] = gradients[3] if t < 3 else None  # the only one of its shape
+
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, withhold, **kwargs), train(cls, False, withhold, **kwargs))
+    assert len(recorded) == 3  # both shapes together, then the other alone: ordinary and refresh steps
+
+
+def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs(recorded, few_kernels, monkeypatch):
+    def change(t, optimizer, gradients):
+        optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * (t % 4)
+
+    monkeypatch.setattr(prokl.graphs, "KEPT", 3)
+    cls, kwargs = METHODS[0]
+    replayed = train(cls, True, change, **kwargs)
+    assert_same(replayed, train(cls, False, change, **kwargs))
+    assert len(replayed[1]._graphs.replays) == 3
+
+
+def test_a_step_inside_a_capture_raises(monkeypatch):
+    p = torch.nn.Parameter(torch.ones(4, 6))
+    p.grad = torch.ones_like(p)
+    optimizer = ProKLShampoo([p])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"while a CUDA graph is captured.*call optimizer.enable_graphs\(\)"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
 def test_asking_for_graphs_where_none_can_be_had_raises(backend):
     optimizer = ProKLShampoo([torch.nn.Parameter(torch.ones(4, 6))], backend=backend)

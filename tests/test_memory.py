@@ -41,9 +41,10 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(48, 48), (32, 128)], ids=str)
 @pytest.mark.parametrize("cls, kwargs, step", METHODS)
-def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, backend):
+def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, state_dtype, backend):
     if cls is ProKLShampoo:
         kwargs = {**kwargs, "ns_dtype": torch.float32}
     shapes, most = [shape] * 6, []
@@ -55,10 +56,11 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, 
 
     with peak:
         run(cls, gradient_stream(shapes, 5, dtype=torch.float32), dtype=torch.float32, backend=backend,
-            precondition_frequency=4, init_eigenvalue=0.1, observe=observe, **kwargs)  # fmt: skip
+            precondition_frequency=4, init_eigenvalue=0.1, state_dtype=state_dtype, observe=observe,
+            absent=lambda i, t: (i, t) == (2, 3), **kwargs)  # fmt: skip
     allowed = len(shapes) * step.workspace(*shape, 16) * 4
-    assert max(most[1:]) <= allowed  # the last of them is a refresh
-    assert max(most[1:]) >= allowed / 4  # and the bound is no arbitrary one; measured: 0.42 to 0.93 of it
+    assert max(most[1:]) <= allowed  # one lacks a gradient, the last is a refresh
+    assert max(most[1:]) >= allowed / 4  # and the bound is no arbitrary one; measured: 0.36 to 0.92 of it
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow), "reference"])

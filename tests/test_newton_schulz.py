@@ -5,7 +5,7 @@ import torch
 
 from prokl import polar
 from prokl.kernels import newton_schulz as ns
-from prokl.kernels.newton_schulz import can_use_newton_schulz, newton_schulz_factors, use_gram
+from prokl.kernels.newton_schulz import can_use_newton_schulz, newton_schulz_factors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MUON = (3.4445, -4.7750, 2.0315)
@@ -91,7 +91,7 @@ def test_an_inverse_norm_of_zero_gives_zero_and_leaves_the_others_alone(gram):
 def test_the_form_is_chosen_by_aspect_and_can_be_asked_for(m, n):
     X = problem(1, m, n)
     Q, Y, _ = newton_schulz_factors(X, inverse_norm(X), 5, MUON)
-    assert (Q is not None) == use_gram(m, n) == (n >= ns.GRAM_ASPECT * m)
+    assert (Q is not None) == polar.use_gram(m, n) == (n >= 1.5 * m)
     assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, gram=False)[0] is None
     assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, gram=True)[0] is not None
 

@@ -1,5 +1,7 @@
 """The whole step of ``backend="triton"`` against the reference; without a GPU in Triton's interpreter."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -27,8 +29,8 @@ def late_and_missing(i: int, t: int) -> bool:
     return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 7)
 
 
-def stream_of(dtype, seed=0, steps=STEPS):
-    stream = gradient_stream(SHAPES, steps, seed=seed, dtype=dtype)
+def stream_of(dtype):
+    stream = gradient_stream(SHAPES, STEPS, dtype=dtype)
     return [[*(x.to(DEVICE) for x in g[:-1]), g[-1].reshape(16, 4, 3, 3).to(DEVICE)] for g in stream]
 
 
@@ -44,6 +46,8 @@ def both(cls, dtype, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching):
+    if branching and kwargs.get("variant") in ("subspace-only", "complement-only"):
+        pytest.skip("parts of the other variants, which run both ways")
     (slow, reference), (fast, triton) = both(cls, torch.float64, **kwargs)
     for p, q in zip(slow, fast, strict=True):
         assert relative(q, p) <= 1e-9, p.shape  # as the PyTorch table
@@ -53,29 +57,30 @@ def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching
             assert relative(found[key], value) <= 1e-9, (p.shape, key)
 
 
-def error_against_float64(cls, seed, backend, state_dtype, **kwargs):
+def error_against_float64(cls, seed, backend, **kwargs):
     """Mean over the weights of the error in the distance moved, against the float64 reference."""
-    stream = stream_of(torch.float32, seed=seed)
-    kwargs = {"precondition_frequency": 5, **kwargs}
-    exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
+    stream = gradient_stream([(6, 10), (10, 6), (16, 36)], 8, seed=seed, dtype=torch.float32)
+    stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
+    kwargs = {"precondition_frequency": 3, **kwargs}
+    exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **{**kwargs, "state_dtype": None})
     start, _ = run(cls, stream[:1], backend="reference", dtype=torch.float32, **kwargs)  # initialising moves nothing
-    low, _ = run(cls, stream, backend=backend, dtype=torch.float32, state_dtype=state_dtype, **kwargs)
+    low, _ = run(cls, stream, backend=backend, dtype=torch.float32, **kwargs)
     errors = [relative(q.double() - w.double(), p - w.double()) for p, q, w in zip(exact, low, start, strict=True)]
     return sum(errors) / len(errors)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[1], METHODS[4]])
 def test_float32_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
+    kwargs = {**kwargs, "state_dtype": state_dtype}
     if cls is ProKLShampoo:
-        kwargs = {**kwargs, "ns_dtype": torch.float32}
+        kwargs["ns_dtype"] = torch.float32
     ratios = sorted(
-        error_against_float64(cls, seed, "triton", state_dtype, **kwargs)
-        / error_against_float64(cls, seed, "reference", state_dtype, **kwargs)
-        for seed in range(5)
+        error_against_float64(cls, seed, "triton", **kwargs) / error_against_float64(cls, seed, "reference", **kwargs)
+        for seed in range(3)
     )
-    assert ratios[2] <= 4, ratios
+    assert ratios[1] <= 4, ratios  # measured: 0.7 to 1.4
 
 
 class CountOperations(TorchDispatchMode):
@@ -123,7 +128,6 @@ def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, monkeypatc
     assert few == many
     ordinary, refresh = few
     assert 3 <= ordinary[0] <= 60 and ordinary[0] < refresh[0] <= 100
-    print(few)
 
 
 @pytest.mark.parametrize("step", [0, 2, 4], ids=["first", "ordinary", "refresh"])
@@ -181,3 +185,56 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
             p.grad = g.to(p.dtype)
         fresh.step()
     assert all(torch.equal(p, q) for p, q in zip(parameters, whole, strict=True))
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor):
+    def train(backend):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 24, device=DEVICE).reshape(4, 6))
+        lr = torch.tensor(0.1) if tensor else 0.1
+        optimizer = ProKLShampoo([p], lr=lr, weight_decay=0.5, rank=2, ns_dtype=torch.float32, backend=backend)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for t, (g,) in enumerate(gradient_stream([(4, 6)], 5, dtype=torch.float32)):
+            p.grad = g.to(DEVICE)
+            optimizer.param_groups[0]["weight_decay"] = 0.5 * t
+            optimizer.step()
+            schedule.step()
+        return p
+
+    assert relative(train("triton"), train("torch")) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-19, 1e-20, 1e-21, 1e-22, 1e-24, 1e-30])
+def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale):
+    stream = gradient_stream([(8, 12), (12, 12)], 3, dtype=torch.float32)
+    stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
+    settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "ns_dtype": torch.float32}
+    parameters, optimizer = run(ProKLShampoo, stream, **settings)
+    for p in parameters:
+        optimizer.state[p]["M"].mul_(scale)
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(t.isfinite().all() for p in parameters for t in (p, *state_tensors(optimizer.state[p]).values()))
+
+
+def test_autograd_sees_that_a_kernel_wrote_a_weight():
+    p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
+    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
+    for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
+        loss = (p * p).sum()
+        p.grad = g.to(DEVICE)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_gradient_is_let_go_after_the_step():
+    p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
+    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
+    for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
+        p.grad = g.to(DEVICE, copy=True)
+        gone = weakref.ref(p.grad)
+        optimizer.step()
+        p.grad = g = None
+        (bucket,) = optimizer._every_bucket()
+        assert gone() is None and not bucket.gradients and not bucket.weights
