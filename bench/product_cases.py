@@ -202,7 +202,7 @@ def newton_schulz_case(gram: bool) -> Case:
 
     def flops(s: Sizes) -> float:
         m, n = s.m, s.n
-        return s.B * m * m * (2 * (7 * m + 3 * n) - 2 * n if gram else NS_STEPS * (m + n + 2 * n))
+        return s.B * m * m * (11 * m + 7 * n if gram else NS_STEPS * (m + n + 2 * n))  # the last Q X is the caller's
 
     return Case(
         "newton_schulz " + ("gram" if gram else "standard"),

@@ -308,8 +308,8 @@ def floors(shapes: Sequence[Shape], rank: int, frequency: int, item: int, top: C
     polar = other = moved = 0.0
     for m, n in map(oriented, shapes):
         r = effective_rank(rank, m, n)
-        # In units of m^3: 14 + 6 n/m in the Gram form, 5 + 15 n/m in the standard one.
-        polar += 14 * m**3 + 6 * m * m * n if use_gram(m, n) else 5 * m**3 + 15 * m * m * n
+        # In units of m^3: 11 + 9 n/m in the Gram form, 5 + 15 n/m in the standard one.
+        polar += 11 * m**3 + 9 * m * m * n if use_gram(m, n) else 5 * m**3 + 15 * m * m * n
         # G U, M U, two residuals, B U^T, G^T Y; P G^perp and G_perp G_perp^T; P, E Q_L; Q_L^T G~, Y and L's increment,
         # P G^par; L Q_L and its QR at a refresh.
         other += 12 * m * n * r + 3 * m * m * n + 3 * m**3 + 7 * m * m * r + (2 + 4 / 3) * m**3 / frequency

@@ -153,7 +153,7 @@ def test_floors_add_up_over_the_weights_and_are_those_of_the_machine():
     one, two = (step.floors([(768, 3072)] * k, 128, 10, 4, top) for k in (1, 2))
     assert all(two[k] == pytest.approx(2 * one[k]) for k in one)
     assert one["memory traffic"] <= one["all bfloat16"] <= one["tf32x3"]
-    # Newton-Schulz of GPT-2 124M is 0.85e12 operations in the cheaper form: 48 (14 + 6) + 24 (14 + 6 * 4) of 768^3.
+    # Newton-Schulz of GPT-2 124M is 0.945e12 operations: 48 (5 + 15) + 24 (11 + 9 * 4) of 768^3.
     fast = kernels.Ceiling(flops=1e15, bytes=1e30)
     gpt2 = step.floors(step.shapes_of("gpt2-124m"), 128, 10, 4, fast)
-    assert 0.85e-3 < gpt2["all bfloat16"] < 1.5e-3
+    assert 0.945e-3 < gpt2["all bfloat16"] < 1.5e-3

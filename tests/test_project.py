@@ -77,8 +77,36 @@ def test_every_tile(tile):
 def test_every_tile_is_chosen_for_some_rank():
     assert {choose_tile(r, SINGLE) for r in range(1, 300)} == set(TILES)
     assert {choose_tile(r, DOUBLE) for r in range(1, 300)} == set(TILES_FP64)
-    for r in (1, 16, 17, 100, 128):
+    for r in (1, 16, 17, 32, 33, 64):
         assert choose_tile(r, SINGLE).n >= r  # one read of G and M
+
+
+def test_the_large_tile_is_only_for_loads_of_16_bytes(monkeypatch):
+    tiles = []
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: tiles.append((kwargs["TILE_M"], kwargs["TILE_R"])))
+    large, middle, small = ((tile.m, tile.n) for tile in TILES)
+    G, momentum, U = arguments(2, 48, 80, 64)
+    turned = G.mT.contiguous().mT
+    calls = {
+        large: [(G, momentum, U), (turned, turned, U), (G[:, :5], momentum[:, :5], U), (G, momentum, U[:, :, :48])],
+        middle: [
+            (torch.cat((G, G), 2)[:, :, 1:81], momentum, U),
+            (G, torch.cat((G, G), 2)[:, :, ::2], U),
+            (G, momentum, U.mT.contiguous().mT),
+            (G, momentum, U[:, :, :40]),  # the results are unaligned
+            (G[:, :, :70].contiguous(), momentum[:, :, :70].contiguous(), U[:, :70]),
+            (G, momentum, U[:, :, :32]),
+            (G, momentum, U[:, :, :17]),
+        ],
+        small: [(G, momentum, U[:, :, :16]), (G, momentum, U[:, :, :1])],
+    }
+    for tile, inputs in calls.items():
+        for i in inputs:
+            project(*i)
+            assert tiles.pop() == tile
+    for precision, r, tile in (("tf32", 64, large), ("tf32", 32, middle), ("ieee", 64, large), ("ieee", 32, small)):
+        project(G, momentum, U[:, :, :r], precision=precision)
+        assert tiles.pop() == tile
 
 
 @pytest.mark.usefixtures("poisoned_empty")
