@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.product import aligned
 
 
 @triton.jit
@@ -85,21 +86,28 @@ def project_kernel(
 
 
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
-# Deeper tiles spill on sm_80, where three products of TF32 parts keep both operands' parts in registers.
-TILES: tuple[Tile, ...] = (
-    Tile(64, 128, 16, 8, 4),
-    Tile(64, 64, 16, 8, 4),
-    Tile(64, 32, 16, 4, 4),
-    Tile(64, 16, 32, 4, 3),
-)
+# No tile is 128 wide, though two programs then share the rows of G and M, in L2, at rank 128: two accumulators of that
+# width in TF32 parts compile to nothing but a trap on sm_100 in Triton 3.6. Deeper tiles spill on sm_80.
+TILES: tuple[Tile, ...] = (Tile(128, 64, 16, 8, 3), Tile(64, 32, 16, 8, 4), Tile(64, 16, 16, 4, 4))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
-def choose_tile(r: int, dtype: torch.dtype) -> Tile:
-    """The tile for rank ``r`` and this arithmetic dtype: the narrowest that reads G and M once, or the widest."""
+def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+    """The narrowest tile that holds rank ``r``, or the widest that does not spill.
+
+    Args:
+        r: rank.
+        dtype: that of the sum.
+        precision: of float32 operands.
+        wide: whether all that is read and written is :func:`prokl.kernels.product.aligned`, and U in rows.
+    """
     if dtype == torch.float64:
         return TILES_FP64[0]
-    return next((tile for tile in reversed(TILES) if tile.n >= r), TILES[0])
+    large, middle, small = TILES
+    if r > middle.n and wide:
+        return large
+    # Without tensor cores operands are held in registers, too many of them for the middle one.
+    return middle if r > small.n and precision != "ieee" else small
 
 
 def can_use_project(*tensors: Tensor) -> bool:
@@ -127,7 +135,7 @@ def project(
         U: bases (B,n,r).
         live: (B,) bool; where False, G counts as zero, whatever it holds. None: all live.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
-        tile: block sizes, by default from r and the dtypes.
+        tile: block sizes, by default from r, the dtypes, the precision and the strides.
 
     Returns:
         G U and M U (B,m,r), contiguous, in the dtype of the sum.
@@ -151,7 +159,7 @@ def project(
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
     if B == 0:
         return GU, MU
-    tile = tile or choose_tile(r, dtype)
+    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U, GU) and U.stride(2) == 1)
     operand = launch.operand_dtype(dtype, G, M, U)
     launch.start(
         project_kernel,

@@ -92,6 +92,7 @@ def test_the_large_tile_is_only_for_loads_of_16_bytes(monkeypatch):
         middle: [
             (torch.cat((G, G), 2)[:, :, 1:81], momentum, U),
             (G, torch.cat((G, G), 2)[:, :, ::2], U),
+            (G, momentum, torch.cat((U, U), 2)[:, :, 1:65]),
             (G, momentum, U.mT.contiguous().mT),
             (G, momentum, U[:, :, :40]),  # the results are unaligned
             (G[:, :, :70].contiguous(), momentum[:, :, :70].contiguous(), U[:, :70]),
