@@ -236,9 +236,9 @@ def compiled(launch: Launch, arch: int) -> Row:
 
 
 def aligned(launch: Launch) -> bool:
-    """Whether all sizes are multiples of 16, so that loads can run ahead 16 bytes at a time."""
+    """Whether all sizes are 1 or multiples of 16, so that loads can run ahead 16 bytes at a time."""
     sizes = [value for name, value in launch.by_name.items() if name in ("M", "N", "K", "R")]
-    return not any(isinstance(value, int) and value % 16 for value in sizes)
+    return not any(isinstance(value, int) and value > 1 and value % 16 for value in sizes)
 
 
 def complaints(row: Row, launch: Launch) -> list[str]:

@@ -229,7 +229,10 @@ def _launch(
     read = (A, B, *(() if C is None else (C,)), *(VW or ()))
     sum_dtype = launch.arithmetic_dtype(*read)
     operand = launch.operand_dtype(sum_dtype, A, B)
-    tile = tile or choose_tile(batch, m, operand if VW is None else sum_dtype, precision, aligned(*read, D))
+    wide = aligned(*read, D)
+    if tile is None and VW is not None and not wide and sum_dtype == torch.float32:
+        tile = IEEE  # two pairs of operands with an address in registers for every element: the shallowest
+    tile = tile or choose_tile(batch, m, operand if VW is None else sum_dtype, precision, wide)
     V, W = VW or (A, A)  # not read
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A)

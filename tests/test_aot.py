@@ -111,6 +111,12 @@ def test_each_check_can_fail(change, complaint):
     assert len(found) == 1 and complaint in found[0]
 
 
+def test_odd_sizes_need_no_pipeline_but_may_not_spill():
+    odd = replace(PRODUCT, arguments=(*PRODUCT.arguments[:3], 517, *PRODUCT.arguments[4:]))
+    assert complaints(replace(GOOD, instructions=""), odd) == []
+    assert len(complaints(replace(GOOD, stack=8), odd)) == 1
+
+
 def test_float32_operands_need_no_wgmma_and_float64_ones_no_tensor_cores():
     for operand, instructions in (("fp32", "mma cp.async"), ("fp64", "cp.async")):
         other = replace(PRODUCT, constants=(*PRODUCT.constants, ("OPERAND", operand)))
