@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from bench.case import Case, Sizes
+from bench.errors import interruptible
 from bench.kernel_cases import CASES, STAGE_BYTES
 from prokl.kernels import launch as launching
 
@@ -316,6 +317,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     launches = distinct(chain.from_iterable(map(record, CASES)))
     options = parse(argv, sorted({launch.kernel for launch in launches}))
+    if options.jobs < 1:
+        print(f"error: --jobs {options.jobs}: must be at least 1", file=sys.stderr)
+        return 2
     if options.kernel:
         launches = [launch for launch in launches if launch.kernel == options.kernel]
     tasks = [(launch, arch) for launch in launches for arch in options.arch]
@@ -339,4 +343,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

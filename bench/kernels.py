@@ -22,7 +22,7 @@ from torch import Tensor
 
 import prokl
 from bench.case import FP32_POLAR, Case, Dtypes, Inputs, Sizes
-from bench.errors import UsageError
+from bench.errors import UsageError, interruptible
 from bench.kernel_cases import CASES
 from bench.report import _commit
 from prokl.addresses import Addresses
@@ -213,7 +213,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").partition("\n")[0])
     names = [name for name in SETS if name != "tiny"]
-    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=names, metavar="SET", help=", ".join(SETS))
     parser.add_argument("--rank", type=int, default=128, metavar="R", help="of the subspace (default: 128)")
     parser.add_argument("--rounds", type=int, default=50, metavar="N", help="repetitions (default: 50)")
@@ -225,12 +225,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--rank {a.rank} --rounds {a.rounds}: must be at least 1 and 2")
     if a.device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UsageError("no CUDA device here; --device cpu --sets tiny runs the code, but measures nothing")
+            raise UsageError(
+                "no CUDA device here; TRITON_INTERPRET=1 and --device cpu --sets tiny only exercise the code"
+            )
         if launch.INTERPRETED:
             raise UsageError("TRITON_INTERPRET=1 would time the interpreter; unset it")
     elif a.sets != ["tiny"] or not launch.INTERPRETED:
         raise UsageError(f"--device {a.device} takes --sets tiny and TRITON_INTERPRET=1: it measures nothing")
     return a
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to the file, with a header where it is the first: an interrupted run keeps what it has measured."""
+    first = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, row)
+        if first:
+            writer.writeheader()
+        writer.writerow({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -246,8 +258,11 @@ def main(argv: Sequence[str]) -> int:
         print("The interpreter runs the kernels on the CPU: no times below are measurements.")
     top = ceiling(a.device, a.rounds)
     print(f"Ceiling: {top.flops / 1e12:.3g} TFLOP/s (bfloat16 bmm), {top.bytes / 1e9:.4g} GB/s (copy)")
-    rows, wrong = [], 0
+    wrong = 0
     measured_on = environment(a.device)
+    if a.out:
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        a.out.unlink(missing_ok=True)
     for s, sets in buckets(a.sets, a.rank).items():
         for case in CASES:
             if a.only not in (None, case.name):
@@ -262,20 +277,16 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{words}: wrong, so not reported: {error}", file=sys.stderr)
                     wrong += 1
                     continue
-                rows.append(what | {"sets": " ".join(sets)} | row | measured_on)
+                if a.out:
+                    append(a.out, what | {"sets": " ".join(sets)} | row | measured_on)
                 print(
                     f"{words}: {row['kernel_ms']:.3f} ms [{row['kernel_q1']:.3f}, {row['kernel_q3']:.3f}], "
                     f"PyTorch {row['torch_ms']:.3f} ({row['torch_over_kernel']:.2f}x), "
                     f"{row['rate']:.3g} {row['unit']} = {row['share']:.0%} of the ceiling",
                     flush=True,
                 )
-    if a.out and rows:
-        with a.out.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, rows[0])
-            writer.writeheader()
-            writer.writerows({k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.errors import UsageError
+from bench.errors import UsageError, interruptible
 from bench.kernels import Ceiling, ceiling, environment
 from prokl import KLShampoo, ProKLShampoo
 from prokl.initial import YOUNG
@@ -395,7 +395,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0])
     names = [name for name in MODELS if name != "tiny"]
-    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--sets", nargs="+", choices=MODELS, default=names, metavar="SET", help=", ".join(MODELS))
     parser.add_argument("--rank", type=int, default=128, metavar="R", help="of the subspace (default: 128)")
     parser.add_argument("--frequency", type=int, default=10, metavar="N", help="steps of a period (default: 10)")
@@ -417,7 +417,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if a.device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UsageError("no CUDA device here; --device cpu --sets tiny runs the code, but measures nothing")
+            raise UsageError(
+                "no CUDA device here; TRITON_INTERPRET=1 and --device cpu --sets tiny only exercise the code"
+            )
         if launch.INTERPRETED:
             raise UsageError("TRITON_INTERPRET=1 would time the interpreter; unset it")
     elif a.sets != ["tiny"] or not launch.INTERPRETED or a.dtype != torch.float32:
@@ -473,6 +475,8 @@ def main(argv: Sequence[str]) -> int:
         print("The interpreter runs the kernels on the CPU: no times below are measurements.")
     measured_on = environment(a.device) | {"dtype": str(a.dtype).removeprefix("torch.")}
     wrong = 0
+    if a.out:
+        a.out.parent.mkdir(parents=True, exist_ok=True)
     stream = a.out.open("w", newline="", encoding="utf-8") if a.out else None
     try:
         writer = csv.DictWriter(stream, COLUMNS, extrasaction="ignore") if stream else None
@@ -492,4 +496,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

@@ -298,6 +298,8 @@ class MatrixOptimizer(Optimizer):
                 matrix.update(theirs["params"])
             defaults = self.defaults if algorithm == "matrix" else {**self._adamw_defaults(), "lr": ours["lr"]}
             groups.append({**defaults, "algorithm": algorithm, **theirs})
+            if algorithm == "matrix":
+                groups[-1]["backend"] = ours["backend"]  # what runs here is no property of the run that was saved
         state = {
             i: {k: _Kept(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
         }

@@ -47,10 +47,12 @@ BACKENDS = ("reference", "torch", "triton")
 
 
 @cache
-def _triton_table() -> Primitives:
-    from prokl.triton_ops import table  # the only import of Triton, and of what needs it
+def _triton_table() -> tuple[Primitives, bool]:
+    """The table, and whether its kernels are interpreted."""
+    from prokl.kernels.launch import INTERPRETED  # the only imports of Triton, and of what needs it
+    from prokl.triton_ops import table
 
-    return table()
+    return table(), INTERPRETED
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -58,6 +60,8 @@ def _obstacle(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: install the one that belongs to this torch"
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
         if torch.version.hip is not None:
             return "the kernels are written for NVIDIA GPUs"
         capability = torch.cuda.get_device_capability(device)
@@ -66,7 +70,10 @@ def _obstacle(device: torch.device) -> str | None:
         return None
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    return f"the kernels run on CUDA devices, not on {device}, unless TRITON_INTERPRET=1 interprets them on a CPU"
+    return (
+        f"the kernels run on CUDA devices, not on {device}, unless TRITON_INTERPRET=1, set before Python starts, "
+        "interprets them on a CPU"
+    )
 
 
 def select(backend: str | None, device: torch.device) -> Primitives | None:
@@ -75,8 +82,10 @@ def select(backend: str | None, device: torch.device) -> Primitives | None:
     ``backend=None`` chooses: Triton's on a CUDA device that runs it, PyTorch's elsewhere; :func:`explain` says which.
 
     Raises:
-        ValueError: ``backend="triton"`` where the kernels cannot run.
+        ValueError: an unknown backend, or "triton" where the kernels cannot run.
     """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
     if backend == "reference":
         return None
     if backend == "torch" or (backend is None and (device.type != "cuda" or _obstacle(device) is not None)):
@@ -84,7 +93,13 @@ def select(backend: str | None, device: torch.device) -> Primitives | None:
     obstacle = _obstacle(device)
     if obstacle is not None:
         raise ValueError(f'Invalid backend={backend!r}: {obstacle}. Use backend="torch", or None to choose.')
-    return _triton_table()
+    table, interpreted = _triton_table()
+    if device.type == "cpu" and not interpreted:
+        raise ValueError(
+            f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
+            "Python starts."
+        )
+    return table
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

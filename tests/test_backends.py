@@ -62,6 +62,7 @@ def test_without_triton_cuda_gets_pytorch_and_asking_raises(monkeypatch):
 
 @pytest.mark.parametrize("capability, name", [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
 def test_cuda_chooses_by_compute_capability(capability, name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda")
     assert select(None, device).name == name
@@ -69,6 +70,33 @@ def test_cuda_chooses_by_compute_capability(capability, name, monkeypatch):
     if name == "torch":
         with pytest.raises(ValueError, match=r"compute capability \(7, 5\); must be at least \(8, 0\)"):
             select("triton", device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_explain_names_a_missing_gpu():
+    assert explain(None, "cuda") == "torch: torch sees no CUDA device"
+    with pytest.raises(ValueError, match="torch sees no CUDA device"):
+        explain("triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
+def test_an_unknown_backend_is_named_with_the_choices(backend):
+    with pytest.raises(ValueError, match=rf"Invalid backend='{backend}': must be one of \(None, 'reference', 'torch'"):
+        select(backend, CPU)
+
+
+def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
+    monkeypatch.setattr(ops, "_triton_table", lambda: (TORCH, False))
+    with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
+        select("triton", CPU)
+
+
+def test_a_checkpoint_does_not_bring_its_backend_along():
+    saved = prokl.ProKLShampoo([weight()], backend="reference", alpha_kl=0.5).state_dict()
+    optimizer = prokl.ProKLShampoo([weight()], backend="torch")
+    optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert group["backend"] == "torch" and group["alpha_kl"] == 0.5
 
 
 def test_explain_says_what_was_asked_for():
