@@ -236,14 +236,13 @@ def compiled(launch: Launch, arch: int) -> Row:
     )
 
 
-def aligned(launch: Launch) -> bool:
-    """Whether all sizes are 1 or multiples of 16, so that loads can run ahead 16 bytes at a time."""
-    sizes = [value for name, value in launch.by_name.items() if name in ("M", "N", "K", "R")]
-    return not any(isinstance(value, int) and value > 1 and value % 16 for value in sizes)
+def at_odd_sizes(launch: Launch) -> bool:
+    """Whether this is the compilation at :data:`ODD`, where loads cannot run ahead 16 bytes at a time."""
+    return any(launch.by_name.get(name) in (ODD.m, ODD.n, ODD.r) for name in ("M", "N", "K", "R"))
 
 
 def complaints(row: Row, launch: Launch) -> list[str]:
-    """What is wrong with a compiled kernel; tensor cores and pipelining are asked for where sizes allow them."""
+    """What is wrong with a compiled kernel; tensor cores and pipelining are not asked for at odd sizes."""
     found = set(row.instructions.split())
     wrong = []
     if row.stack > 0:
@@ -252,7 +251,7 @@ def complaints(row: Row, launch: Launch) -> list[str]:
         wrong.append(f"{row.shared} bytes of shared memory; there are {SHARED_LIMIT[row.arch]}")
     if "trap" in found:
         wrong.append("the code traps: the compiler gave up on it; take another tile")
-    if row.kernel not in STAGE_BYTES or not aligned(launch):
+    if row.kernel not in STAGE_BYTES or at_odd_sizes(launch):
         return wrong
     values = launch.by_name
     operand = str(values.get("OPERAND", values.get("DTYPE")))
