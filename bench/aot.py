@@ -197,6 +197,8 @@ def _unusual(launch: Launch) -> list[str]:
 
 
 HALVES = ("fp16", "bf16")
+SHORT = ("precondition",)
+"""Kernels of 32 rows, where wgmma takes 64: with r = 128 columns of two operands, 64 spill."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -257,8 +259,9 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     operand = str(values.get("OPERAND", values.get("DTYPE")))
     if operand != "fp64" and not found & {"mma", "wgmma", "tcgen05"}:
         wrong.append("no tensor cores")
-    if row.arch == 90 and operand in HALVES and "wgmma" not in found:
-        wrong.append("no wgmma for half operands")
+    in_tf32 = operand == "fp32" and values.get("PRECISION") != "ieee" and row.kernel not in SHORT
+    if row.arch == 90 and (operand in HALVES or in_tf32) and "wgmma" not in found:
+        wrong.append(f"no wgmma for {operand} operands")
     stages = values.get("num_stages", 1)
     if stages >= 2:
         # wgmma reads halves where they lie; other operands go through registers, and leave room for the next ones.

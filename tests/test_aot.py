@@ -117,10 +117,15 @@ def test_odd_sizes_need_no_pipeline_but_may_not_spill():
     assert len(complaints(replace(GOOD, stack=8), odd)) == 1
 
 
-def test_float32_operands_need_no_wgmma_and_float64_ones_no_tensor_cores():
-    for operand, instructions in (("fp32", "mma cp.async"), ("fp64", "cp.async")):
-        other = replace(PRODUCT, constants=(*PRODUCT.constants, ("OPERAND", operand)))
-        assert complaints(replace(GOOD, instructions=instructions), other) == []
+def test_exact_float32_operands_need_no_wgmma_and_float64_ones_no_tensor_cores():
+    for operand, precision, instructions, fine in (
+        ("fp32", "ieee", "mma cp.async", True),
+        ("fp32", "tf32x3", "mma cp.async", False),
+        ("fp32", "tf32x3", "wgmma cp.async", True),
+        ("fp64", "ieee", "cp.async", True),
+    ):
+        other = replace(PRODUCT, constants=(*PRODUCT.constants, ("OPERAND", operand), ("PRECISION", precision)))
+        assert (complaints(replace(GOOD, instructions=instructions), other) == []) == fine
 
 
 def test_a_configuration_names_all_that_is_specialised():
