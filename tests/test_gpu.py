@@ -56,9 +56,9 @@ def young():
 
 
 def shapes_on(device):
-    """Two orientations, a stack and, on a GPU, a second bucket."""
+    """Two orientations, a stack and, on a GPU, a second bucket and one large enough for other paths of torch.linalg."""
     if is_gpu(device):
-        return [(96, 160), (160, 96), (3, 96, 160), (128, 128)]
+        return [(96, 160), (160, 96), (3, 96, 160), (128, 128), (9, 520, 528)]
     return [(6, 10), (10, 6), (2, 6, 10)]
 
 
