@@ -1,11 +1,6 @@
 """The kernel benchmark: what it writes, that nothing wrong is reported, and that it refuses to measure nothing."""
 
-import csv
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,29 +9,16 @@ from bench import kernels
 from bench.case import FP32, FP32_POLAR, FP64, Sizes
 from bench.kernel_cases import CASES
 from prokl.kernels.launch import INTERPRETED
+from tests.commands import interpreted, read, run
 
-ROOT = Path(__file__).parent.parent
 TINY = ["--device", "cpu", "--sets", "tiny", "--rank", "8", "--rounds", "2"]
 TIMES = [f"{name}_{what}" for name in ("kernel", "torch") for what in ("ms", "q1", "q3")]
 ORIGIN = ["device", "torch", "triton", "cuda", "prokl", "commit", "date"]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter, so a machine without CUDA")
-
-
-def run(*arguments, **variables):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "-m", "bench.kernels", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-
-
-def read(path):
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 @pytest.mark.slow
 def test_every_case_gives_a_row(tmp_path):
-    done = run(*TINY, "--out", str(tmp_path / "rows.csv"), TRITON_INTERPRET="1")
+    done = run("bench.kernels", *TINY, "--out", str(tmp_path / "rows.csv"), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "no times below are measurements" in done.stdout
     rows = read(tmp_path / "rows.csv")
@@ -86,7 +68,7 @@ def test_what_would_measure_nothing_is_refused_in_one_line(arguments, message, c
 
 @pytest.mark.slow
 def test_a_cpu_without_the_interpreter_is_refused():
-    done = run(*TINY)
+    done = run("bench.kernels", *TINY)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "TRITON_INTERPRET=1" in done.stderr
 

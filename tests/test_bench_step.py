@@ -1,35 +1,16 @@
 """The step benchmark: what it writes, that nothing wrong is reported, and that it refuses to measure nothing."""
 
-import csv
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from bench import kernels, step
 from prokl import ProKLShampoo
-from prokl.kernels.launch import INTERPRETED
+from tests.commands import interpreted, read, run
 
-ROOT = Path(__file__).parent.parent
 TINY = ["--device", "cpu", "--sets", "tiny", "--rank", "4", "--frequency", "2", "--seconds", "0"]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter, so a machine without CUDA")
-
-
-def run(*arguments, **variables):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
-    command = [sys.executable, "-m", "bench.step", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
-
-
-def read(path):
-    with path.open(newline="") as stream:
-        return list(csv.DictReader(stream))
 
 
 def contender(optimizer, backend="", graphs=False):
@@ -38,7 +19,7 @@ def contender(optimizer, backend="", graphs=False):
 
 @pytest.mark.slow
 def test_every_optimizer_gives_its_rows(tmp_path):
-    done = run(*TINY, "--out", str(tmp_path / "rows.csv"), TRITON_INTERPRET="1")
+    done = run("bench.step", *TINY, "--out", str(tmp_path / "rows.csv"), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert "no times below are measurements" in done.stdout
     rows = read(tmp_path / "rows.csv")
