@@ -65,9 +65,13 @@ def _where(ok: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def shift_of(K: Tensor) -> Tensor:
-    """A shift (B,1,1) that makes a rounded positive semi-definite K (B,r,r) safely positive definite."""
-    trace = K.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None].clamp_min(torch.finfo(K.dtype).tiny)
-    return 4 * K.shape[-1] * torch.finfo(K.dtype).eps * trace
+    """A shift delta (B,1,1) that makes a rounded positive semi-definite K (B,r,r) safely positive definite.
+
+    delta = 4 sqrt(r) eps ||K||_F lies above the rounding noise, and keeps ||delta U||_F within 4 r eps ||V||_F where
+    K = U^T V: the backward error of a QR with a shift is no larger than one without may be.
+    """
+    size = torch.linalg.matrix_norm(K, keepdim=True).clamp_min(torch.finfo(K.dtype).tiny)
+    return 4 * K.shape[-1] ** 0.5 * torch.finfo(K.dtype).eps * size
 
 
 def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> Tensor:

@@ -1,22 +1,18 @@
 """What users install, from a clean copy of the tree, and what importing prokl needs."""
 
 import importlib
-import os
 import re
-import shutil
-import subprocess
 import sys
 import tarfile
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import prokl
+from tests.building import ROOT, build, clean_copy, contents, files_under, run
 
-ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for folder in ("prokl", "prokl/kernels")
@@ -24,55 +20,24 @@ MODULES = sorted(
 )
 
 
-def clean_copy(destination):
-    """Copy what a fresh clone would hold: no .git, nothing that .gitignore names."""
-    ignored = (ROOT / ".gitignore").read_text().split()
-    shutil.copytree(ROOT, destination, symlinks=True, ignore=shutil.ignore_patterns(".git", *ignored))
-    return destination
-
-
-def files_under(folder):
-    """Return the relative paths of all files, through symlinks, as package data would be collected."""
-    return {
-        os.path.relpath(os.path.join(parent, name), folder)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-    }
-
-
-def run(*command, cwd, **environment):
-    """Run a command, offline; on failure show what it printed."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env={**os.environ, "PIP_NO_INDEX": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}"
-    return done.stdout
-
-
-def build(source, *kinds):
-    """Build with the backend installed here, under an import path on which `import torch` fails."""
-    poison = source.parent / "poison"
-    poison.mkdir(exist_ok=True)
-    (poison / "torch.py").write_text("raise ImportError('the build imported torch')\n")
-    run(sys.executable, "-m", "build", "--no-isolation", *kinds, cwd=source, PYTHONPATH=str(poison))
-    return source / "dist"
-
-
-def contents(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A clean copy of the tree and the folder with the wheel and the sdist built from it."""
+    """A clean copy of the tree and the folder with the wheel and the sdist built from it, without the extension."""
     source = clean_copy(tmp_path_factory.mktemp("packaging") / "clone")
-    return source, build(source, "--sdist", "--wheel")
+    return source, build(source, "--sdist", "--wheel", PROKL_BUILD_CUDA="0")
+
+
+@pytest.mark.slow
+def test_wheel_without_the_extension_is_for_every_platform(built):
+    (wheel,) = built[1].glob("*.whl")
+    assert wheel.name == f"prokl-{prokl.__version__}-py3-none-any.whl"
+
+
+@pytest.mark.slow
+def test_sdist_holds_what_builds_the_extension(built):
+    with tarfile.open(*built[1].glob("*.tar.gz")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"csrc/{name}" for name in files_under(ROOT / "csrc")} | {"build_cuda.py"} <= names
 
 
 @pytest.mark.slow
@@ -90,7 +55,7 @@ def test_sdist_builds_the_same_wheel(built, tmp_path):
     with tarfile.open(*built[1].glob("*.tar.gz")) as archive:
         archive.extractall(tmp_path)
     (source,) = tmp_path.iterdir()
-    rebuilt = build(source, "--wheel")
+    rebuilt = build(source, "--wheel", PROKL_BUILD_CUDA="0")
     assert contents(*rebuilt.glob("*.whl")) == contents(*built[1].glob("*.whl"))
 
 

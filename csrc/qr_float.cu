@@ -1,0 +1,5 @@
+#include "entry.cuh"
+
+namespace prokl {
+PROKL_INSTANTIATE(float)
+}  // namespace prokl

@@ -1,0 +1,95 @@
+"""The CUDA toolkit: where nvcc is, and which GPUs run what it compiled for which architectures.
+
+Only the standard library is imported: the build reads this file where torch is missing.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+OLDEST = 80
+"""The oldest architecture that the kernels are written for (Ampere)."""
+USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
+"""Where NVIDIA's installer leaves it; rarely on PATH."""
+
+
+class ToolkitError(Exception):
+    """The toolkit that was asked for cannot be used; the text says why and what to do."""
+
+
+def find_nvcc(environ: Mapping[str, str]) -> str | None:
+    """The path of nvcc: $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, $PATH, then the usual place; None without one.
+
+    Raises:
+        ToolkitError: CUDACXX names no program.
+    """
+    path = environ.get("PATH")
+    named = environ.get("CUDACXX")
+    if named:
+        found = shutil.which(named, path=path)
+        if found is None:
+            raise ToolkitError(f"Invalid CUDACXX={named!r}: must be a program. Name nvcc, or unset it.")
+        return found
+    folders = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    for candidate in (*(str(Path(folder, "bin", "nvcc")) for folder in folders), "nvcc", USUAL_NVCC):
+        found = shutil.which(candidate, path=path)
+        if found is not None:
+            return found
+    return None
+
+
+def ask(nvcc: str, *arguments: str) -> str:
+    """What nvcc prints.
+
+    Raises:
+        ToolkitError: it cannot be run, or fails.
+    """
+    command = [nvcc, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise ToolkitError(f"{nvcc} cannot be run: {error}") from error
+    if done.returncode != 0:
+        raise ToolkitError(f"{' '.join(command)} exited {done.returncode}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def nvcc_version(nvcc: str) -> str:
+    """Its version, such as "13.0.88"."""
+    printed = ask(nvcc, "--version")
+    found = re.search(r"\bV(\d+(?:\.\d+)+)", printed)
+    if found is None:
+        raise ToolkitError(f"{nvcc} --version names no version: {printed.strip()!r}")
+    return found[1]
+
+
+def number(architecture: str) -> int:
+    """90 of "90" and of "90a"."""
+    return int(architecture.rstrip("af"))
+
+
+def forward(architectures: Sequence[str]) -> str | None:
+    """The architecture whose PTX is added for GPUs yet to come: the newest without features of its own."""
+    plain = [name for name in architectures if name.isdigit()]
+    return max(plain, key=int) if plain else None
+
+
+def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability runs what was compiled for these architectures.
+
+    Machine code runs on the same major version from its minor one on, PTX from its version on. Code that takes one
+    architecture's own features ("90a") runs there only, that of a family's ("100f") like machine code.
+    """
+    major, minor = capability
+    here = 10 * major + minor
+    ptx = forward(architectures)
+    if ptx is not None and here >= int(ptx):
+        return True
+    return any(
+        here == number(name) if name.endswith("a") else number(name) // 10 == major and here >= number(name)
+        for name in architectures
+    )

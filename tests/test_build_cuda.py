@@ -1,0 +1,305 @@
+"""Building the CUDA extension: what asks for it, with what, and what comes out."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.building import attempt, build, clean_copy, contents, run
+
+pytest.importorskip("setuptools")
+
+import build_cuda  # noqa: E402
+from build_cuda import ToolkitError, toolkit  # noqa: E402
+
+NVCC = toolkit.find_nvcc(os.environ)
+with_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+STAND_IN = """#!{python}
+import os, sys
+from pathlib import Path
+
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    print(*words, sep="\\n", end="\\n\\n", file=log)
+if "--version" in words:
+    print("Cuda compilation tools, release 12.4, V12.4.131")
+elif "--list-gpu-code" in words:
+    print("sm_75\\nsm_80\\nsm_90\\nsm_90a\\nsm_89")
+elif "--dryrun" in words:
+    sys.exit(any("compute_" + name in word for word in words for name in {unknown!r}))
+elif {status!r}:
+    sys.exit("the stand-in fails")
+else:
+    Path(words[words.index("-o") + 1]).write_text("made")
+    if "-MF" in words:
+        source = words[words.index("-c") + 1]
+        made = words[words.index("-o") + 1]
+        header = Path(source).with_name("common.cuh")
+        listed = " ".join(str(path).replace(" ", "\\\\ ") for path in (source, header))
+        Path(words[words.index("-MF") + 1]).write_text(f"{{made}} : {{listed}}\\n")
+"""
+
+
+def stand_in(folder, unknown=("100", "120"), status=0):
+    """A program that answers like nvcc 12.4 and writes down what it was called with; and that record."""
+    folder.mkdir(exist_ok=True)
+    program, log = folder / "nvcc", folder / "log"
+    program.write_text(STAND_IN.format(python=sys.executable, log=str(log), unknown=unknown, status=status))
+    program.chmod(0o755)
+    return program, log
+
+
+def calls(log):
+    """The calls that compiled or linked, each a list of words."""
+    return [call for text in log.read_text().split("\n\n") if "-o" in (call := text.split("\n"))]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A tree with small sources, in a folder whose name has a space."""
+    root = tmp_path / "the tree"
+    (root / "csrc").mkdir(parents=True)
+    for name in ("a.cu", "binding.cpp", "common.cuh"):
+        (root / "csrc" / name).write_text("")
+    monkeypatch.setattr(build_cuda, "ROOT", root)
+    return root
+
+
+@pytest.mark.parametrize("value", ["", "2", "yes", "AUTO", "01"])
+def test_an_unknown_mode_is_refused_with_the_allowed_ones(value):
+    with pytest.raises(
+        ToolkitError, match=rf"^Invalid PROKL_BUILD_CUDA='{value}': must be one of \('auto', '1', '0'\)"
+    ):
+        build_cuda.asked({"PROKL_BUILD_CUDA": value})
+
+
+def test_the_default_is_to_build_where_the_tools_are(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
+    program, _ = stand_in(tmp_path / "bin")
+    absent = {"PATH": str(tmp_path)}
+    present = {"PATH": str(program.parent)}
+    assert build_cuda.extensions(absent, ["egg_info"]) == []
+    assert [e.name for e in build_cuda.extensions(present, ["egg_info"])] == ["prokl._C"]
+    assert build_cuda.extensions(present | {"PROKL_BUILD_CUDA": "0"}, ["egg_info"]) == []
+    assert build_cuda.extensions(absent | {"PROKL_BUILD_CUDA": "1"}, ["egg_info"]) != []
+
+
+def test_a_build_without_the_extension_says_what_was_not_found(tree, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
+    build_cuda.extensions({"PATH": ""}, ["egg_info"])
+    assert capsys.readouterr().out == ""
+    build_cuda.extensions({"PATH": ""}, ["bdist_wheel"])
+    assert "without the CUDA extension: nvcc not found" in capsys.readouterr().out
+
+
+def test_every_missing_tool_is_named_with_its_remedy(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(build_cuda, "find_ninja", lambda: None)
+    with pytest.raises(ToolkitError) as caught:
+        build_cuda.build({"PATH": ""}, tmp_path / "build", tmp_path / "out.so")
+    for part in ("nvcc was not found: put it on PATH", "ninja was not found: pip install ninja", "PROKL_BUILD_CUDA=0"):
+        assert part in str(caught.value)
+
+
+def test_nvcc_is_looked_for_where_it_is_named_then_where_it_usually_is(tmp_path, monkeypatch):
+    places = {}
+    for place in ("named", "home/bin", "path/bin", "search", "usual"):
+        (tmp_path / place).mkdir(parents=True)
+        places[place] = str(stand_in(tmp_path / place)[0])
+    monkeypatch.setattr(toolkit, "USUAL_NVCC", places["usual"])
+    environ = {"CUDACXX": places["named"], "CUDA_HOME": str(tmp_path / "home"), "CUDA_PATH": str(tmp_path / "path")}
+    environ["PATH"] = str(tmp_path / "search")
+    found = []
+    for variable in ("CUDACXX", "CUDA_HOME", "CUDA_PATH", "PATH"):
+        found.append(toolkit.find_nvcc(environ))
+        environ[variable] = str(tmp_path / "empty") if variable != "CUDACXX" else ""
+    assert [*found, toolkit.find_nvcc(environ)] == list(places.values())
+    monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
+    assert toolkit.find_nvcc(environ) is None
+
+
+def test_a_compiler_that_is_named_and_absent_is_an_error(tmp_path):
+    with pytest.raises(ToolkitError, match="Invalid CUDACXX='.*absent': must be a program"):
+        toolkit.find_nvcc({"CUDACXX": str(tmp_path / "absent"), "PATH": os.environ["PATH"]})
+
+
+def test_what_nvcc_cannot_answer_is_told(tmp_path):
+    broken = tmp_path / "nvcc"
+    broken.write_text("#!/bin/sh\necho no profile >&2\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(ToolkitError, match="--version exited 3: no profile"):
+        toolkit.nvcc_version(str(broken))
+    broken.write_text("#!/bin/sh\necho hello\n")
+    with pytest.raises(ToolkitError, match="names no version: 'hello'"):
+        toolkit.nvcc_version(str(broken))
+    with pytest.raises(ToolkitError, match="cannot be run"):
+        toolkit.nvcc_version(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "value", ["", "75", "9.0", "sm_90", "90x", "80;;90", "80,90", "80;75", "090", "80 ;90", "native"]
+)
+def test_a_list_of_architectures_that_is_none_is_refused_with_the_bound(value):
+    with pytest.raises(ToolkitError, match="Invalid PROKL_CUDA_ARCHS=.*must be .*at least 80"):
+        build_cuda.extensions({"PROKL_CUDA_ARCHS": value, "PATH": ""}, [])
+
+
+def test_architectures_come_in_order_and_once():
+    assert build_cuda.named_architectures({"PROKL_CUDA_ARCHS": "120;90a;80;100f;90;80"}) == [
+        "80",
+        "90",
+        "90a",
+        "100f",
+        "120",
+    ]
+
+
+def test_the_default_leaves_out_what_nvcc_does_not_know(tmp_path):
+    old, _ = stand_in(tmp_path / "old")
+    new, _ = stand_in(tmp_path / "new", unknown=())
+    assert build_cuda.architectures({}, str(old)) == ["80", "90"]
+    assert build_cuda.architectures({}, str(new)) == ["80", "90", "100"]
+    none, _ = stand_in(tmp_path / "none", unknown=("80", "90", "100"))
+    with pytest.raises(ToolkitError, match="does not compile for 80, 90, 100; must be among 80, 89, 90, 90a\\."):
+        build_cuda.architectures({}, str(none))
+
+
+def test_an_architecture_that_nvcc_does_not_know_is_an_error_when_named(tmp_path):
+    old, _ = stand_in(tmp_path / "old")
+    with pytest.raises(
+        ToolkitError, match="='80;120': nvcc 12.4.131 does not compile for 120; must be among 80, 89, 90, 90a\\."
+    ):
+        build_cuda.architectures({"PROKL_CUDA_ARCHS": "80;120"}, str(old))
+
+
+@with_nvcc
+def test_this_nvcc_knows_its_own_architectures_and_no_others():
+    known = toolkit.ask(NVCC, "--list-gpu-code").split()
+    assert known and all(build_cuda.takes(NVCC, name.removeprefix("sm_")) for name in known)
+    assert not build_cuda.takes(NVCC, "81") and not build_cuda.takes(NVCC, "9990")
+
+
+def test_machine_code_is_made_for_each_and_ptx_for_the_newest_that_runs_elsewhere():
+    def codes(*names):
+        return [word.partition(",code=")[2] for word in build_cuda.generate(names) if ",code=" in word]
+
+    assert codes("80", "90") == ["sm_80", "[sm_90,compute_90]"]
+    assert codes("80", "90a") == ["[sm_80,compute_80]", "sm_90a"]
+    assert codes("90a", "100f") == ["sm_90a", "sm_100f"]
+
+
+def test_only_what_changed_is_compiled_again(tree, tmp_path):
+    pytest.importorskip("ninja")
+    program, log = stand_in(tmp_path / "bin")
+    target = tmp_path / "the target" / "_C.so"
+
+    def compiled(**environ):
+        log.write_text("")
+        build_cuda.build({"CUDACXX": str(program), "PATH": os.environ["PATH"], **environ}, tmp_path / "a b", target)
+        return sorted(Path(call[call.index("-o") + 1]).name for call in calls(log))
+
+    assert compiled() == ["_C.so", "a.cu.o", "binding.cpp.o"]
+    assert target.read_text() == "made"
+    assert compiled() == []
+    (tree / "csrc" / "common.cuh").write_text("changed")
+    assert compiled() == ["_C.so", "a.cu.o", "binding.cpp.o"]
+    (tree / "csrc" / "a.cu").write_text("changed")
+    assert compiled() == ["_C.so", "a.cu.o"]
+    assert compiled(PROKL_CUDA_ARCHS="80") == ["_C.so", "a.cu.o", "binding.cpp.o"]
+
+
+def test_each_source_is_compiled_for_all_architectures_and_the_binding_is_told_which(tree, tmp_path):
+    pytest.importorskip("ninja")
+    program, log = stand_in(tmp_path / "bin")
+    build_cuda.build({"CUDACXX": str(program), "PATH": os.environ["PATH"]}, tmp_path / "build", tmp_path / "_C.so")
+    by_output = {Path(call[call.index("-o") + 1]).name: call for call in calls(log)}
+    assert "arch=compute_90,code=[sm_90,compute_90]" in by_output["a.cu.o"]
+    assert '-DPROKL_CUDA_ARCHS="80;90"' in by_output["binding.cpp.o"]
+    assert by_output["_C.so"][by_output["_C.so"].index("-cudart") + 1] == "static"
+
+
+def test_a_failing_compiler_is_an_error_that_tells_how_to_install_without(tree, tmp_path, capfd):
+    pytest.importorskip("ninja")
+    program, _ = stand_in(tmp_path / "bin", status=1)
+    with pytest.raises(ToolkitError, match="does not compile.*PROKL_BUILD_CUDA=0 installs without"):
+        build_cuda.build({"CUDACXX": str(program), "PATH": os.environ["PATH"]}, tmp_path / "b", tmp_path / "_C.so")
+    assert "the stand-in fails" in capfd.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clean copy of the tree that finds no nvcc but the one it is told."""
+    source = clean_copy(tmp_path_factory.mktemp("build") / "clone")
+    finder = source / "prokl" / "toolkit.py"
+    assert toolkit.USUAL_NVCC in finder.read_text()
+    finder.write_text(finder.read_text().replace(toolkit.USUAL_NVCC, str(source / "absent")))
+    return source
+
+
+NOWHERE = {"CUDACXX": "", "CUDA_HOME": "", "CUDA_PATH": "", "PATH": "/nonexistent"}
+
+
+@pytest.mark.slow
+def test_a_machine_without_nvcc_gets_the_wheel_for_every_platform(clone):
+    (wheel,) = build(clone, "--wheel", **NOWHERE, PROKL_BUILD_CUDA="auto").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "value, command, complaint",
+    [
+        ("1", "build_ext", "nvcc was not found"),
+        ("maybe", "egg_info", "Invalid PROKL_BUILD_CUDA='maybe'"),
+    ],
+)
+def test_a_build_that_was_asked_for_and_cannot_be_fails_in_one_line(clone, value, command, complaint):
+    status, printed = attempt(sys.executable, "setup.py", "-q", command, cwd=clone, **NOWHERE, PROKL_BUILD_CUDA=value)
+    assert status == 1
+    assert complaint in printed.splitlines()[-1] and "Traceback" not in printed
+
+
+@pytest.fixture(scope="module")
+def compiled(clone):
+    """The wheel with the extension, compiled for one architecture."""
+    pytest.importorskip("ninja")
+    pytest.importorskip("pybind11")
+    (wheel,) = build(clone, "--wheel", PROKL_BUILD_CUDA="1", PROKL_CUDA_ARCHS="80", CUDACXX=NVCC).glob("*linux*.whl")
+    return wheel
+
+
+@with_nvcc
+@pytest.mark.slow
+def test_a_wheel_with_the_extension_is_for_this_python_and_platform(compiled):
+    (name,) = (name for name in contents(compiled) if Path(name).match("prokl/_C.*.so"))
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert compiled.stem.split("-")[-3:-1] == [tag, tag]
+    assert Path(name).name.startswith(f"_C.cpython-{tag[2:]}")
+
+
+@with_nvcc
+@pytest.mark.slow
+def test_the_extension_imports_without_cuda_and_without_torch(compiled, tmp_path):
+    (name,) = (name for name in contents(compiled) if Path(name).match("prokl/_C.*.so"))
+    (tmp_path / Path(name).name).write_bytes(contents(compiled)[name])
+    printed = run(
+        sys.executable, "-S", "-c", "import sys, _C; print(_C.architectures, 'torch' in sys.modules)", cwd=tmp_path
+    )
+    assert printed.split() == ["80", "False"]
+    needed = run("ldd", tmp_path / Path(name).name, cwd=tmp_path)
+    assert "libc.so" in needed and "cuda" not in needed
+
+
+@with_nvcc
+@pytest.mark.slow
+def test_a_changed_header_is_seen_by_the_next_build(compiled, clone):
+    (folder,) = (clone / "build").glob("temp*/csrc")
+    ninja = shlex.split(build_cuda.find_ninja())
+    assert "no work to do" in run(*ninja, "-n", cwd=folder)
+    os.utime(clone / "csrc" / "interface.h")
+    again = run(*ninja, "-n", cwd=folder)
+    for source in build_cuda.sources():
+        assert f"{source.name}.o" in again

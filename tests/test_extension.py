@@ -1,0 +1,142 @@
+"""The CUDA extension's loading: every reason for its absence is told, and where it runs follows from what was built."""
+
+import sys
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import prokl
+from prokl import extension, ops, toolkit
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def load_from(tmp_path, monkeypatch):
+    """Loads ``prokl._C`` from a folder of the test's own, past the cache."""
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])  # an editable install's finder looks into the checkout
+    monkeypatch.setattr(prokl, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    monkeypatch.delitem(sys.modules, "prokl._C", raising=False)
+    monkeypatch.delattr(prokl, "_C", raising=False)
+    yield tmp_path, extension.load.__wrapped__
+    sys.modules.pop("prokl._C", None)
+    vars(prokl).pop("_C", None)
+
+
+def test_an_extension_that_was_not_built_is_told_with_the_remedy(load_from):
+    _, load = load_from
+    module, reason = load()
+    assert module is None
+    assert "not built" in reason and "PROKL_BUILD_CUDA=1" in reason
+
+
+def test_an_extension_of_another_python_is_named(load_from):
+    folder, load = load_from
+    (folder / "_C.cpython-39-x86_64-linux-gnu.so").write_bytes(b"")
+    module, reason = load()
+    assert module is None and "another Python (_C.cpython-39-x86_64-linux-gnu.so)" in reason
+
+
+def test_a_file_that_is_no_library_is_told_with_the_loader_s_error(load_from):
+    folder, load = load_from
+    (folder / "_C.so").write_bytes(b"not a library")
+    module, reason = load()
+    assert module is None
+    assert "cannot be imported: ImportError: " in reason and "_C.so" in reason
+
+
+def test_whatever_an_import_raises_is_told_and_not_raised(load_from):
+    folder, load = load_from
+    (folder / "_C.py").write_text("raise RuntimeError('wrong version')\n")
+    assert load() == (None, "the CUDA extension cannot be imported: RuntimeError: wrong version")
+
+
+def test_a_module_that_imports_is_given_and_kept(load_from, monkeypatch):
+    folder, load = load_from
+    (folder / "_C.py").write_text("architectures = '80'\n")
+    module, reason = load()
+    assert reason is None and module.architectures == "80"
+
+
+def test_loading_is_tried_once():
+    assert extension.load() is extension.load()
+
+
+def built(monkeypatch, architectures, capability=None, hip=None, driver=13010):
+    """An extension built for these, and a GPU of this capability, if any."""
+    module = SimpleNamespace(architectures=architectures, built_with=lambda: 13000, driver_knows=lambda: driver)
+    monkeypatch.setattr(extension, "load", lambda: (module, None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+def test_the_reason_for_its_absence_is_the_obstacle(monkeypatch):
+    monkeypatch.setattr(extension, "load", lambda: (None, "it is not there"))
+    assert extension.obstacle(CUDA) == "it is not there"
+
+
+def test_the_tests_own_build_runs_on_a_cpu_only(monkeypatch):
+    built(monkeypatch, "host", capability=(9, 0))
+    assert extension.obstacle(CPU) is None
+    assert "not cuda:0" in extension.obstacle(CUDA)
+
+
+def test_a_build_for_gpus_runs_on_the_gpus_it_was_built_for(monkeypatch):
+    built(monkeypatch, "80;90", capability=(9, 0))
+    assert extension.obstacle(CUDA) is None
+    assert "runs on CUDA devices, not on cpu" in extension.obstacle(CPU)
+
+
+def test_a_gpu_that_is_not_there_or_not_nvidia_s_is_an_obstacle(monkeypatch):
+    built(monkeypatch, "80")
+    assert extension.obstacle(CUDA) == "torch sees no CUDA device"
+    built(monkeypatch, "80", capability=(9, 0), hip="6.2")
+    assert "NVIDIA" in extension.obstacle(CUDA)
+
+
+def test_a_gpu_that_was_not_built_for_is_told_with_the_variable_to_set(monkeypatch):
+    built(monkeypatch, "90;100", capability=(8, 6))
+    assert extension.obstacle(CUDA) == (
+        "cuda:0 has compute capability 8.6; the CUDA extension was built for 90;100: build it with PROKL_CUDA_ARCHS=86"
+    )
+
+
+def test_a_gpu_too_old_for_any_build_is_told_the_bound(monkeypatch):
+    built(monkeypatch, "80", capability=(7, 5))
+    assert extension.obstacle(CUDA) == "cuda:0 has compute capability 7.5; must be at least 8.0"
+
+
+def test_the_oldest_gpu_is_the_same_for_all_kernels():
+    assert divmod(toolkit.OLDEST, 10) == ops.OLDEST_GPU
+
+
+@pytest.mark.parametrize(
+    "architectures, runs, does_not",
+    [
+        ("80", [(8, 0), (8, 6), (9, 0), (12, 0)], [(7, 5)]),
+        ("86;90", [(8, 6), (8, 9), (9, 0), (10, 0)], [(8, 0), (7, 5)]),
+        ("80;90;100", [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)], [(7, 5)]),
+        ("90a", [(9, 0)], [(8, 0), (10, 0)]),
+        ("80;90a", [(8, 0), (8, 9), (9, 0), (10, 0)], [(7, 5)]),
+        ("100f", [(10, 0), (10, 3)], [(9, 0), (12, 0)]),
+        ("100a", [(10, 0)], [(10, 3), (12, 0)]),
+    ],
+)
+def test_machine_code_runs_in_its_major_version_and_ptx_from_its_version_on(architectures, runs, does_not):
+    names = architectures.split(";")
+    assert [c for c in (*runs, *does_not) if toolkit.covers(names, c)] == runs
+
+
+def test_a_driver_of_an_older_major_version_is_an_obstacle_and_of_an_older_minor_one_is_none(monkeypatch):
+    built(monkeypatch, "90", capability=(9, 0), driver=12080)
+    assert extension.obstacle(CUDA) == (
+        "the CUDA extension was built with CUDA 13.0, the driver knows 12.8: update the driver, or build with an older "
+        "toolkit"
+    )
+    for driver in (13000, 14000):
+        built(monkeypatch, "90", capability=(9, 0), driver=driver)
+        assert extension.obstacle(CUDA) is None
