@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl import torch_ops
+from prokl import extension, torch_ops
 from prokl.qr import refresh_basis, refresh_coordinates, tracking_qr
 
 OLDEST_GPU = (8, 0)
@@ -47,12 +47,12 @@ BACKENDS = ("reference", "torch", "triton")
 
 
 @cache
-def _triton_table() -> tuple[Primitives, bool]:
-    """The table, and whether its kernels are interpreted."""
+def _triton_table(extended: bool) -> tuple[Primitives, bool]:
+    """The table, with the CUDA extension's QR or PyTorch's, and whether its kernels are interpreted."""
     from prokl.kernels.launch import INTERPRETED  # the only imports of Triton, and of what needs it
     from prokl.triton_ops import table
 
-    return table(), INTERPRETED
+    return table(extended), INTERPRETED
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -80,6 +80,8 @@ def select(backend: str | None, device: torch.device) -> Primitives | None:
     """The table that ``backend`` means on ``device``; None for "reference".
 
     ``backend=None`` chooses: Triton's on a CUDA device that runs it, PyTorch's elsewhere; :func:`explain` says which.
+    Triton's table takes QR from the CUDA extension where that runs, as :func:`explain_qr` says, and otherwise from
+    the same methods in PyTorch.
 
     Raises:
         ValueError: an unknown backend, or "triton" where the kernels cannot run.
@@ -93,7 +95,7 @@ def select(backend: str | None, device: torch.device) -> Primitives | None:
     obstacle = _obstacle(device)
     if obstacle is not None:
         raise ValueError(f'Invalid backend={backend!r}: {obstacle}. Use backend="torch", or None to choose.')
-    table, interpreted = _triton_table()
+    table, interpreted = _triton_table(extension.obstacle(device) is None)
     if device.type == "cpu" and not interpreted:
         raise ValueError(
             f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
@@ -112,3 +114,14 @@ def explain(backend: str | None, device: torch.device | str) -> str:
     if name == "triton":
         return f"triton: {device} runs the kernels"
     return f"torch: {_obstacle(device) or 'a CPU takes the PyTorch form; backend=triton would interpret the kernels'}"
+
+
+def explain_qr(device: torch.device | str, backend: str | None = None) -> str:
+    """One line: where the QR of that backend's steps on ``device`` comes from, and why."""
+    device = torch.device(device)
+    table = select(backend, device)
+    if table is None or table.name != "triton":
+        name = "reference" if table is None else table.name
+        return f"PyTorch: the {name} backend calls no kernels"
+    obstacle = extension.obstacle(device)
+    return f"PyTorch: {obstacle}" if obstacle is not None else f"CUDA extension: it runs on {device}"

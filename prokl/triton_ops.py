@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from prokl import cuda_qr, qr
 from prokl.hyper import Hyper, ProHyper
 from prokl.kernels.apply import apply as apply_kernel
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
@@ -27,7 +28,6 @@ from prokl.kernels.stack import stack as stack_kernel
 from prokl.kernels.symmetric_product import symmetric_product
 from prokl.links import Links
 from prokl.ops import Primitives
-from prokl.qr import refresh_basis, refresh_coordinates, tracking_qr
 from prokl.torch_ops import Direction
 
 
@@ -101,8 +101,8 @@ def apply(weights: Sequence[Tensor | None], links: Links, direction: Direction, 
     )
 
 
-def table() -> Primitives:
-    """The table of ``backend="triton"``."""
+def table(extended: bool) -> Primitives:
+    """The table of ``backend="triton"``; its QR is the CUDA extension's if ``extended``, PyTorch's otherwise."""
     return Primitives(
         "triton",
         linked=True,
@@ -115,8 +115,8 @@ def table() -> Primitives:
         precondition=precondition,
         polar=polar,
         eigenvalue_ema=eigenvalue_ema,
-        tracking_qr=partial(tracking_qr, mm=product),
-        refresh_basis=partial(refresh_basis, mm=product),
-        refresh_coordinates=partial(refresh_coordinates, mm=product),
+        tracking_qr=cuda_qr.track if extended else partial(qr.tracking_qr, mm=product),
+        refresh_basis=partial(cuda_qr.refresh_basis if extended else qr.refresh_basis, mm=product),
+        refresh_coordinates=partial(cuda_qr.refresh_coordinates if extended else qr.refresh_coordinates, mm=product),
         apply=apply,
     )

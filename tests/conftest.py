@@ -5,7 +5,9 @@ import os
 import pytest
 import torch
 
+from tests.host_extension import extension_on_cpu, host_module  # noqa: F401  (fixtures)
 from tests.inputs import method, path  # noqa: F401  (fixtures)
+from tests.qr_forms import form_of  # noqa: F401  (a fixture)
 
 # Triton reads this when a kernel is defined, so it is set before any test module is imported.
 if not torch.cuda.is_available():

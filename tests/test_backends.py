@@ -86,7 +86,7 @@ def test_an_unknown_backend_is_named_with_the_choices(backend):
 
 
 def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
-    monkeypatch.setattr(ops, "_triton_table", lambda: (TORCH, False))
+    monkeypatch.setattr(ops, "_triton_table", lambda extended: (TORCH, False))
     with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
         select("triton", CPU)
 

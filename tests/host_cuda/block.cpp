@@ -1,0 +1,264 @@
+#include "block.h"
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <vector>
+
+#include "fiber.h"
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace host_cuda {
+namespace {
+
+enum class Wait { NOTHING, BLOCK, WARP, RETURNED };
+
+constexpr int VOTE = -1;  // in place of the lane whose value is wanted
+
+struct Thread {
+    Context context;
+    Stack stack;
+    bool idle = false;  // at the head of live's loop
+    int id = 0;
+    uint3 index = {};
+
+    Wait wait = Wait::NOTHING;
+    const char* where = nullptr;  // a warp's function, or the file of a __syncthreads
+    int line = 0;
+    unsigned mask = 0;
+    std::uint64_t value = 0;
+    int source = 0;
+    std::uint64_t result = 0;
+};
+
+// First come, first served; no thread is in it twice.
+class Queue {
+public:
+    bool empty() const { return head == tail; }
+    void push(Thread* thread) { threads[tail++ % MOST_THREADS] = thread; }
+    Thread* pop() { return threads[head++ % MOST_THREADS]; }
+
+private:
+    Thread* threads[MOST_THREADS];
+    unsigned head = 0, tail = 0;
+};
+
+std::vector<std::unique_ptr<Thread>> pool;  // kept from block to block and from launch to launch
+Context home;
+
+struct Block {
+    void (*work)(void*);
+    void* call;
+    Order order;
+    Random* random;
+
+    int threads = 0;
+    Thread* current = nullptr;
+    Queue ready;
+    int arrived = 0;  // at the block's barrier
+    const Thread* first_arrived = nullptr;
+    int returned = 0;
+    std::vector<int> turns;
+    std::exception_ptr failure;
+};
+
+Block block;
+
+template <class Triple>
+std::string in_brackets(Triple t) {
+    return "(" + std::to_string(t.x) + ", " + std::to_string(t.y) + ", " + std::to_string(t.z) + ")";
+}
+
+std::string describe(const Thread& thread) {
+    if (thread.wait == Wait::RETURNED) return "returned";
+    std::ostringstream text;
+    if (thread.wait == Wait::BLOCK) {
+        text << "at __syncthreads in " << thread.where << ":" << thread.line;
+    } else {
+        text << "at " << thread.where << " with mask 0x" << std::hex << thread.mask;
+    }
+    return text.str();
+}
+
+std::runtime_error divergence() {
+    std::map<std::string, int> groups;
+    for (int id = 0; id < block.threads; ++id) {
+        if (pool[id]->wait != Wait::NOTHING) ++groups[describe(*pool[id])];
+    }
+    std::string text = "Divergent threads: ";
+    const char* separator = "";
+    for (const auto& [place, count] : groups) {
+        text += separator + std::to_string(count) + " " + place;
+        separator = ", ";
+    }
+    return error(text);
+}
+
+void resume(Context& from, Thread* thread) {
+    block.current = thread;
+    threadIdx = thread->index;
+    change(from, thread->context);
+}
+
+// Give way to the next thread; without one, what the others wait for never comes.
+void give_way(Thread& self) {
+    if (block.ready.empty()) throw divergence();
+    Thread* next = block.ready.pop();
+    if (next != &self) resume(self.context, next);
+}
+
+// Let those of `count` threads from `first` on run that are in `mask`, which repeats from warp to warp.
+void release(int first, int count, unsigned mask) {
+    auto end = block.turns.begin();
+    for (int id = first; id < first + count; ++id) {
+        if (mask >> (id % 32) & 1) *end++ = id;
+    }
+    arrange(block.turns.begin(), end, block.order, *block.random);
+    for (auto id = block.turns.begin(); id != end; ++id) {
+        pool[*id]->wait = Wait::NOTHING;
+        block.ready.push(pool[*id].get());
+    }
+}
+
+void release_all() {
+    block.arrived = 0;
+    release(0, block.threads, ~0u);
+}
+
+// If all lanes of `self`'s warp function are there, hand out the results and let them run on.
+void complete(const Thread& self) {
+    const int first = self.id / 32 * 32, lanes = std::min(32, block.threads - first);
+    unsigned there = 0, votes = 0;
+    for (int lane = 0; lane < lanes; ++lane) {
+        const Thread& other = *pool[first + lane];
+        if (!(self.mask >> lane & 1) || other.wait == Wait::RETURNED) continue;
+        if (other.wait == Wait::NOTHING) return;
+        if (other.wait == Wait::BLOCK || other.mask != self.mask || std::strcmp(other.where, self.where) != 0) {
+            throw divergence();
+        }
+        there |= 1u << lane;
+        votes |= unsigned(other.value != 0) << lane;
+    }
+    for (int lane = 0; lane < lanes; ++lane) {
+        if (!(there >> lane & 1)) continue;
+        Thread& other = *pool[first + lane];
+        if (other.source == VOTE) {
+            other.result = votes;
+        } else if (there >> other.source & 1) {
+            other.result = pool[first + other.source]->value;
+        } else {
+            std::memset(&other.result, UNWRITTEN, sizeof other.result);  // undefined on a GPU
+        }
+    }
+    release(first, lanes, there);
+}
+
+std::uint64_t meet(const char* function, unsigned mask, std::uint64_t value, int source) {
+    Thread& self = *block.current;
+    self.wait = Wait::WARP;
+    self.where = function;
+    self.mask = mask;
+    self.value = value;
+    self.source = source;
+    if (!(mask >> (self.id % 32) & 1)) {
+        throw error("Lane " + std::to_string(self.id % 32) + " is not in its own mask " + describe(self));
+    }
+    complete(self);
+    give_way(self);
+    return self.result;
+}
+
+// A thread that has returned is waited for by nobody.
+void retire(Thread& self) {
+    self.wait = Wait::RETURNED;
+    ++block.returned;
+    const int first = self.id / 32 * 32;
+    for (int id = first; id < std::min(first + 32, block.threads); ++id) {
+        const Thread& other = *pool[id];
+        if (other.wait == Wait::WARP && other.mask >> (self.id % 32) & 1) complete(other);
+    }
+}
+
+// All that happens on a thread's stack: one turn of the loop for each block.
+void live() {
+    Thread& self = *block.current;
+    self.idle = true;
+    change(self.context, home);
+    for (;;) {
+        self.idle = false;
+        try {
+            block.work(block.call);
+            retire(self);
+            if (block.returned < block.threads && block.ready.empty()) throw divergence();
+        } catch (...) {
+            block.failure = std::current_exception();
+        }
+        self.idle = true;
+        if (block.failure || block.returned == block.threads) {
+            change(self.context, home);
+        } else {
+            resume(self.context, block.ready.pop());
+        }
+    }
+}
+
+}  // namespace
+
+std::runtime_error error(const std::string& what) {
+    return std::runtime_error(what + "; in block " + in_brackets(blockIdx) + " of a grid of " + in_brackets(gridDim));
+}
+
+void prepare_threads() {
+    block.threads = blockDim.x * blockDim.y * blockDim.z;
+    block.turns.resize(block.threads);
+    while (int(pool.size()) < block.threads) {
+        pool.push_back(std::make_unique<Thread>());
+        pool.back()->id = int(pool.size()) - 1;
+    }
+    for (int id = 0; id < block.threads; ++id) pool[id]->index = unravel(id, blockDim);
+}
+
+void run_block(void (*work)(void*), void* call, Order order, Random& random) {
+    for (int id = 0; id < block.threads; ++id) {
+        Thread& thread = *pool[id];
+        if (thread.idle) continue;  // else it is new, or was left at a barrier by a block that failed
+        block.current = &thread;
+        // Stacks that begin at one place of their pages would compete for a few lines of the cache.
+        thread.stack.enter(home, live, id % 64 * 64);
+    }
+    block.work = work;
+    block.call = call;
+    block.order = order;
+    block.random = &random;
+    block.ready = {};
+    block.returned = 0;
+    block.failure = nullptr;
+    release_all();
+    resume(home, block.ready.pop());
+    if (block.failure) std::rethrow_exception(block.failure);
+}
+
+void block_barrier(const char* file, int line) {
+    Thread& self = *block.current;
+    self.wait = Wait::BLOCK;
+    self.where = file;
+    self.line = line;
+    if (block.arrived == 0) block.first_arrived = &self;
+    const Thread& first = *block.first_arrived;
+    if (line != first.line || (file != first.where && std::strcmp(file, first.where) != 0)) throw divergence();
+    if (++block.arrived == block.threads) release_all();
+    give_way(self);
+}
+
+std::uint64_t exchange(const char* function, unsigned mask, std::uint64_t value, int source) {
+    return meet(function, mask, value, source);
+}
+
+unsigned vote(const char* function, unsigned mask, bool value) {
+    return static_cast<unsigned>(meet(function, mask, value, VOTE));
+}
+
+}  // namespace host_cuda

@@ -1,0 +1,23 @@
+// What the host asks of the device.
+#pragma once
+
+#pragma GCC visibility push(hidden)
+
+namespace host_cuda {
+
+constexpr size_t SHARED_UNASKED = 48 * 1024;  // bytes of shared memory a launch may have without cudaFuncSetAttribute
+constexpr size_t SHARED_LIMIT = 227 * 1024;   // of compute capability 9.0 and 10.0
+
+cudaError_t allow_shared(const void* kernel, int bytes);
+
+// Run the whole grid; thread(call) is what each of its threads does.
+cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*thread)(void*), void* call);
+
+}  // namespace host_cuda
+
+#pragma GCC visibility pop
+
+// From the next launch on: the order in which a block's threads run between barriers, and the order of the blocks, as
+// numbers of order.h's Order. A result that changes with either was not synchronised.
+extern "C" __attribute__((visibility("default"))) void host_cuda_order(int threads, int blocks,
+                                                                       unsigned long long seed);

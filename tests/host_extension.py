@@ -1,0 +1,158 @@
+"""The extension's sources built for the CPU: g++ compiles them against tests/host_cuda, which runs them block by block.
+
+Built libraries are kept under the system's folder for temporary files, one for each state of the sources and flags.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from prokl import extension
+
+ROOT = Path(__file__).parent.parent
+HOST_CUDA = ROOT / "tests" / "host_cuda"
+RUNTIME = tuple(sorted(HOST_CUDA.glob("*.cpp")))
+COMPILER = "g++"
+# -O3 unrolls and vectorises the loops over tiles, which makes QR two to three times as fast as -O2.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")  # GCC has another spelling for CUDA's `#pragma unroll`
+ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
+
+
+@pytest.fixture(scope="session")
+def host_module():
+    """The extension for the CPU; what asks for it is skipped where there is no compiler."""
+    skip_without_compiler()
+    return build()
+
+
+@pytest.fixture
+def extension_on_cpu(host_module, monkeypatch):
+    """The extension's sources in place of prokl._C, so that prokl.cuda_qr takes CPU tensors."""
+    monkeypatch.setattr(extension, "load", lambda: (host_module, None))
+    return host_module
+
+
+def skip_without_compiler():
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"needs {COMPILER}")
+
+
+@functools.cache
+def build(flags=()):
+    """Build csrc for the CPU, with further compiler flags such as ("-DNAME",), and import it.
+
+    It is no entry of ``sys.modules``; its ``architectures`` is "host". Raises RuntimeError with the compiler's output.
+    """
+    return load(compile_library("_C", extension_sources(), (*extension_flags(), *flags)))
+
+
+def load(library):
+    # pybind11 gives the first module of a name again, whatever the file, so every library gets a name of its own.
+    spec = importlib.util.spec_from_file_location(f"{library.parent.name}._C", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def extension_sources():
+    return sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in (".cu", ".cpp"))
+
+
+def extension_flags():
+    import pybind11
+
+    folders = (pybind11.get_include(), sysconfig.get_paths()["include"])
+    return (*(f"-isystem{folder}" for folder in folders), '-DPROKL_CUDA_ARCHS="host"')
+
+
+def compile_library(name, sources, flags=()):
+    """Compile and link sources with the runtime of tests/host_cuda, unless that was done before; give the file.
+
+    What the compiler warned of is in the file warnings.txt beside it.
+    """
+    flags = (*FLAGS, *WARNINGS, f"-I{HOST_CUDA}", *flags)
+    cache = cache_folder()
+    state = fingerprint(sources, flags)
+    built = cache / f"{name}-{state}"
+    library = built / f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    # Test processes side by side wait for the first of them instead of compiling the same.
+    with (cache / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                whole = Path(scratch) / "whole"  # moved when it is complete: a build that was cut short is never found
+                whole.mkdir()
+                said = link([*sources, *RUNTIME], flags, Path(scratch), whole / library.name)
+                (whole / "warnings.txt").write_text(said)
+                if fingerprint(sources, flags) != state:
+                    raise RuntimeError("The sources changed while they were compiled: run again.")
+                whole.rename(built)
+    return library
+
+
+def link(sources, flags, scratch, library):
+    """Compile the sources side by side and link them; give what the compiler said."""
+    objects = [scratch / f"{source.parent.name}-{source.name}.o" for source in sources]
+
+    def compiled(source, target):
+        return run(COMPILER, *flags, "-x", "c++", "-c", source, "-o", target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = list(pool.map(compiled, sources, objects))
+    return "".join(said) + run(COMPILER, "-shared", *objects, "-o", library)
+
+
+def run(*command):
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))} exited {done.returncode}:\n{done.stdout}")
+    return done.stdout
+
+
+def fingerprint(sources, flags):
+    """What a library depends on: sources, everything beside them, flags, compiler and Python."""
+    folders = {HOST_CUDA, *(source.parent for source in sources)}
+    state = hashlib.sha256(repr((sorted(map(str, sources)), flags, sysconfig.get_config_var("SOABI"))).encode())
+    state.update(run(COMPILER, *flags, "-dM", "-E", "-x", "c++", os.devnull).encode())
+    for path in sorted(path for folder in folders for path in folder.iterdir() if path.is_file()):
+        state.update(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\0".encode())
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def cache_folder():
+    """A folder that only this user can write, since what is in it is executed."""
+    folder = Path(tempfile.gettempdir()) / f"prokl-host-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise RuntimeError(f"Invalid {folder}: others can write it; remove it, or set TMPDIR to another folder.")
+    return folder
+
+
+@contextlib.contextmanager
+def order(library, threads="forward", blocks="forward", seed=0):
+    """Run threads between barriers, and blocks, in this order: "forward", "reversed" or "shuffled" by the seed.
+
+    ``library`` is the module that build gave, or the path that compile_library gave.
+    """
+    set_order = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_order
+    set_order.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong)
+    set_order(ORDERS[threads], ORDERS[blocks], seed)
+    try:
+        yield
+    finally:
+        set_order(ORDERS["forward"], ORDERS["forward"], 0)

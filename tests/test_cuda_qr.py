@@ -1,0 +1,253 @@
+"""The CUDA extension's QR beyond what tests/test_qr_problems.py asks of every form: its sources run on the CPU here."""
+
+import pytest
+import torch
+
+import prokl.qr
+from prokl import ProKLShampoo, cuda_qr, extension, ops
+from prokl.cuda_qr import Used, passes
+from tests import sanitize_qr
+from tests.host_extension import order
+from tests.inputs import same_bits
+from tests.problems import gradient_stream, relative, run, state_tensors
+from tests.qr_bounds import assert_is_qr
+from tests.qr_problems import CLASSES
+
+DTYPES = [torch.float32, torch.float64]
+
+
+def draw(operation, name, size, dtype=torch.float32):
+    return CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
+
+
+def exact_orthogonality(Q):
+    eye = torch.eye(Q.shape[-1], dtype=torch.float64)
+    return torch.linalg.matrix_norm(Q.double().mT @ Q.double() - eye)
+
+
+# Sizes on either side of what a kernel handles at once: a slab of the depth, a block of columns (128; 64 in float64),
+# rows of a split (256 and more), leaves of a fallback (256 rows), stacks of leaves of which a level has several.
+EDGES = [(1, 1), (2, 1), (9, 8), (128, 128), (129, 128), (129, 129), (257, 3), (300, 130), (1100, 100)]
+
+
+@pytest.mark.parametrize("n, k", EDGES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["random", "rank-deficient", "zero"])
+def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k):
+    inputs = draw("qr", name, (2, n, k), dtype)
+    assert_is_qr("qr", inputs, cuda_qr.qr(*inputs).Q)
+
+
+@pytest.mark.parametrize("k", [1, 65, 128, 129, 200])
+@pytest.mark.parametrize("name", ["condition 1e+04, settled", "rank-deficient, fresh"])
+def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
+    tracked, refreshed = draw("tracking", name, (2, k + 100, k)), draw("semidefinite", name, (2, k, k))
+    assert_is_qr("tracking", tracked, cuda_qr.tracking_qr(*tracked).Q)
+    assert_is_qr("semidefinite", refreshed, cuda_qr.semidefinite_qr(*refreshed).Q)
+
+
+@pytest.mark.parametrize("name", ["row scales", "dominated", "condition 1e+08", "rank-deficient", "zero column"])
+def test_singular_and_nearly_singular_ones_stay_within_the_bounds_over_many_draws(extension_on_cpu, name):
+    # Largest backward error of 2496 such matrices: 4.5 k eps. An explicit inverse of unbounded norm gave up to 6000.
+    for seed in range(10):
+        for dtype in DTYPES:
+            inputs = CLASSES["qr"][name](4, 100, 20, dtype, torch.Generator().manual_seed(seed))
+            assert_is_qr("qr", inputs, cuda_qr.qr(*inputs).Q)
+
+
+def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
+    # Residuals near 1e-20: their squares are subnormal in float32, and reflections from them are not orthogonal.
+    inputs = draw("coordinates", "row scales, skewed 1e4", (3, 60, 12))
+    assert (cuda_qr.qr(inputs[0] @ inputs[1]).used & Used.HOUSEHOLDER).all()
+    assert_is_qr("coordinates", inputs, cuda_qr.refresh_coordinates(*inputs))
+
+
+MIXTURE = ["random", "condition 1e+06", "rank-deficient", "zero", "zero column"]
+
+
+def mixture(dtype=torch.float32, n=140, k=131):
+    A = torch.cat([draw("qr", name, (1, n, k), dtype)[0] for name in MIXTURE])
+    A = torch.cat([A, A[:1], torch.linalg.qr(A[:1])[0]])
+    A[5, 3, 2] = float("nan")
+    return A
+
+
+@pytest.mark.parametrize("threads, blocks", [("reversed", "reversed"), ("shuffled", "shuffled")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_result_depends_on_the_order_of_threads_or_blocks(extension_on_cpu, dtype, threads, blocks):
+    A = mixture(dtype)
+    tracked, refreshed = (
+        draw("tracking", "mixed", (3, 140, 131), dtype),
+        draw("semidefinite", "mixed", (3, 70, 70), dtype),
+    )
+    tall = draw("qr", "zero column", (2, 600, 9), dtype)  # the fallback's tree
+
+    def all_results():
+        return [
+            *(t for A in (A, *tall) for t in cuda_qr.qr(A)),
+            *cuda_qr.tracking_qr(*tracked),
+            *cuda_qr.semidefinite_qr(*refreshed),
+        ]
+
+    expected = all_results()
+    with order(extension_on_cpu, threads=threads, blocks=blocks, seed=1):
+        for found, wanted in zip(all_results(), expected, strict=True):
+            assert same_bits(found, wanted)
+
+
+def test_the_verdict_says_what_was_done_to_each_matrix(extension_on_cpu):
+    Q, used, orthogonality = cuda_qr.qr(mixture())
+    plain, ill, singular, zero, column, nan, orthonormal = used.tolist()
+    assert plain & 0xFE == 0 and 1 <= passes(used)[0] <= 2
+    assert Used(ill & 0xFE) == Used(singular & 0xFE) == Used.RAISED and 2 <= passes(used)[1] <= 4
+    assert Used(zero & 0xFE) == Used(column & 0xFE) == Used.RAISED | Used.HOUSEHOLDER
+    assert Used(nan & 0xFE) == Used.NONFINITE and Q[5].isnan().all() and orthogonality[5].isnan()
+    assert orthonormal == 1  # nothing: one look at its Gram matrix
+    finite = [0, 1, 2, 3, 4, 6]
+    # As measured in float32, whose sums are off by no more than what is allowed of Q.
+    exact = exact_orthogonality(Q[finite])
+    eps = torch.finfo(torch.float32).eps
+    assert (orthogonality[finite] - exact).abs().max() <= 131 * eps
+    assert orthogonality[finite].max() <= 4 * (131 + 8) * eps
+
+
+def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_nan(extension_on_cpu):
+    V, K, U = draw("tracking", "condition 1e+04, settled", (3, 60, 12))
+    V[1] = K[1] = 0
+    V[2, 0, 0] = float("inf")
+    Q, used, orthogonality = cuda_qr.tracking_qr(V, K, U)
+    assert [Used(u & 0xFE) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.NONFINITE]
+    assert passes(used)[0] == 1  # K has done the other
+    assert same_bits(Q[2], U[2]) and orthogonality[2].isnan()
+    assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
+
+
+def test_a_shift_takes_the_other_columns_from_u(extension_on_cpu):
+    V, K, U = draw("tracking", "rank-deficient, moving", (2, 60, 12), torch.float64)
+    rank = int(torch.linalg.matrix_rank(V[0], rtol=1e-10))
+    Q, used, _ = cuda_qr.tracking_qr(V, K, U)
+    assert 0 < rank < 12 and (used & Used.SHIFTED).all()
+    kept, _ = torch.linalg.qr(torch.cat([V[..., :rank], U], dim=-1))
+    outside = torch.linalg.matrix_norm(Q - kept @ (kept.mT @ Q)) / 12**0.5
+    assert (outside <= 0.05).all()  # rounding noise would have nearly all of its length outside
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_workspace_is_neither_read_before_it_is_written_nor_left(extension_on_cpu, dtype):
+    module = getattr(extension_on_cpu, cuda_qr.DTYPES[dtype])
+    A = mixture(dtype)
+    sizes = tuple(A.shape)
+    bytes_ = module.workspace_bytes(*sizes)
+    for filling in (0x00, 0xFF):  # 0xFF...: NaN
+        Q, used, orthogonality = torch.full_like(A, 7.0), torch.full((7,), 7, dtype=torch.int32), torch.zeros(7)
+        workspace = torch.full((bytes_ + 4096,), filling, dtype=torch.uint8)
+        arguments = [*map(cuda_qr._where, (A, Q)), used.data_ptr(), orthogonality.data_ptr(), workspace.data_ptr()]
+        module.qr(*sizes, *arguments, 0)
+        assert (workspace[bytes_:] == filling).all()
+        for found, wanted in zip((Q, used, orthogonality), cuda_qr.qr(A), strict=True):
+            assert same_bits(found, wanted)
+
+
+def test_rows_and_matrices_may_lie_apart(extension_on_cpu):
+    (A,) = draw("qr", "random", (3, 40, 10))
+    wide = torch.full((3, 50, 17), float("nan"))
+    wide[:, 5:45, 3:13] = A
+    assert same_bits(cuda_qr.qr(wide[:, 5:45, 3:13]).Q, cuda_qr.qr(A).Q)
+    once = A[:1].expand(3, -1, -1)
+    assert same_bits(cuda_qr.qr(once).Q, cuda_qr.qr(once.contiguous()).Q)
+
+
+def test_an_empty_batch_is_empty(extension_on_cpu):
+    Q, used, orthogonality = cuda_qr.qr(torch.zeros(0, 5, 3))
+    assert Q.shape == (0, 5, 3) and used.shape == orthogonality.shape == (0,)
+
+
+A, K = torch.zeros(2, 6, 3), torch.zeros(2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: cuda_qr.qr(A.half()), TypeError, r"A\.dtype=torch\.float16: must be one of .*float32.*A\.float"),
+        (lambda: cuda_qr.qr(A[0]), ValueError, r"A\.shape=\(6, 3\): must have 3 dimensions"),
+        (
+            lambda: cuda_qr.qr(A.mT.contiguous()),
+            ValueError,
+            r"A\.shape=\(2, 3, 6\): must be \(B,n,k\) with n >= k >= 1",
+        ),
+        (lambda: cuda_qr.qr(A[..., :0]), ValueError, r"n >= k >= 1"),
+        (lambda: cuda_qr.qr(A.mT.contiguous().mT), ValueError, r"A\.stride\(\)=.*must end in 1.*A\.contiguous"),
+        (lambda: cuda_qr.qr(A[:1].expand(70000, -1, -1)), ValueError, r"at most 65535 matrices"),
+        (lambda: cuda_qr.semidefinite_qr(A), ValueError, r"S\.shape=\(2, 6, 3\): must be \(B,k,k\)"),
+        (lambda: cuda_qr.tracking_qr(A, K[:1], A), ValueError, r"K\.shape=\(1, 3, 3\): must be \(2, 3, 3\)"),
+        (lambda: cuda_qr.tracking_qr(A, K, A[:, :5]), ValueError, r"U\.shape=\(2, 5, 3\): must be \(2, 6, 3\)"),
+        (
+            lambda: cuda_qr.tracking_qr(A, K.double(), A),
+            ValueError,
+            r"K: torch\.float64 on cpu; must be torch\.float32",
+        ),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_read(extension_on_cpu, call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_without_the_extension_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
+    with pytest.raises(ValueError, match=r"device=cpu: it was left out\. prokl\.qr has the same methods"):
+        cuda_qr.qr(A)
+
+
+def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu):
+    tracked, refreshed = draw("tracking", "random", (2, 9, 4)), draw("semidefinite", "random", (2, 4, 4))
+    for operator, inputs in (
+        (torch.ops.prokl.qr.default, (tracked[0],)),
+        (torch.ops.prokl.tracking_qr.default, tracked),
+        (torch.ops.prokl.semidefinite_qr.default, refreshed),
+    ):
+        torch.library.opcheck(operator, inputs)
+
+
+def test_the_operators_pass_through_a_compiler(extension_on_cpu):
+    (V, *_) = draw("tracking", "random", (2, 9, 4))
+    compiled = torch.compile(lambda A: cuda_qr.qr(A).Q * 2, fullgraph=True, backend="eager")
+    assert same_bits(compiled(V), cuda_qr.qr(V).Q * 2)
+
+
+def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_cpu, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    table = ops.select("triton", torch.device("cpu"))
+    assert table.tracking_qr is cuda_qr.track
+    assert table.refresh_basis.func is cuda_qr.refresh_basis
+    assert table.refresh_coordinates.func is cuda_qr.refresh_coordinates
+    assert ops.explain_qr("cpu", "triton") == "CUDA extension: it runs on cpu"
+    assert ops.explain_qr("cpu") == "PyTorch: the torch backend calls no kernels"
+    monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
+    table = ops.select("triton", torch.device("cpu"))
+    assert table.tracking_qr.func is prokl.qr.tracking_qr
+    assert ops.explain_qr("cpu", "triton") == "PyTorch: it was left out"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels; a GPU has tests/test_gpu.py")
+def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
+    stream = gradient_stream([(6, 10), (6, 10), (10, 6), (16, 36)], 9, dtype=torch.float64)
+    settings = {"rank": 4, "precondition_frequency": 3, "dtype": torch.float64, "ns_dtype": torch.float64}
+    (slow, reference) = run(ProKLShampoo, stream, backend="reference", **settings)
+    (fast, triton) = run(ProKLShampoo, stream, backend="triton", **settings)
+    for p, q in zip(slow, fast, strict=True):
+        assert relative(q, p) <= 1e-9  # as the PyTorch table
+        for key, value in state_tensors(reference.state[p]).items():
+            assert relative(triton.state[q][key], value) <= 1e-9, key
+
+
+def test_the_calls_for_the_sanitizer_are_right_themselves(extension_on_cpu, capsys):
+    sanitize_qr.main("cpu")
+    assert capsys.readouterr().out.count("is a QR") == 2 * len(sanitize_qr.CALLS)
+
+
+def test_no_launch_asks_for_more_shared_memory_than_the_oldest_architecture_has(extension_on_cpu):
+    for name in cuda_qr.DTYPES.values():
+        for kernel, size in getattr(extension_on_cpu, name).shared_memory():
+            assert size <= 163 * 1024, (name, kernel)

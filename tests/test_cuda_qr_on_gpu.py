@@ -1,0 +1,105 @@
+"""The CUDA extension on a device: the problems of tests/test_qr_problems.py, and larger ones."""
+
+import pytest
+import torch
+
+from prokl import ProKLShampoo, cuda_qr, extension, ops
+from prokl.cuda_qr import Used
+from tests.inputs import same_bits
+from tests.problems import gradient_stream, relative, run, state_tensors
+from tests.qr_bounds import assert_is_qr
+from tests.qr_forms import FORMS, words
+from tests.qr_problems import CLASSES, poisoned
+from tests.test_accelerator_path import ForbidHostReads
+from tests.test_cuda_qr import draw, mixture
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+SIZES = [((3, 60, 12), torch.float32), ((3, 60, 12), torch.float64), ((4, 150, 70), torch.float32)]
+CASES = [(operation, name) for operation, classes in CLASSES.items() for name in classes]
+PAPER = [(12, 768, 128), (6, 3072, 128), (4, 4096, 128), (2, 16384, 128), (3, 768, 768), (2, 1024, 1024), (9, 128, 128)]
+LARGE = {"qr": ["random", "condition 1e+06"], "tracking": ["condition 1e+04, moving", "rank-deficient, fresh"]}
+
+
+@pytest.fixture(autouse=True)
+def extension_here():
+    obstacle = extension.obstacle(CUDA)
+    assert obstacle is None, f"{obstacle}: build it with PROKL_BUILD_CUDA=1"
+
+
+def on_gpu(inputs):
+    return tuple(t.to(CUDA) for t in inputs)
+
+
+@pytest.mark.parametrize("size, dtype", SIZES, ids=words)
+@pytest.mark.parametrize("operation, name", CASES, ids=words)
+def test_the_extension_is_a_qr_of_every_class_on_the_device(operation, name, size, dtype):
+    inputs = draw(operation, name, size, dtype)
+    assert_is_qr(operation, inputs, FORMS[operation]["extension"].function(*on_gpu(inputs)).cpu())
+
+
+@pytest.mark.parametrize("size", PAPER, ids=words)
+@pytest.mark.parametrize("operation, name", [(o, n) for o, names in LARGE.items() for n in names], ids=words)
+def test_it_is_a_qr_at_the_papers_sizes(operation, name, size):
+    inputs = draw(operation, name, size)
+    assert_is_qr(operation, inputs, FORMS[operation]["extension"].function(*on_gpu(inputs)).cpu())
+
+
+@pytest.mark.parametrize("operation", CLASSES)
+def test_what_is_not_finite_stays_in_its_matrix_on_the_device(operation):
+    inputs = draw(operation, "mixed", (3, 60, 12))
+    function = FORMS[operation]["extension"].function
+    apart, Q = function(*on_gpu(inputs)), function(*on_gpu(poisoned(operation, 1, float("nan"), inputs)))
+    assert same_bits(Q[0], apart[0]) and same_bits(Q[2], apart[2])
+
+
+def test_runs_give_the_same_bits_and_the_host_builds_verdicts(extension_on_cpu, monkeypatch):
+    A = mixture()
+    here = cuda_qr.qr(A)
+    monkeypatch.undo()
+    first = cuda_qr.qr(A.to(CUDA))
+    for _ in range(5):
+        for found, wanted in zip(cuda_qr.qr(A.to(CUDA)), first, strict=True):
+            assert same_bits(found, wanted)
+    kinds = Used.SHIFTED | Used.HOUSEHOLDER | Used.NONFINITE  # RAISED may turn on a rounding
+    assert ((first.used.cpu() & int(kinds)) == (here.used & int(kinds))).all()
+
+
+def test_nothing_is_read_on_the_host_and_a_graph_replays_it():
+    V, K, U = on_gpu(draw("tracking", "mixed", (3, 300, 40)))
+    wanted = cuda_qr.tracking_qr(V, K, U)
+    with ForbidHostReads():
+        cuda_qr.tracking_qr(V, K, U)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cuda_qr.tracking_qr(V, K, U)
+    found.Q.zero_()
+    graph.replay()
+    for a, b in zip(found, wanted, strict=True):
+        assert same_bits(a, b)
+
+
+def test_it_runs_on_the_current_stream():
+    (A,) = on_gpu(draw("qr", "random", (8, 2000, 100)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        B = A * 2  # still to come when the next call is made
+        Q = cuda_qr.qr(B).Q
+    torch.cuda.current_stream().wait_stream(stream)
+    assert same_bits(Q, cuda_qr.qr(A * 2).Q)
+
+
+def test_steps_on_the_device_take_the_extension_and_equal_the_references():
+    assert ops.select(None, CUDA).tracking_qr is cuda_qr.track
+    assert ops.explain_qr(CUDA).startswith("CUDA extension: ")
+    stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float64)
+    stream = [[g.to(CUDA) for g in gradients] for gradients in stream]
+    settings = {"rank": 16, "precondition_frequency": 5, "dtype": torch.float64, "ns_dtype": torch.float64}
+    (slow, reference) = run(ProKLShampoo, stream, backend="reference", **settings)
+    (fast, triton) = run(ProKLShampoo, stream, backend="triton", **settings)
+    for p, q in zip(slow, fast, strict=True):
+        assert relative(q, p) <= 1e-9
+        for key, value in state_tensors(reference.state[p]).items():
+            assert relative(triton.state[q][key], value) <= 1e-9, key
