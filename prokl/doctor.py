@@ -1,0 +1,123 @@
+"""What would run here, and why: ``python -m prokl.doctor``. What is broken costs its own line only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from prokl import toolkit
+
+Line = tuple[str, Callable[[], str]]
+"""A key, which stays the same from release to release, and what finds out."""
+FAILED = "cannot tell: "
+
+
+def told(find_out: Callable[[], str]) -> str:
+    """One line: what was found, or why it cannot be told. A report goes on whatever is broken."""
+    try:
+        text = find_out()
+    except Exception as error:
+        text = f"{FAILED}{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+def _prokl() -> str:
+    import prokl
+
+    return f"{prokl.__version__} ({os.path.dirname(prokl.__file__)})"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, built with {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
+
+
+def _triton() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "not installed"
+    return str(importlib.import_module("triton").__version__)
+
+
+def _nvcc() -> str:
+    nvcc = toolkit.find_nvcc(os.environ)
+    found = "not found" if nvcc is None else f"{toolkit.nvcc_version(nvcc)} ({nvcc})"
+    return f"{found}; only needed to build the extension"
+
+
+def _extension() -> str:
+    from prokl import extension
+
+    module, reason = extension.load()
+    if module is None:
+        return str(reason)
+    return f"built for {module.architectures.replace(';', ', ')} ({module.__file__})"
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    from prokl import extension
+
+    device = torch.device("cuda", index)
+    major, minor = torch.cuda.get_device_capability(device)
+    reason = extension.obstacle(device)
+    covered = "covered by the extension" if reason is None else f"not covered: {reason}"
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {covered}"
+
+
+def _step(device: str) -> str:
+    from prokl import ops
+
+    return ops.explain(None, device)
+
+
+def _qr(device: str) -> str:
+    from prokl import ops
+
+    return ops.explain_qr(device)
+
+
+def _gpus() -> tuple[int, str]:
+    """How many there are, and what to say where there is none."""
+    import torch
+
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception as error:
+        return 0, f"{FAILED}{type(error).__name__}: {error}"
+    return count, "none: torch sees no CUDA device"
+
+
+def lines() -> list[Line]:
+    """What is installed, and what runs where."""
+    gpus, none = _gpus()
+    found: list[Line] = [
+        ("python", lambda: f"{platform.python_version()} ({sys.executable})"),
+        ("prokl", _prokl),
+        ("torch", _torch),
+        ("triton", _triton),
+        ("nvcc", _nvcc),
+        ("extension", _extension),
+    ]
+    found += [(f"gpu {index}", partial(_gpu, index)) for index in range(gpus)] or [("gpu", lambda: none)]
+    for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
+        found += [(f"{device} step", partial(_step, device)), (f"{device} qr", partial(_qr, device))]
+    return found
+
+
+def main() -> None:
+    """Print the report."""
+    report = [(key, told(find_out)) for key, find_out in lines()]
+    width = max(len(key) for key, _ in report)
+    for key, text in report:
+        print(f"{key:<{width}}  {text}")
+
+
+if __name__ == "__main__":
+    main()
