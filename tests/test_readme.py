@@ -30,6 +30,15 @@ def test_the_usage_diff_trains_a_model():
     assert losses[-1] < 0.5 * losses[0]  # measured: 0.27
 
 
+def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extension_on_cpu):
+    (block,) = re.findall(r"```python\n(from prokl import cuda_qr.*?)```", README, re.DOTALL)
+    A = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0))
+    A[1] = 0
+    scope = {"A": A}
+    exec(block, scope)
+    assert scope["Q"].shape == A.shape and scope["fell_back"].tolist() == [False, True]
+
+
 def test_the_removed_lines_are_adamw():
     assert "-optimizer = torch.optim.AdamW(" in README
 
