@@ -35,9 +35,13 @@ HOST = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 LINK = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 """The runtime is linked in, so that the module imports without CUDA, and hidden: torch brings one of its own, whose
 functions would be called in its place."""
+OLDEST_NVCC = (11, 8)
+"""The first whose runtime has cudaLaunchKernelEx."""
+RECENT = f"nvcc {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or newer"
 SKIP = "PROKL_BUILD_CUDA=0 installs without the CUDA extension."
 REMEDIES = {
     "nvcc": "put it on PATH, or name it in CUDACXX or its toolkit in CUDA_HOME",
+    RECENT: "name a newer one in CUDACXX, or its toolkit in CUDA_HOME",
     "pybind11": "pip install pybind11, or build in isolation",
     "ninja": "pip install ninja, or build in isolation",
 }
@@ -70,8 +74,11 @@ def find_ninja() -> str | None:
 
 def missing(environ: Mapping[str, str]) -> list[str]:
     """The tools that are not there."""
+    nvcc = toolkit.find_nvcc(environ)
+    recent = nvcc is None or tuple(map(int, toolkit.nvcc_version(nvcc).split(".")))[:2] >= OLDEST_NVCC
     found = {
-        "nvcc": toolkit.find_nvcc(environ),
+        "nvcc": nvcc,
+        RECENT: recent or None,
         "pybind11": importlib.util.find_spec("pybind11"),
         "ninja": find_ninja(),
     }

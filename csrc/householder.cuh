@@ -8,7 +8,7 @@ namespace prokl {
 constexpr int CHUNK = 128;  // columns that a reflection handles at a time: four to a lane
 
 template <class T>
-constexpr int LEAF = 2 * BLOCK<T>;  // rows of a leaf: two triangles of BLOCK columns, or 131 KiB with the padding
+constexpr int LEAF = 2 * BLOCK<T>;  // rows of a leaf: two triangles of BLOCK columns, 131 KiB with the padding
 
 // Smallest number with all digits: squares that add up to less than one for each of them have lost theirs.
 template <class T>
@@ -133,21 +133,29 @@ size_t tsqr_workspace(int n, int k) {
     return runs.count == 1 ? 0 : size_t(runs.count) * k * k + tsqr_workspace<T>(runs.count * k, k);
 }
 
-// A (B,n,k) <- Q of its QR: leaves, then the QR of their stacked triangles, whose Q is multiplied back into theirs.
-// Wider matrices take one block of threads each in global memory, slowly: a last resort.
+// A (B,n,k) <- Q of its QR by one block of threads to each run of rows, in shared memory where the largest run fits.
+template <class T>
+void householder_runs(Batch<T> A, Runs runs, int k, Batch<T> R, int batch, Active active, cudaStream_t stream) {
+    const size_t staged = householder_shared<T>(runs.most(), k, true);
+    const bool fits = staged <= shared_limit();
+    launch(fits ? householder_kernel<T, true> : householder_kernel<T, false>, dim3(runs.count, 1, batch), THREADS,
+           fits ? staged : householder_shared<T>(runs.most(), k, false), stream, A, runs, k, R, active);
+}
+
+// A (B,n,k) <- Q of its QR: leaves, then the QR of their stacked triangles, whose Q is multiplied back into theirs. One
+// leaf is enough for what fits in shared memory. What is wider than a block is one leaf in global memory, slowly: a
+// last resort.
 template <class T>
 void tsqr(Batch<T> A, int n, int k, T* triangles, int batch, Active active, cudaStream_t stream) {
-    if (k > BLOCK<T>) {
-        launch(householder_kernel<T, false>, dim3(1, 1, batch), THREADS, householder_shared<T>(n, k, false), stream, A,
-               Runs::of(n, n), k, Batch<T>{}, active);
+    const bool one = k > BLOCK<T> || n <= LEAF<T> || householder_shared<T>(n, k, true) <= shared_limit();
+    if (one) {
+        householder_runs<T>(A, Runs::of(n, n), k, Batch<T>{}, batch, active, stream);
         return;
     }
     const Runs runs = Runs::of(n, LEAF<T>);
     const Index stride = Index(runs.count) * k * k;
-    const Batch<T> R = runs.count == 1 ? Batch<T>{} : Batch<T>{triangles, stride, k};
-    launch(householder_kernel<T, true>, dim3(runs.count, 1, batch), THREADS,
-           householder_shared<T>(runs.most(), k, true), stream, A, runs, k, R, active);
-    if (runs.count == 1) return;
+    const Batch<T> R{triangles, stride, k};
+    householder_runs<T>(A, runs, k, R, batch, active, stream);
     tsqr<T>(R, runs.count * k, k, triangles + batch * stride, batch, active, stream);
     launch(apply_kernel<T, false>, dim3(ceil_div(runs.most(), BLOCK<T>), runs.count, batch), THREADS,
            PRODUCT_SHARED<T>, stream, A, A, R, Index(k) * k, k, runs, active);

@@ -69,7 +69,7 @@ class Solver {
     }
 
     // Q of qr(S) for a symmetric positive semi-definite S = C C^T: that of qr(C), whose condition is the root of S's.
-    // Where rounding has swallowed a pivot S + delta I takes S's place. The lower triangle is read.
+    // Where rounding has swallowed a pivot S + delta I takes S's place.
     void semidefinite_qr(Batch<const T> S, Batch<T> Q) {
         begin(S, true);
         factor_or_shift<true>(S, Q);
@@ -93,7 +93,7 @@ class Solver {
         return {lost, T(3) * lost};
     }
     // ||Q^T Q - I||_F with which a matrix is done: what rounding leaves of it after a pass, with room for the sum's own.
-    T reached() const { return T(4) * T(size_.k + 8) * EPS; }
+    T reached() const { return std::min(T(4) * T(size_.k + 8), T(16) * T(size_.k)) * EPS; }
     T acceptable() const { return T(100) * T(size_.k) * EPS; }
 
     Active undecided() const { return {state_, DONE, 0}; }
@@ -110,11 +110,12 @@ class Solver {
         shift_ = workspace.template take<T>(B);
         diagonal_ = workspace.template take<T>(B * k);
         deviation_ = workspace.template take<T>(B * blocks());
+        Workspace fallback = workspace;  // in the same place: the passes are over when it begins
+        triangles_ = fallback.template take<T>(B * tsqr_workspace<T>(size_.n, size_.k));
         N_ = {workspace.template take<T>(B * k * k), Index(k) * size_.k, size_.k};
         F_ = {workspace.template take<T>(B * k * k), Index(k) * size_.k, size_.k};
         partial_ = workspace.template take<T>(splits() == 1 ? 0 : B * splits() * blocks() * BLOCK<T> * BLOCK<T>);
-        triangles_ = workspace.template take<T>(B * tsqr_workspace<T>(size_.n, size_.k));
-        bytes_ = workspace.bytes();
+        bytes_ = std::max(workspace.bytes(), fallback.bytes());
     }
 
     void begin(Batch<const T> A, bool uniform) {
@@ -186,7 +187,7 @@ class Solver {
         prepare(A, U, Q, failed);
         tsqr<T>(Q, size_.n, size_.k, triangles_, size_.batch, failed, stream_);
         form_gram(Q, false, failed);
-        judge(std::numeric_limits<T>::max(), 0, failed);
+        judge(std::numeric_limits<T>::max(), NONFINITE | DONE, failed);  // K may not be finite where V is
     }
 
     void conclude(Batch<const T> U, Batch<T> Q) {

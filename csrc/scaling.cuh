@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // orthogonality (B) <- ||W^T W - I||_F from the Gram matrix's blocks; within `bound` the matrix is done, otherwise it
-// takes `otherwise`: another pass or the fallback.
+// takes `otherwise`: another pass, the fallback, or the verdict that there is nothing to factor.
 template <class T>
 __global__ void __launch_bounds__(THREADS) judge_kernel(const T* deviation, int blocks, T bound, int otherwise,
                                                         float* orthogonality, int* state, Active active) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS) judge_kernel(const T* deviation, int 
     if (size <= bound)
         state[b] |= DONE;
     else
-        state[b] += otherwise;  // PASS is a count, HOUSEHOLDER is set once
+        state[b] += otherwise;  // PASS is a count, the others are set once
 }
 
 // Where the matrix was not finite: U, or NaN without it.

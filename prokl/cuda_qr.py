@@ -21,6 +21,8 @@ from prokl.qr import Product
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 LIMIT = 65535
 """Matrices of a batch at most: the blocks of a launch in its third direction."""
+ROWS = 64 * 65535
+"""Rows of a matrix at most: 64 to a block in the second direction."""
 
 
 class Used(IntFlag):
@@ -33,7 +35,7 @@ class Used(IntFlag):
     HOUSEHOLDER = 8
     """Cholesky QR did not end in orthonormal columns, Householder's QR took its place."""
     NONFINITE = 16
-    """The matrix has NaN or infinity: Q is NaN, in tracking_qr U."""
+    """The matrix, or K, has NaN or infinity: Q is NaN, in tracking_qr U."""
 
 
 class Factorisation(NamedTuple):
@@ -83,7 +85,7 @@ def semidefinite_qr(S: Tensor) -> Factorisation:
     """Q of the QR of a symmetric positive semi-definite S (B,k,k), which is that of its Cholesky factor.
 
     Args:
-        S: the lower triangle is read.
+        S: symmetric.
 
     Raises:
         ValueError, TypeError: as :func:`qr`, or S is not square.
@@ -100,15 +102,21 @@ def refresh_basis(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Q of qr(L Q) (Algorithm 2 (5)) for symmetric L and a basis Q (B,m,m): Q qr(Q^T L Q).Q.
 
     Q is re-orthonormalised first, which costs one Gram matrix where it is orthonormal: rounding would add up from
-    refresh to refresh, and in half-precision storage it is none.
+    refresh to refresh, and in half-precision storage it is none. Where L is not finite Q is kept.
     """
     Q = qr(Q.contiguous()).Q
-    return mm(Q, semidefinite_qr(mm(Q.mT, mm(L, Q)).contiguous()).Q)
+    turned, used, _ = semidefinite_qr(mm(Q.mT, mm(L, Q)).contiguous())
+    return _where_finite(used, mm(Q, turned), Q)
 
 
 def refresh_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Q of qr(S Q) for symmetric S and any Q (B,r,r): Q_S between refreshes is no basis."""
-    return qr(mm(S, Q).contiguous()).Q
+    """Q of qr(S Q) for symmetric S and any Q (B,r,r): Q_S between refreshes is no basis. Q where S is not finite."""
+    fresh, used, _ = qr(mm(S, Q).contiguous())
+    return _where_finite(used, fresh, Q)
+
+
+def _where_finite(used: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
+    return torch.where(((used & int(Used.NONFINITE)) == 0)[:, None, None], fresh, kept)
 
 
 def _check(name: str, t: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
@@ -133,6 +141,8 @@ def _sizes(name: str, A: Tensor, square: bool = False) -> tuple[int, int, int]:
         raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must be {bound}.")
     if B > LIMIT:
         raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must hold at most {LIMIT} matrices. Split the batch.")
+    if n > ROWS:
+        raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must have at most {ROWS} rows.")
     _check(name, A, A, (B, n, k))
     return B, n, k
 

@@ -156,3 +156,15 @@ def order(library, threads="forward", blocks="forward", seed=0):
         yield
     finally:
         set_order(ORDERS["forward"], ORDERS["forward"], 0)
+
+
+@contextlib.contextmanager
+def shared_limit(library, limit):
+    """As on a device whose blocks may have this many bytes of shared memory."""
+    set_limit = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_shared_limit
+    set_limit.argtypes = (ctypes.c_size_t,)
+    set_limit(limit)
+    try:
+        yield
+    finally:
+        set_limit(0)

@@ -27,6 +27,7 @@ def main(device: str = "cuda") -> None:
             inputs = CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
             Q = functions[operation](*(t.to(device) for t in inputs)).Q
             assert_is_qr(operation, inputs, Q.cpu())
+            functions[operation](*(t.to(device) / 0 for t in inputs))  # not finite
             print(operation, name, size, dtype, "is a QR", flush=True)
 
 

@@ -95,6 +95,16 @@ def test_a_build_without_the_extension_says_what_was_not_found(tree, tmp_path, m
     assert "without the CUDA extension: nvcc not found" in capsys.readouterr().out
 
 
+def test_an_nvcc_too_old_for_the_sources_counts_as_missing(tree, tmp_path, monkeypatch, capsys):
+    program, _ = stand_in(tmp_path / "bin")
+    program.write_text(program.read_text().replace("V12.4.131", "V11.7.99"))
+    environ = {"PATH": str(program.parent)}
+    assert build_cuda.extensions(environ, ["bdist_wheel"]) == []
+    assert "without the CUDA extension: nvcc 11.8 or newer not found" in capsys.readouterr().out
+    with pytest.raises(ToolkitError, match="nvcc 11.8 or newer was not found: name a newer one in CUDACXX"):
+        build_cuda.build(environ, tmp_path / "build", tmp_path / "out.so")
+
+
 def test_every_missing_tool_is_named_with_its_remedy(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
     monkeypatch.setattr(build_cuda, "find_ninja", lambda: None)

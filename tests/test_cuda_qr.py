@@ -7,7 +7,7 @@ import prokl.qr
 from prokl import ProKLShampoo, cuda_qr, extension, ops
 from prokl.cuda_qr import Used, passes
 from tests import sanitize_qr
-from tests.host_extension import order
+from tests.host_extension import order, shared_limit
 from tests.inputs import same_bits
 from tests.problems import gradient_stream, relative, run, state_tensors
 from tests.qr_bounds import assert_is_qr
@@ -38,7 +38,7 @@ def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k)
     assert_is_qr("qr", inputs, cuda_qr.qr(*inputs).Q)
 
 
-@pytest.mark.parametrize("k", [1, 65, 128, 129, 200])
+@pytest.mark.parametrize("k", [1, 65, 128, 129, 200, 300])
 @pytest.mark.parametrize("name", ["condition 1e+04, settled", "rank-deficient, fresh"])
 def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
     tracked, refreshed = draw("tracking", name, (2, k + 100, k)), draw("semidefinite", name, (2, k, k))
@@ -178,6 +178,7 @@ A, K = torch.zeros(2, 6, 3), torch.zeros(2, 3, 3)
         (lambda: cuda_qr.qr(A[..., :0]), ValueError, r"n >= k >= 1"),
         (lambda: cuda_qr.qr(A.mT.contiguous().mT), ValueError, r"A\.stride\(\)=.*must end in 1.*A\.contiguous"),
         (lambda: cuda_qr.qr(A[:1].expand(70000, -1, -1)), ValueError, r"at most 65535 matrices"),
+        (lambda: cuda_qr.qr(A[:1, :1, :1].expand(1, 5_000_000, 1)), ValueError, r"must have at most 4194240 rows"),
         (lambda: cuda_qr.semidefinite_qr(A), ValueError, r"S\.shape=\(2, 6, 3\): must be \(B,k,k\)"),
         (lambda: cuda_qr.tracking_qr(A, K[:1], A), ValueError, r"K\.shape=\(1, 3, 3\): must be \(2, 3, 3\)"),
         (lambda: cuda_qr.tracking_qr(A, K, A[:, :5]), ValueError, r"U\.shape=\(2, 5, 3\): must be \(2, 6, 3\)"),
@@ -247,7 +248,44 @@ def test_the_calls_for_the_sanitizer_are_right_themselves(extension_on_cpu, caps
     assert capsys.readouterr().out.count("is a QR") == 2 * len(sanitize_qr.CALLS)
 
 
-def test_no_launch_asks_for_more_shared_memory_than_the_oldest_architecture_has(extension_on_cpu):
-    for name in cuda_qr.DTYPES.values():
-        for kernel, size in getattr(extension_on_cpu, name).shared_memory():
-            assert size <= 163 * 1024, (name, kernel)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, k", [(128, 128), (600, 110), (1100, 60), (300, 9), (150, 131)])
+def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, dtype, n, k):
+    inputs = draw("qr", "zero column", (2, n, k), dtype)
+    wanted = cuda_qr.qr(*inputs)
+    assert (wanted.used & Used.HOUSEHOLDER).all()
+    with shared_limit(extension_on_cpu, 99 * 1024):  # compute capability 8.6, 8.9 and 12.0
+        found = cuda_qr.qr(*inputs)
+    assert_is_qr("qr", inputs, found.Q)
+    assert (found.used == wanted.used).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (2, 2), (3, 1)])
+def test_a_k_that_is_not_finite_ends_in_a_verdict_and_finite_columns(extension_on_cpu, value, place):
+    V, K, U = draw("tracking", "condition 1e+04, settled", (2, 60, 12))
+    wanted = cuda_qr.tracking_qr(V, K, U)
+    K[1, place[0], place[1]] = K[1, place[1], place[0]] = value
+    Q, used, _ = cuda_qr.tracking_qr(V, K, U)
+    assert same_bits(Q[0], wanted.Q[0]) and (used & 1).all()
+    if used[1] & Used.NONFINITE:
+        assert same_bits(Q[1], U[1])
+    else:  # V is finite: a K of which nothing came is no matter
+        assert_is_qr("tracking", (V[1:], K[1:], U[1:]), Q[1:])
+
+
+def test_squares_that_overflow_keep_u(extension_on_cpu):
+    V, K, U = draw("tracking", "condition 1e+04, settled", (1, 60, 12))
+    Q, used, _ = cuda_qr.tracking_qr(V.sign() * 3e38, K * float("inf"), U)
+    assert same_bits(Q, U) and bool(used[0] & Used.NONFINITE)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_refresh_with_what_is_not_finite_keeps_the_basis(extension_on_cpu, value):
+    for operation, function in (("refresh", cuda_qr.refresh_basis), ("coordinates", cuda_qr.refresh_coordinates)):
+        S, Q = draw(operation, "mixed", (3, 12, 12))
+        wanted = function(S, Q)
+        S[1, 3, 2] = S[1, 2, 3] = value
+        found = function(S, Q)
+        assert same_bits(found[[0, 2]], wanted[[0, 2]])
+        assert (found[1] - Q[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps

@@ -19,6 +19,7 @@ namespace {
 constexpr std::uint32_t CANARY = 0x7ff5a5a5;  // NaN in float and in double
 
 std::mutex one_launch_at_a_time;
+size_t smaller_limit = 0;
 std::map<const void*, size_t> allowed;  // bytes of shared memory that kernels may have
 Order thread_order = Order::FORWARD, block_order = Order::FORWARD;
 Random random_numbers(0);
@@ -60,8 +61,10 @@ std::vector<std::uint64_t> blocks_in_order() {
 
 }  // namespace
 
+size_t shared_limit() { return smaller_limit == 0 ? SHARED_LIMIT : smaller_limit; }
+
 cudaError_t allow_shared(const void* kernel, int bytes) {
-    if (bytes < 0 || size_t(bytes) > SHARED_LIMIT) return cudaErrorInvalidValue;
+    if (bytes < 0 || size_t(bytes) > shared_limit()) return cudaErrorInvalidValue;
     const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
     allowed[kernel] = bytes;
     return cudaSuccess;
@@ -94,4 +97,11 @@ void host_cuda_order(int threads, int blocks, unsigned long long seed) {
     thread_order = static_cast<Order>(threads);
     block_order = static_cast<Order>(blocks);
     random_numbers = Random(seed);
+}
+
+void host_cuda_shared_limit(size_t bytes) {
+    using namespace host_cuda;
+    const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+    smaller_limit = std::min(bytes, SHARED_LIMIT);
+    allowed.clear();  // another device
 }

@@ -8,6 +8,8 @@ namespace host_cuda {
 constexpr size_t SHARED_UNASKED = 48 * 1024;  // bytes of shared memory a launch may have without cudaFuncSetAttribute
 constexpr size_t SHARED_LIMIT = 227 * 1024;   // of compute capability 9.0 and 10.0
 
+size_t shared_limit();  // of the device: SHARED_LIMIT unless host_cuda_shared_limit said less
+
 cudaError_t allow_shared(const void* kernel, int bytes);
 
 // Run the whole grid; thread(call) is what each of its threads does.
@@ -21,3 +23,6 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
 // numbers of order.h's Order. A result that changes with either was not synchronised.
 extern "C" __attribute__((visibility("default"))) void host_cuda_order(int threads, int blocks,
                                                                        unsigned long long seed);
+
+// From the next launch on: bytes of shared memory that a block may have, as on a smaller device; 0: SHARED_LIMIT.
+extern "C" __attribute__((visibility("default"))) void host_cuda_shared_limit(size_t bytes);

@@ -1,0 +1,37 @@
+"""The README's tables are what the recorded rows give."""
+
+import pytest
+
+from bench import tables
+
+
+def test_the_readme_shows_what_the_rows_give(capsys):
+    assert tables.main(["--check"]) == 0, f"run python -m bench.tables:\n{capsys.readouterr().out}"
+    assert set(tables.TABLES) == {found[2] for found in tables.BLOCK.finditer(tables.README.read_text("utf-8"))}
+
+
+def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, capsys):
+    readme = tmp_path / "README.md"
+    shown = tables.README.read_text(encoding="utf-8")
+    changed = shown.replace("1.5040", "1.4040")
+    assert changed != shown
+    readme.write_text(changed, encoding="utf-8")
+    monkeypatch.setattr(tables, "README", readme)
+    assert tables.main(["--check"]) == 1
+    printed = capsys.readouterr().out
+    assert "-| Pro-KLShampoo" in printed and "+| Pro-KLShampoo" in printed
+    assert readme.read_text(encoding="utf-8") == changed
+    assert tables.main([]) == 0
+    assert "| 1.5040" in readme.read_text(encoding="utf-8")
+
+
+def test_a_table_that_there_is_not_is_an_error():
+    with pytest.raises(KeyError, match="nonsense"):
+        tables.rendered("<!-- table nonsense -->\n<!-- end -->")
+
+
+def test_columns_are_aligned_and_figures_to_the_right():
+    assert tables.markdown(["name", "ms"], "lr", [["a", "1.25"], ["longer", "10.00"]]) == (
+        "| name   |    ms |\n| ------ | ----: |\n| a      |  1.25 |\n| longer | 10.00 |\n"
+    )
+    assert [tables.figure(value, 1) for value in ("1.25", "", "nan")] == ["1.2", "-", "-"]
