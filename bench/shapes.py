@@ -1,0 +1,116 @@
+"""The parameter sets that are measured: matrix weights of the paper's models, small ones for a CPU, and sweeps.
+
+Embeddings, output heads, norms and biases are no matrix weights here: AdamW has them in every contender.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """The matrix weights of a model.
+
+    Attributes:
+        name: key of the set.
+        shapes: (count, rows, cols), rows and columns as torch holds the weight.
+        ranks: of the tracked subspace, to measure with.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, int, int], ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def matrices(self) -> int:
+        """Number of weights."""
+        return sum(count for count, _, _ in self.shapes)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all weights."""
+        return sum(count * rows * cols for count, rows, cols in self.shapes)
+
+    @property
+    def each(self) -> list[tuple[int, int]]:
+        """(rows, cols) of every weight."""
+        return [(rows, cols) for count, rows, cols in self.shapes for _ in range(count)]
+
+    @property
+    def oriented(self) -> dict[tuple[int, int], int]:
+        """Number of weights by short and long side (m, n): those that are stepped together."""
+        found: dict[tuple[int, int], int] = {}
+        for count, rows, cols in self.shapes:
+            key = min(rows, cols), max(rows, cols)
+            found[key] = found.get(key, 0) + count
+        return found
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Parameter sets in which one thing grows, each set with one rank.
+
+    Attributes:
+        variable: what grows: "n/m", "n", "r" or "weights".
+        fixed: what does not.
+        points: (value of the variable, set).
+    """
+
+    variable: str
+    fixed: str
+    points: tuple[tuple[int, ParameterSet], ...]
+
+
+def gpt2(name: str, layers: int, width: int, ranks: tuple[int, ...]) -> ParameterSet:
+    """Query, key, value and output square; an MLP of four times the width."""
+    hidden = 4 * width
+    square, up, down = (4 * layers, width, width), (layers, hidden, width), (layers, width, hidden)
+    return ParameterSet(name, (square, up, down), ranks)
+
+
+def llama(name: str, layers: int, width: int, hidden: int, ranks: tuple[int, ...]) -> ParameterSet:
+    """Query, key, value and output square; SwiGLU, with two matrices up and one down."""
+    square, up, down = (4 * layers, width, width), (2 * layers, hidden, width), (layers, width, hidden)
+    return ParameterSet(name, (square, up, down), ranks)
+
+
+PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")
+"""The models of the paper's experiments."""
+SMALL = tuple(f"{name}/4" for name in PAPER)
+"""The same at a quarter of the widths, layers and ranks (7 of 30 layers), for a CPU."""
+SETS: dict[str, ParameterSet] = {
+    s.name: s
+    for s in (
+        gpt2("gpt2-124m", 12, 768, (32, 64, 128)),
+        gpt2("gpt2-350m", 24, 1024, (32, 64, 128)),
+        llama("llama-134m", 12, 768, 2048, (32, 64, 128)),
+        llama("llama-450m", 30, 1024, 2816, (32, 64, 128)),
+        gpt2("gpt2-124m/4", 3, 192, (8, 16, 32)),
+        gpt2("gpt2-350m/4", 6, 256, (8, 16, 32)),
+        llama("llama-134m/4", 3, 192, 512, (8, 16, 32)),
+        llama("llama-450m/4", 7, 256, 704, (8, 16, 32)),
+    )
+}
+
+
+def _sweep(variable: str, fixed: str, points: dict[int, tuple[int, int, int, int]]) -> Sweep:
+    """``points``: by value, count, m, n and rank. Wide weights, so that rows are the short side."""
+    return Sweep(
+        variable,
+        fixed,
+        tuple(
+            (value, ParameterSet(f"{variable}={value}", ((count, m, n),), (r,)))
+            for value, (count, m, n, r) in points.items()
+        ),
+    )
+
+
+SWEEPS: dict[str, Sweep] = {
+    s.variable: s
+    for s in (
+        _sweep("n/m", "2 weights, m=128, r=32", {k: (2, 128, 128 * k, 32) for k in (1, 2, 4, 8, 16)}),
+        _sweep("n", "2 weights, m=64, r=16", {n: (2, 64, n, 16) for n in (256, 512, 1024, 2048)}),
+        _sweep("r", "4 weights of 256x1024", {r: (4, 256, 1024, r) for r in (8, 16, 32, 64, 128)}),
+        _sweep("weights", "64x256, r=16", {k: (k, 64, 256, 16) for k in (1, 4, 16, 64)}),
+    )
+}
+"""By variable. n/m starts at square weights; n at four times m, where the terms in n of the method dominate."""
