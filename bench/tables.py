@@ -5,55 +5,18 @@ nothing is written, and the exit status says whether the README shows what the r
 """
 
 import argparse
-import csv
 import difflib
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.errors import interruptible
+from bench.markdown import NAMES, figure, markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-RESULTS = ROOT / "bench" / "results"
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NAMES = {
-    "adamw": "AdamW",
-    "muon": "Muon",
-    "kl-shampoo": "KL-Shampoo",
-    "klshampoo": "KL-Shampoo",
-    "pro-klshampoo": "Pro-KLShampoo",
-    "smok-hop": "Smok-Hop",
-}
-
-Row = dict[str, str]
-
-
-def rows_of(name: str) -> list[Row]:
-    """The rows of a record."""
-    with (RESULTS / name).open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-def markdown(head: Sequence[str], right: str, body: Sequence[Sequence[str]]) -> str:
-    """A table with its columns aligned; ``right`` has an r for every column of figures."""
-    widths = [max(3, *(len(row[c]) for row in (head, *body))) for c in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(w) if side == "r" else cell.ljust(w) for cell, w, side in zip(cells, widths, right, strict=True)
-        ]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = ["-" * (w - 1) + ":" if side == "r" else "-" * w for w, side in zip(widths, right, strict=True)]
-    return "\n".join([line(head), line(rule), *map(line, body)]) + "\n"
-
-
-def figure(value: str, digits: int) -> str:
-    """A figure of a row; "-" where there is none."""
-    return "-" if value == "" or math.isnan(float(value)) else f"{float(value):.{digits}f}"
 
 
 def pretrain() -> str:

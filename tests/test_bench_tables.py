@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import tables
+from bench import markdown, tables
 
 
 def test_the_readme_shows_what_the_rows_give(capsys):
@@ -31,7 +31,7 @@ def test_a_table_that_there_is_not_is_an_error():
 
 
 def test_columns_are_aligned_and_figures_to_the_right():
-    assert tables.markdown(["name", "ms"], "lr", [["a", "1.25"], ["longer", "10.00"]]) == (
+    assert markdown.markdown(["name", "ms"], "lr", [["a", "1.25"], ["longer", "10.00"]]) == (
         "| name   |    ms |\n| ------ | ----: |\n| a      |  1.25 |\n| longer | 10.00 |\n"
     )
-    assert [tables.figure(value, 1) for value in ("1.25", "", "nan")] == ["1.2", "-", "-"]
+    assert [markdown.figure(value, 1) for value in ("1.25", "", "nan")] == ["1.2", "-", "-"]

@@ -1,0 +1,43 @@
+"""Tables in Markdown from recorded rows."""
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NAMES = {
+    "adamw": "AdamW",
+    "muon": "Muon",
+    "kl-shampoo": "KL-Shampoo",
+    "klshampoo": "KL-Shampoo",
+    "pro-klshampoo": "Pro-KLShampoo",
+    "smok-hop": "Smok-Hop",
+}
+
+Row = dict[str, str]
+
+
+def rows_of(name: str) -> list[Row]:
+    """The rows of a record."""
+    with (RESULTS / name).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def markdown(head: Sequence[str], right: str, body: Sequence[Sequence[str]]) -> str:
+    """A table with its columns aligned; ``right`` has an r for every column of figures."""
+    widths = [max(3, *(len(row[c]) for row in (head, *body))) for c in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(w) if side == "r" else cell.ljust(w) for cell, w, side in zip(cells, widths, right, strict=True)
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * (w - 1) + ":" if side == "r" else "-" * w for w, side in zip(widths, right, strict=True)]
+    return "\n".join([line(head), line(rule), *map(line, body)]) + "\n"
+
+
+def figure(value: str, digits: int) -> str:
+    """A figure of a row; "-" where there is none."""
+    return "-" if value == "" or math.isnan(float(value)) else f"{float(value):.{digits}f}"
