@@ -50,8 +50,8 @@ struct Batch {
 // What happened to a matrix, as bits of its state; passes are counted above them. prokl/cuda_qr.py names them too.
 enum State : int {
     DONE = 1,
-    SHIFTED = 2,      // V + delta U was factored in place of V
-    RAISED = 4,       // a pivot of a Cholesky factorisation was lost to rounding and raised
+    SHIFTED = 2,      // V + delta U was factored in place of V, S + delta I in place of S
+    RAISED = 4,       // a pivot of a Cholesky factorisation was small beside its column and raised
     HOUSEHOLDER = 8,  // the Cholesky passes did not end in orthonormal columns
     NONFINITE = 16,   // NaN or infinity in the matrix
     PASS = 256,       // one pass of Cholesky QR

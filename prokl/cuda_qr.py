@@ -31,7 +31,7 @@ class Used(IntFlag):
     SHIFTED = 2
     """tracking_qr factored V + delta U, semidefinite_qr S + delta I; either differs by at most 4 k eps of its norm."""
     RAISED = 4
-    """A pivot that rounding had swallowed was raised: the matrix is near a singular one."""
+    """A pass met a column with about a hundredth of its length or less outside the span of those before it."""
     HOUSEHOLDER = 8
     """Cholesky QR did not end in orthonormal columns, Householder's QR took its place."""
     NONFINITE = 16

@@ -78,6 +78,16 @@ def test_the_bounds_catch_columns_in_another_order():
     assert found["backward error"] > 1 and found["span of 1"] > 1 and found["same Q"] > 1
 
 
+def test_the_bounds_catch_a_turned_span_where_the_derived_ones_say_nothing():
+    inputs = draw("qr", "condition 1e+04", (1, 150, 70), torch.float32)
+    Q = prokl.qr.householder_qr(*inputs)
+    assert 0 < ratios("qr", inputs, Q)["span of 70 as measured"] <= 1
+    beside = torch.linalg.qr(torch.cat([Q, torch.ones(1, 150, 1)], dim=-1))[0][..., 70]
+    Q[..., 69] = 0.5 * Q[..., 69] + 0.75**0.5 * beside
+    found = ratios("qr", inputs, Q)
+    assert found["orthogonality"] <= 1 and found["span of 70 as measured"] > 1
+
+
 def test_the_bounds_catch_a_short_column_without_digits():
     inputs = draw("qr", "column scales", (1, 60, 12), torch.float64)
     shortest = inputs[0].norm(dim=-2).argmin()
