@@ -38,11 +38,14 @@ class Direction:
             return self.B @ self.U.mT
         D = self.X if self.Q is None else self.Q @ self.X
         if self.scale is not None:
-            D = D * self.scale[:, None, None]  # promotes to the arithmetic dtype in one pass
+            own = D is not self.X or D.dtype != self.scale.dtype
+            D = D.to(self.scale.dtype)  # the arithmetic dtype
+            D = D.mul_(self.scale[:, None, None]) if own else D * self.scale[:, None, None]
         if self.B is None:
             return D
         assert self.U is not None
-        return torch.baddbmm(D, self.B, self.U.mT)
+        add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
+        return add(D, self.B, self.U.mT)
 
 
 def damp(s: Tensor, eps: Tensor) -> Tensor:
@@ -110,26 +113,30 @@ def residuals(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Momentum and both residuals: M <- momentum M + g G, G^ = a G + b M for weights (g, a, b).
 
+    A CPU pays more for fresh memory than for arithmetic on it, so that G and, where it can, M are overwritten.
+
     Args:
-        G: (B,m,n). M: (B,m,n) in the state's dtype.
+        G: (B,m,n); afterwards it is the first residual. M: (B,m,n) in the state's dtype.
         G_tilde: G U (B,m,r). G_par: G^ U (B,m,r), or None when the complement takes no part in the direction.
         U: (B,n,r).
         momentum, weights: see above.
         live: (B,) or None; this table has zeroed the other gradients already.
 
     Returns:
-        The new M; G - G_tilde U^T; G^ - G_par U^T, or None; (B,) bool, whether the latter is rounding noise of G^.
+        The new M, which is M itself where all live and the dtype is G's; G - G_tilde U^T; G^ - G_par U^T, or None;
+        (B,) bool, whether the latter is rounding noise of G^.
     """
     g, a, b = weights
-    M = M.to(G.dtype)
-    M_new = torch.add(G, M, alpha=momentum) if g == 1 else (g * G).add_(M, alpha=momentum)
-    G_perp = torch.baddbmm(G, G_tilde, U.mT, alpha=-1)
-    if G_par is None:
-        return M_new, G_perp, None, None
-    G_hat = torch.add(G if a == 1 else a * G, M_new, alpha=b) if a else b * M_new
-    G_hat_perp = torch.baddbmm(G_hat, G_par, U.mT, alpha=-1)
-    size, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_hat))
-    return M_new, G_perp, G_hat_perp, size <= 100 * torch.finfo(G.dtype).eps * whole
+    if live is not None or M.dtype != G.dtype:
+        M = M.to(G.dtype, copy=True)
+    M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)
+    G_hat_perp = negligible = None
+    if G_par is not None:
+        G_hat = torch.add(G if a == 1 else a * G, M, alpha=b) if a else b * M
+        G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+        size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
+        negligible = size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
+    return M, G.baddbmm_(G_tilde, U.mT, alpha=-1), G_hat_perp, negligible
 
 
 def precondition(P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
@@ -153,7 +160,7 @@ def polar(P: Tensor, G_perp: Tensor, negligible: Tensor, h: ProHyper) -> tuple[T
     X = P @ G_perp
     norm = torch.linalg.vector_norm(X, dim=(-2, -1))
     inverse = torch.where(negligible | (norm == 0), 0.0, 1 / norm)
-    X = (X * inverse[:, None, None]).to(h.polar_dtype(X.dtype))
+    X = X.mul_(inverse[:, None, None]).to(h.polar_dtype(X.dtype))
     return *newton_schulz_factors(X, h.ns_steps, h.ns_coefficients), None
 
 

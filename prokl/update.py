@@ -9,6 +9,7 @@ Differences from the reference, none of them in the mathematics:
 * G_perp G_perp^T serves both e_res and L; the increment of S serves the Cholesky preconditioner of the
   tracking QR as well.
 * G^par = G^ U follows from G U and M U, so that one read of G and M serves the projection.
+* G^T L^-1 G U = G_perp^T L^-1 G U + U (G U)^T L^-1 G U, whose second term K has already: G itself is read no more.
 * The two m x n residuals are formed explicitly: the difference of Gram matrices loses accuracy as U captures
   more of the energy (in float32, 64 x 256 and r = 32: 2.7, 13 and 50 times the error at 50, 90 and 99 %).
 
@@ -85,8 +86,8 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         ops: table of primitives.
 
     Returns:
-        The direction (B,m,n) as factors, and the new state. Nothing is modified in place but, by a table that
-        returns the same tensor, M.
+        The direction (B,m,n) as factors, and the new state. Nothing is modified in place but, where a table does so,
+        G and M.
     """
     _, m, n = G.shape
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
@@ -99,7 +100,7 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
     g, a, b = h.gradient_weights
     Gt, Mt = ops.project(G, state["M"], U, call.live)
     G_par = (a + b * g) * Gt + b * h.momentum * Mt
-    M, G_perp, G_hat_perp, negligible = ops.residuals(
+    M, G_perp, G_hat_perp, negligible = ops.residuals(  # may overwrite G
         G, state["M"], Gt, G_par if h.has_complement else None, U, h.momentum, h.gradient_weights, call.live
     )
 
@@ -112,7 +113,6 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
 
     # (3): statistics of the raw gradient
     E = ops.symmetric_product(G_perp)
-    del G_perp
     QtGt, GtQ = mm(Q_L.mT, Gt), mm(Gt, Q_S)
     A = mm(QtGt, Q_S)
     s_L, s_S, s_mu = ops.eigenvalue_ema(
@@ -121,7 +121,7 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
         state["inv_sqrt_mu"],
         (A * a_S[:, None, :]).square().sum(dim=-1),
         (A * a_L[:, :, None]).square().mean(dim=-2),
-        (mm(E, Q_L) * Q_L).sum(dim=-2).clamp_(min=0),  # rounding may leave a vanishing one negative
+        mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0),  # rounding may leave a vanishing one negative
         beta2=h.beta2,
         n=n,
         eps=eps,
@@ -132,15 +132,18 @@ def step(G: Tensor, state: State, h: ProHyper, call: Call, ops: Primitives) -> t
     )
     a_L, a_S, a_mu = damp(s_L, eps), damp(s_S, eps), damp(s_mu, eps)
     L = ops.symmetric_product(GtQ * a_S[:, None, :], C=state["L"], beta=h.beta2, alpha=(1 - h.beta2) / n)
-    L += E * ((1 - h.beta2) / n * a_mu**2)[:, None, None]
+    L.addcmul_(E, ((1 - h.beta2) / n * a_mu**2)[:, None, None])
+    del E
     Z = QtGt * a_L[:, :, None]
     sample = ops.symmetric_product(Z.mT, alpha=(1 - h.beta2) / m)
     S = h.beta2 * state["S"] + sample
 
-    # (4): subspace tracking; V = beta2 U S + (1-beta2)/m G^T L^-1 G U and K = U^T V
+    # (4): subspace tracking; V = beta2 U S + (1-beta2)/m G^T L^-1 G U, and K = U^T V
     Y = mm(Q_L, Z * a_L[:, :, None])
-    V = mm(G.mT, Y, C=mm(U, S), beta=h.beta2, alpha=(1 - h.beta2) / m)
-    U_new = ops.tracking_qr(V, h.beta2 * S + sample, U)
+    K = h.beta2 * S + sample
+    V = mm(G_perp.mT, Y, C=mm(U, K), alpha=(1 - h.beta2) / m)
+    del G_perp, Y
+    U_new = ops.tracking_qr(V, K, U)
     T = mm(U.mT, U_new)
     new = {
         "M": M,
