@@ -117,14 +117,18 @@ def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor
     return rows[:, :-1], rows[:, 1:]
 
 
+def generator(seed: int, count: int) -> torch.Generator:
+    """torch's generator, started by a hash of both numbers, so that neighbours have nothing in common."""
+    key = hashlib.sha256(f"{seed}/{count}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
+
+
 def training_batch(corpus: Corpus, seed: int, step: int, batch: int, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step, (batch, context) int64 each.
 
     They depend on (seed, step) alone: all contenders see the same, and a resumed run needs no sampler state.
     """
-    key = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    starts = torch.randint(len(corpus.train) - context, (batch,), generator=generator)
+    starts = torch.randint(len(corpus.train) - context, (batch,), generator=generator(seed, step))
     return _windows(corpus.train, starts, context)
 
 

@@ -1,0 +1,111 @@
+"""Token shards in llm.c's format, as modded-nanogpt ships FineWeb-10B: checked, memory-mapped, written.
+
+A shard is 256 int32 values of header (20240520, 1, number of tokens, zeros) and then the tokens as uint16, all
+little-endian (https://github.com/karpathy/llm.c, dev/data/data_common.py). The header does not name the tokenizer.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from bench.errors import UsageError
+
+MAGIC, VERSION = 20240520, 1
+HEADER = 256  # int32 values
+TOKEN, INT = np.dtype("<u2"), np.dtype("<i4")
+_CHUNK = 2**24  # tokens that are checked at a time
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some of a file's tokens, one-dimensional uint16, mapped and not read."""
+
+    path: Path
+    tokens: np.ndarray
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Writes one-dimensional integer tokens from 0 to 65535.
+
+    Raises:
+        ValueError: If a token does not fit into uint16.
+    """
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**16:
+        raise ValueError(
+            f"tokens from {tokens.min()} to {tokens.max()} do not fit into uint16, 0 to 65535; "
+            "use a tokenizer with a smaller vocabulary"
+        )
+    header = np.zeros(HEADER, INT)
+    header[:3] = MAGIC, VERSION, len(tokens)
+    with path.open("wb") as stream:
+        stream.write(header.tobytes())
+        stream.write(tokens.astype(TOKEN).tobytes())
+
+
+def open_shard(path: Path) -> Shard:
+    """Maps a shard whose header agrees with the file.
+
+    Raises:
+        UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, INT, HEADER)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; check its permissions or leave it out") from None
+    again = "write it again with bench.c4 or llm.c's scripts, or download it again"
+    if len(header) < HEADER:
+        raise UsageError(f"{path} has {size} bytes, but a shard's header alone has {HEADER * INT.itemsize}; {again}")
+    magic, version, count = (int(value) for value in header[:3])
+    if magic != MAGIC:
+        raise UsageError(
+            f"{path} begins with magic number {magic}, not {MAGIC} as a shard of uint16 tokens does; "
+            "keep only such .bin files there, or give text under other names"
+        )
+    if version != VERSION:
+        raise UsageError(f"{path} is of version {version}, not {VERSION}; {again}")
+    held = size - HEADER * INT.itemsize
+    if count < 0 or held != count * TOKEN.itemsize:
+        raise UsageError(
+            f"{path} says that it holds {count} tokens, which are {count * TOKEN.itemsize} bytes, but {held} bytes "
+            f"follow its header; {again}"
+        )
+    if not count:
+        return Shard(path, np.zeros(0, TOKEN))  # an empty file part cannot be mapped
+    return Shard(path, np.memmap(path, TOKEN, "r", offset=HEADER * INT.itemsize))
+
+
+def check(shards: list[Shard], vocabulary: int) -> str:
+    """Reads every token once, and returns the SHA-256 of all of them and of where the shards end.
+
+    Raises:
+        UsageError: If a token is not below ``vocabulary``.
+    """
+    digest = hashlib.sha256()
+    total = sum(len(shard.tokens) for shard in shards)
+    # Silent where there is no terminal, or nothing to wait for.
+    with tqdm(desc="checking tokens", total=total, unit_scale=True, leave=False, disable=None, delay=2) as bar:
+        for shard in shards:
+            digest.update(len(shard.tokens).to_bytes(8, "little"))
+            for start in range(0, len(shard.tokens), _CHUNK):
+                chunk = np.asarray(shard.tokens[start : start + _CHUNK])
+                largest = int(chunk.max())
+                if largest >= vocabulary:
+                    where = start + int(chunk.argmax())
+                    raise UsageError(
+                        f"{shard.path} has token {largest} at {where}, but the vocabulary ends at {vocabulary - 1}; "
+                        "give shards of the model's tokenizer, or a model with a larger vocabulary"
+                    )
+                digest.update(chunk.tobytes())
+                bar.update(len(chunk))
+    return digest.hexdigest()
+
+
+def find(path: Path) -> list[Path]:
+    """The .bin files that ``path`` is or holds itself, by name; none where it is text."""
+    if path.is_dir():
+        return sorted(file for file in path.glob("*.bin") if file.is_file())
+    return [path] if path.suffix == ".bin" else []
