@@ -29,6 +29,7 @@ from bench.errors import UsageError, interruptible
 from bench.report import _commit
 from bench.run import Run
 from bench.settings import Settings
+from bench.sources import ByteSource
 from prokl.ops import TORCH
 
 DEFAULT = Path(__file__).parent.parent / "tests" / "data" / "captured_factors.npz"
@@ -96,7 +97,7 @@ def capture(settings: Settings, text: corpus.Corpus, plan: Plan) -> dict[str, np
     """Train with Pro-KLShampoo until the last step of the plan; the arrays of the file without "about"."""
     calls, found = Calls(), {}
     table = replace(TORCH, **{name: calls.recorded(name) for name in ENTRIES})
-    run = Run(settings, SEED, text)
+    run = Run(settings, SEED, ByteSource(text))
     (lane,) = run.lanes
     (optimizer,) = lane.optimizers
     weights = dict(lane.model.named_parameters())

@@ -9,7 +9,7 @@ import torch
 
 from bench.errors import UsageError
 
-FORMAT = 1
+FORMAT = 2
 
 
 def path_for(folder: Path, seed: int) -> Path:
@@ -57,7 +57,8 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UsageError(f"{path} is not a readable checkpoint ({error.__class__.__name__}); use --overwrite") from None
+        name = error.__class__.__name__
+        raise UsageError(f"{path} is not a readable checkpoint ({name}); remove it, or use --overwrite") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f"{path} is not a checkpoint of this version of the benchmark; use --overwrite")
+        raise UsageError(f"{path} is not a checkpoint of this version; remove it, or use --overwrite")
     return content

@@ -9,15 +9,20 @@ from typing import NoReturn
 
 from bench.contenders import CONTENDERS, DEFAULT_OPTIMIZERS
 from bench.errors import UsageError
-from bench.settings import Job, Settings
+from bench.models import byte_gpt
+from bench.settings import Hyper, Job, Settings
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError on what it cannot take."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see --help")
 
 
-def _at_least(low: int) -> Callable[[str], int]:
+def at_least(low: int) -> Callable[[str], int]:
+    """For whole numbers from ``low`` on."""
+
     def parse(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < low:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {low}")
@@ -26,7 +31,8 @@ def _at_least(low: int) -> Callable[[str], int]:
     return parse
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -36,8 +42,9 @@ def _positive(text: str) -> float:
     return value
 
 
-def _eigenvalue(text: str) -> str | float:
-    return text if text == "auto" else _positive(text)
+def eigenvalue(text: str) -> str | float:
+    """A start of the eigenvalues: a number above 0, or "auto"."""
+    return text if text == "auto" else positive(text)
 
 
 def _optimizer(name: str) -> str:
@@ -50,17 +57,17 @@ def _rates(text: str) -> tuple[str, list[float]]:
     name, _, values = text.partition("=")
     if not values:
         raise argparse.ArgumentTypeError(f"{text!r} has no learning rate; write it as in muon=0.02")
-    return _optimizer(name), [_positive(value) for value in values.split(",")]
+    return _optimizer(name), [positive(value) for value in values.split(",")]
 
 
-def _cores() -> int:
+def cores() -> int:
     """The cores that this process may use, which in a container can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All options with their defaults."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m bench.pretrain",
         description="Train a small byte-level GPT with several optimizers on the same batches and weights.",
         epilog="Ctrl-C keeps what was done; the same command with --resume goes on bit for bit.",
@@ -79,10 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
         help=names,
     )
     add("--lr", action="append", type=_rates, metavar="NAME=LR", help="a learning rate; repeatable")
-    add("--adamw-lr", type=_positive, default=CONTENDERS["adamw"].lr, metavar="LR", help=_ADAMW_LR)
-    add("--rank", type=_at_least(1), default=32, metavar="R", help="of Pro-KLShampoo's subspace")
-    add("--alpha-kl", type=_positive, default=0.01, metavar="A", help="Pro-KLShampoo's mixing weight")
-    add("--init-eigenvalue", type=_eigenvalue, default="auto", metavar="auto|X", help="the paper's is 0.1")
+    add("--adamw-lr", type=positive, default=CONTENDERS["adamw"].lr, metavar="LR", help=_ADAMW_LR)
+    add("--rank", type=at_least(1), default=32, metavar="R", help="of Pro-KLShampoo's subspace")
+    add("--alpha-kl", type=positive, default=0.01, metavar="A", help="Pro-KLShampoo's mixing weight")
+    add("--init-eigenvalue", type=eigenvalue, default="auto", metavar="auto|X", help="the paper's is 0.1")
     add(
         "--sweep",
         action="append",
@@ -92,9 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("run").add_argument
-    add("--steps", type=_at_least(1), default=400, metavar="N", help="optimizer steps")
-    add("--seeds", "--seed", nargs="+", type=_at_least(0), default=[0], metavar="N", help="one run for each")
-    add("--threads", type=_at_least(1), default=_cores(), metavar="N", help="CPU threads")
+    add("--steps", type=at_least(1), default=400, metavar="N", help="optimizer steps")
+    add("--seeds", "--seed", nargs="+", type=at_least(0), default=[0], metavar="N", help="one run for each")
+    add("--threads", type=at_least(1), default=cores(), metavar="N", help="CPU threads")
     add(
         "--data",
         type=Path,
@@ -104,16 +111,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="DIR", help="results folder (default: runs/pretrain or runs/sweep-NAME)")
     add("--resume", action="store_true", default=False, help="go on from the checkpoint in --out")
     add("--overwrite", action="store_true", default=False, help="drop an unfinished or other run in --out")
-    add("--eval-every", type=_at_least(1), metavar="N", help="steps (default: a tenth of --steps)")
-    add("--eval-windows", type=_at_least(1), default=256, metavar="N", help="validation contexts")
-    add("--checkpoint-seconds", type=_positive, default=60.0, metavar="S", help="time between checkpoints")
+    add("--eval-every", type=at_least(1), metavar="N", help="steps (default: a tenth of --steps)")
+    add("--eval-windows", type=at_least(1), default=256, metavar="N", help="validation contexts")
+    add("--checkpoint-seconds", type=positive, default=60.0, metavar="S", help="time between checkpoints")
 
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=_at_least(1), default=4, metavar="N", help="transformer layers")
-    add("--width", type=_at_least(1), default=192, metavar="N", help="of the residual stream")
-    add("--heads", type=_at_least(1), default=6, metavar="N", help="attention heads")
-    add("--context", type=_at_least(1), default=128, metavar="N", help="bytes per sequence")
-    add("--batch", type=_at_least(1), default=8, metavar="N", help="sequences per step")
+    add("--layers", type=at_least(1), default=4, metavar="N", help="transformer layers")
+    add("--width", type=at_least(1), default=192, metavar="N", help="of the residual stream")
+    add("--heads", type=at_least(1), default=6, metavar="N", help="attention heads")
+    add("--context", type=at_least(1), default=128, metavar="N", help="bytes per sequence")
+    add("--batch", type=at_least(1), default=8, metavar="N", help="sequences per step")
     return parser
 
 
@@ -131,19 +138,21 @@ def parse(argv: list[str]) -> Job:
     _check_combinations(a, sweep)
     lr = _sweep_rates(*sweep[0]) if sweep else _rates_by_name(a.optimizers, a.adamw_lr, getattr(a, "lr", []))
     settings = Settings(
-        optimizers=tuple(lr),
-        lr=lr,
-        adamw_lr=a.adamw_lr,
-        init_eigenvalue=a.init_eigenvalue,
-        rank=a.rank,
-        alpha_kl=a.alpha_kl,
+        hyper={
+            key: Hyper(
+                method=key.partition("@")[0],
+                lr=rate,
+                adamw_lr=a.adamw_lr,
+                rank=a.rank,
+                alpha_kl=a.alpha_kl,
+                init_eigenvalue=a.init_eigenvalue,
+            )
+            for key, rate in lr.items()
+        },
+        model=byte_gpt(a.layers, a.width, a.heads, a.context),
         steps=a.steps,
         eval_every=getattr(a, "eval_every", max(1, a.steps // 10)),
         eval_windows=a.eval_windows,
-        layers=a.layers,
-        width=a.width,
-        heads=a.heads,
-        context=a.context,
         batch=a.batch,
         threads=a.threads,
     )

@@ -4,72 +4,90 @@ The protocol is the paper's: every optimizer but AdamW handles the hidden matric
 and norms get AdamW with one learning rate, the same for all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 import prokl
-
-if TYPE_CHECKING:
-    from bench.settings import Settings
+from bench.cosmos import Cosmos
+from bench.settings import Hyper
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
-WEIGHT_DECAY = 0.0  # paper, LLaMA runs; prokl.param_groups has the same default
+COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
+
+Build = Callable[[nn.Module, Hyper, torch.dtype | None], list[Optimizer]]
 
 
 @dataclass(frozen=True)
 class Contender:
     """One row of the table. Learning rates: the best of the ranges in the comments, on the default run, seed 0.
 
-    ``build`` takes (model, lr, settings) and returns the optimizers to step one after another.
+    ``build`` takes (model, hyper, state dtype) and returns the optimizers to step one after another.
     """
 
     label: str
     colour: str
     lr: float
-    build: Callable[[nn.Module, float, Settings], list[Optimizer]]
+    build: Build
 
 
-def split(model: nn.Module, lr: float, settings: Settings, rank: int | None = None) -> list[dict[str, Any]]:
+def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
     """Parameter groups by prokl's own routing, so that all contenders agree on what counts as a matrix."""
-    return prokl.param_groups(model, lr=lr, adamw_lr=settings.adamw_lr, adamw_betas=ADAMW_BETAS, rank=rank)
+    return prokl.param_groups(
+        model,
+        lr=h.lr,
+        adamw_lr=h.adamw_lr,
+        weight_decay=h.weight_decay,
+        adamw_weight_decay=h.adamw_weight_decay,
+        adamw_betas=ADAMW_BETAS,
+        rank=h.rank,
+    )
 
 
-def _adamw(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-    return [torch.optim.AdamW(model.named_parameters(), lr=lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY)]
+def _adamw(model: nn.Module, h: Hyper, state: torch.dtype | None) -> list[Optimizer]:
+    alike = replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in split(model, alike)]
+    return [torch.optim.AdamW(groups, lr=h.lr, betas=ADAMW_BETAS)]
 
 
-def _muon(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-    matrices, rest = [], []
-    for group in split(model, lr, settings):
-        (rest if group.get("algorithm") == "adamw" else matrices).extend(group["params"])
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=WEIGHT_DECAY, momentum=0.95),
-        torch.optim.AdamW(rest, lr=settings.adamw_lr, betas=ADAMW_BETAS, weight_decay=WEIGHT_DECAY),
-    ]
+def _beside_adamw(build: Callable[[list[Any], Hyper], Optimizer]) -> Build:
+    """For an optimizer that takes matrices alone: torch's AdamW takes the rest."""
+
+    def both(model: nn.Module, h: Hyper, state: torch.dtype | None) -> list[Optimizer]:
+        matrices, rest = [], []
+        for group in split(model, h):
+            if group.get("algorithm") == "adamw":
+                rest.append({"params": group["params"], "weight_decay": group["weight_decay"]})
+            else:
+                matrices.extend(group["params"])
+        return [build(matrices, h), torch.optim.AdamW(rest, lr=h.adamw_lr, betas=ADAMW_BETAS)]
+
+    return both
 
 
-def _kl_shampoo(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-    return [prokl.KLShampoo(split(model, lr, settings), init_eigenvalue=settings.init_eigenvalue)]
+def _muon(matrices: list[Any], h: Hyper) -> Optimizer:
+    return torch.optim.Muon(matrices, lr=h.lr, weight_decay=h.weight_decay, momentum=0.95)
 
 
-def _pro_kl_shampoo(variant: str) -> Callable[[nn.Module, float, Settings], list[Optimizer]]:
-    def build(model: nn.Module, lr: float, settings: Settings) -> list[Optimizer]:
-        return [
-            prokl.ProKLShampoo(
-                split(model, lr, settings, settings.rank),
-                alpha_kl=settings.alpha_kl,
-                init_eigenvalue=settings.init_eigenvalue,
-                variant=variant,
-            )
-        ]
+def _cosmos(matrices: list[Any], h: Hyper) -> Optimizer:
+    weights = [weight for _, weight in matrices]
+    return Cosmos(weights, lr=h.lr, rank=h.rank, weight_decay=h.weight_decay, gamma=COSMOS_GAMMA)
+
+
+def _kl_shampoo(model: nn.Module, h: Hyper, state: torch.dtype | None) -> list[Optimizer]:
+    return [prokl.KLShampoo(split(model, h), init_eigenvalue=h.init_eigenvalue, state_dtype=state)]
+
+
+def _pro_kl_shampoo(variant: str) -> Build:
+    def build(model: nn.Module, h: Hyper, state: torch.dtype | None) -> list[Optimizer]:
+        mixed = {} if h.alpha_kl is None else {"alpha_kl": h.alpha_kl}  # not every variant has both parts
+        options = {"init_eigenvalue": h.init_eigenvalue, "variant": variant, "state_dtype": state}
+        return [prokl.ProKLShampoo(split(model, h), **mixed, **options)]
 
     return build
 
@@ -78,30 +96,17 @@ CONTENDERS = {
     # swept 1e-3 to 1.2e-2
     "adamw": Contender("AdamW", "tab:gray", 2e-3, _adamw),
     # swept 1e-2 to 4e-2
-    "muon": Contender("Muon", "tab:orange", 3e-2, _muon),
+    "muon": Contender("Muon", "tab:orange", 3e-2, _beside_adamw(_muon)),
     # swept 2e-3 to 1.5e-2
     "kl-shampoo": Contender("KL-Shampoo", "tab:blue", 1e-2, _kl_shampoo),
     # swept 1e-2 to 6e-2
-    "pro-klshampoo": Contender(
-        "Pro-KLShampoo",
-        "tab:red",
-        3e-2,
-        _pro_kl_shampoo("pro-klshampoo"),
-    ),
+    "pro-klshampoo": Contender("Pro-KLShampoo", "tab:red", 3e-2, _pro_kl_shampoo("pro-klshampoo")),
+    # not swept on the default run: what the paper chose on LLaMA 134M
+    "cosmos": Contender("COSMOS", "tab:olive", 1e-3, _beside_adamw(_cosmos)),
     # not swept: the paper's for LLaMA 134M, and for the ablations 1.5 times Pro-KLShampoo's as in the paper
     "smok-hop": Contender("Smok-Hop", "tab:green", 3e-3, _pro_kl_shampoo("smok-hop")),
-    "subspace-only": Contender(
-        "subspace only",
-        "tab:purple",
-        4.5e-2,
-        _pro_kl_shampoo("subspace-only"),
-    ),
-    "complement-only": Contender(
-        "complement only",
-        "tab:brown",
-        4.5e-2,
-        _pro_kl_shampoo("complement-only"),
-    ),
+    "subspace-only": Contender("subspace only", "tab:purple", 4.5e-2, _pro_kl_shampoo("subspace-only")),
+    "complement-only": Contender("complement only", "tab:brown", 4.5e-2, _pro_kl_shampoo("complement-only")),
 }
 DEFAULT_OPTIMIZERS = ("adamw", "muon", "kl-shampoo", "pro-klshampoo")
 

@@ -9,13 +9,12 @@ matplotlib.use("Agg")  # files only: no display is needed, and none is opened
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from bench.contenders import contender_of, label_of
-from bench.model import LAYER_TYPES
 from bench.report import Results
 from bench.run import Record
 from bench.settings import Settings
+from bench.spectrum_figure import draw, normalised
 
 
 def loss_curves(path: Path, results: Results, settings: Settings) -> None:
@@ -48,7 +47,7 @@ def loss_curves(path: Path, results: Results, settings: Settings) -> None:
         axes.set_xlim(left=0)
         _tidy(axes)
     seeds = f"{len(results)} seeds, band: standard error" if len(results) > 1 else f"seed {next(iter(results))}"
-    figure.suptitle(f"{settings.layers} layers of width {settings.width}, {seeds}")
+    figure.suptitle(f"{settings.model.layers} layers of width {settings.model.width}, {seeds}")
     _save(figure, path)
 
 
@@ -61,54 +60,17 @@ def spectra(path: Path, records: dict[str, Record], settings: Settings) -> bool:
     key = next((k for k in _by_preference(list(records)) if records[k].spectra), None)
     if key is None:
         return False
-    spectra = records[key].spectra
-    wide = "R" if any("R" in factors for factors in spectra.values()) else "S"
-    types = [t for t in LAYER_TYPES if any(f".{t}." in name for name in spectra)]
-    figure, grid = plt.subplots(
-        2, len(types), figsize=(2.4 * len(types), 5), sharey="row", squeeze=False, layout="constrained"
-    )
-    colours = plt.get_cmap("viridis")(np.linspace(0, 0.85, settings.layers))
-    for column, layer_type in enumerate(types):
-        for row, factor in enumerate((wide, "L")):
-            axes = grid[row, column]
-            for depth in range(settings.layers):
-                factors = spectra.get(f"blocks.{depth}.{layer_type}.weight", {})
-                if factor in factors:
-                    values = _over_tail(factors, factor, settings.rank)
-                    axes.plot(np.arange(1, len(values) + 1), values, color=colours[depth], lw=1.3)
-            axes.axvline(settings.rank, color="black", ls="--", lw=0.8)
-            axes.axhline(1, color="black", ls=":", lw=0.6)
-            axes.set_yscale("log")
-            _tidy(axes)
-        grid[0, column].set_title(layer_type.removesuffix("_proj"))
-        grid[1, column].set_xlabel("index")
-    side = {
-        "R": "R, long side\neigenvalue / tail mean",
-        "S": "S, inside the subspace\neigenvalue / $\\mu_\\perp$",
-        "L": "L, short side\neigenvalue / tail mean",
-    }
-    for row, factor in enumerate((wide, "L")):
-        grid[row, 0].set_ylabel(side[factor])
-    handles = [Line2D([], [], color=colours[d], label=f"layer {d}") for d in range(settings.layers)]
-    handles.append(Line2D([], [], color="black", ls="--", lw=0.8, label=f"r = {settings.rank}"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(f"Eigenvalues of {label_of(key)}'s preconditioners after {len(records[key].losses)} steps")
-    _save(figure, path)
+    record, rank = records[key], settings.hyper[key].rank
+    found = {weight: normalised(factors, rank) for weight, factors in record.spectra.items()}
+    wide = "R" if any("R" in factors for factors in found.values()) else "S"
+    title = f"Eigenvalues of {label_of(key)}'s preconditioners after {len(record.losses)} steps"
+    draw(path, {"": found}, (wide, "L"), rank, title)
     return True
 
 
 def _by_preference(keys: list[str]) -> list[str]:
     order = ("kl-shampoo", "pro-klshampoo")
     return sorted(keys, key=lambda k: order.index(k.partition("@")[0]) if k.partition("@")[0] in order else len(order))
-
-
-def _over_tail(factors: dict, factor: str, rank: int) -> np.ndarray:
-    """Descending eigenvalues over the mean of those beyond ``rank``; S, which has no tail, over mu."""
-    values = factors[factor].numpy()
-    if factor == "S":
-        return values / factors["mu"].numpy()
-    tail = values[rank:] if len(values) > rank else values[-1:]
-    return values / tail.mean()
 
 
 def _validation(records: list[Record]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,10 +7,7 @@ timings share whatever else the machine does. The run ends with a table and writ
 
 import math
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
@@ -24,35 +21,10 @@ from bench.contenders import short_label_of
 from bench.errors import UsageError
 from bench.run import Run
 from bench.settings import Job
+from bench.sources import ByteSource
+from bench.training import INTERRUPTED, Interrupt, deferred_interrupt, train
 
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
-
-class _Interrupt:
-    """Set by the first Ctrl-C; the second one is not waited for."""
-
-    requested = False
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[_Interrupt]:
-    """Lets the step under way finish at Ctrl-C, since half a step could not be resumed bit for bit."""
-    interrupt = _Interrupt()
-
-    def handler(signum: int, frame: Any) -> None:
-        if interrupt.requested:
-            raise KeyboardInterrupt
-        interrupt.requested = True
-        print(
-            "\nFinishing this step and saving; Ctrl-C again gives up what the last checkpoint lacks.", file=sys.stderr
-        )
-
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _fingerprint(job: Job, seed: int, text: corpus.Corpus) -> dict[str, Any]:
@@ -93,11 +65,9 @@ def _progress(run: Run) -> str:
     return "  ".join(f"{short_label_of(key)} {loss:.2f}" for key, loss in losses.items())
 
 
-def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: _Interrupt) -> None:
-    """Trains until done or interrupted, and leaves a checkpoint of the last whole step."""
-    path = checkpoint.path_for(job.out, run.seed)
+def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: Interrupt) -> None:
+    """Trains until done or interrupted, showing how far it is."""
     steps, first, start = run.settings.steps, run.done, monotonic()
-    saved_at, saved = start, first if path.exists() else None
     with tqdm(
         desc=f"seed {run.seed}",
         total=steps,
@@ -106,19 +76,17 @@ def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: _Interrup
         dynamic_ncols=True,
         bar_format=BAR,
     ) as bar:
-        while not run.finished and not interrupt.requested:
-            run.advance()
+
+        def show() -> None:
             bar.set_postfix_str(_progress(run), refresh=False)
             bar.update()
             # Without a terminal there is no bar to redraw; a line per evaluation says the same.
             if bar.disable and (run.done % run.settings.eval_every == 0 or run.finished):
                 left = tqdm.format_interval((monotonic() - start) / (run.done - first) * (steps - run.done))
                 print(f"seed {run.seed}, step {run.done}/{steps}, {left} left: {_progress(run)}", flush=True)
-            if monotonic() - saved_at >= job.checkpoint_seconds:
-                checkpoint.save(path, fingerprint, run.state_dict())
-                saved_at, saved = monotonic(), run.done
-    if saved != run.done:
-        checkpoint.save(path, fingerprint, run.state_dict())
+
+        path = checkpoint.path_for(job.out, run.seed)
+        train(run, path, fingerprint, lambda: interrupt.requested, job.checkpoint_seconds, show)
 
 
 def _status(job: Job, results: report.Results, source: str, done: int) -> str:
@@ -155,9 +123,9 @@ def run_job(job: Job) -> int:
     print(f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate", flush=True)
     results: report.Results = {}
     done: dict[int, int] = {}
-    with _deferred_interrupt() as interrupt:
+    with deferred_interrupt() as interrupt:
         for seed in job.seeds:
-            run = Run(job.settings, seed, text)
+            run = Run(job.settings, seed, ByteSource(text))
             if seed in saved:
                 run.load_state_dict(saved[seed])
             try:

@@ -23,11 +23,6 @@ Results = dict[int, dict[str, Record]]  # seed -> contender -> record
 TARGET = "kl-shampoo"
 
 
-def final_loss(record: Record) -> float:
-    """The latest validation loss; nan for a contender that diverged or was never evaluated."""
-    return record.validation[-1][1] if record.validation and record.diverged_at is None else math.nan
-
-
 def seconds_to(record: Record, target: float) -> float:
     """Training seconds until the validation loss first reaches ``target``, interpolated; nan if never."""
     before = None
@@ -54,8 +49,8 @@ def summarise(results: Results) -> list[dict[str, Any]]:
     rows = []
     for key in next(iter(results.values())):
         records = [by_key[key] for by_key in results.values()]
-        targets = [final_loss(by_key[TARGET]) if TARGET in by_key else math.nan for by_key in results.values()]
-        loss, error = mean_and_error([final_loss(r) for r in records])
+        targets = [by_key[TARGET].final_loss if TARGET in by_key else math.nan for by_key in results.values()]
+        loss, error = mean_and_error([r.final_loss for r in records])
         rows.append(
             {
                 "optimizer": key,
@@ -63,9 +58,9 @@ def summarise(results: Results) -> list[dict[str, Any]]:
                 "steps_done": min(len(r.losses) for r in records),
                 "validation_loss": loss,
                 "validation_loss_se": error,
-                "validation_loss_per_seed": " ".join(f"{final_loss(r):.5f}" for r in records),
-                "model_ms": 1e3 * _mean_after_first([r.model_seconds for r in records]),
-                "optimizer_ms": 1e3 * _mean_after_first([r.optimizer_seconds for r in records]),
+                "validation_loss_per_seed": " ".join(f"{r.final_loss:.5f}" for r in records),
+                "model_ms": 1e3 * mean_after_first([r.model_seconds for r in records]),
+                "optimizer_ms": 1e3 * mean_after_first([r.optimizer_seconds for r in records]),
                 "first_optimizer_step_ms": 1e3
                 * fmean(r.optimizer_seconds[0] if r.losses else math.nan for r in records),
                 "state_mb": max(r.state_bytes for r in records) / 1e6,
@@ -78,7 +73,8 @@ def summarise(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def _mean_after_first(times: list[list[float]]) -> float:
+def mean_after_first(times: list[list[float]]) -> float:
+    """Mean without each run's first, which initialises."""
     later = [t for run in times for t in run[1:]]
     return fmean(later) if later else math.nan
 
@@ -88,7 +84,7 @@ def markdown_table(rows: list[dict[str, Any]], settings: Settings) -> str:
     cells = [
         {
             "optimizer": label_of(row["optimizer"]),
-            "lr": f"{settings.lr[row['optimizer']]:g}",
+            "lr": f"{settings.hyper[row['optimizer']].lr:g}",
             "validation loss": _loss_in_words(row),
             "model ms/step": _fixed(row["model_ms"], 1),
             "optimizer ms/step": _fixed(row["optimizer_ms"], 1),
@@ -167,8 +163,8 @@ def _commit() -> str:
 
 def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, measured: dict[str, Any]) -> None:
     """The table's figures unrounded, each row with its learning rate, the settings and the environment."""
-    shared = {k: v for k, v in settings.flat().items() if k != "optimizers" and not k.startswith("lr ")}
-    _write(path, [row | {"lr": settings.lr[row["optimizer"]]} | shared | measured for row in rows])
+    shared = settings.shared() | measured
+    write_rows(path, [row | {"lr": settings.hyper[row["optimizer"]].lr} | shared for row in rows])
 
 
 def write_curves(path: Path, results: Results) -> None:
@@ -191,19 +187,19 @@ def write_curves(path: Path, results: Results) -> None:
                         "seconds": round(seconds, 6),
                     }
                 )
-    _write(path, rows)
+    write_rows(path, rows)
 
 
 def write_sweep(path: Path, rows: list[dict[str, Any]], settings: Settings) -> None:
     """Learning rate against final validation loss."""
     columns = ("validation_loss", "validation_loss_se", "diverged_at", "seeds", "steps_done")
-    _write(
+    write_rows(
         path,
         [
             {
                 "optimizer": row["optimizer"].partition("@")[0],
-                "lr": settings.lr[row["optimizer"]],
-                "adamw_lr": settings.adamw_lr,
+                "lr": settings.hyper[row["optimizer"]].lr,
+                "adamw_lr": settings.hyper[row["optimizer"]].adamw_lr,
             }
             | {c: row[c] for c in columns}
             for row in rows
@@ -217,12 +213,13 @@ def best_of_sweep(rows: list[dict[str, Any]], settings: Settings) -> str:
     if not finite:
         return "Every learning rate diverged; sweep lower ones."
     best = min(finite, key=lambda row: row["validation_loss"])["optimizer"]
-    rates = sorted(settings.lr.values())
-    edge = settings.lr[best] in (rates[0], rates[-1])
+    rates = sorted(hyper.lr for hyper in settings.hyper.values())
+    edge = settings.hyper[best].lr in (rates[0], rates[-1])
     return f"Best: {label_of(best)}" + ("; it lies at the edge of the sweep, so widen it." if edge else ".")
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A CSV file with the columns of the first row."""
     with path.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, rows[0])
         writer.writeheader()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench import corpus as text
 from bench.contenders import contender_of
-from bench.model import GPT
+from bench.models import build
+from bench.processes import ALONE, Processes
+from bench.schedules import SCHEDULE
 from bench.settings import Settings
-from bench.spectra import eigenvalues, state_bytes
+from bench.sources import Batch, Source
+from prokl.base import MatrixOptimizer
+from prokl.diagnostics import eigenvalues
 
 
 @dataclass
@@ -33,52 +37,79 @@ class Record:
         """Time spent in training, evaluation aside, up to and with step ``steps``."""
         return sum(self.model_seconds[:steps]) + sum(self.optimizer_seconds[:steps])
 
-
-def learning_rate_scale(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then linear decay that would reach 0 at step ``steps``."""
-    warmup = max(1, steps // 10)
-    return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    @property
+    def final_loss(self) -> float:
+        """The latest validation loss; nan for a contender that diverged or was never evaluated."""
+        return self.validation[-1][1] if self.validation and self.diverged_at is None else math.nan
 
 
 class Lane:
     """One contender in training."""
 
-    def __init__(self, key: str, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, key: str, model: nn.Module, settings: Settings, processes: Processes = ALONE) -> None:
         self.key = key
         self.model = model
-        self.optimizers = contender_of(key).build(model, settings.lr[key], settings)
+        self.settings = settings
+        self.processes = processes
+        self.called = processes.wrapped(model)
+        hyper = settings.hyper[key]
+        state_dtype = None if settings.state_dtype is None else getattr(torch, settings.state_dtype)
+        self.optimizers = contender_of(hyper.method).build(model, hyper, state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.record = Record()
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte."""
-        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token of this process's part."""
+        device = self.settings.device.partition(":")[0]
+        with torch.autocast(device, torch.bfloat16) if self.settings.autocast else nullcontext():
+            logits = model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def step(self, step: int, scale: float, inputs: Tensor, targets: Tensor) -> None:
         """Trains on one batch, or records that the contender diverged."""
-        start = perf_counter()
-        loss = self.loss(inputs, targets)
-        value = loss.item()
+        start = self._clock()
+        self.model.zero_grad()
+        value = self._backward(inputs, targets)
         if not math.isfinite(value):
             self.record.diverged_at = step
             return
-        self.model.zero_grad()
-        loss.backward()
-        middle = perf_counter()
+        middle = self._clock()
         for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * scale
             optimizer.step()
-        end = perf_counter()
+        end = self._clock()
         self.record.losses.append(value)
         self.record.model_seconds.append(middle - start)
         self.record.optimizer_seconds.append(end - middle)
 
+    def _backward(self, inputs: Tensor, targets: Tensor) -> float:
+        """Leaves the gradient of the whole batch's mean loss, which it returns."""
+        size = self.settings.micro_batch or len(inputs)
+        parts = list(zip(inputs.split(size), targets.split(size), strict=True))
+        total = torch.zeros((), device=inputs.device)
+        for i, (x, y) in enumerate(parts):
+            later = self.processes.count > 1 and i < len(parts) - 1
+            with self.called.no_sync() if later else nullcontext():  # processes share their sum once
+                loss = self.loss(self.called, x, y) * (len(x) / len(inputs))
+                loss.backward()
+            total += loss.detach()
+        return self.processes.mean(total).item()
+
+    def _clock(self) -> float:
+        if self.settings.device.startswith("cuda"):
+            torch.cuda.synchronize(self.settings.device)
+        return perf_counter()
+
     @torch.no_grad()
-    def evaluate(self, step: int, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Records the mean validation loss per byte after ``step`` steps."""
-        total = sum(self.loss(*batch).item() * batch[1].numel() for batch in batches)
-        value = total / sum(batch[1].numel() for batch in batches)
+    def evaluate(self, step: int, batches: list[Batch]) -> None:
+        """Records the mean validation loss per token after ``step`` steps; processes share the batches out."""
+        total = sum(
+            self.loss(self.model, *batch).item() * batch[1].numel()
+            for batch in batches[self.processes.rank :: self.processes.count]
+        )
+        mean = self.processes.mean(torch.tensor(total, dtype=torch.float64, device=self.settings.device)).item()
+        value = mean * self.processes.count / sum(batch[1].numel() for batch in batches)
         if math.isfinite(value):
             self.record.validation.append((step, value))
         else:
@@ -88,24 +119,37 @@ class Lane:
         """The record, with the optimizer state's size and spectra as they are now."""
         if not self.optimizers:  # a finished run's checkpoint has them in the record already
             return self.record
-        self.record.state_bytes = state_bytes(self.optimizers)
-        self.record.spectra = eigenvalues(self.model, self.optimizers)
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        self.record.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MatrixOptimizer):
+                self.record.spectra |= eigenvalues(optimizer)
         return self.record
 
 
 class Run:
     """All contenders on one seed. ``state_dict`` and ``load_state_dict`` continue it bit for bit."""
 
-    def __init__(self, settings: Settings, seed: int, corpus: text.Corpus) -> None:
+    def __init__(self, settings: Settings, seed: int, source: Source, processes: Processes = ALONE) -> None:
         self.settings = settings
         self.seed = seed
-        self.corpus = corpus
+        self.source = source
+        self.processes = processes
         self.done = 0  # steps that every live contender has finished
-        self.validation = text.validation_batches(corpus, settings.eval_windows, settings.batch, settings.context)
+        self.observed: dict[str, Any] = {}  # tensors that somebody watching collects; saved with the rest
+        self.scale = SCHEDULE[settings.model.family]
+        self.share = settings.batch // processes.count
+        batches = source.validation_batches(settings.eval_windows, settings.micro_batch or self.share, settings.context)
+        self.validation = [self._here(batch) for batch in batches]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            initial = GPT(settings.layers, settings.width, settings.heads, settings.context)
-        self.lanes = [Lane(key, copy.deepcopy(initial), settings) for key in settings.optimizers]
+            initial = build(settings.model).to(settings.device)
+        self.lanes = [Lane(key, copy.deepcopy(initial), settings, processes) for key in settings.optimizers]
+
+    def _here(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self.settings.device), targets.to(self.settings.device)
 
     @property
     def live(self) -> list[Lane]:
@@ -122,8 +166,12 @@ class Run:
         s = self.settings
         if self.done == 0:
             self._evaluate()
-        inputs, targets = text.training_batch(self.corpus, self.seed, self.done, s.batch, s.context)
-        scale = learning_rate_scale(self.done, s.steps)
+        inputs, targets = self._here(
+            self.source.training_batch(
+                self.seed, self.done, self.share, s.context, self.processes.rank, self.processes.count
+            )
+        )
+        scale = self.scale(self.done, s.steps)
         # The order rotates, so that nobody always finds the caches as the same neighbour left them.
         shift = self.done % len(self.lanes)
         for lane in self.lanes[shift:] + self.lanes[:shift]:
@@ -146,6 +194,7 @@ class Run:
         return {
             "done": self.done,
             "finished": self.finished,
+            "observed": self.observed,
             "records": {key: asdict(record) for key, record in self.records().items()},
             "models": {lane.key: lane.model.state_dict() for lane in self.lanes},
             "optimizers": {
@@ -156,6 +205,7 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state that ``state_dict`` gave under the same settings."""
         self.done = state["done"]
+        self.observed = state["observed"]
         for lane in self.lanes:
             lane.record = Record(**state["records"][lane.key])
             lane.model.load_state_dict(state["models"][lane.key])

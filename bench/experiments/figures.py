@@ -1,0 +1,118 @@
+"""Loss curves and sweeps, drawn from the rows of the CSV files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: no display is needed, and none is opened
+
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from bench.contenders import CONTENDERS
+from bench.experiments.tables import Row
+
+WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
+PANELS = (
+    ("step", "validation_loss", "steps", "validation loss, nats per token"),
+    ("seconds", "validation_loss", "seconds of training", "validation loss, nats per token"),
+    ("step", "train_loss", "steps", "training loss since the last evaluation"),
+)
+
+
+def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
+    """Loss against steps and seconds, a line of panels per model and start; bands are one standard error over seeds.
+
+    Args:
+        curves: of main-curves.csv and the like.
+        rows: of main.csv, which say which contenders a start is compared with.
+    """
+    groups = list(dict.fromkeys((row["model"], row["start"]) for row in rows))
+    size = (15, 3.8 * len(groups))
+    figure, grid = plt.subplots(len(groups), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    for line, (model, start) in zip(grid, groups, strict=True):
+        here = [r for r in curves if r["model"] == model and r["start"] in ("", start)]
+        named = {(r["optimizer"], r["rank"]): [] for r in rows if (r["model"], r["start"]) == (model, start)}
+        for row in here:
+            if (row["optimizer"], row["rank"]) in named:
+                named[row["optimizer"], row["rank"]].append(row)
+        for axes, (x, y, x_label, y_label) in zip(line, PANELS, strict=True):
+            for (method, rank), found in named.items():
+                _curve(axes, found, x, y, **_style(method, rank, list(named)))
+            axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
+            _fit(axes)
+            _tidy(axes)
+        line[0].legend(frameon=False, fontsize="small")
+    _save(figure, path)
+
+
+def _curve(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: object) -> None:
+    """Mean over the seeds at every evaluation that all of them have."""
+    by_step: dict[int, list[Row]] = {}
+    for row in rows:
+        if row[y] != "":
+            by_step.setdefault(int(row["step"]), []).append(row)
+    seeds = max(map(len, by_step.values()), default=0)
+    points = [found for _, found in sorted(by_step.items()) if len(found) == seeds]
+    if not points:
+        return
+    losses = np.array([[float(row[y]) for row in found] for found in points])
+    where = [np.mean([float(row[x]) for row in found]) for found in points]
+    mean, error = losses.mean(axis=1), losses.std(axis=1, ddof=1) / np.sqrt(seeds) if seeds > 1 else 0.0
+    (drawn,) = axes.plot(where, mean, **style)
+    axes.fill_between(where, mean - error, mean + error, color=drawn.get_color(), alpha=0.2, lw=0)
+
+
+def _style(method: str, rank: str, among: Sequence[tuple[str, str]]) -> dict[str, object]:
+    ranks = sorted({int(r) for m, r in among if m == method and r})
+    width = WIDTHS[ranks.index(int(rank)) - len(ranks)] if rank else 1.6
+    label = CONTENDERS[method].label + (f", r = {rank}" if rank else "")
+    return {"color": CONTENDERS[method].colour, "lw": width, "label": label}
+
+
+def _fit(axes: Axes) -> None:
+    """Leaves the steep first descent out, which would squeeze the differences that the figure is for."""
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
+    later = [values[len(values) // 4 :] for values in lines if len(values)]
+    if later:
+        low, high = min(v.min() for v in later), max(v.max() for v in later)
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+
+
+def sweep(path: Path, rows: Sequence[Row]) -> None:
+    """Final loss against learning rate for every search; a circle marks what was selected."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = (6.5 * len(models), 4.5)
+    figure, (line,) = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="constrained")
+    for axes, model in zip(line, models, strict=True):
+        here = [row for row in rows if row["model"] == model]
+        searches: dict[tuple[str, str, str, str], list[Row]] = {}
+        for row in here:
+            searches.setdefault((row["optimizer"], row["rank"], row["start"], row["alpha_kl"]), []).append(row)
+        for (method, rank, start, _), found in searches.items():
+            points = sorted((float(r["lr"]), float(r["validation_loss"])) for r in found if r["validation_loss"])
+            style = _style(method, rank, [(m, r) for m, r, _, _ in searches])
+            chosen = [r for r in found if r["selected"]]
+            style["label"] = f"{style['label']}{f', start {start}' if start else ''}" if chosen else None
+            dashes = "--" if start not in ("", "auto") else "-"
+            axes.plot(*zip(*points, strict=True), ls=dashes, marker=".", ms=3, alpha=1 if chosen else 0.35, **style)
+            for row in chosen:
+                axes.plot(float(row["lr"]), float(row["validation_loss"]), "o", mfc="none", color=style["color"])
+        losses = sorted(float(row["validation_loss"]) for row in here if row["validation_loss"])
+        axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=model)
+        axes.set_ylim(losses[0] - 0.02, losses[int(0.9 * (len(losses) - 1))] + 0.02)  # the worst tenth lies outside
+        axes.legend(frameon=False, fontsize="x-small")
+        _tidy(axes)
+    _save(figure, path)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, lw=0.5)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,107 @@
+"""Runs tasks: one after another, or several at a time in processes of one thread each."""
+
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench.experiments import units
+from bench.experiments.scales import Scale
+from bench.experiments.units import Place, Result, Task
+from bench.processes import ALONE, Processes
+from bench.training import deferred_interrupt
+
+
+class Interrupted(Exception):
+    """Ctrl-C; everything that was done is kept."""
+
+
+_place: Place  # of a worker
+
+
+def _start_worker(scale: Scale, data: Path | None, checkpoint_seconds: float, stopped: Any) -> None:
+    """Prepares a process for its tasks; Ctrl-C reaches it through the event, so that it ends after a whole step."""
+    global _place
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _place = Place(scale.open(data), stopped.is_set, checkpoint_seconds)
+
+
+def _run_in_worker(task: Task) -> dict[str, Result] | None:
+    return None if _place.stop() else units.run(task, _place)
+
+
+@dataclass
+class Runner:
+    """Runs the tasks of one scale's experiments.
+
+    Attributes:
+        place: of tasks that run in this process.
+        workers: the other processes, if there are any.
+    """
+
+    place: Place
+    workers: ProcessPoolExecutor | None = None
+
+    def run(self, tasks: Sequence[Task], what: str) -> list[dict[str, Result]]:
+        """The results of every task, in their order.
+
+        Raises:
+            Interrupted: after Ctrl-C.
+        """
+        start, results = monotonic(), {}
+        for i, found in self._results(tasks):
+            if found is None:
+                raise Interrupted
+            results[i] = found
+            if self.place.processes.first:
+                left = tqdm.format_interval((monotonic() - start) / len(results) * (len(tasks) - len(results)))
+                print(f"{what} {len(results)}/{len(tasks)}, {left} left: {_in_words(tasks[i], found)}", flush=True)
+        return [results[i] for i in range(len(tasks))]
+
+    def _results(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Result] | None]]:
+        if self.workers is None:
+            for i, task in enumerate(tasks):
+                yield i, units.run(task, self.place)
+            return
+        futures = {self.workers.submit(_run_in_worker, task): i for i, task in enumerate(tasks)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _in_words(task: Task, found: dict[str, Result]) -> str:
+    losses = []
+    for key, hyper in task.settings.hyper.items():
+        values = {"r": hyper.rank, "start": hyper.init_eigenvalue, "lr": hyper.lr, "alpha_kl": hyper.alpha_kl}
+        told = " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        losses.append(f"{hyper.method} {told}: {found[key].record.final_loss:.4f}")
+    return f"seed {task.seed}: " + "; ".join(losses)
+
+
+@contextmanager
+def runner(
+    scale: Scale, data: Path | None, jobs: int, checkpoint_seconds: float, processes: Processes = ALONE
+) -> Iterator[Runner]:
+    """A runner with so many processes at a time, which end with it."""
+    with deferred_interrupt() as interrupt:
+        place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes)
+        if jobs == 1:
+            yield Runner(place)
+            return
+        context = multiprocessing.get_context("spawn")
+        stopped = context.Event()
+        interrupt.tell = stopped.set
+        start = (scale, data, checkpoint_seconds, stopped)
+        workers = ProcessPoolExecutor(jobs, context, _start_worker, start)
+        try:
+            yield Runner(place, workers)
+        finally:
+            workers.shutdown(cancel_futures=True)

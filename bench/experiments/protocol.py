@@ -1,0 +1,128 @@
+"""The paper's tuning protocol: AdamW first, its rate then fixed for embedding, head and norms under every other method.
+
+At a scale of the paper its selected values are taken (``bench.presets``), or with ``--tune`` searched for over its
+whole ranges. A scaled-down model has the ranges of the paper's model of its family, with these differences: weight
+decay is 0; alpha_kl is searched jointly with the learning rate at the largest rank, whose choice the smaller ranks take
+over. Everywhere a range whose best learning rate lies at its edge is widened until it does not, which the paper
+did not do. The ablation variants are not searched: they have what Pro-KLShampoo has at the largest rank, with 1.5
+times its learning rate. All searches are on one seed.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from bench.contenders import CONTENDERS
+from bench.experiments.scales import Scale
+from bench.experiments.search import Search, search_all
+from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
+from bench.settings import Hyper
+
+PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
+RANKED = (PRO, "smok-hop", "cosmos", *ABLATIONS)
+STARTED = ("kl-shampoo", PRO, "smok-hop", *ABLATIONS)  # those whose eigenvalues start somewhere
+PAPER_RANKS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A contender before it is tuned; rank and start are None where the method has none."""
+
+    method: str
+    rank: int | None = None
+    start: str | float | None = None
+
+    @property
+    def key(self) -> str:
+        """Names it among the contenders of a run."""
+        rank = f"-r{self.rank}" if self.rank else ""
+        return self.method + rank + (f"-{self.start}" if self.start else "")
+
+    @property
+    def label(self) -> str:
+        """Names it in a table."""
+        return CONTENDERS[self.method].label + (f", r = {self.rank}" if self.rank else "")
+
+
+def kind(method: str, rank: int, start: str | float) -> Kind:
+    """The method with those of the two that it has."""
+    return Kind(method, rank if method in RANKED else None, start if method in STARTED else None)
+
+
+@dataclass
+class Tuning:
+    """What was selected for a model, and the searches behind it; no searches where the paper's values were taken."""
+
+    selected: dict[Kind, Hyper] = field(default_factory=dict)
+    searches: dict[Kind, Search] = field(default_factory=dict)
+
+
+def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[[list[Hyper]], list[float]]) -> Tuning:
+    """Hyper-parameters of all that are wanted.
+
+    Args:
+        scale: the model.
+        search: whether to search, also where the paper's own values would fit.
+        measure: gives the final validation loss of each of a list of hyper-parameters.
+
+    Raises:
+        ValueError: the paper has no such run.
+    """
+    kinds = list(dict.fromkeys(wanted))
+    if scale.is_paper and not search:
+        return Tuning(selected={k: _of_paper(k, scale) for k in kinds})
+    tuning = Tuning()
+    adamw = Kind("adamw")
+    _search({adamw: Search(Hyper("adamw", 0.0), _range(adamw, scale))}, tuning, measure)
+    rest = tuning.selected[adamw]
+    base = Hyper("", 0.0, adamw_lr=rest.lr, adamw_weight_decay=rest.weight_decay)
+
+    searched = [k for k in kinds if k.method not in ("adamw", *ABLATIONS)]
+    largest = {k: replace(k, method=PRO, rank=scale.largest) for k in kinds if k.method in (PRO, *ABLATIONS)}
+    first = [k for k in searched if scale.is_paper or k.method != PRO or k.rank == scale.largest]
+    first = list(dict.fromkeys([*first, *largest.values()]))
+    _search({k: Search(_named(base, k), _range(k, scale)) for k in first}, tuning, measure)
+    smaller = {
+        k: Search(_named(base, k), replace(_range(k, scale), alpha_kl=(tuning.selected[largest[k]].alpha_kl,)))
+        for k in searched
+        if k not in first
+    }
+    _search(smaller, tuning, measure)
+    for k in kinds:
+        if k.method in ABLATIONS:
+            pro = tuning.selected[largest[k]]
+            tuning.selected[k] = replace(pro, method=k.method, lr=pro.lr * ABLATION_FACTOR)
+    return tuning
+
+
+def _search(searches: dict[Kind, Search], tuning: Tuning, measure: Callable[[list[Hyper]], list[float]]) -> None:
+    search_all(searches.values(), measure)
+    tuning.searches |= searches
+    tuning.selected |= {k: s.best for k, s in searches.items()}
+
+
+def _named(base: Hyper, k: Kind) -> Hyper:
+    return replace(base, method=k.method, rank=k.rank, init_eigenvalue=k.start)
+
+
+def _range(k: Kind, scale: Scale) -> Range:
+    """The paper's range; of a rank that it does not have, that of the rank in the same place among its three."""
+    method, model = k.method, scale.paper
+    if method == "smok-hop" and not scale.is_paper:
+        model = "llama-134m"  # the only one for which the paper searched it
+    rank = None if k.rank is None else PAPER_RANKS[scale.ranks.index(k.rank) - len(scale.ranks)]
+    found = RANGES[method, model, rank]
+    return found if scale.is_paper else replace(found, weight_decay=(0.0,))
+
+
+def _of_paper(k: Kind, scale: Scale) -> Hyper:
+    found = preset(k.method, scale.name, k.rank)
+    return Hyper(
+        k.method,
+        found.lr,
+        found.adamw_lr,
+        found.weight_decay,
+        found.adamw_weight_decay,
+        k.rank,
+        found.alpha_kl,
+        k.start,
+    )

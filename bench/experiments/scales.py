@@ -1,0 +1,119 @@
+"""How large the experiments are: models, ranks, run lengths, and what is compared at each of three scales."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench import presets
+from bench.errors import UsageError
+from bench.models import CONFIGS, ModelConfig
+from bench.settings import Hyper, Settings
+from bench.sources import Source, open_source
+
+AUTO, PAPER_START = "auto", 0.1
+"""Starts of the eigenvalues that are compared: the library's default, and the paper's."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One model's experiment.
+
+    Attributes:
+        name: of the model in ``bench.models.CONFIGS``.
+        paper: the model of the paper whose ranges, or selected values, are taken.
+        ranks: in the places of the paper's 32, 64 and 128.
+        micro_batch: sequences in one forward pass at most; None is all of a step's.
+        together: whether a seed's contenders take turns step by step, which makes their times comparable on a machine
+            that does other things too; otherwise one after another, so that one model at a time is in memory.
+    """
+
+    name: str
+    paper: str
+    ranks: tuple[int, ...]
+    steps: int
+    evaluations: int
+    eval_windows: int
+    batch: int
+    micro_batch: int | None = None
+    together: bool = True
+    autocast: bool = False
+    state_dtype: str | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return CONFIGS[self.name]
+
+    @property
+    def largest(self) -> int:
+        """The rank of ablations and spectra; the paper's 128."""
+        return max(self.ranks)
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether this is a run of the paper itself, so that the paper's selected values are its own."""
+        return self.name == self.paper
+
+    def open(self, data: Path | None) -> Source:
+        """The data, whose tokens the model must know.
+
+        Raises:
+            UsageError: there is none, or it is of another kind.
+        """
+        if self.is_paper and data is None:
+            raise UsageError(
+                f"{self.name} trains on {presets.RUNS[self.name].data}; give its token shards with --data "
+                "(python -m bench.c4 writes C4's)"
+            )
+        source = open_source(data, self.config.context, self.config.vocabulary if self.is_paper else None)
+        if self.is_paper and source.vocabulary != self.config.vocabulary:
+            raise UsageError(f"--data {data} is no token shards, which {self.name} needs; give .bin files")
+        return source
+
+    def settings(self, hyper: dict[str, Hyper], vocabulary: int, device: str, curve: bool) -> Settings:
+        """A run of these contenders, evaluated along the way or only at the end."""
+        return Settings(
+            hyper=hyper,
+            model=replace(self.config, vocabulary=vocabulary),
+            steps=self.steps,
+            eval_every=max(1, self.steps // self.evaluations) if curve else self.steps,
+            eval_windows=self.eval_windows,
+            batch=self.batch,
+            threads=1,
+            micro_batch=self.micro_batch,
+            device=device,
+            autocast=self.autocast and device != "cpu",
+            state_dtype=self.state_dtype,
+        )
+
+
+def _tiny(name: str, paper: str) -> Scale:
+    return Scale(name, paper, (4, 8, 16), steps=400, evaluations=20, eval_windows=256, batch=4)
+
+
+def _small(name: str, paper: str) -> Scale:
+    return Scale(name, paper, (32, 64, 128), steps=1500, evaluations=30, eval_windows=1024, batch=64, autocast=True)
+
+
+def _paper(name: str) -> Scale:
+    run = presets.RUNS[name]
+    return Scale(
+        name,
+        name,
+        (32, 64, 128),
+        steps=run.steps,
+        evaluations=40,
+        eval_windows=1024,
+        batch=run.batch,
+        micro_batch=32,
+        together=False,
+        autocast=True,
+        state_dtype="bfloat16",
+    )
+
+
+SCALES: dict[str, tuple[Scale, ...]] = {
+    "tiny": (_tiny("gpt2-tiny", "gpt2-124m"), _tiny("llama-tiny", "llama-134m")),
+    "small": (_small("gpt2-small", "gpt2-124m"), _small("llama-small", "llama-134m")),
+    "paper": tuple(map(_paper, presets.RUNS)),
+}
+"""tiny: minutes on two cores. small: about an hour on a GPU. paper: the paper's own runs, days on several GPUs."""

@@ -1,0 +1,69 @@
+"""One model's runs: what is selected by the sweeps, and what every contender then gives on every seed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.experiments.pool import Runner
+from bench.experiments.protocol import Kind, Tuning, tuned
+from bench.experiments.scales import Scale
+from bench.experiments.units import Result, Task
+from bench.settings import Hyper
+
+
+@dataclass
+class Study:
+    """The runs of one model.
+
+    Attributes:
+        runner: does them.
+        folder: of all results.
+        seeds: of the final runs; the sweeps have the first.
+        search: whether hyper-parameters are searched also where the paper's would fit.
+        device: "cpu" or "cuda".
+    """
+
+    scale: Scale
+    runner: Runner
+    folder: Path
+    seeds: tuple[int, ...]
+    search: bool
+    device: str
+    swept: dict[Hyper, Result] = field(default_factory=dict)
+
+    def tune(self, kinds: Sequence[Kind]) -> Tuning:
+        """Hyper-parameters of all of these."""
+        return tuned(kinds, self.scale, self.search, self._measure)
+
+    def _measure(self, hypers: list[Hyper]) -> list[float]:
+        """Final validation loss of each, on one seed, in runs of their own."""
+        tasks = [self._task({hyper.method: hyper}, self.seeds[0], "sweep") for hyper in hypers]
+        results = self.runner.run(tasks, f"{self.scale.name} sweep")
+        for hyper, found in zip(hypers, results, strict=True):
+            self.swept[hyper] = found[hyper.method]
+        return [self.swept[hyper].record.final_loss for hyper in hypers]
+
+    def final(self, selected: dict[Kind, Hyper]) -> dict[Kind, list[Result]]:
+        """What every contender gives, by seed in the order of the seeds."""
+        hyper = {kind.key: its for kind, its in selected.items()}
+        groups: list[dict[str, Any]] = [hyper] if self.scale.together else [{k: h} for k, h in hyper.items()]
+        tasks = [self._task(group, seed, "final") for seed in self.seeds for group in groups]
+        results = self.runner.run(tasks, f"{self.scale.name} final")
+        by_seed = [{} for _ in self.seeds]
+        for task, found in zip(tasks, results, strict=True):
+            by_seed[self.seeds.index(task.seed)] |= found
+        return {kind: [found[kind.key] for found in by_seed] for kind in selected}
+
+    def peak_bytes(self, hyper: Hyper, results: Sequence[Result]) -> int:
+        """Most GPU memory of a run with nothing beside it: the selected one of the sweep, or a final one."""
+        alone = [*results, *([self.swept[hyper]] if hyper in self.swept else [])]
+        return max(result.peak_bytes for result in alone)
+
+    def _task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
+        vocabulary = self.runner.place.source.vocabulary
+        return Task(
+            self.folder / "runs" / name,
+            self.scale.settings(hyper, vocabulary, self.device, curve=name == "final"),
+            seed,
+        )

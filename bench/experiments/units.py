@@ -1,0 +1,141 @@
+"""The units of an experiment: one contender on one seed, each with a file of its own that no later run repeats."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import prokl
+from bench import checkpoint, records
+from bench.errors import UsageError
+from bench.processes import ALONE, Processes
+from bench.run import Record, Run
+from bench.settings import Hyper, Settings
+from bench.sources import Source
+from bench.training import train
+
+
+@dataclass(frozen=True)
+class Task:
+    """Contenders that one process trains side by side, on one seed.
+
+    Attributes:
+        folder: of the results, so that a sweep's units, which may share a machine, are not those that are timed.
+        settings: of them all.
+    """
+
+    folder: Path
+    settings: Settings
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a unit gave.
+
+    Attributes:
+        record: without spectra.
+        peak_bytes: of memory on the GPU, with nothing else trained in the process; 0 otherwise.
+        environment: where and with what it ran.
+    """
+
+    record: Record
+    peak_bytes: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tasks run.
+
+    Attributes:
+        source: what they train on.
+        stop: asked after every step.
+        checkpoint_seconds: between two checkpoints.
+        processes: that run them together.
+    """
+
+    source: Source
+    stop: Callable[[], bool]
+    checkpoint_seconds: float
+    processes: Processes = ALONE
+
+
+def fingerprint(task: Task, hyper: Hyper, place: Place) -> dict[str, Any]:
+    """What decides a unit's losses."""
+    versions = {"torch": str(torch.__version__), "prokl": prokl.__version__}
+    data = {"seed": task.seed, "data": place.source.sha256, "processes": place.processes.count}
+    return asdict(hyper) | task.settings.plan() | data | versions
+
+
+def path_of(task: Task, hyper: Hyper, place: Place) -> Path:
+    """The unit's file."""
+    return task.folder / f"{hyper.method}-{_digest(fingerprint(task, hyper, place))}.json"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read(path: Path) -> Result:
+    """What :func:`write` wrote.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        record = Record(**content["record"])
+        record.validation = [(step, loss) for step, loss in record.validation]
+        return Result(record, content["peak_bytes"], content["environment"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a readable result ({error.__class__.__name__}); remove it") from None
+
+
+def write(path: Path, result: Result, made_of: dict[str, Any]) -> None:
+    """All or nothing."""
+    content = asdict(result)
+    del content["record"]["spectra"]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({"fingerprint": made_of} | content), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def run(task: Task, place: Place) -> dict[str, Result] | None:
+    """Trains what has no result yet; the results of all by key, or None if it was stopped."""
+    paths = {key: path_of(task, hyper, place) for key, hyper in task.settings.hyper.items()}
+    found = place.processes.from_first({key: path.exists() for key, path in paths.items()})
+    missing = {key: hyper for key, hyper in task.settings.hyper.items() if not found[key]}
+    if missing and not _train(replace(task, settings=replace(task.settings, hyper=missing)), paths, place):
+        return None
+    results = {key: read(path) for key, path in paths.items()} if place.processes.first else {}
+    return place.processes.from_first(results)
+
+
+def _train(task: Task, paths: dict[str, Path], place: Place) -> bool:
+    """Trains the contenders of the task and writes their results; False if it was stopped."""
+    made_of = {key: fingerprint(task, hyper, place) for key, hyper in task.settings.hyper.items()}
+    cuda = task.settings.device.startswith("cuda")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    training = Run(task.settings, task.seed, place.source, place.processes)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    unfinished = task.folder / f"unfinished-{_digest(made_of)}.pt"
+    whole = {f"{name} {key}": value for key, found in made_of.items() for name, value in found.items()}
+    if unfinished.exists():
+        training.load_state_dict(checkpoint.load(unfinished, whole))
+    train(training, unfinished, whole, place.stop, place.checkpoint_seconds)
+    if not training.finished:
+        return False
+    if place.processes.first:
+        environment = records.environment(torch.device(task.settings.device))
+        peak = torch.cuda.max_memory_allocated() if cuda and len(task.settings.hyper) == 1 else 0
+        for key, record in training.records().items():
+            write(paths[key], Result(replace(record, spectra={}), peak, environment), made_of[key])
+        unfinished.unlink()
+    return True

@@ -1,0 +1,30 @@
+"""What the preconditioners of a live optimizer look like: dictionaries for loggers, and a figure.
+
+Nothing is hooked into ``step()`` and nothing is changed. A call reads the state, and the gradients that are there,
+does its work on their device for all weights of a shape at once, and then waits for the device once to read the
+results. Call it every so many steps, between ``backward()`` and ``step()``::
+
+    loss.backward()
+    if step % 100 == 0:
+        run.log(diagnostics.scalars(optimizer), step=step)  # W&B
+        for key, value in diagnostics.scalars(optimizer).items():  # TensorBoard
+            writer.add_scalar(key, value, step)
+        diagnostics.plot(optimizer, f"spectra-{step}.png")
+    optimizer.step()
+"""
+
+from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
+from prokl.diagnostics.figure import plot
+from prokl.diagnostics.report import eigenvalues, phi, scalars, spectra
+
+__all__ = [
+    "alpha_kl_bracket",
+    "eigenvalues",
+    "gap_bound",
+    "over_tail",
+    "phi",
+    "plot",
+    "scalars",
+    "spectra",
+    "tail_am_gm",
+]

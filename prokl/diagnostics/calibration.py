@@ -1,0 +1,97 @@
+"""The paper's formulas for a spectrum and for a weight's shape: no optimizer needed."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from prokl.shapes import MatrixShape, effective_rank
+
+
+def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
+    """Range of alpha_kl in which the two parts of a weight's update keep the proportion that Smok-Hop gives them.
+
+    c_a / sqrt(m (n - r)) and sqrt(k) times that, with m and n the short and the long side, k = min(m, n - r) the
+    rank of the complement's update and c_a = sqrt(max(1, rows / cols)) (paper, eq. lambda_star_app). The lower end
+    holds where all of the complement's whitened update lies in one direction, the upper one where it is spread evenly.
+
+    Args:
+        rows, cols: the weight's shape as PyTorch holds it.
+        rank: r; as in the optimizer at most min(m, n - 1) of it counts.
+
+    Returns:
+        The lower and the upper end.
+
+    Raises:
+        ValueError: a size below 1, a weight of one element, or a rank below 1.
+    """
+    for name, value, least in (
+        ("rows", rows, 1),
+        ("cols", cols, 1),
+        ("rows * cols", rows * cols, 2),
+        ("rank", rank, 1),
+    ):
+        if value < least:
+            raise ValueError(f"Invalid {name}={value}: must be at least {least}; pass a weight's shape and its rank.")
+    shape = MatrixShape(1, rows, cols)
+    beyond = shape.n - effective_rank(rank, shape.m, shape.n)
+    low = shape.aspect_scale / math.sqrt(shape.m * beyond)
+    return low, low * math.sqrt(min(shape.m, beyond))
+
+
+def over_tail(eigenvalues: Tensor, rank: int) -> Tensor:
+    """Descending eigenvalues (..., n) over the mean of those beyond ``rank``, or over the smallest where none is."""
+    _check_rank(rank)
+    tail = eigenvalues[..., rank:] if eigenvalues.shape[-1] > rank else eigenvalues[..., -1:]
+    return eigenvalues / tail.mean(dim=-1, keepdim=True)
+
+
+def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
+    """Arithmetic over geometric mean of the eigenvalues beyond ``rank``: 1 for a flat tail.
+
+    Args:
+        eigenvalues: (..., n), positive, descending.
+        rank: where the tail begins; below n.
+
+    Returns:
+        (...), at least 1.
+
+    Raises:
+        ValueError: no eigenvalue lies beyond ``rank``, or it is negative.
+    """
+    return _log_am_gm(eigenvalues, rank).exp()
+
+
+def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
+    """Claim 1: the most that one eigenvalue in the place of all beyond ``rank`` adds to the KL objective, in nats.
+
+    other_side (n - r) / 2 * log(AM / GM) of the tail; a common factor of the eigenvalues does not change it.
+
+    Args:
+        eigenvalues: (..., n) of the factor that is restricted, positive, descending.
+        rank: r; below n.
+        other_side: size of the other factor; m where the eigenvalues are those of the right one.
+
+    Returns:
+        (...), at least 0.
+
+    Raises:
+        ValueError: as for :func:`tail_am_gm`.
+    """
+    return other_side * (eigenvalues.shape[-1] - rank) / 2 * _log_am_gm(eigenvalues, rank)
+
+
+def _log_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
+    _check_rank(rank)
+    if rank >= eigenvalues.shape[-1]:
+        raise ValueError(
+            f"Invalid rank={rank}: must be below the number of eigenvalues, {eigenvalues.shape[-1]}, to leave a tail."
+        )
+    tail = eigenvalues[..., rank:].double()  # a bound of m (n - r) / 2 times a logarithm near 0
+    return (tail.mean(dim=-1).log() - tail.log().mean(dim=-1)).clamp(min=0)  # rounding of a flat tail
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 0:
+        raise ValueError(f"Invalid rank={rank}: must be at least 0; pass the number of eigenvalues before the tail.")

@@ -1,0 +1,124 @@
+"""One figure of a live optimizer: spectra of all weights by shape, and the scalars by weight."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from prokl.base import MatrixOptimizer
+from prokl.diagnostics.report import scalars, spectra
+from prokl.shapes import effective_rank
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+PANELS = {
+    "tail_am_gm": "tail AM/GM",
+    "gap_bound": "Claim 1 bound, nats",
+    "captured_energy": "energy captured by U",
+    "orthogonality": r"$\|Q^\top Q - I\|_F$",
+    "polar_error": "polar error",
+    "update_rms": "update, rms",
+    "update_norm": "update, operator norm",
+    "alpha_kl": r"$\alpha_{kl}$ bracket",
+}
+COLUMNS = 4
+
+
+def plot(
+    optimizer: MatrixOptimizer,
+    path: str | PathLike[str] | None = None,
+    model: nn.Module | None = None,
+    *,
+    rank: int = 128,
+    phi: dict[str, Tensor] | None = None,
+) -> Figure:
+    """Draw :func:`spectra` and :func:`scalars`: a column of spectra for every shape, a panel for every figure.
+
+    Needs matplotlib; opens no window and leaves its backend alone.
+
+    Args:
+        path: file to write, in the format that its suffix says; None writes none.
+        optimizer, model, rank, phi: as in :func:`scalars`.
+
+    Returns:
+        The figure, for ``SummaryWriter.add_figure`` or ``wandb.Image``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: no weight has begun.
+        TypeError: another optimizer.
+    """
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("prokl.diagnostics.plot needs matplotlib: pip install matplotlib.") from error
+    found = spectra(optimizer, model, rank=rank)
+    if not found:
+        raise ValueError("There is nothing to plot: no matrix weight has had a gradient; take a step first.")
+    colours = dict(
+        zip(found, colormaps["viridis"]([i / max(1, len(found) - 1) for i in range(len(found))]), strict=True)
+    )
+    shapes: dict[str, list[str]] = {}
+    for name, own in found.items():
+        long = f"S {len(own['S'])}" if "S" in own else f"R {len(own['R'])}"
+        shapes.setdefault(f"{long}, L {len(own['L'])}", []).append(name)
+    figures = _by_panel(scalars(optimizer, model, rank=rank, phi=phi))
+    below = -(-len(figures) // COLUMNS)
+    figure = Figure(figsize=(3 * max(len(shapes), COLUMNS), 5 + 2.2 * below), layout="constrained")
+    halves = figure.subfigures(2, 1, squeeze=False, height_ratios=[5, 2.2 * below])
+    _draw_spectra(halves[0, 0], found, shapes, colours, rank)
+    _draw_scalars(halves[1, 0], figures, list(found))
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def _by_panel(values: dict[str, float]) -> dict[str, dict[str, dict[str, float]]]:
+    """{panel: {series: {weight: value}}} of the panels that have values."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for key, value in values.items():
+        _, rest = key.split("/", 1)
+        name, figure = rest.rsplit("/", 1)
+        panel = next(p for p in PANELS if figure.startswith(p))
+        series = figure.removeprefix(panel).removeprefix("_")
+        found.setdefault(panel, {}).setdefault(series, {})[name] = value
+    return {panel: found[panel] for panel in PANELS if panel in found}
+
+
+def _draw_spectra(
+    figure: SubFigure,
+    found: dict[str, dict[str, Tensor]],
+    shapes: dict[str, list[str]],
+    colours: dict[str, Any],
+    rank: int,
+) -> None:
+    grid = figure.subplots(2, len(shapes), squeeze=False)
+    for (above, below), (shape, names) in zip(grid.T, shapes.items(), strict=True):
+        for name in names:
+            for factor, values in found[name].items():
+                axes = below if factor == "L" else above
+                axes.plot(range(1, len(values) + 1), values, color=colours[name], lw=1.1)
+                axes.set_ylabel(f"{factor} / {'mu' if factor == 'S' else 'tail mean'}")
+        above.set_title(f"{shape}: {len(names)} matrices", fontsize="small")
+        own = found[names[0]]
+        begins = len(own["S"]) if "S" in own else effective_rank(rank, len(own["L"]), len(own["R"]))
+        for axes in (above, below):
+            axes.axvline(begins, color="black", ls="--", lw=0.6)
+            axes.axhline(1, color="black", ls=":", lw=0.6)
+            axes.set(yscale="log", xlabel="index")
+
+
+def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float]]], names: list[str]) -> None:
+    index = {name: i for i, name in enumerate(names)}
+    for i, (panel, by_series) in enumerate(panels.items()):
+        axes = figure.add_subplot(-(-len(panels) // COLUMNS), COLUMNS, i + 1)
+        for series, values in by_series.items():
+            axes.plot([index[n] for n in values], list(values.values()), ".", label=series)
+        axes.set(title=PANELS[panel], xlabel="weight")
+        axes.title.set_fontsize("small")
+        if any(by_series):
+            axes.legend(fontsize="x-small", frameon=False)

@@ -1,0 +1,162 @@
+"""The dictionaries: scalars for loggers, spectra, and the whitened second moment of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from prokl.base import MatrixOptimizer
+from prokl.diagnostics import measures
+from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
+from prokl.diagnostics.weights import Batch, batches, check_optimizer
+from prokl.shapes import effective_rank
+
+FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
+"""Factors, and what an optimizer keeps of each: an inverse square root for every eigenvalue."""
+
+
+@torch.no_grad()
+def scalars(
+    optimizer: MatrixOptimizer,
+    model: nn.Module | None = None,
+    *,
+    rank: int = 128,
+    phi: Mapping[str, Tensor] | None = None,
+) -> dict[str, float]:
+    """Figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
+
+    From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
+    just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
+    rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_low``, ``alpha_kl_high``, the
+    bracket of :func:`alpha_kl_bracket`. A factor that has no eigenvalue beyond the rank has no tail.
+
+    From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
+    ``captured_energy``, ||GU||^2/||G||^2; ``update_rms`` and ``update_norm``, root mean square and operator norm of
+    the coming update before lr and weight decay; ``polar_error``, distance of the Newton-Schulz output from the exact
+    polar factor over the size of the latter. A weight without a gradient lacks them; NaN says that its gradient is
+    not finite.
+
+    Args:
+        optimizer: a ProKLShampoo or KLShampoo on any backend. The coming update is computed by PyTorch's primitives.
+        model: names the weights of an optimizer that was made without names.
+        rank: where the tail of KL-Shampoo's factors begins; Pro-KLShampoo has its own.
+        phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
+            ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's.
+
+    Raises:
+        TypeError: another optimizer. ValueError: ``rank`` below 1.
+    """
+    check_optimizer(optimizer)
+    _check_rank(rank)
+    kept, measured, vectors = [], [], []
+    for batch in batches(optimizer, model):
+        kept.append(replace(batch, gradient=None, state={}))
+        measured.append(measures.orthogonality(batch.state) | measures.of_gradient(batch))
+        vectors.append(_inverse_square_roots(batch))
+    host = _on_host([*measured, *vectors])
+    values: dict[str, dict[str, float]] = {}
+    for batch, found, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
+        for b, name in enumerate(batch.names):
+            own = {k: float(v[b]) for k, v in found.items() if batch.given[b] or k.startswith("orthogonality")}
+            spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
+            if batch.rank:
+                shape = batch.shapes[b]
+                own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(shape.rows, shape.cols, batch.rank)
+                if phi is not None and name in phi:
+                    spectra["R"] = torch.linalg.eigvalsh(phi[name]).flip(-1).cpu()
+            begins = batch.rank or effective_rank(rank, batch.m, batch.n)
+            for factor, spectrum in spectra.items():
+                if len(spectrum) > begins:
+                    other = batch.n if factor == "L" else batch.m
+                    own[f"tail_am_gm_{factor}"] = float(tail_am_gm(spectrum, begins))
+                    own[f"gap_bound_{factor}"] = float(gap_bound(spectrum, begins, other))
+            values[name] = own
+    return {f"prokl/{name}/{key}": value for name, own in values.items() for key, value in own.items()}
+
+
+@torch.no_grad()
+def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
+    """Descending eigenvalues of every matrix's factors, float64 on the CPU: {weight: {factor: eigenvalues}}.
+
+    Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
+    "mu", (1,), which counts n - r times. ``model`` as in :func:`scalars`.
+
+    Raises:
+        TypeError: another optimizer.
+    """
+    check_optimizer(optimizer)
+    kept, vectors = [], []
+    for batch in batches(optimizer, model, FACTORS.values(), gradients=False):
+        kept.append(batch.names)
+        vectors.append(_inverse_square_roots(batch))
+    return {
+        name: {factor: _descending(value[b]) for factor, value in found.items()}
+        for names, found in zip(kept, _on_host(vectors), strict=True)
+        for b, name in enumerate(names)
+    }
+
+
+def spectra(
+    optimizer: MatrixOptimizer, model: nn.Module | None = None, *, rank: int = 128
+) -> dict[str, dict[str, Tensor]]:
+    """Eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
+
+    "L", (m,), and "R", (n,), over the mean of those beyond the rank; for Pro-KLShampoo "L" and, over mu, "S", (r,).
+    Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
+    """
+    _check_rank(rank)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, own in eigenvalues(optimizer, model).items():
+        if "S" in own:
+            found[name] = {"L": over_tail(own["L"], len(own["S"])), "S": own["S"] / own["mu"]}
+        else:
+            begins = effective_rank(rank, len(own["L"]), len(own["R"]))
+            found[name] = {factor: over_tail(own[factor], begins) for factor in ("L", "R")}
+    return found
+
+
+@torch.no_grad()
+def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
+
+    On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
+    average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
+    """
+    check_optimizer(optimizer)
+    found: dict[str, Tensor] = {}
+    for batch in batches(optimizer, model, ("Q_L", "inv_sqrt_lambda_L")):
+        if batch.gradient is not None:
+            Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
+            moments = Y.mT @ Y
+            found |= {name: moments[b] for b, name in enumerate(batch.names) if batch.given[b]}
+    return found
+
+
+def _inverse_square_roots(batch: Batch) -> dict[str, Tensor]:
+    """lambda^-1/2 by factor, each (B, size)."""
+    return {
+        factor: batch.state[key].reshape(len(batch.names), -1) for factor, key in FACTORS.items() if key in batch.state
+    }
+
+
+def _descending(inverse_square_roots: Tensor) -> Tensor:
+    """Eigenvalues, the largest first."""
+    return inverse_square_roots.pow(-2).sort(descending=True).values
+
+
+def _on_host(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The same in float64 on the CPU, by one copy for each device and dtype."""
+    flat: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensors in found:
+        for t in tensors.values():
+            flat.setdefault((t.device, t.dtype), []).append(t.reshape(-1))
+    host = {key: iter(torch.split(torch.cat(ts).cpu().double(), [len(t) for t in ts])) for key, ts in flat.items()}
+    return [{name: next(host[t.device, t.dtype]).reshape(t.shape) for name, t in tensors.items()} for tensors in found]
+
+
+def _check_rank(rank: int) -> None:
+    if rank < 1:
+        raise ValueError(f"Invalid rank={rank}: must be at least 1; the paper's figures use 128.")

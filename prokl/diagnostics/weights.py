@@ -1,0 +1,131 @@
+"""The weights of a live optimizer whose state has begun, stacked by shape as the batched step takes them.
+
+Dimension key: B matrices, m short side, n long side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prokl.base import MatrixOptimizer
+from prokl.buckets import Method, split, state_dtype
+from prokl.shapes import MatrixShape, compute_dtype
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Matrices of one group, oriented shape, rank, dtype and device: copies, in the arithmetic dtype."""
+
+    names: list[str]
+    shapes: list[MatrixShape]
+    """As PyTorch holds them: a weight and the transpose of another share a batch."""
+    rank: int
+    """Effective rank; 0 where the method has none."""
+    steps: list[int]
+    given: list[bool]
+    """Matrices that have a gradient."""
+    gradient: Tensor | None
+    """(B,m,n), zero for the others; None when there is none at all, or they were not asked for."""
+    state: dict[str, Tensor]
+    """What was asked for, keys as in :mod:`prokl.reference`, each with a leading B."""
+    group: dict[str, Any]
+    method: Method
+
+    @property
+    def m(self) -> int:
+        """Short side."""
+        return self.shapes[0].m
+
+    @property
+    def n(self) -> int:
+        """Long side."""
+        return self.shapes[0].n
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise TypeError for an optimizer without preconditioners."""
+    if not isinstance(optimizer, MatrixOptimizer):
+        raise TypeError(
+            f"optimizer must be a prokl.ProKLShampoo or prokl.KLShampoo, got {type(optimizer).__name__}; "
+            "pass the optimizer itself."
+        )
+
+
+def batches(
+    optimizer: MatrixOptimizer, model: nn.Module | None, keys: Collection[str] | None = None, *, gradients: bool = True
+) -> Iterator[Batch]:
+    """The matrices that have begun, stacked one batch at a time; none is larger than what is stepped together.
+
+    Args:
+        optimizer: whose.
+        model: names the weights of an optimizer that was made without names.
+        keys: state to stack; None stacks all of it.
+        gradients: whether to stack the gradients.
+    """
+    known = {} if model is None else {p: name for name, p in model.named_parameters()}
+    found: dict[tuple[Any, ...], list[tuple[Tensor, str]]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        if group["algorithm"] != "matrix":
+            continue
+        names = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            if _begun(optimizer, p):
+                shape = MatrixShape.of(p)
+                key = index, shape.m, shape.n, optimizer.rank_of(group, shape), p.dtype, p.device
+                name = names[i] if names else known.get(p, f"group{index}.{i}")
+                found.setdefault(key, []).append((p, name))
+    for (index, m, n, rank, dtype, _), members in found.items():
+        group = optimizer.param_groups[index]
+        arithmetic = compute_dtype(dtype, state_dtype(group, members[0][0]))
+        for run in split(members, optimizer.method.workspace(m, n, rank), arithmetic.itemsize):
+            yield _batch(optimizer, group, rank, arithmetic, run, keys, gradients)
+
+
+def _begun(optimizer: MatrixOptimizer, p: Tensor) -> list[int]:
+    """The matrices of a parameter that have had their first usable gradient."""
+    steps = optimizer.state.get(p, {}).get("step", -1)
+    return [b for b, step in enumerate(steps if isinstance(steps, list) else [steps]) if step >= 0]
+
+
+def _batch(
+    optimizer: MatrixOptimizer,
+    group: dict[str, Any],
+    rank: int,
+    arithmetic: torch.dtype,
+    members: list[tuple[Tensor, str]],
+    keys: Collection[str] | None,
+    with_gradients: bool,
+) -> Batch:
+    names, shapes, steps, given = [], [], [], []
+    gradients: list[Tensor] = []
+    parts: dict[str, list[Tensor]] = {}
+    for p, name in members:
+        own, begun, shape = optimizer.state[p], _begun(optimizer, p), MatrixShape.of(p)
+        stacked = p.ndim == 3
+        rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
+        for b in begun:
+            names.append(f"{name}[{b}]" if stacked else name)
+            shapes.append(shape)
+            steps.append(own["step"][b] if stacked else own["step"])
+            given.append(p.grad is not None)
+        for key, value in own.items():
+            if key not in ("step", "skipped") and (keys is None or key in keys):
+                part = value[rows] if stacked else value[None]
+                parts.setdefault(key, []).append(part.detach().to(arithmetic))
+        if not with_gradients:
+            continue
+        if p.grad is None:
+            gradients.append(torch.zeros(len(begun), shape.m, shape.n, dtype=arithmetic, device=p.device))
+        else:
+            # As the step reads it: in the weight's dtype first.
+            gradients.append(shape.oriented(p.grad.detach().to(p.dtype))[rows].to(arithmetic))
+    gradient = torch.cat(gradients) if with_gradients and any(given) else None
+    if gradient is not None and group["maximize"]:
+        gradient = -gradient
+    state = {key: torch.cat(values) for key, values in parts.items()}
+    return Batch(names, shapes, rank, steps, given, gradient, state, group, optimizer.method)
