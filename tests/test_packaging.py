@@ -15,7 +15,7 @@ from tests.building import ROOT, build, clean_copy, contents, files_under, run
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for folder in ("prokl", "prokl/kernels")
+    for folder in ("prokl", "prokl/diagnostics", "prokl/kernels")
     for path in (ROOT / folder).glob("*.py")
 )
 

@@ -1,0 +1,273 @@
+"""What diagnostics read from the state of a live optimizer, by which names, and that they leave it alone."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import prokl
+from prokl import diagnostics
+from tests.inputs import KL, PRO, assert_nothing_moved, everything, normal, step, weight
+from tests.problems import gradient_stream, run
+
+SHAPES = [(6, 10), (10, 6), (3, 6, 10), (8, 8), (5, 2, 3, 3)]
+NAMES = ["group0.0", "group0.1", "group0.2[0]", "group0.2[1]", "group0.2[2]", "group0.3", "group0.4"]
+METHODS = [(PRO, {"rank": 3}), (KL, {})]
+BASES = {PRO: ("U", "Q_L", "Q_S"), KL: ("Q_L", "Q_R")}
+
+
+def matrices(optimizer):
+    """{name of diagnostics: state of that one matrix} for weights without names in one group."""
+    found = {}
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        for b in range(p.shape[0] if p.ndim == 3 else 1):
+            own = {k: v for k, v in optimizer.state[p].items() if k not in ("step", "skipped")}
+            name = f"group0.{i}[{b}]" if p.ndim == 3 else f"group0.{i}"
+            found[name] = {k: v[b] if p.ndim == 3 else v for k, v in own.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "start, backend",
+    [("auto", "reference"), ("auto", "torch"), (0.1, "torch"), pytest.param("auto", "triton", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_eigenvalues_are_those_of_the_state_in_descending_order(cls, kwargs, start, backend):
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    shapes = SHAPES if backend != "triton" else SHAPES[:3]
+    stream = [[g.to(device) for g in gs] for gs in gradient_stream(shapes, 4)]
+    _, optimizer = run(cls, stream, backend=backend, init_eigenvalue=start, **kwargs)
+    found = diagnostics.eigenvalues(optimizer)
+    states = matrices(optimizer)
+    assert sorted(found) == sorted(states)
+    for name, state in states.items():
+        factors = {key.rpartition("_")[2]: state[key] for key in state if key.startswith("inv_sqrt")}
+        assert found[name].keys() == factors.keys()
+        for factor, roots in factors.items():
+            expected = roots.cpu().double().reshape(-1).pow(-2)
+            assert torch.equal(found[name][factor], expected.sort(descending=True).values)
+
+
+def test_spectra_are_normalised_by_the_mean_of_the_tail():
+    stream = gradient_stream([(6, 10), (12, 6)], 5)
+    _, optimizer = run(KL, stream)
+    raw, found = diagnostics.eigenvalues(optimizer), diagnostics.spectra(optimizer, rank=4)
+    for name in raw:
+        for factor in ("L", "R"):
+            assert found[name][factor][4:].mean() == pytest.approx(1, rel=1e-12)
+            ratio = found[name][factor] / raw[name][factor]
+            assert ratio.max() == pytest.approx(float(ratio.min()), rel=1e-12)
+    # Six eigenvalues of L and a rank of at most six: no tail, and so over the smallest.
+    assert all(own["L"][-1] == 1 for own in diagnostics.spectra(optimizer, rank=100).values())
+
+
+def test_spectra_of_the_projected_factor_are_over_mu():
+    _, optimizer = run(PRO, gradient_stream([(6, 10)], 5), rank=3)
+    raw, found = diagnostics.eigenvalues(optimizer)["group0.0"], diagnostics.spectra(optimizer)["group0.0"]
+    assert found.keys() == {"L", "S"} and found["S"].shape == (3,)
+    assert torch.equal(found["S"], raw["S"] / raw["mu"])
+    assert found["L"][3:].mean() == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_orthogonality_and_tails_of_every_matrix(cls, kwargs):
+    _, optimizer = run(cls, gradient_stream(SHAPES, 4), **kwargs)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["Q_L"][0, 0] += 0.25
+    found, raw = diagnostics.scalars(optimizer, rank=3), diagnostics.eigenvalues(optimizer)
+    for name, state in matrices(optimizer).items():
+        for key in BASES[cls]:
+            Q = state[key]
+            expected = float((Q.mT @ Q - torch.eye(Q.shape[1], dtype=Q.dtype)).norm())
+            assert found[f"prokl/{name}/orthogonality_{key}"] == pytest.approx(expected, abs=1e-14)
+        m, n = state["M"].shape
+        for factor, size, other in (("L", m, n), ("R", n, m)):
+            key = f"prokl/{name}/gap_bound_{factor}"
+            if factor not in raw[name] or size <= 3:
+                assert key not in found
+                continue
+            tail = raw[name][factor][3:]
+            ratio = tail.mean() / tail.log().mean().exp()
+            assert found[f"prokl/{name}/tail_am_gm_{factor}"] == pytest.approx(float(ratio), rel=1e-12)
+            assert found[key] == pytest.approx(other * (size - 3) / 2 * float(ratio.log()), rel=1e-9, abs=1e-12)
+    assert found["prokl/group0.0/orthogonality_Q_L"] > 0.2
+
+
+def test_the_bracket_is_that_of_the_weight_as_it_stands():
+    _, optimizer = run(PRO, gradient_stream([(6, 10), (10, 6)], 2), rank=3)
+    found = diagnostics.scalars(optimizer)
+    for name, shape in (("group0.0", (6, 10)), ("group0.1", (10, 6))):
+        bracket = (found[f"prokl/{name}/alpha_kl_low"], found[f"prokl/{name}/alpha_kl_high"])
+        assert bracket == diagnostics.alpha_kl_bracket(*shape, 3)
+    assert found["prokl/group0.1/alpha_kl_low"] > found["prokl/group0.0/alpha_kl_low"]  # c_a
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_phi_is_the_whitened_second_moment_of_the_gradients(cls, kwargs):
+    stream = gradient_stream(SHAPES, 4)
+    parameters, optimizer = run(cls, stream, **kwargs)
+    parameters[1].grad = None
+    found = diagnostics.phi(optimizer)
+    assert sorted(found) == [name for name in NAMES if name != "group0.1"]
+    for name, state in matrices(optimizer).items():
+        if name in found:
+            L = state["Q_L"] @ state["inv_sqrt_lambda_L"].pow(-2).diag() @ state["Q_L"].mT
+            i, b = int(name[7]), int(name[9]) if "[" in name else 0
+            G = parameters[i].grad.reshape(-1, *state["M"].shape)[b]
+            expected = G.mT @ torch.linalg.solve(L, G)
+            assert (found[name] - expected).norm() < 1e-10 * expected.norm()
+
+
+def test_averages_of_phi_give_the_projected_side_its_tail():
+    stream = gradient_stream([(4, 9)], 12)
+    (p,), optimizer = run(PRO, stream[:4], rank=2)
+    mean = torch.zeros(9, 9, dtype=torch.float64)
+    for (g,) in stream[4:]:
+        p.grad = g
+        mean += diagnostics.phi(optimizer)["group0.0"] / 8
+    assert "prokl/group0.0/gap_bound_R" not in diagnostics.scalars(optimizer)
+    found = diagnostics.scalars(optimizer, phi={"group0.0": mean})
+    values = torch.linalg.eigvalsh(mean).flip(0)
+    assert found["prokl/group0.0/gap_bound_R"] == pytest.approx(float(diagnostics.gap_bound(values, 2, 4)), rel=1e-12)
+
+
+def test_names_are_the_optimizers_then_the_models_then_places():
+    model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Linear(5, 7))
+    groups = prokl.param_groups(model, lr=0.01, adamw_lr=0.01, rank=2)
+    hidden, ids = model[1].weight, torch.arange(7)
+    for optimizer, given, name in (
+        (PRO(groups), None, "1.weight"),
+        (PRO([hidden], rank=2), model, "1.weight"),
+        (PRO([{"params": [model[2].weight]}, {"params": [hidden]}], rank=2), None, "group1.0"),
+    ):
+        for _ in range(2):
+            model.zero_grad()
+            model(ids).square().mean().backward()
+            model[2].weight.grad = None
+            optimizer.step()
+        assert set(diagnostics.eigenvalues(optimizer, given)) == {name}  # and nothing of AdamW's
+        assert {key.rpartition("/")[0] for key in diagnostics.scalars(optimizer, given)} == {f"prokl/{name}"}
+
+
+def test_what_has_not_begun_is_left_out():
+    ones, stack, later = weight(4, 6), weight(3, 4, 6), weight(5, 5)
+    optimizer = PRO([ones, stack, later], rank=2)
+    assert diagnostics.scalars(optimizer) == {} and diagnostics.spectra(optimizer) == {}
+    g = normal(3, 4, 6)
+    g[1] = 0
+    for _ in range(3):
+        step(optimizer, [ones, stack, later], [torch.zeros(4, 6), g, None])
+    assert set(diagnostics.eigenvalues(optimizer)) == {"group0.1[0]", "group0.1[2]"}
+    found = diagnostics.scalars(optimizer)
+    assert {key.split("/")[1] for key in found} == {"group0.1[0]", "group0.1[2]"}
+    assert 0 < found["prokl/group0.1[2]/captured_energy"] < 1
+
+
+@pytest.mark.parametrize("dtype, state_dtype", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_half_precision_weights_and_state(cls, kwargs, dtype, state_dtype):
+    stream = gradient_stream(SHAPES, 4, dtype=torch.float32)
+    _, optimizer = run(cls, stream, dtype=dtype, state_dtype=state_dtype, **kwargs)
+    found = diagnostics.scalars(optimizer, rank=3)
+    assert all(torch.tensor(value).isfinite() for value in found.values())
+    Q = next(iter(matrices(optimizer).values()))["Q_L"].float()
+    expected = float((Q.mT @ Q - torch.eye(len(Q))).norm())
+    # In float32 from the stored values: 6 x 6 sums of 6 products.
+    assert found["prokl/group0.0/orthogonality_Q_L"] == pytest.approx(expected, abs=1e-5)
+    assert (expected > 1e-3) == (state_dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_nothing_of_the_run_changes(cls, kwargs, backend):
+    stream = gradient_stream(SHAPES, 13)
+
+    def observed(t, parameters, optimizer):
+        before, gradients = everything(optimizer), [p.grad.clone() for p in parameters]
+        diagnostics.scalars(optimizer)
+        diagnostics.spectra(optimizer)
+        diagnostics.phi(optimizer)
+        assert_nothing_moved(before, optimizer)
+        assert all(torch.equal(p.grad, g) for p, g in zip(parameters, gradients, strict=True))
+
+    plain, _ = run(cls, stream, backend=backend, **kwargs)
+    watched, _ = run(cls, stream, backend=backend, observe=observed, **kwargs)
+    assert all(torch.equal(p, q) for p, q in zip(plain, watched, strict=True))
+
+
+def test_a_loaded_state_can_be_read_before_the_first_step():
+    parameters, optimizer = run(PRO, gradient_stream(SHAPES, 4), rank=3)
+    other = PRO([nn.Parameter(p.detach().clone()) for p in parameters], rank=3)
+    other.load_state_dict(optimizer.state_dict())
+    found, expected = diagnostics.spectra(other), diagnostics.spectra(optimizer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name]["L"], expected[name]["L"]) for name in found)
+
+
+@pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])
+def test_another_optimizer_is_refused(function):
+    with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW; pass the"):
+        getattr(diagnostics, function)(torch.optim.AdamW([weight(2, 2)]))
+
+
+@pytest.mark.parametrize("function", ["scalars", "spectra", "plot"])
+def test_a_rank_below_one_is_refused(function):
+    with pytest.raises(ValueError, match="Invalid rank=0: must be at least 1"):
+        getattr(diagnostics, function)(KL([weight(2, 3)]), rank=0)
+
+
+def test_a_tail_that_is_not_there_is_refused():
+    values = torch.ones(3)
+    for function in (lambda r: diagnostics.tail_am_gm(values, r), lambda r: diagnostics.gap_bound(values, r, 2)):
+        with pytest.raises(ValueError, match="Invalid rank=3: must be below the number of eigenvalues, 3"):
+            function(3)
+        with pytest.raises(ValueError, match="Invalid rank=-1: must be at least 0"):
+            function(-1)
+
+
+@pytest.mark.slow
+def test_the_figure_shows_every_spectrum_and_every_scalar(tmp_path):
+    _, optimizer = run(PRO, gradient_stream(SHAPES, 4), rank=3)
+    figure = diagnostics.plot(optimizer, tmp_path / "spectra.png")
+    assert (tmp_path / "spectra.png").read_bytes()[:4] == b"\x89PNG"
+    titled = {axes.get_title(): axes for axes in figure.axes}
+    scalars = diagnostics.scalars(optimizer)
+    for panel, figures in {
+        "energy captured by U": ["captured_energy"],
+        r"$\|Q^\top Q - I\|_F$": ["orthogonality_U", "orthogonality_Q_L", "orthogonality_Q_S"],
+        r"$\alpha_{kl}$ bracket": ["alpha_kl_low", "alpha_kl_high"],
+        "polar error": ["polar_error"],
+        "update, operator norm": ["update_norm"],
+    }.items():
+        lines = titled[panel].get_lines()
+        drawn = [sorted(line.get_ydata()) for line in lines]
+        expected = [sorted(v for k, v in scalars.items() if k.endswith(f"/{figure}")) for figure in figures]
+        assert drawn == expected and all(len(values) == len(NAMES) for values in drawn)
+    spectra = diagnostics.spectra(optimizer)
+    curves = [tuple(line.get_ydata()) for axes in figure.axes for line in axes.get_lines()]
+    assert all(tuple(values.tolist()) in curves for own in spectra.values() for values in own.values())
+    _, baseline = run(KL, gradient_stream(SHAPES, 4))
+    diagnostics.plot(baseline, tmp_path / "kl.svg", rank=3)
+    assert (tmp_path / "kl.svg").exists()
+
+
+def test_nothing_to_plot_is_an_error():
+    with pytest.raises(ValueError, match="no matrix weight has had a gradient; take a step first"):
+        diagnostics.plot(PRO([weight(2, 3)]))
+
+
+@pytest.mark.slow
+def test_matplotlib_is_imported_only_to_plot():
+    script = """
+import sys
+from prokl import diagnostics, ProKLShampoo
+assert "matplotlib" not in sys.modules
+sys.modules["matplotlib"] = None
+try:
+    diagnostics.plot(ProKLShampoo([__import__("torch").nn.Parameter(__import__("torch").ones(2, 3))]))
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "prokl.diagnostics.plot needs matplotlib: pip install matplotlib.", done.stderr

@@ -1,0 +1,105 @@
+"""The bracket on alpha_kl: the paper's 12 rows as printed, and which formula for k they follow."""
+
+import math
+
+import pytest
+import torch
+
+from prokl import reference
+from prokl.diagnostics import alpha_kl_bracket
+from tests.theory import normal, orthogonal, population, restricted_optimum, wishart
+
+RANK = 128
+# rows m, columns n, c_a^2, k, and the bracket, as printed ("Numerical values").
+TABLE = [
+    ("GPT-2 124M attention", 768, 768, 1, 640, "0.0014", "0.036"),
+    ("GPT-2 124M MLP up", 3072, 768, 4, 768, "0.0013", "0.037"),
+    ("GPT-2 124M MLP down", 768, 3072, 1, 768, "0.00067", "0.018"),
+    ("GPT-2 350M attention", 1024, 1024, 1, 896, "0.0010", "0.031"),
+    ("GPT-2 350M MLP up", 4096, 1024, 4, 1024, "0.0010", "0.032"),
+    ("GPT-2 350M MLP down", 1024, 4096, 1, 1024, "0.00050", "0.016"),
+    ("LLaMA 134M attention", 768, 768, 1, 640, "0.0014", "0.036"),
+    ("LLaMA 134M MLP up", 2048, 768, 8 / 3, 768, "0.0013", "0.037"),
+    ("LLaMA 134M MLP down", 768, 2048, 1, 768, "0.00082", "0.023"),
+    ("LLaMA 450M attention", 1024, 1024, 1, 896, "0.0010", "0.031"),
+    ("LLaMA 450M MLP up", 2816, 1024, 11 / 4, 1024, "0.0010", "0.032"),
+    ("LLaMA 450M MLP down", 1024, 2816, 1, 1024, "0.00060", "0.019"),
+]
+LEFT_PROJECTION = [row for row in TABLE if row[1] > row[2]]
+
+
+def as_printed(value, printed):
+    """``value`` rounded to as many decimals as the paper prints."""
+    return f"{value:.{len(printed.partition('.')[2])}f}"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_the_papers_rows_to_the_printed_digits(row):
+    _, rows, cols, c_a_squared, k, low, high = row
+    found = alpha_kl_bracket(rows, cols, RANK)
+    assert (as_printed(found[0], low), as_printed(found[1], high)) == (low, high)
+    assert found[1] / found[0] == pytest.approx(math.sqrt(k), rel=1e-14)  # "multiplicative width sqrt(k)"
+    m, n = min(rows, cols), max(rows, cols)
+    assert found[0] ** 2 * m * (n - RANK) == pytest.approx(c_a_squared, rel=1e-14)
+
+
+@pytest.mark.parametrize("row", LEFT_PROJECTION, ids=lambda row: row[0])
+def test_in_the_left_projection_k_is_that_of_the_oriented_shape(row):
+    """min(m - r, n) for m > n. The theorem's min(m, n - r), read without orienting, gives other digits."""
+    _, rows, cols, _, k, low, high = row
+    assert k == min(rows - RANK, cols)
+    unoriented = min(rows, cols - RANK)
+    assert unoriented != k
+    assert as_printed(alpha_kl_bracket(rows, cols, RANK)[0] * math.sqrt(unoriented), high) != high
+
+
+def test_the_intersection_of_all_rows_as_the_appendix_prints_it():
+    brackets = [alpha_kl_bracket(rows, cols, RANK) for _, rows, cols, *_ in TABLE]
+    low, high = max(b[0] for b in brackets), min(b[1] for b in brackets)
+    assert (f"{low:.1e}", f"{high:.1e}") == ("1.4e-03", "1.6e-02")
+    # The main text's [1e-3, 2e-2] is no intersection: it is wider at both ends.
+    assert low > 1e-3 and high < 2e-2
+    assert all(low < alpha < high for alpha in (0.005, 0.01, 0.015))
+
+
+@pytest.mark.parametrize("n", [16, 768])
+def test_for_a_square_weight_the_upper_end_is_one_over_root_n(n):
+    low, high = alpha_kl_bracket(n, n, n // 4)
+    assert high == pytest.approx(n**-0.5, rel=1e-14)
+    assert low == pytest.approx((n * (n - n // 4)) ** -0.5, rel=1e-14)
+
+
+def test_the_ends_are_what_operator_norm_matching_gives():
+    """c_a / sqrt(E ||Delta_res||_op^2) at the restricted fixed point is inside; by the Frobenius norm it is an end."""
+    m, n, r = 3, 6, 2
+    G = population(wishart(m * n, seed=1), m, n)
+    U = orthogonal(n, seed=2)[:, :r]
+    point = restricted_optimum(G, U)
+    values, Q = torch.linalg.eigh(point.L)
+    whitened = Q @ values.rsqrt().diag() @ Q.mT @ (G - G @ U @ U.mT) * point.mu.rsqrt()
+    mean_square = float(torch.linalg.matrix_norm(whitened, 2).square().mean())
+    low, high = alpha_kl_bracket(m, n, r)
+    assert low < mean_square**-0.5 < high
+    frobenius = float(whitened.square().sum(dim=(1, 2)).mean())
+    assert low == pytest.approx(frobenius**-0.5, rel=1e-12)
+    sizes = torch.linalg.matrix_norm(reference.polar(normal(m, n, seed=3) - normal(m, n, seed=3) @ U @ U.mT), 2)
+    assert float(sizes) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0, 5, 1), "Invalid rows=0: must be at least 1"),
+        ((5, -1, 1), "Invalid cols=-1: must be at least 1"),
+        ((1, 1, 1), r"Invalid rows \* cols=1: must be at least 2"),
+        ((5, 5, 0), "Invalid rank=0: must be at least 1"),
+    ],
+)
+def test_sizes_out_of_bounds_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        alpha_kl_bracket(*arguments)
+
+
+def test_a_rank_above_what_the_weight_allows_counts_as_in_the_optimizer():
+    assert alpha_kl_bracket(6, 4, 100) == alpha_kl_bracket(6, 4, 4)
+    assert alpha_kl_bracket(4, 4, 100) == alpha_kl_bracket(4, 4, 3)

@@ -1,0 +1,106 @@
+"""Claim 1 (approximation gap): what one eigenvalue in the place of the tail costs, against AM/GM of the tail.
+
+Tolerances: the objectives are sums of some 20 terms of order one to ten, each solved to rounding; the alternations
+stop at 1e-15. Measured differences where the paper says "equal": at most 8e-15.
+"""
+
+import pytest
+import torch
+
+from prokl.diagnostics import gap_bound, tail_am_gm
+from tests.theory import (
+    Restricted,
+    covariance,
+    full_optimum,
+    given_left,
+    normal,
+    objective,
+    population,
+    restricted_minimum,
+    wishart,
+)
+
+M, N = 3, 5
+EXACT = 1e-12
+
+
+def descending(R):
+    values, vectors = torch.linalg.eigh(R)
+    return values.flip(0), vectors.flip(1)
+
+
+def proofs_candidate(L, R, r):
+    """The feasible point of the proof: R's r largest eigenvalues kept, the others replaced by their mean."""
+    values, Q = descending(R)
+    return Restricted(L, Q[:, :r], values[:r].diag(), values[r:].mean())
+
+
+def test_the_objective_is_the_kl_divergence_of_the_two_gaussians():
+    second_moment = wishart(M * N, seed=0)
+    L, R = wishart(M, seed=1), wishart(N, seed=2)
+    zero = torch.zeros(M * N, dtype=torch.float64)
+    target = torch.distributions.MultivariateNormal(zero, second_moment)
+    kronecker = torch.distributions.MultivariateNormal(zero, torch.kron(L, R))
+    constant = (torch.logdet(second_moment) + M * N) / 2
+    expected = torch.distributions.kl_divergence(target, kronecker)
+    assert abs(objective(L, R, population(second_moment, M, N)) - constant - expected) < EXACT
+
+
+def test_preconditioning_is_kron_of_left_and_right_in_row_major_order():
+    """The paper's Smok-Hop proof writes the factors in the other, column-major order."""
+    G, L, R = normal(M, N, seed=0), wishart(M, seed=1), wishart(N, seed=2)
+    vector = (L @ G @ R).reshape(-1)
+    assert (torch.kron(L, R) @ G.reshape(-1) - vector).norm() < EXACT
+    assert (torch.kron(R, L) @ G.reshape(-1) - vector).norm() > 0.1 * vector.norm()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_the_gap_lies_between_zero_and_the_bound(seed, r):
+    G = population(wishart(M * N, seed), M, N)
+    L, R = full_optimum(G)
+    full = objective(L, R, G)
+    bound = float(gap_bound(descending(R)[0], r, M))
+    candidate = proofs_candidate(L, R, r)
+    # The proof's candidate costs exactly the bound (eq. gap_final), so that no better bound follows from it.
+    assert abs(objective(L, candidate.R, G) - full - bound) < EXACT
+    best = restricted_minimum(G, candidate)
+    gap = float(objective(best.L, best.R, G) - full)
+    if r == N - 1:  # a tail of one eigenvalue is flat
+        assert bound < EXACT and abs(gap) < EXACT
+    else:
+        assert 0 < gap < bound
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_no_point_of_the_restricted_family_beats_the_full_optimum(r):
+    G = population(wishart(M * N, seed=5), M, N)
+    full = objective(*full_optimum(G), G)
+    for seed in range(20):
+        U = torch.linalg.qr(normal(N, r, seed=seed))[0]
+        point = given_left(G, wishart(M, seed=100 + seed), U)
+        assert objective(point.L, point.R, G) > full
+
+
+@pytest.mark.parametrize("r, flat", [(1, False), (2, True), (3, True), (4, True)])
+def test_the_gap_is_zero_for_a_flat_tail(r, flat):
+    second_moment = torch.kron(wishart(M, seed=3), covariance([7.0, 4.0, 0.5, 0.5, 0.5], seed=4))
+    G = population(second_moment, M, N)
+    L, R = full_optimum(G)
+    bound = float(gap_bound(descending(R)[0], r, M))
+    best = restricted_minimum(G, proofs_candidate(L, R, r))
+    gap = float(objective(best.L, best.R, G) - objective(L, R, G))
+    if flat:
+        assert bound < EXACT and abs(gap) < EXACT
+    else:
+        # For a Kronecker covariance the bound is the gap itself: L stays where it is, whatever becomes of R.
+        assert bound > 0.1 and abs(gap - bound) < EXACT
+
+
+def test_the_bound_is_the_printed_formula():
+    values = torch.tensor([50.0, 9.0, 4.0, 1.0], dtype=torch.float64)
+    ratio = (14 / 3) / 36 ** (1 / 3)
+    assert float(tail_am_gm(values, 1)) == pytest.approx(ratio, rel=1e-14)
+    expected = 7 * 3 / 2 * torch.log(torch.tensor(ratio, dtype=torch.float64))
+    assert float(gap_bound(values, 1, 7)) == pytest.approx(float(expected), rel=1e-13)
+    assert float(gap_bound(1e-6 * values, 1, 7)) == pytest.approx(float(expected), rel=1e-13)

@@ -1,0 +1,88 @@
+"""The scalar gauge (c L, R / c): free in the objective and in the equations, bounded by the clip of the eigenvalues.
+
+The gradients are A^1/2 Z B^1/2 with diagonal A and B, in whose eigenbases the expected statistics are closed forms.
+These go through the step's own eigenvalue EMA, `torch_ops.eigenvalue_ema`.
+"""
+
+import math
+
+import pytest
+import torch
+
+from prokl import torch_ops
+from prokl.shapes import ceiling
+from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
+
+A = torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64)
+B = torch.tensor([8.0, 2.0, 0.5, 0.5, 0.5], dtype=torch.float64)  # spike and flat: the restricted family has it
+M, N, R = len(A), len(B), 2
+BETA2 = 0.5
+FLOOR = ceiling(M) ** -2
+"""All three ceilings are 10 for sides this small."""
+LEAST, MOST = FLOOR / A.min(), B.min() / FLOOR
+"""Gauges c for which neither c A nor B / c lies below the floor."""
+
+
+def at_gauge(c):
+    """lambda_L, lambda_S and mu of the covariance A (x) B, scaled by c and 1 / c."""
+    return c * A, B[:R] / c, B[-1] / c
+
+
+def expected_step(lambda_L, lambda_S, mu, ceilings):
+    """One step of the eigenvalue EMA with the statistics' expectations."""
+    s_L, s_S, s_mu = torch_ops.eigenvalue_ema(
+        lambda_L.rsqrt()[None],
+        lambda_S.rsqrt()[None],
+        mu.rsqrt()[None],
+        (A * (B[:R] / lambda_S).sum())[None],
+        (B[:R] * (A / lambda_L).mean())[None],
+        (A * B[R:].sum())[None],
+        beta2=BETA2,
+        n=N,
+        eps=torch.zeros(1, dtype=torch.float64),
+        **{f"ceiling_{key}": torch.tensor([ceilings], dtype=torch.float64) for key in ("L", "S", "mu")},
+    )
+    return s_L[0] ** -2, s_S[0] ** -2, s_mu[0] ** -2
+
+
+def product(lambda_L, lambda_S, mu):
+    """Eigenvalues of L (x) R^."""
+    return torch.outer(lambda_L, torch.cat([lambda_S, mu.expand(N - R)]))
+
+
+@pytest.mark.parametrize("c", [1e-3, 0.5, 40.0])
+def test_the_objective_and_the_equations_do_not_see_the_gauge(c):
+    G = population(wishart(M * N, seed=0), M, N)
+    L, right = full_optimum(G)
+    assert objective(c * L, right / c, G) == pytest.approx(float(objective(L, right, G)), abs=1e-11)
+    point = restricted_optimum(G, torch.linalg.eigh(covariance(B, seed=1))[1][:, -R:])
+    scaled = Restricted(c * point.L, point.U, point.S / c, point.mu / c)
+    assert objective(scaled.L, scaled.R, G) == pytest.approx(float(objective(point.L, point.R, G)), abs=1e-11)
+
+
+@pytest.mark.parametrize("c", [1e-6, 0.3, 1.0, 1e5])
+def test_without_a_clip_every_gauge_is_a_rest_point(c):
+    state = at_gauge(c)
+    for old, new in zip(state, expected_step(*state, math.inf), strict=True):
+        assert ((new - old).abs() <= 1e-14 * old).all()  # a dozen roundings
+
+
+@pytest.mark.parametrize("c", [1.01 * LEAST, 1.0, 0.99 * MOST], ids=["least", "one", "most"])
+def test_between_its_bounds_the_clip_leaves_the_gauge_alone(c):
+    state = at_gauge(c)
+    for old, new in zip(state, expected_step(*state, ceiling(M)), strict=True):
+        assert ((new - old).abs() <= 1e-14 * old).all()
+
+
+@pytest.mark.parametrize("c", [1e-2 * LEAST, 1e-6 * LEAST, 1e2 * MOST, 1e6 * MOST], ids="{:.0e}".format)
+def test_the_clip_brings_any_other_gauge_between_its_bounds(c):
+    """And the product, which is all that the gradients determine, comes out right."""
+    state = at_gauge(c)
+    assert min(float(t.min()) for t in state) < FLOOR
+    for _ in range(400):  # BETA2 = 1/2: errors fall by at least a few per cent a step
+        state = expected_step(*state, ceiling(M))
+    assert min(float(t.min()) for t in state) >= FLOOR * (1 - 1e-14)
+    assert (product(*state) / torch.outer(A, B) - 1).abs().max() < 1e-9
+    gauges = state[0] / A
+    assert (gauges / gauges[0] - 1).abs().max() < 1e-9
+    assert LEAST * (1 - 1e-9) <= gauges[0] <= MOST * (1 + 1e-9)
