@@ -9,14 +9,14 @@ nothing elementwise. Three forms:
 
 Totals of form "torch" without the refresh, for m <= n and r, with T Newton-Schulz steps:
 
-* Pro-KLShampoo: ``2 (6 mnr + 2 m^2 n + 2 m^3 + 4 m^2 r + 5 mr^2 + 5 nr^2 + 3 r^3) + 4/3 r^3`` and Newton-Schulz in
+* Pro-KLShampoo: ``2 (6 mnr + 2 m^2 n + 2 m^3 + 4 m^2 r + 5 mr^2 + 4 nr^2 + 3 r^3) - 4/3 r^3`` and Newton-Schulz in
   either form, ``2 T (2 m^2 n + m^3)`` or, five steps with restarts, ``2 (6 m^2 n + 11 m^3)``.
 * KL-Shampoo: ``2 (5 mn^2 + 4 m^2 n)``.
 * Muon: ``2 T (2 m^2 n + m^3)``.
 
 A refresh adds a product and a Householder QR, ``2 k^3 + 8/3 k^3``, for k = m and r, or m and n; 1/tau of it counts.
-Tracking needs one Cholesky pass at least; a second one, which a step takes where the first is not enough, would add
-``2 (2 nr^2) + 2/3 r^3``, and Householder's QR, the fallback of single matrices, ``4 nr^2 - 4/3 r^3``.
+Tracking is counted with Householder's QR, ``4 nr^2 - 4/3 r^3``, as a CPU has it; the two Cholesky passes of other
+devices take ``2 (5 nr^2) + 2 r^3``, of which a first pass alone, ``2 (3 nr^2) + 4/3 r^3``, mostly would do.
 
 Dimension key: m short side, n long side, r rank.
 """
@@ -137,12 +137,7 @@ def _pro(m: int, n: int, r: int) -> list[Term]:
         Term("Y", 2 * m * m * r),
         Term("U S", 2 * n * r * r),
         Term("V", 2 * m * n * r),
-        Term("V chol(K)^-T", 2 * n * r * r),
-        Term("W^T W", 2 * n * r * r, "symmetric"),
-        Term("U", 2 * n * r * r),
-        Term("Cholesky, twice", 2 / 3 * r**3, "factorisation"),
-        # As an ideal triangular inverse; torch solves for a dense identity.
-        Term("triangular inverse, twice", 2 / 3 * r**3, "factorisation"),
+        _householder("U", n, r, refresh=False),
         Term("T", 2 * n * r * r),
         Term("T^T S T, T^T Q_S", 6 * r**3),
         Term("B U^T", 2 * m * n * r),

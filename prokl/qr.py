@@ -1,8 +1,10 @@
-"""Batched QR without Householder, with Householder as the fallback; R's diagonal is positive throughout.
+"""QR of a batch: Householder on a CPU, elsewhere without Householder; R's diagonal is positive throughout.
 
 Q of a QR does not change when the matrix is multiplied on the right by an upper-triangular matrix with a
 positive diagonal. Both factorisations here come with such a matrix for nearly nothing, which makes their
-columns nearly orthonormal; Cholesky QR then finishes.
+columns nearly orthonormal; Cholesky QR then finishes, in batched operations alone. A CPU factors one matrix after
+another at no disadvantage. Measured there (AMD EPYC with AVX-512, one thread): LAPACK's QR took 0.2 to 0.8 of the time
+of the Cholesky form for n from 128 to 3072 and r from 8 to 128, and as long for 2048 x 32.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -51,13 +53,10 @@ def _cholesky_pass(W: Tensor, mm: Product) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _orthonormalise(W: Tensor, ok: Tensor, mm: Product) -> tuple[Tensor, Tensor]:
-    """Cholesky QR of nearly orthonormal columns, with a second pass unless the host may see it is not needed."""
-    Q, passed, deviation = _cholesky_pass(W, mm)
-    ok = ok & passed
-    if not (may_branch(W) and bool((deviation[ok] <= ONE_PASS).all())):
-        Q, passed, deviation = _cholesky_pass(Q, mm)
-        ok = ok & passed & (deviation <= ONE_PASS)
-    return Q, ok
+    """Cholesky QR of nearly orthonormal columns in two passes."""
+    Q, first, _ = _cholesky_pass(W, mm)
+    Q, second, deviation = _cholesky_pass(Q, mm)
+    return Q, ok & first & second & (deviation <= ONE_PASS)
 
 
 def _where(ok: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -77,9 +76,9 @@ def shift_of(K: Tensor) -> Tensor:
 def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Q of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (subspace tracking, Algorithm 2 (4)).
 
-    K is r x r, symmetric and nearly free; V chol(K)^-T is nearly orthonormal. Where a Cholesky fails, a CPU takes
-    Householder for that matrix. Elsewhere, without reading anything on the host, (Phi + delta I) U is factored,
-    which has the same invariant subspaces and full rank; where even that fails U itself is kept.
+    On a CPU it is Householder's. Elsewhere, without reading anything on the host: K is r x r, symmetric and nearly
+    free; V chol(K)^-T is nearly orthonormal. Where a Cholesky fails, (Phi + delta I) U is factored, which has the same
+    invariant subspaces and full rank; where even that fails U itself is kept.
 
     Args:
         V: (B,n,r). K: (B,r,r). U: (B,n,r), the orthonormal columns that V and K were formed with.
@@ -88,13 +87,10 @@ def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> 
     Returns:
         (B,n,r) with orthonormal columns.
     """
+    if may_branch(V):
+        return householder_qr(V)
     T, ok = _inverse_transposed_cholesky(K)
     Q, ok = _orthonormalise(mm(V, T), ok, mm)
-    if may_branch(V):
-        if not bool(ok.all()):
-            failed = (~ok).nonzero().squeeze(-1)
-            Q[failed] = householder_qr(V[failed])
-        return Q
     delta = shift_of(K)
     eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
     T, shifted_ok = _inverse_transposed_cholesky(K + delta * eye)

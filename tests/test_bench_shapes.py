@@ -1,11 +1,11 @@
 """Sets that are measured, and the operations and bytes of a step: held against PyTorch's counter and a real step."""
 
+import math
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import bench.kernels
-import bench.step
 import prokl.qr
 from bench import costs
 from bench.costs import Cost, Rates, cost, floor, terms, total
@@ -20,12 +20,6 @@ def test_the_sets_are_the_papers_models():
     assert [SETS[name].matrices for name in PAPER] == [72, 144, 84, 210]
     assert [SETS[name].elements for name in PAPER] == [84_934_656, 301_989_888, 84_934_656, 385_351_680]
     assert all(SETS[name].ranks == (32, 64, 128) for name in PAPER)
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_other_benchmarks_measure_the_same_models(name):
-    assert sorted(SETS[name].each) == sorted(bench.step.shapes_of(name))
-    assert {(count, m, n) for (m, n), count in SETS[name].oriented.items()} == set(bench.kernels.SETS[name])
 
 
 @pytest.mark.parametrize("small, name", [*zip(SMALL, PAPER, strict=True)])
@@ -64,7 +58,11 @@ def stepped(method, backend, shape, rank):
 
 
 def counted(run):
-    with FlopCounterMode(display=False) as counter:
+    def baddbmm(C, A, B, **_):
+        return 2 * math.prod(A) * B[-1]
+
+    in_place = {torch.ops.aten.baddbmm_: baddbmm}  # torch's counter does not know it
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         run()
     return counter.get_total_flops()
 
@@ -72,9 +70,8 @@ def counted(run):
 @pytest.mark.parametrize("shape", [(24, 24), (24, 32), (20, 60), (60, 20)], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("method", OPTIMIZERS)
-def test_every_product_of_a_step_is_counted(method, backend, shape, monkeypatch):
-    # FlopCounterMode knows products alone, no factorisation and no triangular solve.
-    monkeypatch.setattr(prokl.qr, "ONE_PASS", float("inf"))  # tracking with one pass, as it is counted
+def test_every_product_of_a_step_is_counted(method, backend, shape):
+    # FlopCounterMode knows products alone, no factorisation.
     optimizer, W = stepped(method, backend, shape, 5)
     every = [t for t in terms(method, backend, min(shape), max(shape), 5) if t.kind != "factorisation"]
     ordinary = sum(t.flops for t in every if not t.refresh)
@@ -85,16 +82,6 @@ def test_every_product_of_a_step_is_counted(method, backend, shape, monkeypatch)
         found.append(counted(optimizer.step))
     assert found == [ordinary, ordinary + refresh, ordinary]
     assert optimizer.state[W]["step"] == 4
-
-
-def test_a_second_tracking_pass_costs_what_the_docstring_says(monkeypatch):
-    found = []
-    for limit in (float("inf"), -1.0):
-        monkeypatch.setattr(prokl.qr, "ONE_PASS", limit)
-        V = torch.eye(40, 6) + 0.01 * torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-        U = torch.eye(40, 6)
-        found.append(counted(lambda V=V, U=U: prokl.qr.tracking_qr(V[None], (U.mT @ V)[None], U[None])))
-    assert found[1] - found[0] == 2 * 2 * 40 * 6 * 6
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (20, 60), (60, 20)], ids=str)
@@ -122,7 +109,7 @@ def test_newton_schulz_is_counted_apart(m, n):
 @pytest.mark.parametrize("m, n, r", [(24, 24, 5), (20, 60, 4), (768, 3072, 128)])
 def test_totals_are_those_of_the_docstring(m, n, r):
     standard, gram = 10 * (2 * m * m * n + m**3), 2 * (6 * m * m * n + 11 * m**3)
-    pro = 12 * m * n * r + 4 * m * m * n + 4 * m**3 + 8 * m * m * r + 10 * m * r * r + 10 * n * r * r + 6 * r**3
+    pro = 12 * m * n * r + 4 * m * m * n + 4 * m**3 + 8 * m * m * r + 10 * m * r * r + 8 * n * r * r + 6 * r**3
     kl = 10 * m * n * n + 8 * m * m * n
 
     def refresh(k):
@@ -130,7 +117,7 @@ def test_totals_are_those_of_the_docstring(m, n, r):
 
     c = cost((1, m, n), r, 10, "pro-klshampoo")
     assert c.flops_ns == (gram if n >= 1.5 * m else standard)
-    assert c.flops_rest == pytest.approx(pro + 4 / 3 * r**3 + (refresh(m) + refresh(r)) / 10, rel=1e-12)
+    assert c.flops_rest == pytest.approx(pro - 4 / 3 * r**3 + (refresh(m) + refresh(r)) / 10, rel=1e-12)
     c = cost((1, m, n), r, 10, "klshampoo")
     assert (c.flops_ns, c.flops_rest) == (0, pytest.approx(kl + (refresh(m) + refresh(n)) / 10, rel=1e-12))
     assert cost((1, m, n), r, 10, "muon").flops_ns == standard
