@@ -7,30 +7,26 @@ of that holds.
 """
 
 import argparse
-import csv
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import torch
 import triton
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from bench.case import Case, Sizes
 from bench.errors import interruptible
 from bench.kernel_cases import CASES, STAGE_BYTES
+from bench.launches import Launch, Shapes, describe, recording
+from bench.listing import table, write
 from prokl.kernels import launch as launching
 
 ARCHITECTURES = (80, 90, 100)
@@ -40,41 +36,6 @@ SIZES = Sizes(B=48, m=768, n=3072, r=128)
 """A bucket of GPT-2 124M's kind: full tiles are chosen, and all sizes are multiples of 16, as they are in practice."""
 ODD = Sizes(B=3, m=517, n=1031, r=37)
 """Sizes and strides that are multiples of nothing, which take more registers for addresses and masks."""
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """What the JIT looks at in a tensor."""
-
-    dtype: torch.dtype
-    offset: int
-    """Bytes from the start of the storage, which is aligned."""
-
-    def data_ptr(self) -> int:
-        return self.offset
-
-    def ptr_range(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A recorded launch."""
-
-    module: str
-    function: str
-    arguments: tuple[Any, ...]
-    constants: tuple[tuple[str, Any], ...]
-    names: tuple[str, ...]
-    """Of the kernel's parameters."""
-
-    @property
-    def kernel(self) -> str:
-        return self.function.removesuffix("_kernel")
-
-    @property
-    def by_name(self) -> dict[str, Any]:
-        return dict(zip(self.names, self.arguments, strict=False)) | dict(self.constants)
 
 
 @dataclass(frozen=True)
@@ -108,33 +69,6 @@ class Offline:
         return 0
 
 
-class Shapes:
-    """Draws tensors that hold nothing."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    def table(self, matrices: Sequence[Tensor]) -> Tensor:
-        return torch.empty((3, len(matrices)), dtype=torch.int64, device="cuda")
-
-
-@contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collects launches in place of running them; tensors made inside have no memory."""
-    launches: list[Launch] = []
-
-    def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
-        seen = tuple(
-            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16) if isinstance(a, Tensor) else a
-            for a in arguments
-        )
-        name = kernel.__name__
-        launches.append(Launch(kernel.__module__, name, seen, tuple(constants.items()), tuple(kernel.arg_names)))
-
-    with FakeTensorMode(), patch.object(launching, "start", start):
-        yield launches
-
-
 def record(case: Case) -> list[Launch]:
     """What ``case`` launches, for all of its dtypes and tiles, and at odd sizes for its first dtypes as it chooses."""
     with recording() as launches:
@@ -143,57 +77,6 @@ def record(case: Case) -> list[Launch]:
                 case.call(case.inputs(case.fitted(SIZES, tile), dtypes, Shapes()), tile)
         case.call(case.inputs(ODD, case.dtypes[0], Shapes()), None)
     return launches
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-def describe(launch: Launch) -> str:
-    """All that the launch is specialised on, in words: tile, dtypes, flags, and strides other than the usual.
-
-    The dtype of a tensor that is not there is that of its stand-in.
-    """
-    values = launch.by_name
-    tile = [value for name, value in values.items() if name.startswith("TILE") and not name.startswith("TILES")]
-    words = ["x".join(map(str, tile))]
-    for name, short in (("num_warps", "warps"), ("num_stages", "stages")):
-        if name in values:
-            words.append(f"{values[name]} {short}")
-    dtypes = {name.removesuffix("_ptr"): _dtype(v.dtype) for name, v in values.items() if isinstance(v, Pointer)}
-    usual = max(dtypes.values(), key=list(dtypes.values()).count)
-    words.append(usual)
-    words += [f"{name}:{dtype}" for name, dtype in dtypes.items() if dtype != usual]
-    for name, value in launch.constants:
-        if name.startswith(("num_", "TILE")) and not name.startswith("TILES") or value is False:
-            continue
-        name = name.lower()
-        words.append(name if value is True else str(value) if name == "precision" else f"{name}={value}")
-    words += _unusual(launch)
-    return " ".join(words)
-
-
-def _unusual(launch: Launch) -> list[str]:
-    """Sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
-    words: list[str] = []
-    strides: dict[str, list[str]] = {}
-    for name, value in zip(launch.names, launch.arguments, strict=False):
-        if isinstance(value, Pointer) and value.offset:
-            words.append(f"{name} unaligned")
-        if not isinstance(value, int):
-            continue
-        kind = "1" if value == 1 else "?" if value % 16 else "16" if value else "0"
-        kind += "" if value < 2**31 else "L"
-        if name.startswith("stride_"):
-            strides.setdefault(name.removeprefix("stride_").rpartition("_")[0], []).append(kind)
-        elif kind != "16":
-            words.append(f"{name}:{kind}")
-    for name, kinds in strides.items():
-        if kinds in (["16", "1", "16"], ["1", "16"]):
-            words.append(f"{name}^T")
-        elif {*kinds} != {"0"} and not (kinds[-1] == "1" and {*kinds[:-1]} <= {"16"}):
-            words.append(f"{name}[{' '.join(kinds)}]")
-    return words
 
 
 HALVES = ("fp16", "bf16")
@@ -288,21 +171,6 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
     return list({(launch.kernel, describe(launch)): launch for launch in launches}.values())
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned."""
-    lines = [[f.name for f in fields(Row)], *([str(v) for v in asdict(row).values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
-
-
 def parse(argv: Sequence[str], kernels: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.aot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, metavar="CSV", help="also write the table there")
@@ -333,7 +201,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [row for row, _ in done if row is not None]
     print(table(rows))
     if options.out:
-        write(options.out, rows)
+        write(options.out, rows, Row)
     wrong = [
         f"{launch.kernel} ({describe(launch)}) on sm_{arch}: {complaint}"
         for (launch, arch), (_, found) in zip(tasks, done, strict=True)

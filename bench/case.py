@@ -1,7 +1,9 @@
-"""What a case of :mod:`bench.kernel_cases` is: inputs, the call of a kernel, its PyTorch form, and their work.
+"""What a case is that is compiled, checked or timed: inputs, our forms of an operation, its plain form, their work.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from prokl import ops
 from prokl.kernels.launch import Tile
 
 Inputs = dict[str, Any]
@@ -57,13 +60,13 @@ class Draw(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the step.
+    """One operation of a step.
 
     Attributes:
         name: unique among the cases.
-        module: that of the launcher.
-        inputs: makes the arguments of ``call`` and ``torch``.
-        call: the launcher, with a tile or its own choice (None).
+        module: that of the launcher; None where no Triton kernel is meant.
+        inputs: makes the arguments of all forms; a form may write into them.
+        call: the launcher, with a tile or its own choice (None); None where PyTorch is all there is.
         torch: the PyTorch form, of the same results.
         flops: of one call, as the kernel counts them: half of a symmetric product.
         bytes: of one call when every operand is read and every result written once.
@@ -71,13 +74,18 @@ class Case:
         dtypes: to compile for.
         timed: dtypes to time.
         fitted: the sizes nearest to given ones that a tile takes.
-        dense: results in a form that both agree on.
+        dense: results of ``call`` and ``torch`` in a form that both agree on.
+        plain: the formula as it is printed, with the results of ``dense``; None where ``torch`` is that already.
+        counterpart: what KL-Shampoo needs in the place of this.
+        polar_flops: those of ``flops`` that belong to Newton-Schulz, which may run in bfloat16.
+        verify: what is wrong with results, from the inputs; None compares them with the plain form in float64.
+        obstacle: why ``call`` cannot run on a device.
     """
 
     name: str
-    module: ModuleType
+    module: ModuleType | None
     inputs: Callable[[Sizes, Dtypes, Draw], Inputs]
-    call: Callable[[Inputs, Tile | None], Any]
+    call: Callable[[Inputs, Tile | None], Any] | None
     torch: Callable[[Inputs], Any]
     flops: Callable[[Sizes], float]
     bytes: Callable[[Sizes, Dtypes], float]
@@ -86,6 +94,16 @@ class Case:
     timed: tuple[Dtypes, ...] = ()
     fitted: Callable[[Sizes, Tile | None], Sizes] = lambda s, tile: s
     dense: Callable[[Any], Any] = lambda results: results
+    plain: Callable[[Inputs], Any] | None = None
+    counterpart: Case | None = None
+    polar_flops: Callable[[Sizes], float] = lambda s: 0.0
+    verify: Callable[[Inputs, Any], str] | None = None
+    obstacle: Callable[[torch.device], str | None] = lambda device: None
+
+
+def best(device: torch.device) -> ops.Primitives:
+    """The table that a step on ``device`` takes by itself."""
+    return ops.select(None, device) or ops.TORCH
 
 
 def shipped(module: ModuleType, dtype: torch.dtype) -> tuple[Tile, ...]:

@@ -6,7 +6,6 @@ all find the shared memory that their launches ask for, which the installed exte
 """
 
 import argparse
-import csv
 import os
 import re
 import shutil
@@ -15,12 +14,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import build_cuda
 from bench.errors import UsageError, interruptible
+from bench.listing import table, write
 from build_cuda import toolkit
 from prokl import extension
 
@@ -147,21 +147,6 @@ def compiled(nvcc: str, version: str, source: Path, arch: str) -> list[Row]:
     return parse(done.stdout + done.stderr, source.name, version)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned."""
-    lines = [[f.name for f in fields(Row)], *([str(v) for v in asdict(row).values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, [f.name for f in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
-
-
 def report() -> list[Row]:
     """All rows.
 
@@ -195,7 +180,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(table(rows))
     if options.out:
-        write(options.out, rows)
+        write(options.out, rows, Row)
     wrong = list(complaints(rows))
     for line in wrong:
         print(line, file=sys.stderr)

@@ -139,7 +139,9 @@ def _stack(negate: bool) -> Case:
     )
 
 
-def _apply(Q: bool, B: bool, X: bool = True, live: bool = False) -> Case:
+def apply_case(Q: bool, B: bool, X: bool = True, live: bool = False) -> Case:
+    """W <- (1 - lr weight_decay) W - lr (scale Q X + B U^T), with those of the factors that are named."""
+
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
         matrices = [draw(s.m, s.n, dtype=d.weights) for _ in range(s.B)]
         return {
@@ -182,6 +184,7 @@ def _apply(Q: bool, B: bool, X: bool = True, live: bool = False) -> Case:
         tiles=(lambda d: shipped(apply, d.polar)) if main else lambda d: (None,),
         dtypes=(FP32, BF16, FP32_POLAR, FP64) if main else (FP32,),
         timed=(FP32, BF16) if main else (),
+        polar_flops=lambda s: 2 * s.B * s.m**2 * s.n * Q,
     )
 
 
@@ -259,11 +262,11 @@ CASES: tuple[Case, ...] = (
     polynomial_case(),
     newton_schulz_case(gram=False),
     newton_schulz_case(gram=True),
-    _apply(Q=True, B=True),
-    _apply(Q=True, B=True, live=True),
-    _apply(Q=True, B=False),
-    _apply(Q=False, B=True),
-    _apply(Q=False, B=True, X=False),
+    apply_case(Q=True, B=True),
+    apply_case(Q=True, B=True, live=True),
+    apply_case(Q=True, B=False),
+    apply_case(Q=False, B=True),
+    apply_case(Q=False, B=True, X=False),
     _eigenvalue_ema(live=False),
     _eigenvalue_ema(live=True),
 )

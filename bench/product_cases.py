@@ -81,6 +81,7 @@ def product_case(
         tiles=(lambda d: shipped(product, getattr(d, B))) if every_tile else lambda d: (None,),
         dtypes=dtypes,
         timed=timed,
+        polar_flops=flops if A == "polar" else lambda s: 0.0,
     )
 
 
@@ -139,6 +140,7 @@ def symmetric_case(
         tiles=(lambda d: shipped(symmetric_product, getattr(d, A))) if every_tile else lambda d: (None,),
         dtypes=dtypes,
         timed=timed,
+        polar_flops=flops if A == "polar" else lambda s: 0.0,
     )
 
 
@@ -172,28 +174,37 @@ def polynomial_case() -> Case:
         R = X + X.mT
         return {"A": R, "B": R, "C": R, "alpha": NS_COEFFICIENTS[2], "beta": NS_COEFFICIENTS[1]}
 
+    def flops(s: Sizes) -> float:
+        return s.B * s.m * (s.m + 1) * s.m
+
     return Case(
         "symmetric polynomial",
         symmetric_product,
         inputs,
         lambda i, tile: symmetric_product.symmetric_polynomial(**i, tile=tile),
         lambda i: torch_product(i["A"], i["B"], i),
-        lambda s: s.B * s.m * (s.m + 1) * s.m,
+        flops,
         lambda s, d: 2 * s.B * s.m**2 * d.polar.itemsize,
         tiles=lambda d: shipped(symmetric_product, d.polar),
         dtypes=(FP32, FP32_POLAR),
         timed=(FP32,),
+        polar_flops=flops,
     )
 
 
-def newton_schulz_case(gram: bool) -> Case:
+def newton_schulz_case(gram: bool | None) -> Case:
+    """Newton-Schulz in either form, or (None) in the one that a step takes."""
+
+    def form(m: int, n: int) -> bool:
+        return polar.use_gram(m, n) if gram is None else gram
+
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
         X = draw(s.B, s.m, s.n, dtype=d.polar)
         return {"X": X, "inverse_norm": 1 / torch.linalg.vector_norm(X.to(d.arithmetic), dim=(-2, -1))}
 
     def in_torch(i: Inputs) -> Any:
         X = i["X"] * i["inverse_norm"].to(i["X"].dtype).view(-1, 1, 1)
-        return *polar.newton_schulz_factors(X, NS_STEPS, NS_COEFFICIENTS, gram), None
+        return *polar.newton_schulz_factors(X, NS_STEPS, NS_COEFFICIENTS, form(*X.shape[1:])), None
 
     def dense(results: Any) -> Any:
         Q, Y, scale = results
@@ -202,19 +213,20 @@ def newton_schulz_case(gram: bool) -> Case:
 
     def flops(s: Sizes) -> float:
         m, n = s.m, s.n
-        return s.B * m * m * (11 * m + 7 * n if gram else NS_STEPS * (m + n + 2 * n))  # the last Q X is the caller's
+        return s.B * m * m * (11 * m + 9 * n if form(m, n) else NS_STEPS * (m + n + 2 * n))
 
     return Case(
-        "newton_schulz " + ("gram" if gram else "standard"),
+        "newton_schulz" + {None: "", True: " gram", False: " standard"}[gram],
         newton_schulz,
         inputs,
         lambda i, tile: newton_schulz.newton_schulz_factors(
-            i["X"], i["inverse_norm"], NS_STEPS, NS_COEFFICIENTS, gram=gram
+            i["X"], i["inverse_norm"], NS_STEPS, NS_COEFFICIENTS, gram=form(*i["X"].shape[1:])
         ),
         in_torch,
         flops,
-        lambda s, d: s.B * (2 * s.m * s.n + s.m**2 * gram) * d.polar.itemsize,
+        lambda s, d: 2 * s.B * s.m * s.n * d.polar.itemsize,
         dtypes=(FP32, FP32_POLAR),
         timed=(FP32,),
         dense=dense,
+        polar_flops=flops,
     )

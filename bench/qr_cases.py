@@ -1,20 +1,18 @@
-"""What :mod:`bench.qr` times: the problems, the contenders, and how far a Q may be from one.
+"""The batched QR of a step as cases: tracking and refresh, and KL-Shampoo's refresh of both factors.
 
-Dimension key: B matrices, n rows, k columns.
+Dimension key: B matrices, m short side, n long side, r rank, k columns.
 """
 
-from __future__ import annotations
-
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import prokl.qr
+from bench.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, best
 from prokl import extension
-from prokl.qr import Product, householder_qr
+from prokl.qr import householder_qr
 
 TRACKING_CONDITION = 1e3
 REFRESH_CONDITION = 1e4
@@ -24,170 +22,172 @@ ORTHOGONALITY, BACKWARD = 100, 20
 """Largest ||Q^T Q - I||_F and ||A - Q R||_F / ||A||_F in units of k eps, R = triu(Q^T A), as in the tests."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One batch: "tracking" factors V = Phi U, "refresh" and "coordinates" form and factor L Q."""
+def bases(n: int, k: int, B: int, draw: Draw, orthonormal: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvectors X (B,n,k), and a basis that has drifted from them, both float64.
 
-    kind: str
-    B: int
-    n: int
-    k: int
-
-    @property
-    def flops(self) -> float:
-        """The product, and one Cholesky QR: fewer than in any other way to Q."""
-        product = 0 if self.kind == "tracking" else 2 * self.n * self.n * self.k
-        return self.B * (product + 2 * self.n * self.k**2 + self.k**3 / 3)
-
-    @property
-    def bytes(self) -> float:
-        """V and K, or L and Q, read once; the result written."""
-        return 4 * self.B * (2 * self.n * self.k + self.k**2)
-
-
-SETS: dict[str, tuple[Problem, ...]] = {
-    "paper": (
-        Problem("tracking", 48, 768, 128),
-        Problem("tracking", 24, 3072, 128),
-        Problem("tracking", 48, 1024, 128),
-        Problem("tracking", 48, 4096, 128),
-        Problem("refresh", 72, 768, 768),
-        Problem("refresh", 144, 1024, 1024),
-        Problem("coordinates", 144, 128, 128),
-    ),
-    "tiny": (Problem("tracking", 3, 40, 8), Problem("refresh", 2, 12, 12), Problem("coordinates", 3, 8, 8)),
-}
-"""GPT-2 124M and 350M at rank 128: U of the square and of the MLP matrices, Q_L, Q_S."""
-
-
-def draw(p: Problem, device: torch.device) -> tuple[Tensor, ...]:
-    """V, K, U or L, Q (S, Q_S) in float32; the matrices of a batch are one, its rows in other orders."""
-    g = torch.Generator().manual_seed(p.n * p.k)
-
-    def orthonormal(X: Tensor) -> Tensor:
-        return torch.linalg.qr(X)[0]
+    The matrices of a batch are one, its rows in other orders. ``orthonormal=False``: the basis has shorter columns,
+    no longer at right angles, as Q_S has between refreshes.
+    """
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, dtype=torch.float64).to(device)
+        return draw(*size, dtype=torch.float64)
 
-    condition = TRACKING_CONDITION if p.kind == "tracking" else REFRESH_CONDITION
-    values = condition ** -torch.linspace(0, 1, p.k, dtype=torch.float64, device=device)
-    X = orthonormal(normal(p.n, p.k))
-    basis = householder_qr(X + DRIFT * normal(p.n, p.k) / p.n**0.5)
-    if p.kind == "coordinates":  # T^T Q_S between refreshes: shorter columns, no longer at right angles
-        basis = basis + DRIFT * normal(p.n, p.k) / p.n**0.5
-    order = torch.stack([torch.randperm(p.n, generator=g) for _ in range(p.B)]).to(device)
-    X, U = X[order], basis[order]
-    if p.kind == "tracking":
-        V = X @ (values[:, None] * (X.mT @ U))
-        K = U.mT @ V
-        return V.float().contiguous(), ((K + K.mT) / 2).float(), U.float().contiguous()
-    L = (X * values) @ X.mT
-    return ((L + L.mT) / 2).float(), U.float().contiguous()
+    X = torch.linalg.qr(normal(n, k))[0]
+    basis = householder_qr(X + DRIFT * normal(n, k) / n**0.5)
+    if not orthonormal:
+        basis = basis + DRIFT * normal(n, k) / n**0.5
+    order = normal(B, n).argsort(dim=-1)
+    return X[order], basis[order]
 
 
-Form = Callable[[str, Sequence[Tensor], Product], Tensor]
-"""(kind, inputs, product) -> Q."""
+def spectrum(condition: float, k: int, like: Tensor) -> Tensor:
+    """k eigenvalues from 1 down to 1/condition, evenly in logarithms."""
+    return condition ** -torch.linspace(0, 1, k, dtype=like.dtype, device=like.device)
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to Q; where ``obstacle`` gives a reason it cannot run."""
-
-    name: str
-    run: Form
-    ours: bool = False
-    baseline: bool = False
-    obstacle: Callable[[torch.device], str | None] = lambda device: None
+def factor(k: int, B: int, draw: Draw, orthonormal: bool = True) -> tuple[Tensor, Tensor]:
+    """A symmetric factor (B,k,k) and the basis that it is refreshed from, in float32."""
+    X, Q = bases(k, k, B, draw, orthonormal)
+    L = (X * spectrum(REFRESH_CONDITION, k, X)) @ X.mT
+    return ((L + L.mT) / 2).float(), Q.float().contiguous()
 
 
-def factored(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
-    """The matrix whose Q is wanted."""
-    return inputs[0] if kind == "tracking" else mm(*inputs)
+def tracked(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """V = Phi U (B,n,r), K = U^T V and U, in float32."""
+    X, U = bases(s.n, s.r, s.B, draw)
+    V = X @ (spectrum(TRACKING_CONDITION, s.r, X)[:, None] * (X.mT @ U))
+    K = U.mT @ V
+    return {"V": V.float().contiguous(), "K": ((K + K.mT) / 2).float(), "U": U.float().contiguous()}
 
 
-def _extension(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
+def refreshed(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """L, Q_L (B,m,m) and S, Q_S (B,r,r)."""
+    return dict(zip(("L", "Q_L", "S", "Q_S"), factor(s.m, s.B, draw) + factor(s.r, s.B, draw, False), strict=True))
+
+
+def both_sides(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """L, Q_L (B,m,m) and R, Q_R (B,n,n)."""
+    return dict(zip(("L", "Q_L", "R", "Q_R"), factor(s.m, s.B, draw) + factor(s.n, s.B, draw), strict=True))
+
+
+def long_side(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """R, Q_R (B,n,n)."""
+    return dict(zip(("R", "Q_R"), factor(s.n, s.B, draw), strict=True))
+
+
+def deviations(A: Tensor, Q: Tensor) -> str:
+    """Why Q (B,n,k) is no QR of A (B,n,k) in float64, signs included; empty where it is one within the bounds."""
+    if Q.shape != A.shape:
+        return f"shape {tuple(Q.shape)}, must be {tuple(A.shape)}"
+    k = A.shape[-1]
+    unit = k * torch.finfo(Q.dtype).eps
+    eye = torch.eye(k, dtype=A.dtype, device=A.device)
+    found = []
+    for a, q in zip(A, Q.double(), strict=True):  # one at a time: all of them may not fit in float64
+        R = (q.mT @ a).triu()
+        size = torch.linalg.matrix_norm(a)
+        errors = torch.linalg.matrix_norm(q.mT @ q - eye), torch.linalg.matrix_norm(a - q @ R) / size
+        found.append(torch.stack([*errors, (-R.diagonal().min() / size).clamp_min(0)]) / unit)
+    worst = torch.stack(found).amax(dim=0).tolist()
+    bounds = {"orthogonality": ORTHOGONALITY, "backward error": BACKWARD, "diagonal": BACKWARD}
+    return ", ".join(
+        f"{name} {value:.2g} k eps, may be {bound}"
+        for (name, bound), value in zip(bounds.items(), worst, strict=True)
+        if not value <= bound  # nan is wrong
+    )
+
+
+def verify_refresh(*pairs: tuple[str, str]) -> Callable[[Inputs, Any], str]:
+    """Checks bases against qr(L Q) for the names of every factor L and its old basis Q."""
+
+    def verify(i: Inputs, results: Any) -> str:
+        found = [
+            f"{Q}: {why}"
+            for (L, Q), fresh in zip(pairs, results, strict=True)
+            if (why := deviations(i[L].double() @ i[Q].double(), fresh))
+        ]
+        return "; ".join(found)
+
+    return verify
+
+
+def plain_refresh(*pairs: tuple[str, str]) -> Callable[[Inputs], Any]:
+    """Householder's QR of L Q for every factor."""
+    return lambda i: [householder_qr(i[L] @ i[Q]) for L, Q in pairs]
+
+
+def _cholesky_flops(n: int, k: int) -> float:
+    """One Cholesky QR: fewer than any other way to Q takes."""
+    return 2 * n * k**2 + k**3 / 3
+
+
+def _refresh_flops(k: int) -> float:
+    return 2 * k**3 + _cholesky_flops(k, k)
+
+
+def _with_extension(i: Inputs, tile: Any) -> Any:
     from prokl import cuda_qr
 
-    if kind == "tracking":
-        return cuda_qr.tracking_qr(*inputs).Q
-    form = cuda_qr.refresh_basis if kind == "refresh" else cuda_qr.refresh_coordinates
-    return form(*inputs, mm)
+    mm = best(i["L"].device).product
+    return cuda_qr.refresh_basis(i["L"], i["Q_L"], mm), cuda_qr.refresh_coordinates(i["S"], i["Q_S"], mm)
 
 
-def _torch(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
-    form = {
-        "tracking": prokl.qr.tracking_qr,
-        "refresh": prokl.qr.refresh_basis,
-        "coordinates": prokl.qr.refresh_coordinates,
-    }
-    return form[kind](*inputs, mm)
+def _track_with_extension(i: Inputs, tile: Any) -> Tensor:
+    from prokl import cuda_qr
+
+    return cuda_qr.track(**i)
 
 
-def _batched(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
-    return householder_qr(factored(kind, inputs, mm))
+def _with_torch(i: Inputs) -> Any:
+    mm = best(i["L"].device).product
+    return prokl.qr.refresh_basis(i["L"], i["Q_L"], mm), prokl.qr.refresh_coordinates(i["S"], i["Q_S"], mm)
 
 
-def _looped(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
-    return torch.stack([householder_qr(A) for A in factored(kind, inputs, mm)])
+def _kl_refresh(*pairs: tuple[str, str]) -> Callable[[Inputs], Any]:
+    return lambda i: [best(i[L].device).refresh_basis(i[L], i[Q]) for L, Q in pairs]
 
 
-def _cholesky_qr2(kind: str, inputs: Sequence[Tensor], mm: Product) -> Tensor:
-    Q = factored(kind, inputs, mm)
-    for _ in range(2):
-        C, _ = torch.linalg.cholesky_ex(mm(Q.mT, Q))
-        Q = torch.linalg.solve_triangular(C.mT, Q, upper=True, left=False)
-    return Q
+def _kl(name: str, inputs: Any, sides: Callable[[Sizes], tuple[int, ...]], *pairs: tuple[str, str]) -> Case:
+    return Case(
+        name,
+        None,
+        inputs,
+        None,
+        _kl_refresh(*pairs),
+        lambda s: s.B * sum(map(_refresh_flops, sides(s))),
+        lambda s, d: 4 * s.B * sum(3 * k**2 for k in sides(s)),
+        plain=plain_refresh(*pairs),
+        verify=verify_refresh(*pairs),
+    )
 
 
-CONTENDERS = (
-    Contender("extension", _extension, ours=True, obstacle=extension.obstacle),
-    Contender("torch form", _torch, ours=True),
-    Contender("linalg batched", _batched, baseline=True),
-    Contender("linalg looped", _looped),
-    Contender("CholeskyQR2", _cholesky_qr2),
+TRACKING = Case(
+    "tracking QR",
+    None,
+    tracked,
+    _track_with_extension,
+    lambda i: prokl.qr.tracking_qr(**i, mm=best(i["V"].device).product),
+    lambda s: s.B * _cholesky_flops(s.n, s.r),
+    lambda s, d: 4 * s.B * (2 * s.n * s.r + s.r**2),
+    timed=(FP32,),
+    plain=lambda i: householder_qr(i["V"]),
+    counterpart=_kl("refresh of the long side, once in tau steps", long_side, lambda s: (s.n,), ("R", "Q_R")),
+    verify=lambda i, Q: deviations(i["V"].double(), Q),
+    obstacle=extension.obstacle,
 )
+"""KL-Shampoo tracks no basis every step; it refreshes one of n x n once in tau steps, which stands beside this."""
 
-
-@dataclass(frozen=True)
-class Deviations:
-    """How far a Q is from what it should be, at worst over the batch, in units of k eps."""
-
-    orthogonality: float
-    backward_error: float
-    diagonal: float
-    """Of R, the lowest below zero, as a backward error."""
-
-    @property
-    def reason(self) -> str:
-        """Why it is wrong, or nothing."""
-        bounds = {"orthogonality": ORTHOGONALITY, "backward_error": BACKWARD, "diagonal": BACKWARD}
-        found = {name: (getattr(self, name), bound) for name, bound in bounds.items()}
-        return ", ".join(
-            f"{name.replace('_', ' ')} {value:.2g} k eps, may be {bound}"
-            for name, (value, bound) in found.items()
-            if not value <= bound  # nan is wrong
-        )
-
-    def row(self) -> dict[str, float]:
-        """Its columns."""
-        return {"orthogonality": self.orthogonality, "backward_error": self.backward_error}
-
-
-def deviations(p: Problem, inputs: Sequence[Tensor], Q: Tensor) -> Deviations:
-    """Computed in float64, from the exact product of the inputs."""
-    unit = p.k * torch.finfo(Q.dtype).eps
-    Q = Q.double()
-    A = factored(p.kind, [t.double() for t in inputs], torch.matmul)
-    if Q.shape != A.shape:
-        return Deviations(math.nan, math.nan, math.nan)
-    size = torch.linalg.matrix_norm(A)
-    eye = torch.eye(p.k, dtype=Q.dtype, device=Q.device)
-    R = (Q.mT @ A).triu()
-    lowest = R.diagonal(dim1=-2, dim2=-1).amin(dim=-1)
-    worst = [
-        torch.linalg.matrix_norm(Q.mT @ Q - eye).max(),
-        (torch.linalg.matrix_norm(A - Q @ R) / size).max(),
-        (-lowest / size).clamp_min(0).max(),
-    ]
-    return Deviations(*[float(w) / unit for w in worst])
+REFRESH = Case(
+    "refresh",
+    None,
+    refreshed,
+    _with_extension,
+    _with_torch,
+    lambda s: s.B * (_refresh_flops(s.m) + _refresh_flops(s.r)),
+    lambda s, d: 4 * s.B * 3 * (s.m**2 + s.r**2),
+    timed=(FP32,),
+    plain=plain_refresh(("L", "Q_L"), ("S", "Q_S")),
+    counterpart=_kl("refresh of both sides", both_sides, lambda s: (s.m, s.n), ("L", "Q_L"), ("R", "Q_R")),
+    verify=verify_refresh(("L", "Q_L"), ("S", "Q_S")),
+    obstacle=extension.obstacle,
+)

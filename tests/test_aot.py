@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.aot import ARCHITECTURES, Launch, Pointer, Row, complaints, describe
+from bench.aot import ARCHITECTURES, Row, complaints
 from bench.kernel_cases import CASES, STAGE_BYTES
+from bench.launches import Launch, Pointer, describe
 from prokl.kernels.launch import Tile
 
 ROOT = Path(__file__).parent.parent
@@ -134,7 +135,8 @@ def test_a_configuration_names_all_that_is_specialised():
 
 SPECIALISATION = """
 import re, torch
-from bench.aot import Shapes, build, recording
+from bench.aot import build
+from bench.launches import Shapes, recording
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.launch import start
 

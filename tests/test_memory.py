@@ -1,43 +1,14 @@
 """Temporary memory of a step is bounded: what a step takes, and that a large bucket is made as several."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import prokl.buckets
+from bench.peak import Peak
 from prokl import KLShampoo, ProKLShampoo, update, update_kl
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}, update) for v in VARIANTS), (KLShampoo, {}, update_kl)]
-
-
-class Peak(TorchDispatchMode):
-    """Most bytes that storages made under it held at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.now, self.most = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if not isinstance(t, torch.Tensor):
-                continue
-            storage = t.untyped_storage()
-            key, size = storage.data_ptr(), storage.nbytes()
-            if size and key not in given and key not in self.alive:
-                self.alive[key] = size
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self.free, key)
-        return out
-
-    def free(self, key):
-        self.now -= self.alive.pop(key, 0)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
@@ -52,7 +23,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, 
 
     def observe(t, parameters, optimizer):
         most.append(peak.most - peak.now)
-        peak.most = peak.now
+        peak.restart()
 
     with peak:
         run(cls, gradient_stream(shapes, 5, dtype=torch.float32), dtype=torch.float32, backend=backend,

@@ -1,0 +1,126 @@
+"""What launchers launch, recorded without a GPU: kernels, their arguments, and what the JIT specialises them on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from prokl.kernels import launch as launching
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What the JIT looks at in a tensor."""
+
+    dtype: torch.dtype
+    offset: int
+    """Bytes from the start of the storage, which is aligned."""
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch."""
+
+    module: str
+    function: str
+    arguments: tuple[Any, ...]
+    constants: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    """Of the kernel's parameters."""
+
+    @property
+    def kernel(self) -> str:
+        return self.function.removesuffix("_kernel")
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        return dict(zip(self.names, self.arguments, strict=False)) | dict(self.constants)
+
+
+class Shapes:
+    """Draws tensors that hold nothing."""
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    def table(self, matrices: Sequence[Tensor]) -> Tensor:
+        return torch.empty((3, len(matrices)), dtype=torch.int64, device="cuda")
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collects launches in place of running them; tensors made inside have no memory."""
+    launches: list[Launch] = []
+
+    def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
+        seen = tuple(
+            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16) if isinstance(a, Tensor) else a
+            for a in arguments
+        )
+        name = kernel.__name__
+        launches.append(Launch(kernel.__module__, name, seen, tuple(constants.items()), tuple(kernel.arg_names)))
+
+    with FakeTensorMode(), patch.object(launching, "start", start):
+        yield launches
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def describe(launch: Launch) -> str:
+    """All that the launch is specialised on, in words: tile, dtypes, flags, and strides other than the usual.
+
+    The dtype of a tensor that is not there is that of its stand-in.
+    """
+    values = launch.by_name
+    tile = [value for name, value in values.items() if name.startswith("TILE") and not name.startswith("TILES")]
+    words = ["x".join(map(str, tile))]
+    for name, short in (("num_warps", "warps"), ("num_stages", "stages")):
+        if name in values:
+            words.append(f"{values[name]} {short}")
+    dtypes = {name.removesuffix("_ptr"): _dtype(v.dtype) for name, v in values.items() if isinstance(v, Pointer)}
+    usual = max(dtypes.values(), key=list(dtypes.values()).count)
+    words.append(usual)
+    words += [f"{name}:{dtype}" for name, dtype in dtypes.items() if dtype != usual]
+    for name, value in launch.constants:
+        if name.startswith(("num_", "TILE")) and not name.startswith("TILES") or value is False:
+            continue
+        name = name.lower()
+        words.append(name if value is True else str(value) if name == "precision" else f"{name}={value}")
+    words += _unusual(launch)
+    return " ".join(words)
+
+
+def _unusual(launch: Launch) -> list[str]:
+    """Sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
+    words: list[str] = []
+    strides: dict[str, list[str]] = {}
+    for name, value in zip(launch.names, launch.arguments, strict=False):
+        if isinstance(value, Pointer) and value.offset:
+            words.append(f"{name} unaligned")
+        if not isinstance(value, int):
+            continue
+        kind = "1" if value == 1 else "?" if value % 16 else "16" if value else "0"
+        kind += "" if value < 2**31 else "L"
+        if name.startswith("stride_"):
+            strides.setdefault(name.removeprefix("stride_").rpartition("_")[0], []).append(kind)
+        elif kind != "16":
+            words.append(f"{name}:{kind}")
+    for name, kinds in strides.items():
+        if kinds in (["16", "1", "16"], ["1", "16"]):
+            words.append(f"{name}^T")
+        elif {*kinds} != {"0"} and not (kinds[-1] == "1" and {*kinds[:-1]} <= {"16"}):
+            words.append(f"{name}[{' '.join(kinds)}]")
+    return words

@@ -1,0 +1,111 @@
+"""The script ./run: which commands its jobs are, where their rows go, and what it refuses."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from tests.commands import ROOT
+
+PYTHON = """#!/bin/sh
+echo "$*" >>"$LOG"
+case "$*" in
+*"$FAIL"*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A copy of ./run whose Python only takes note of how it is called; returns status, commands, stderr."""
+    clone, elsewhere = tmp_path / "clone", tmp_path / "elsewhere"
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    elsewhere.mkdir()
+    shutil.copy(ROOT / "run", clone)
+    python = clone / ".venv" / "bin" / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def call(*arguments, fail="nothing fails"):
+        log = tmp_path / "log"
+        log.write_text("")
+        env = os.environ | {"LOG": str(log), "FAIL": fail, "PYTHON": str(python)}
+        done = subprocess.run([clone / "run", *arguments], cwd=elsewhere, env=env, capture_output=True, text=True)
+        commands = [line for line in log.read_text().splitlines() if "pip" not in line and line.startswith("-m")]
+        return done.returncode, [c.replace(str(tmp_path), "") for c in commands], done.stderr
+
+    return call
+
+
+def test_bench_measures_primitives_steps_and_memory_and_prints_the_tables(script):
+    status, commands, _ = script("bench")
+    assert status == 0
+    assert [c.partition(" ")[2].split(" ")[0] for c in commands] == [
+        "pytest",
+        "bench.step_cpu",
+        "bench.memory",
+        "bench.summary",
+    ]
+    assert "--benchmark-only" in commands[0] and commands[0].endswith("--rows /clone/runs/bench/micro-cpu.csv")
+    assert commands[1].endswith("--out /clone/runs/bench/step-cpu.csv") and commands[3].endswith(" /clone/runs/bench")
+
+
+def test_rows_go_where_the_caller_says(script, tmp_path):
+    for given, meant in (("rows", "/elsewhere/rows"), (str(tmp_path / "given"), "/given")):
+        status, commands, _ = script("bench", "--part", "step", "--out", given)
+        assert status == 0
+        assert commands == [f"-m bench.step_cpu --out {meant}/step-cpu.csv", f"-m bench.summary {meant}"]
+
+
+def test_one_part_that_fails_does_not_stop_the_others(script):
+    status, commands, error = script("bench", fail="bench.step_cpu")
+    assert status == 1 and len(commands) == 4 and "Failed: step" in error
+
+
+def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
+    status, commands, _ = script("gpu", "--part", "micro", "--out", "rows")
+    assert status == 0
+    assert commands == [
+        "-m pytest bench -q --benchmark-only --benchmark-quiet --device cuda --rows /elsewhere/rows/micro-gpu.csv"
+    ]
+    status, commands, _ = script("gpu", "--part", "step", "--out", "rows")
+    assert commands == [
+        "-m bench.step_cpu --device cuda --out /elsewhere/rows/step-gpu.csv",
+        "-m bench.step_kernels --out /elsewhere/rows/step-kernels-gpu.csv",
+    ]
+    status, commands, error = script("gpu", "--part", "micro", fail="import pytest_benchmark")
+    assert status == 1 and commands == [] and "needs pytest-benchmark" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "--part", "kernels"],
+        ["bench", "--part", "micro step"],
+        ["bench", "--part"],
+        ["bench", "--out", ""],
+        ["bench", "more"],
+        ["gpu", "--part", "memory"],
+    ],
+    ids=" ".join,
+)
+def test_what_it_does_not_take_is_refused_in_one_line(arguments, script):
+    status, commands, error = script(*arguments)
+    assert (status, commands) == (2, [])
+    assert error.startswith(f"./run {arguments[0]}: cannot take '") and error.count("\n") == 1
+
+
+def test_without_a_job_it_says_what_there_is(script):
+    status, commands, error = script()
+    assert (status, commands) == (2, [])
+    assert all(f"./run {job}" in error for job in ("pretrain", "test", "bench", "gpu"))
+    assert "not measured again" in error.splitlines()[-1]
+
+
+def test_make_bench_is_the_job():
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    for given, command in (([], "./run bench "), (["OUT=rows here"], './run bench --out "rows here"')):
+        done = subprocess.run(["make", "-n", "bench", *given], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout.rstrip("\n") == command
