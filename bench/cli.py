@@ -47,6 +47,20 @@ def eigenvalue(text: str) -> str | float:
     return text if text == "auto" else positive(text)
 
 
+def make_folder(out: Path) -> None:
+    """Makes the folder for results where it is not there.
+
+    Raises:
+        UsageError: If it cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be made a folder: {error.strerror}; choose another") from None
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"--out {out} cannot be written to; choose another")
+
+
 def _optimizer(name: str) -> str:
     if name not in CONTENDERS:
         raise argparse.ArgumentTypeError(f"unknown optimizer {name!r}; choose from {', '.join(CONTENDERS)}")

@@ -6,7 +6,6 @@ timings share whatever else the machine does. The run ends with a table and writ
 """
 
 import math
-import os
 import sys
 from time import monotonic
 from typing import Any
@@ -16,7 +15,7 @@ from tqdm import tqdm
 
 import prokl
 from bench import checkpoint, corpus, plots, report
-from bench.cli import parse
+from bench.cli import make_folder, parse
 from bench.contenders import short_label_of
 from bench.errors import UsageError
 from bench.run import Run
@@ -35,12 +34,7 @@ def _fingerprint(job: Job, seed: int, text: corpus.Corpus) -> dict[str, Any]:
 
 def _prepare(job: Job, text: corpus.Corpus) -> dict[int, dict[str, Any]]:
     """Checks the results folder before anything is trained, and reads what ``--resume`` goes on from."""
-    try:
-        job.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {job.out} cannot be made a folder: {error.strerror}; choose another") from None
-    if not os.access(job.out, os.W_OK):
-        raise UsageError(f"--out {job.out} cannot be written to; choose another")
+    make_folder(job.out)
     found = {s: path for s in job.seeds if (path := checkpoint.path_for(job.out, s)).exists()}
     if job.resume:
         if not found:

@@ -23,8 +23,7 @@ class Processes:
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """The model as it is to be called: its gradients are the mean over all processes."""
-        # Buffers are constants of the architecture.
-        return DistributedDataParallel(model, broadcast_buffers=False) if self.count > 1 else model
+        return DistributedDataParallel(model) if self.count > 1 else model
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over all processes, in place; the same in each of them."""

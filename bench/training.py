@@ -19,7 +19,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = False
-        self.tell: Callable[[], None] = lambda: None  # called when it is set
+        self.told: list[Callable[[], None]] = []  # to call when it is set
 
 
 @contextmanager
@@ -31,7 +31,8 @@ def deferred_interrupt() -> Iterator[Interrupt]:
         if interrupt.requested:
             raise KeyboardInterrupt
         interrupt.requested = True
-        interrupt.tell()
+        for tell in interrupt.told:
+            tell()
         print(
             "\nFinishing this step and saving; Ctrl-C again gives up what the last checkpoint lacks.", file=sys.stderr
         )

@@ -6,35 +6,43 @@ from contextlib import ExitStack
 
 import torch
 
+from bench.cli import make_folder
 from bench.errors import UsageError
+from bench.experiments import alpha, cost
 from bench.experiments.cli import Options, parse
 from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.pool import Interrupted, runner
+from bench.experiments.spectra import WATCHINGS
 from bench.experiments.study import Study
 from bench.processes import join, leave
-from bench.training import INTERRUPTED
+from bench.training import INTERRUPTED, deferred_interrupt
 
 NAMES = {
     "main": "the main table, its sweeps, and loss against steps and seconds",
     "ablation": "the ablation table and its curves",
     "cosmos": "the comparison with COSMOS",
+    "spectra": "spectra of KL-Shampoo's L and R",
+    "phi": "spectra of Phi_L under Pro-KLShampoo over windows of 10 minibatches",
+    "alpha": "the brackets on alpha_kl, without training",
+    "memory": "state and operations of a step on the paper's models, without training",
 }
+STILL = {"alpha": alpha.run, "memory": cost.run}  # those that train nothing
 
 
 def _run(o: Options) -> str:
+    """Does what is asked for; what there is to print, in the first of several processes."""
+    make_folder(o.out)
+    if o.name in STILL:
+        return STILL[o.name](o.out)
     processes, device = join(o.device)
-    with ExitStack() as stack:
-        studies = [
-            Study(
-                scale,
-                stack.enter_context(runner(scale, o.data, o.jobs, o.checkpoint_seconds, processes)),
-                o.out,
-                o.seeds,
-                o.tune or not scale.is_paper,
-                device,
-            )
-            for scale in o.scales
-        ]
+    with deferred_interrupt() as interrupt, ExitStack() as stack:
+        studies = []
+        for scale in o.scales:
+            runner_ = stack.enter_context(runner(scale, o.data, o.jobs, interrupt, o.checkpoint_seconds, processes))
+            studies.append(Study(scale, runner_, o.out, o.seeds, o.tune or not scale.is_paper, device))
+        if o.name in WATCHINGS:
+            drawn = [WATCHINGS[o.name].run(study, o.starts[0], o.out) for study in studies]
+            return "\n".join(map(str, drawn)) if processes.first else ""
         return COMPARISONS[o.name].run(studies, o.starts, o.out)
 
 

@@ -17,7 +17,7 @@ from bench.experiments import units
 from bench.experiments.scales import Scale
 from bench.experiments.units import Place, Result, Task
 from bench.processes import ALONE, Processes
-from bench.training import deferred_interrupt
+from bench.training import Interrupt
 
 
 class Interrupted(Exception):
@@ -32,7 +32,8 @@ def _start_worker(scale: Scale, data: Path | None, checkpoint_seconds: float, st
     global _place
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _place = Place(scale.open(data), stopped.is_set, checkpoint_seconds)
+    parent = multiprocessing.parent_process()
+    _place = Place(scale.open(data), lambda: stopped.is_set() or not parent.is_alive(), checkpoint_seconds)
 
 
 def _run_in_worker(task: Task) -> dict[str, Result] | None:
@@ -88,20 +89,23 @@ def _in_words(task: Task, found: dict[str, Result]) -> str:
 
 @contextmanager
 def runner(
-    scale: Scale, data: Path | None, jobs: int, checkpoint_seconds: float, processes: Processes = ALONE
+    scale: Scale,
+    data: Path | None,
+    jobs: int,
+    interrupt: Interrupt,
+    checkpoint_seconds: float,
+    processes: Processes = ALONE,
 ) -> Iterator[Runner]:
     """A runner with so many processes at a time, which end with it."""
-    with deferred_interrupt() as interrupt:
-        place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes)
-        if jobs == 1:
-            yield Runner(place)
-            return
-        context = multiprocessing.get_context("spawn")
-        stopped = context.Event()
-        interrupt.tell = stopped.set
-        start = (scale, data, checkpoint_seconds, stopped)
-        workers = ProcessPoolExecutor(jobs, context, _start_worker, start)
-        try:
-            yield Runner(place, workers)
-        finally:
-            workers.shutdown(cancel_futures=True)
+    place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes)
+    if jobs == 1:
+        yield Runner(place)
+        return
+    context = multiprocessing.get_context("spawn")
+    stopped = context.Event()
+    interrupt.told.append(stopped.set)
+    workers = ProcessPoolExecutor(jobs, context, _start_worker, (scale, data, checkpoint_seconds, stopped))
+    try:
+        yield Runner(place, workers)
+    finally:
+        workers.shutdown(cancel_futures=True)

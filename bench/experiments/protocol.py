@@ -3,15 +3,17 @@
 At a scale of the paper its selected values are taken (``bench.presets``), or with ``--tune`` searched for over its
 whole ranges. A scaled-down model has the ranges of the paper's model of its family, with these differences: weight
 decay is 0; alpha_kl is searched jointly with the learning rate at the largest rank, whose choice the smaller ranks take
-over. Everywhere a range whose best learning rate lies at its edge is widened until it does not, which the paper
-did not do. The ablation variants are not searched: they have what Pro-KLShampoo has at the largest rank, with 1.5
-times its learning rate. All searches are on one seed.
+over. Everywhere a range of learning rates or alpha_kl grows while the best lies at its edge. The paper did not do that;
+small models need it, for the bracket on alpha_kl moves up as weights get smaller. The ablation variants are not
+searched: they have what Pro-KLShampoo has at the largest rank, with 1.5 times its learning rate. All searches are on
+one seed.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from bench.contenders import CONTENDERS
+from bench.errors import UsageError
 from bench.experiments.scales import Scale
 from bench.experiments.search import Search, search_all
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
@@ -65,7 +67,7 @@ def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[
         measure: gives the final validation loss of each of a list of hyper-parameters.
 
     Raises:
-        ValueError: the paper has no such run.
+        UsageError: the paper has no such run.
     """
     kinds = list(dict.fromkeys(wanted))
     if scale.is_paper and not search:
@@ -110,7 +112,9 @@ def _range(k: Kind, scale: Scale) -> Range:
     if method == "smok-hop" and not scale.is_paper:
         model = "llama-134m"  # the only one for which the paper searched it
     rank = None if k.rank is None else PAPER_RANKS[scale.ranks.index(k.rank) - len(scale.ranks)]
-    found = RANGES[method, model, rank]
+    found = RANGES.get((method, model, rank))
+    if found is None:
+        raise UsageError(f"the paper tuned no {method} on {model}; give another --model")
     return found if scale.is_paper else replace(found, weight_decay=(0.0,))
 
 

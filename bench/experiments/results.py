@@ -79,7 +79,11 @@ def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
                     "adamw_weight_decay": hyper.adamw_weight_decay,
                     "seed": study.seeds[0],
                     "validation_loss": loss,
-                    "selected": ("at the edge" if search.edge else "yes") if hyper == search.best else "",
+                    "selected": ""
+                    if hyper != search.best
+                    else f"at the edge of {', '.join(search.edges)}"
+                    if search.edges
+                    else "yes",
                     "in_paper_range": "yes" if hyper.lr in search.ranges.lr else "",
                 }
             )

@@ -18,7 +18,8 @@ class Scale:
     """One model's experiment.
 
     Attributes:
-        name: of the model in ``bench.models.CONFIGS``.
+        name: of the model.
+        config: of the model; data of another vocabulary overrule its own where it is a scaled-down one.
         paper: the model of the paper whose ranges, or selected values, are taken.
         ranks: in the places of the paper's 32, 64 and 128.
         micro_batch: sequences in one forward pass at most; None is all of a step's.
@@ -27,6 +28,7 @@ class Scale:
     """
 
     name: str
+    config: ModelConfig
     paper: str
     ranks: tuple[int, ...]
     steps: int
@@ -37,11 +39,6 @@ class Scale:
     together: bool = True
     autocast: bool = False
     state_dtype: str | None = None
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model."""
-        return CONFIGS[self.name]
 
     @property
     def largest(self) -> int:
@@ -87,17 +84,28 @@ class Scale:
 
 
 def _tiny(name: str, paper: str) -> Scale:
-    return Scale(name, paper, (4, 8, 16), steps=400, evaluations=20, eval_windows=256, batch=4)
+    return Scale(name, CONFIGS[name], paper, (4, 8, 16), steps=400, evaluations=10, eval_windows=256, batch=4)
 
 
 def _small(name: str, paper: str) -> Scale:
-    return Scale(name, paper, (32, 64, 128), steps=1500, evaluations=30, eval_windows=1024, batch=64, autocast=True)
+    return Scale(
+        name,
+        CONFIGS[name],
+        paper,
+        (32, 64, 128),
+        steps=1500,
+        evaluations=30,
+        eval_windows=1024,
+        batch=64,
+        autocast=True,
+    )
 
 
 def _paper(name: str) -> Scale:
     run = presets.RUNS[name]
     return Scale(
         name,
+        CONFIGS[name],
         name,
         (32, 64, 128),
         steps=run.steps,

@@ -1,4 +1,4 @@
-"""The search for one method's hyper-parameters: a grid, widened while the best learning rate lies at its edge."""
+"""The search for one method's hyper-parameters: a grid that grows while the best lies at its edge."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -9,25 +9,26 @@ from bench.errors import UsageError
 from bench.presets import Range
 from bench.settings import Hyper
 
-GRID = sorted(float(f"{digit}e{power}") for power in range(-7, 2) for digit in (1, 2, 3, 5))
-"""Learning rates that a range is widened by, one at a time; the paper's are mostly of these."""
+GRID = sorted(float(f"{digit}e{power}") for power in range(-9, 4) for digit in (1, 2, 3, 5))
+"""Values that a range grows by, one at a time; the paper's are mostly of these."""
+GROWING = ("lr", "alpha_kl")
 WIDEST = 10
 """How far beyond its range on either side a search goes at most, as a factor."""
 
 
-def above(lr: float) -> float:
-    """The next larger rate of the grid."""
-    return next(rate for rate in GRID if rate > lr * (1 + 1e-9))
-
-
-def below(lr: float) -> float:
-    """The next smaller rate of the grid."""
-    return next(rate for rate in reversed(GRID) if rate < lr * (1 - 1e-9))
+def beside(value: float, values: Iterable[float]) -> list[float]:
+    """The next smaller and the next larger one, among those of a range and, outside it, those of the grid."""
+    inside = set(values)
+    ladder = sorted(inside | {v for v in GRID if not min(inside) * (1 - 1e-9) <= v <= max(inside) * (1 + 1e-9)})
+    place = ladder.index(value)
+    return [ladder[place - 1], ladder[place + 1]]
 
 
 @dataclass
 class Search:
-    """One method's search.
+    """One method's search: all of the ranges, then the neighbours of the best until none of them is better.
+
+    Ranges grow along learning rate and alpha_kl. One of a single value is not searched, and does not grow.
 
     Attributes:
         base: what is not searched.
@@ -39,7 +40,7 @@ class Search:
     tried: dict[Hyper, float] = field(default_factory=dict)
 
     def pending(self) -> list[Hyper]:
-        """What to try next; empty once the best learning rate has a worse one on either side, or is WIDEST away.
+        """What to try next; empty once all that is left of the best's neighbours is further away than WIDEST.
 
         Raises:
             UsageError: everything diverged.
@@ -50,20 +51,33 @@ class Search:
         ]
         if missing := [hyper for hyper in grid if hyper not in self.tried]:
             return missing
-        edge, beyond = self.edge, []
-        if edge == "low":
-            beyond = [below(self.best.lr)]
-        elif edge == "high":
-            beyond = [above(self.best.lr)]
-        low, high = min(self.ranges.lr) / WIDEST, max(self.ranges.lr) * WIDEST
-        return [replace(self.best, lr=lr) for lr in beyond if low * (1 - 1e-9) <= lr <= high * (1 + 1e-9)]
+        return [hyper for hyper in self._neighbours() if hyper not in self.tried and self._allowed(hyper)]
 
     @property
-    def edge(self) -> str:
-        """Where the best learning rate has no worse one on one side: that side, "low" or "high"; else empty."""
+    def edges(self) -> list[str]:
+        """In what the best could still be too low or too high, because that is as far as a search goes."""
+        beyond = [hyper for hyper in self._neighbours() if hyper not in self.tried]
+        return sorted(
+            {name for hyper in beyond for name in GROWING if getattr(hyper, name) != getattr(self.best, name)}
+        )
+
+    def _neighbours(self) -> list[Hyper]:
+        """The best with one value a step lower or higher."""
         best = self.best
-        rates = [h.lr for h in self.tried if replace(h, lr=best.lr) == best]
-        return "low" if best.lr == min(rates) else "high" if best.lr == max(rates) else ""
+        return [
+            replace(best, **{name: value})
+            for name in GROWING
+            if len(values := getattr(self.ranges, name)) > 1
+            for value in beside(getattr(best, name), values)
+        ]
+
+    def _allowed(self, hyper: Hyper) -> bool:
+        for name in GROWING:
+            values = getattr(self.ranges, name)
+            low, high = (min(values) / WIDEST, max(values) * WIDEST) if values else (None, None)
+            if values and not low * (1 - 1e-9) <= getattr(hyper, name) <= high * (1 + 1e-9):
+                return False
+        return True
 
     @property
     def best(self) -> Hyper:

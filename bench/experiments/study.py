@@ -1,7 +1,7 @@
 """One model's runs: what is selected by the sweeps, and what every contender then gives on every seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,17 @@ class Study:
 
     def _measure(self, hypers: list[Hyper]) -> list[float]:
         """Final validation loss of each, on one seed, in runs of their own."""
-        tasks = [self._task({hyper.method: hyper}, self.seeds[0], "sweep") for hyper in hypers]
+        tasks = [self.task({hyper.method: hyper}, self.seeds[0], "sweep") for hyper in hypers]
         results = self.runner.run(tasks, f"{self.scale.name} sweep")
         for hyper, found in zip(hypers, results, strict=True):
             self.swept[hyper] = found[hyper.method]
         return [self.swept[hyper].record.final_loss for hyper in hypers]
 
-    def final(self, selected: dict[Kind, Hyper]) -> dict[Kind, list[Result]]:
-        """What every contender gives, by seed in the order of the seeds."""
+    def final(self, selected: dict[Kind, Hyper], timed: bool) -> dict[Kind, list[Result]]:
+        """What every contender gives, by seed in the order of the seeds; ``timed`` where their times are compared."""
         hyper = {kind.key: its for kind, its in selected.items()}
         groups: list[dict[str, Any]] = [hyper] if self.scale.together else [{k: h} for k, h in hyper.items()]
-        tasks = [self._task(group, seed, "final") for seed in self.seeds for group in groups]
+        tasks = [replace(self.task(group, seed, "final"), timed=timed) for seed in self.seeds for group in groups]
         results = self.runner.run(tasks, f"{self.scale.name} final")
         by_seed = [{} for _ in self.seeds]
         for task, found in zip(tasks, results, strict=True):
@@ -60,7 +60,8 @@ class Study:
         alone = [*results, *([self.swept[hyper]] if hyper in self.swept else [])]
         return max(result.peak_bytes for result in alone)
 
-    def _task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
+    def task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
+        """A run of these contenders; only "final" ones are evaluated along the way."""
         vocabulary = self.runner.place.source.vocabulary
         return Task(
             self.folder / "runs" / name,

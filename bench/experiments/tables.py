@@ -56,8 +56,9 @@ def sweep_table(rows: Sequence[Row]) -> str:
         alphas = sorted({float(row["alpha_kl"]) for row in tried if row["alpha_kl"]})
         body.append(
             [*name, ", ".join(f"{x:g}" for x in rates)]
-            + [_rate(chosen["lr"]) + (" (edge)" if chosen["selected"] == "at the edge" else "")]
-            + [", ".join(f"{x:g}" for x in alphas) or "-", _rate(chosen["alpha_kl"])]
+            + [_rate(chosen["lr"]) + (" (edge)" if "lr" in chosen["selected"] else "")]
+            + [", ".join(f"{x:g}" for x in alphas) or "-"]
+            + [_rate(chosen["alpha_kl"]) + (" (edge)" if "alpha_kl" in chosen["selected"] else "")]
         )
     return markdown(["model", "start", "optimizer", "lr tried", "lr", "alpha_kl tried", "alpha_kl"], "lllrrrr", body)
 

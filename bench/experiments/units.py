@@ -27,11 +27,14 @@ class Task:
     Attributes:
         folder: of the results, so that a sweep's units, which may share a machine, are not those that are timed.
         settings: of them all.
+        timed: whether their times are compared, so that results of other company do not count: where one is missing,
+            or was trained beside others, all train.
     """
 
     folder: Path
     settings: Settings
     seed: int
+    timed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class Result:
         record: without spectra.
         peak_bytes: of memory on the GPU, with nothing else trained in the process; 0 otherwise.
         environment: where and with what it ran.
+        company: digest of all that was trained beside it.
     """
 
     record: Record
     peak_bytes: int
     environment: dict[str, str]
+    company: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def read(path: Path) -> Result:
         content = json.loads(path.read_text(encoding="utf-8"))
         record = Record(**content["record"])
         record.validation = [(step, loss) for step, loss in record.validation]
-        return Result(record, content["peak_bytes"], content["environment"])
+        return Result(record, content["peak_bytes"], content["environment"], content["company"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a readable result ({error.__class__.__name__}); remove it") from None
 
@@ -109,24 +114,38 @@ def write(path: Path, result: Result, made_of: dict[str, Any]) -> None:
 def run(task: Task, place: Place) -> dict[str, Result] | None:
     """Trains what has no result yet; the results of all by key, or None if it was stopped."""
     paths = {key: path_of(task, hyper, place) for key, hyper in task.settings.hyper.items()}
-    found = place.processes.from_first({key: path.exists() for key, path in paths.items()})
-    missing = {key: hyper for key, hyper in task.settings.hyper.items() if not found[key]}
-    if missing and not _train(replace(task, settings=replace(task.settings, hyper=missing)), paths, place):
+    missing = place.processes.from_first(_missing(task, paths, place) if place.processes.first else None)
+    hyper = {key: task.settings.hyper[key] for key in missing}
+    if hyper and not _train(replace(task, settings=replace(task.settings, hyper=hyper)), paths, place):
         return None
     results = {key: read(path) for key, path in paths.items()} if place.processes.first else {}
     return place.processes.from_first(results)
 
 
+def _missing(task: Task, paths: dict[str, Path], place: Place) -> list[str]:
+    """Keys of the contenders that have to train."""
+    if task.timed:
+        company = _company(task, place)
+        whole = all(path.exists() and read(path).company == company for path in paths.values())
+        return [] if whole else list(paths)
+    return [key for key, path in paths.items() if not path.exists()]
+
+
+def _company(task: Task, place: Place) -> str:
+    return _digest([fingerprint(task, hyper, place) for hyper in task.settings.hyper.values()])
+
+
 def _train(task: Task, paths: dict[str, Path], place: Place) -> bool:
     """Trains the contenders of the task and writes their results; False if it was stopped."""
-    made_of = {key: fingerprint(task, hyper, place) for key, hyper in task.settings.hyper.items()}
     cuda = task.settings.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     training = Run(task.settings, task.seed, place.source, place.processes)
     task.folder.mkdir(parents=True, exist_ok=True)
-    unfinished = task.folder / f"unfinished-{_digest(made_of)}.pt"
+    company = _company(task, place)
+    made_of = {key: fingerprint(task, hyper, place) for key, hyper in task.settings.hyper.items()}
     whole = {f"{name} {key}": value for key, found in made_of.items() for name, value in found.items()}
+    unfinished = task.folder / f"unfinished-{company}.pt"
     if unfinished.exists():
         training.load_state_dict(checkpoint.load(unfinished, whole))
     train(training, unfinished, whole, place.stop, place.checkpoint_seconds)
@@ -136,6 +155,7 @@ def _train(task: Task, paths: dict[str, Path], place: Place) -> bool:
         environment = records.environment(torch.device(task.settings.device))
         peak = torch.cuda.max_memory_allocated() if cuda and len(task.settings.hyper) == 1 else 0
         for key, record in training.records().items():
-            write(paths[key], Result(replace(record, spectra={}), peak, environment), made_of[key])
+            result = Result(replace(record, spectra={}), peak, environment, company)
+            write(paths[key], result, made_of[key])
         unfinished.unlink()
     return True

@@ -1,0 +1,25 @@
+"""An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; and contenders for it."""
+
+from dataclasses import replace
+
+from bench.experiments.scales import Scale
+from bench.experiments.units import Task
+from bench.models import gpt2
+from bench.settings import Hyper
+
+MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), "gpt2-124m", (2, 4, 8), 4, 2, 4, batch=4)
+HYPERS = {
+    "adamw": Hyper("adamw", 3e-3),
+    "muon": Hyper("muon", 2e-2, 3e-3, weight_decay=0.1),
+    "kl": Hyper("kl-shampoo", 1e-2, 3e-3, init_eigenvalue=0.1),
+    "pro": Hyper("pro-klshampoo", 2e-2, 3e-3, rank=4, alpha_kl=0.01, init_eigenvalue="auto"),
+    "cosmos": Hyper("cosmos", 1e-3, 3e-3, rank=4),
+    "complement": Hyper("complement-only", 2e-2, 3e-3, rank=4, alpha_kl=0.01, init_eigenvalue="auto"),
+}
+
+
+def task(folder, *keys, steps=14, timed=False, curve=True, micro_batch=None):
+    """A run of these contenders, or of all."""
+    scale = replace(MICRO, steps=steps, micro_batch=micro_batch)
+    settings = scale.settings({k: HYPERS[k] for k in keys or HYPERS}, 256, "cpu", curve)
+    return Task(folder, settings, 0, timed)
