@@ -16,11 +16,11 @@ import prokl
 
 COLUMNS = [
     "set", "contender", "backend", "metric", "unit", "median", "q1", "q3", "rounds", "ratio", "floor", "rank", "dtype",
-    "shapes", "device", "threads", "torch", "triton", "cuda", "prokl", "commit", "date", "note",
+    "shapes", "device", "cpu", "threads", "torch", "triton", "cuda", "prokl", "commit", "date", "note",
 ]  # fmt: skip
 """``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted lower bound in
 the same unit. Empty is what does not apply; ``note`` says why there is no median, or what a reader must know."""
-SAME = ("device", "threads", "torch", "triton", "cuda", "prokl", "commit")
+SAME = ("device", "cpu", "threads", "torch", "triton", "cuda", "prokl", "commit")
 """What two measurements that need no repetition share."""
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,7 +31,8 @@ def environment(device: torch.device) -> Row:
     """Where, with what and when the figures of this process are measured."""
     cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if cuda else processor(),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "cpu": processor(),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "triton": version("triton") or "",
@@ -61,13 +62,13 @@ def version(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """Commit of this checkout, with "-dirty" where tracked files differ; the records themselves do not count."""
+    """Commit of this checkout, with "-dirty" where files differ or are new; the records themselves do not count."""
     try:
         name, changes = (
             subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout
             for command in (
                 ["rev-parse", "HEAD"],
-                ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results"],
+                ["status", "--porcelain", "--", ".", ":!bench/results"],
             )
         )
     except (OSError, subprocess.SubprocessError):

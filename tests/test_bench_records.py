@@ -1,5 +1,7 @@
 """Records: rows of the sets measured anew replace the old ones, and what was measured is told from what was not."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -62,8 +64,31 @@ def test_a_changed_or_unknown_tree_is_never_measured_already(commit, tmp_path):
 
 def test_the_environment_fills_its_columns():
     here = records.environment(torch.device("cpu"))
-    assert set(here) <= set(records.COLUMNS) and here["device"] and here["cuda"] == ""
+    assert set(here) <= set(records.COLUMNS) and here["device"] == "cpu" and here["cpu"] and here["cuda"] == ""
     assert (here["torch"], here["threads"]) == (torch.__version__, str(torch.get_num_threads()))
+
+
+def test_a_tree_with_changed_or_new_files_is_dirty_and_one_with_new_records_is_not(tmp_path, monkeypatch):
+    def git(*command):
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    assert records.commit() == ""  # no repository
+    (tmp_path / "code.py").write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    clean = records.commit()
+    assert len(clean) == 40
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "rows.csv").write_text("1")
+    assert records.commit() == clean
+    (tmp_path / "new.py").write_text("1")
+    assert records.commit() == clean + "-dirty"
+    (tmp_path / "new.py").unlink()
+    (tmp_path / "code.py").write_text("2")
+    assert records.commit() == clean + "-dirty"
 
 
 def test_one_value_has_no_quartiles():
