@@ -26,7 +26,7 @@ import prokl
 from bench import corpus
 from bench.cli import parse
 from bench.errors import UsageError, interruptible
-from bench.report import _commit
+from bench.records import commit
 from bench.run import Run
 from bench.settings import Settings
 from bench.sources import ByteSource
@@ -120,7 +120,7 @@ def about(settings: Settings, text: corpus.Corpus) -> dict[str, Any]:
     return {
         "command": "python -m bench.capture_factors",
         "prokl": prokl.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "corpus": text.source,

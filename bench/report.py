@@ -4,7 +4,6 @@ import csv
 import math
 import os
 import platform
-import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import prokl
 from bench.contenders import label_of
 from bench.corpus import Corpus
+from bench.records import commit, processor
 from bench.run import Record
 from bench.settings import Settings
 
@@ -122,43 +122,19 @@ def _fixed(value: float, digits: int) -> str:
 def environment(corpus: Corpus) -> dict[str, Any]:
     """Where and on what the figures were measured."""
     return {
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "prokl": prokl.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "corpus": corpus.source,
         "corpus_sha256": corpus.sha256,
         "train_bytes": len(corpus.train),
         "validation_bytes": len(corpus.validation),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def write_summary(path: Path, rows: list[dict[str, Any]], settings: Settings, measured: dict[str, Any]) -> None:

@@ -16,10 +16,15 @@ import torch
 
 from bench.errors import UsageError
 from bench.experiments import __main__ as command
-from bench.experiments.comparisons import COMPARISONS
+from bench.experiments import pool
+from bench.experiments.comparisons import draw
+from bench.experiments.protocol import Tuning
 from bench.experiments.scales import SCALES
 from bench.experiments.spectra import WATCHINGS
+from bench.experiments.study import Study
 from bench.run import Run
+from bench.settings import Hyper
+from bench.training import Interrupt
 from tests.commands import ROOT
 from tests.experiments import MICRO
 
@@ -69,17 +74,21 @@ def test_the_main_table_has_every_contender_under_both_starts(experiment, capsys
         assert float(row["validation_loss_se"]) == pytest.approx(statistics.stdev(losses) / math.sqrt(3), abs=1e-5)
         assert 0 < _loss(row) < math.log(256)
         assert float(row["model_ms"]) > 0 < float(row["optimizer_ms"]) and row["torch"] == torch.__version__
-        if row["optimizer"] == "kl-shampoo":
-            assert float(row["seconds_to_kl_shampoo_loss"]) <= 1.0001 * float(row["training_seconds"])
-    for start, init in (("auto", "auto"), ("0.1", "0.1")):
-        used = {r["start"] for r in _rows(out / "main-sweep.csv") if r["optimizer"] == "kl-shampoo"}
-        assert init in used, start
+        if row["optimizer"] in ("kl-shampoo", "muon"):
+            target = row["optimizer"].replace("-", "_")
+            assert float(row[f"seconds_to_{target}_loss"]) <= 1.0001 * float(row["training_seconds"])
+    assert {r["start"] for r in _rows(out / "main-sweep.csv") if r["optimizer"] == "kl-shampoo"} == {"auto", "0.1"}
     curves = _rows(out / "main-curves.csv")
     assert len(curves) == (2 + 4 * 2) * 3 * 3  # contenders, seeds, evaluations
     assert [r["step"] for r in curves[:3]] == ["0", "2", "4"] and curves[0]["train_loss"] == ""
     for figure in ("main-loss.png", "main-sweep.png"):
         assert (out / figure).read_bytes().startswith(PNG)
-    assert "| Pro-KLShampoo, r = 8" in printed and "s to KL-Shampoo's loss" in printed
+    assert "| Pro-KLShampoo, r = 8" in printed
+    assert "s to KL-Shampoo's loss" in printed and "s to Muon's loss" in printed
+    for figure in ("main-loss.png", "main-sweep.png"):
+        (out / figure).unlink()
+    draw(out)
+    assert sorted(path.name for path in out.glob("*.png")) == ["main-loss.png", "main-sweep.png"]
 
 
 @pytest.mark.slow
@@ -124,6 +133,10 @@ def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(exp
     for method in ("subspace-only", "complement-only"):
         assert float(rows[method]["lr"]) == pytest.approx(1.5 * float(rows["pro-klshampoo"]["lr"]))
         assert rows[method]["alpha_kl"] == rows["pro-klshampoo"]["alpha_kl"]
+    # Its contenders did not train side by side, so their times are not compared.
+    timing = {"model_ms", "optimizer_ms", "training_seconds", "seconds_to_kl_shampoo_loss"}
+    assert timing <= main["muon", ""].keys() and not timing & rows["smok-hop"].keys()
+    assert "seconds" not in _rows(out / "ablation-curves.csv")[0]
 
 
 @pytest.mark.slow
@@ -181,6 +194,17 @@ def test_spectra_are_drawn_and_resumed_alike(experiment, name, monkeypatch):
         # Of so little text Phi_L may be singular; its tail has no geometric mean then.
         assert float(row["tail_am_gm"] or "1") >= 1 and (row["tail_am_gm"] or name == "phi")
         assert int(row["size"]) in (16, 64)
+
+
+def test_spectra_of_one_that_diverged_too_early_are_an_error(experiment, monkeypatch, capsys):
+    def tune(study, kinds):
+        return Tuning({k: Hyper(k.method, 1e40, 3e-3, rank=k.rank, init_eigenvalue=k.start) for k in kinds})
+
+    monkeypatch.setattr(Study, "tune", tune)
+    assert experiment("spectra", "--steps", 24, "--starts", "auto") == 2
+    error = capsys.readouterr().err
+    assert re.search("KL-Shampoo on gpt2-micro diverged at step [2-6], before the first look .* after step 6", error)
+    assert error.count("\n") == 1 and not list((experiment.folder / "out").glob("spectra-*.*"))
 
 
 @pytest.mark.slow
@@ -241,8 +265,25 @@ def test_parallel_runs_give_what_runs_one_after_another_give(experiment):
     assert [r["validation_loss"] for r in one] == [r["validation_loss"] for r in two]
 
 
+def test_an_error_stops_the_other_processes_before_it_waits_for_them(experiment, monkeypatch):
+    told = []
+
+    class Workers:
+        def __init__(self, jobs, context, initializer, arguments):
+            self.stopped = arguments[-1]
+
+        def shutdown(self, cancel_futures):
+            told.append(self.stopped.is_set())
+
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", Workers)
+    with pytest.raises(UsageError), pool.runner(MICRO, experiment.text, 2, Interrupt(), 60.0):
+        raise UsageError("one of them found a damaged file")
+    assert told == [True]
+
+
 def test_alpha_and_memory_need_no_training(experiment, capsys):
-    assert experiment("alpha") == experiment("memory") == 0
+    # Nor a GPU, nor data of one family, at any scale.
+    assert experiment("alpha", "--scale", "paper") == experiment("memory", "--scale", "small", "--device", "cuda") == 0
     out, printed = experiment.folder / "out", capsys.readouterr().out
     paper = [r for r in _rows(out / "alpha-kl.csv") if r["model"].endswith(("24m", "34m", "50m"))]
     assert len(paper) == 12
@@ -273,6 +314,10 @@ def test_alpha_and_memory_need_no_training(experiment, capsys):
         ("main --data nowhere", "--data nowhere does not exist"),
         ("main --scale paper --device cpu", "--scale paper has other data for each family; give --model gpt2 or llama"),
         ("main --scale paper --model llama --device cpu --data {text}", "no token shards, which llama-134m needs"),
+        (
+            "ablation --scale paper --model gpt2-350m --device cpu",
+            "the paper has no ablation on gpt2-350m; .*llama-450m",
+        ),
         ("main --out {text}", "--out .*text.txt cannot be made a folder"),
     ],
 )
@@ -284,21 +329,16 @@ def test_wrong_input_is_one_line_with_the_remedy(experiment, capsys, arguments, 
     assert re.search(message, printed.err)
 
 
-def test_a_model_of_the_paper_asks_for_its_data():
-    with pytest.raises(UsageError, match="gpt2-124m trains on FineWeb-10B; give its token shards with --data"):
-        SCALES["paper"][0].open(None)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_a_scale_for_a_gpu_asks_for_one(experiment, capsys):
     assert experiment("main", "--scale", "small") == 2
     assert "no GPU is visible to torch for --scale small; give --device cpu" in capsys.readouterr().err
 
 
-def test_every_claim_is_about_contenders_of_its_table():
-    for comparison in COMPARISONS.values():
-        for scale in (scale for scales in SCALES.values() for scale in scales):
-            kinds = comparison.kinds(scale, 0.1)
-            claims = comparison.claims(scale, 0.1)
-            assert claims and {k for claim in claims for k in claim} <= set(kinds)
-            assert len(set(kinds)) == len(kinds)
+@pytest.mark.parametrize(("processes", "remedy"), [(3, "--batch 3 or 6"), (8, "--batch 8")])
+def test_a_batch_that_the_processes_cannot_share_is_refused(experiment, monkeypatch, capsys, processes, remedy):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert experiment("main") == 2
+    error = capsys.readouterr().err
+    assert f"a batch of 4 sequences, as gpt2-micro has, is no multiple of WORLD_SIZE = {processes}" in error
+    assert f"give {remedy}," in error and error.count("\n") == 1

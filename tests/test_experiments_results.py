@@ -1,13 +1,18 @@
 """From runs to tables: verdicts on the paper's orderings, time to a matched loss, what Markdown shows."""
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from bench.experiments import results, tables
-from bench.experiments.protocol import Kind
+from bench.experiments.protocol import Kind, Tuning
+from bench.experiments.search import Search
 from bench.experiments.units import Result
+from bench.presets import Range
 from bench.run import Record
+from bench.settings import Hyper
 from tests.experiments import MICRO
 
 LOWER, HIGHER = Kind("pro-klshampoo", 8, "auto"), Kind("kl-shampoo", None, "auto")
@@ -27,13 +32,23 @@ def _ordering(lower, higher):
     return row
 
 
-def test_a_difference_is_paired_by_seed_and_decided_beyond_twice_its_error():
-    # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3).
+def test_a_difference_is_paired_by_seed_and_decided_beyond_students_quantile():
+    # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), 3.46 times; of three seeds 4.30 are needed.
     row = _ordering([1.0, 2.0, 3.0], [1.1, 2.2, 3.3])
     assert row["difference"] == pytest.approx(0.2) and row["difference_se"] == pytest.approx(0.1 / math.sqrt(3))
-    assert row["verdict"] == "agrees"
-    assert _ordering([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])["verdict"] == "contradicts"
-    assert _ordering([1.0, 2.0, 3.0], [1.1, 2.0, 3.01])["verdict"] == "undecided"
+    assert (row["verdict"], row["confidence"]) == ("undecided", 0.95)
+    # 0.2, 0.3, 0.4: 5.2 times.
+    assert _ordering([1.0, 2.0, 3.0], [1.2, 2.3, 3.4])["verdict"] == "agrees"
+    assert _ordering([1.2, 2.3, 3.4], [1.0, 2.0, 3.0])["verdict"] == "contradicts"
+
+
+def test_the_quantiles_leave_a_twentieth_of_students_t_outside():
+    for n, quantile in enumerate(results.T_QUANTILES, 1):
+        x = torch.linspace(0, quantile, 100_001, dtype=torch.float64)
+        constant = math.gamma((n + 1) / 2) / (math.sqrt(n * math.pi) * math.gamma(n / 2))
+        inside = 2 * torch.trapezoid(constant * (1 + x**2 / n) ** (-(n + 1) / 2), x).item()
+        # The table's three decimals: half of the last one times the density there.
+        assert inside == pytest.approx(results.CONFIDENCE, abs=5e-5)
 
 
 def test_one_that_diverged_decides_nothing():
@@ -48,17 +63,43 @@ def test_curves_have_the_mean_training_loss_since_the_evaluation_before():
         optimizer_seconds=[0.5] * 4,
         validation=[(0, 6.0), (2, 4.0), (4, 2.5)],
     )
-    rows = results.curve_rows(_Study, {LOWER: [Result(record, 0, {}, "")] * 3})
+    found = {LOWER: [Result(record, 0, {}, "")] * 3}
+    rows = results.curve_rows(_Study, found, timed=True)
     assert [(r["step"], r["validation_loss"], r["train_loss"], r["seconds"]) for r in rows[:3]] == [
         (0, 6.0, None, 0.0), (2, 4.0, 4.0, 3.0), (4, 2.5, 1.5, 6.0),
     ]  # fmt: skip
     assert [r["seed"] for r in rows] == [0] * 3 + [1] * 3 + [2] * 3
+    untimed = results.curve_rows(_Study, found, timed=False)
+    assert untimed == [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_a_row_names_every_commit_and_day_that_its_units_are_of():
+    made = [{"commit": c, "date": d, "cpu": "A B"} for c, d in (("bb", "2"), ("aa", "2"), ("bb", "1"))]
+    found = results._environment([Result(Record(), 0, environment, "") for environment in made])
+    assert found == {"commit": "aa bb", "date": "1 2", "cpu": "A B"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "yes"),
+        ({"lr": 0.05}, "no: lr"),
+        ({"alpha_kl": 0.02}, "no: alpha_kl"),
+        # GPT-2's decay is above 0 in the paper; scaled-down models have none.
+        ({"weight_decay": 0.0, "lr": 0.005}, "no: lr, weight_decay"),
+    ],
+)
+def test_the_sweep_says_what_lies_outside_the_papers_range(changes, said):
+    hyper = replace(Hyper("pro-klshampoo", 0.02, 1e-3, 0.03, 0.0, 8, 0.01, "auto"), **changes)
+    search = Search(hyper, Range((hyper.lr,), (hyper.weight_decay,), (hyper.alpha_kl,)), {hyper: 1.0})
+    (row,) = results.sweep_rows(_Study, Tuning({LOWER: hyper}, {LOWER: search}))
+    assert row["in_paper_range"] == said
 
 
 def test_files_have_no_nan_and_are_written_whole(tmp_path):
     path = tmp_path / "new" / "rows.csv"
-    results.write(path, [{"a": math.nan, "b": None, "c": 1 / 3, "d": 7, "e": "x"}])
-    assert path.read_text() == "a,b,c,d,e\n,,0.3333333,7,x\n"
+    results.write(path, [{"a": math.nan, "b": None, "c": 1 / 3, "d": 7}, {"a": 1.0, "e": "x"}])
+    assert path.read_text() == "a,b,c,d,e\n,,0.3333333,7,\n1,,,,x\n"
     assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
 
 
@@ -66,17 +107,24 @@ def _main_row(**changes):
     row = {"model": "m", "start": "auto", "optimizer": "pro-klshampoo", "rank": "8", "lr": "0.02", "alpha_kl": "0.01"}
     row |= {"validation_loss": "1.23456", "validation_loss_se": "0.00123", "diverged_at": "", "state_mb": "1.5"}
     row |= {"model_ms": "10.04", "optimizer_ms": "2.06", "peak_gib": "", "seconds_to_kl_shampoo_loss": ""}
+    row["seconds_to_muon_loss"] = ""
     return row | changes
 
 
 def test_the_main_table_shows_what_there_is_and_no_column_without_a_figure():
     lines = tables.main_table([_main_row(), _main_row(optimizer="adamw", rank="", alpha_kl="")]).splitlines()
-    assert "GPU peak GiB" not in lines[0] and "s to KL-Shampoo's loss" not in lines[0]
+    assert not any(name in lines[0] for name in ("GPU peak GiB", "s to KL-Shampoo's loss", "s to Muon's loss"))
     cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
     assert cells == ["m", "auto", "Pro-KLShampoo, r = 8", "0.02", "0.01", "1.2346 ± 0.0012", "10.0", "2.1", "1.50"]
     assert "| AdamW" in lines[3]
-    timed = tables.main_table([_main_row(peak_gib="2.5", seconds_to_kl_shampoo_loss="33.33")])
-    assert "GPU peak GiB" in timed and "33.3" in timed
+    times = {"seconds_to_kl_shampoo_loss": "33.33", "seconds_to_muon_loss": "44.44"}
+    timed = tables.main_table([_main_row(peak_gib="2.5", **times)]).splitlines()
+    assert [cell.strip() for cell in timed[0].strip("|").split("|")][-3:] == [
+        "GPU peak GiB",
+        "s to KL-Shampoo's loss",
+        "s to Muon's loss",
+    ]
+    assert [cell.strip() for cell in timed[2].strip("|").split("|")][-3:] == ["2.50", "33.3", "44.4"]
     assert "diverged at step 7" in tables.main_table([_main_row(diverged_at="7", validation_loss="")])
 
 
@@ -101,3 +149,10 @@ def test_the_sweep_table_says_what_was_tried_selected_and_still_open():
     ]
     cells = [cell.strip() for cell in tables.sweep_table(rows).splitlines()[2].strip("|").split("|")]
     assert cells[2:] == ["Pro-KLShampoo, r = 8", "0.01, 0.02", "0.02", "0.05, 0.1", "0.1 (edge)"]
+
+
+def test_the_orderings_table_says_at_what_level_it_decides():
+    row = {"model": "m", "start": "auto", "lower": "a", "higher": "b", "verdict": "agrees", "confidence": "0.95"}
+    row |= {"difference": "0.2", "difference_se": "0.01"}
+    lines = tables.orderings_table([row]).splitlines()
+    assert lines[0].rstrip(" |").endswith("here, at 95%") and "0.2000 ± 0.0100" in lines[2]

@@ -116,6 +116,15 @@ def test_what_decides_the_losses_decides_the_file(tmp_path, place):
     assert units.path_of(with_others, hyper, place) == paths[0]
 
 
+def test_all_gpus_of_a_run_have_one_file(tmp_path, place):
+    task = make_task(tmp_path, "pro")
+    on = {
+        device: units.path_of(replace(task, settings=replace(task.settings, device=device)), HYPERS["pro"], place)
+        for device in ("cpu", "cuda", "cuda:0", "cuda:1")
+    }
+    assert on["cuda"] == on["cuda:0"] == on["cuda:1"] != on["cpu"]
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"record": {"colour": 1}}'])
 def test_a_damaged_result_is_named(tmp_path, place, content):
     task = make_task(tmp_path / "a", "adamw")
@@ -168,17 +177,18 @@ def test_parts_of_a_batch_give_what_the_batch_gives(tmp_path, place, micro_batch
 
 
 @pytest.mark.slow
-def test_processes_under_torchrun_give_what_one_gives(tmp_path, place):
+def test_processes_under_torchrun_give_what_one_gives_and_go_on_where_they_stopped(tmp_path, place):
     (text,) = tmp_path.glob("*.txt")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    both = tmp_path / "both"
-    subprocess.run([*command, ROOT / "tests" / "ddp_run.py", text, both], env=env, timeout=240, check=True)
-    shared = replace(place, processes=Processes(0, 2))
-    task = make_task(both)
-    found = {key: units.read(units.path_of(task, hyper, shared)) for key, hyper in task.settings.hyper.items()}
-    _assert_equal_to_rounding(found, units.run(make_task(tmp_path / "one"), place))
-    assert not list(both.glob("*.pt"))
+    subprocess.run([*command, ROOT / "tests" / "ddp_run.py", text, tmp_path], env=env, timeout=240, check=True)
+    shared, found = replace(place, processes=Processes(0, 2)), {}
+    for folder in ("whole", "halves"):
+        task = make_task(tmp_path / folder)
+        found[folder] = {k: units.read(units.path_of(task, h, shared)) for k, h in task.settings.hyper.items()}
+        assert not list(task.folder.glob("*.pt"))
+    assert _losses(found["halves"]) == _losses(found["whole"])
+    _assert_equal_to_rounding(found["whole"], units.run(make_task(tmp_path / "one"), place))
 
 
 def test_half_precision_trains_about_alike_and_halves_the_state(tmp_path, place):

@@ -34,23 +34,28 @@ def _run(o: Options) -> str:
     make_folder(o.out)
     if o.name in STILL:
         return STILL[o.name](o.out)
+    scales, comparison = o.scales, COMPARISONS.get(o.name)
+    if comparison:
+        scales = comparison.possible(o.scales, o.starts, o.tune)
     processes, device = join(o.device)
+    if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
+        print(f"Left out, as the paper has no {o.name} on it: {', '.join(left_out)}", flush=True)
     with deferred_interrupt() as interrupt, ExitStack() as stack:
         studies = []
-        for scale in o.scales:
+        for scale in scales:
             runner_ = stack.enter_context(runner(scale, o.data, o.jobs, interrupt, o.checkpoint_seconds, processes))
             studies.append(Study(scale, runner_, o.out, o.seeds, o.tune or not scale.is_paper, device))
-        if o.name in WATCHINGS:
-            drawn = [WATCHINGS[o.name].run(study, o.starts[0], o.out) for study in studies]
-            return "\n".join(map(str, drawn)) if processes.first else ""
-        return COMPARISONS[o.name].run(studies, o.starts, o.out)
+        if comparison:
+            return comparison.run(studies, o.starts, o.out)
+        drawn = [WATCHINGS[o.name].run(study, o.starts[0], o.out) for study in studies]
+        return "\n".join(map(str, drawn)) if processes.first else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
-        options = parse(list(sys.argv[1:] if argv is None else argv), NAMES)
+        options = parse(list(sys.argv[1:] if argv is None else argv), NAMES, STILL)
         torch.set_num_threads(1)
         text = _run(options)
         if text:

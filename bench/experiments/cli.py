@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     """All options; ``names`` has every experiment with what it gives."""
     parser = Parser(
         prog="python -m bench.experiments",
-        description="The paper's tables and figures. What was trained is kept in OUT/runs and never trained again.",
+        description="The paper's tables and figures. What was trained is kept in OUT/runs and not trained again, "
+        "except by main, which compares times: a seed's contenders train together again where one of them is new.",
         epilog="Ctrl-C keeps what was done; the same command goes on. NAME is "
         + "; ".join(f"{name}: {what}" for name, what in names.items())
         + ".",
@@ -56,8 +58,13 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str], names: dict[str, str]) -> Options:
+def parse(argv: list[str], names: dict[str, str], still: Collection[str]) -> Options:
     """Reads the command line.
+
+    Args:
+        argv: the words after the command.
+        names: every experiment with what it gives.
+        still: those that train nothing, so that neither data nor devices matter to them.
 
     Raises:
         UsageError: For a wrong argument or combination, in one line with the remedy.
@@ -67,14 +74,17 @@ def parse(argv: list[str], names: dict[str, str]) -> Options:
     if not scales:
         have = ", ".join(scale.name for scale in SCALES[a.scale])
         raise UsageError(f"--model {a.model} is the beginning of no model of --scale {a.scale}; it has {have}")
-    if len({scale.config.family for scale in scales}) > 1 and a.scale == "paper":
+    trains = a.name not in still
+    if trains and len({scale.config.family for scale in scales}) > 1 and a.scale == "paper":
         raise UsageError("--scale paper has other data for each family; give --model gpt2 or llama, with its --data")
     given = {"steps": a.steps, "batch": a.batch, "micro_batch": a.micro_batch, "eval_windows": a.eval_windows}
     scales = [replace(scale, **{k: v for k, v in given.items() if v is not None}) for scale in scales]
     if len(set(a.seeds)) < len(a.seeds):
         raise UsageError(f"--seeds names one twice: {' '.join(map(str, a.seeds))}; give each once")
+    if trains:
+        _check_shares(scales)
     device = a.device or ("cpu" if a.scale == "tiny" else "cuda")
-    if device == "cuda" and not torch.cuda.is_available():
+    if trains and device == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"no GPU is visible to torch for --scale {a.scale}; give --device cpu, or use --scale tiny")
     return Options(
         name=a.name,
@@ -90,8 +100,26 @@ def parse(argv: list[str], names: dict[str, str]) -> Options:
     )
 
 
+def _processes() -> int:
+    """How many torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_shares(scales: Collection[Scale]) -> None:
+    """Refuses a batch that the processes cannot share evenly, for some of its sequences would not be trained on."""
+    count = _processes()
+    for scale in scales:
+        if scale.batch % count:
+            below, above = scale.batch // count * count, (scale.batch // count + 1) * count
+            choice = f"--batch {below} or {above}" if below else f"--batch {above}"
+            raise UsageError(
+                f"a batch of {scale.batch} sequences, as {scale.name} has, is no multiple of WORLD_SIZE = {count}, the "
+                f"processes that share it; give {choice}, or start another number of processes"
+            )
+
+
 def _jobs(given: int | None, device: str) -> int:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = _processes()
     alone = device == "cuda" or processes > 1
     if alone and (given or 1) > 1:
         where = "under torchrun" if processes > 1 else "on a GPU"

@@ -1,14 +1,15 @@
 """The experiments that compare contenders: which, under which start, what the paper found of them, and the files."""
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.errors import UsageError
 from bench.experiments import figures, results, tables
-from bench.experiments.protocol import PRO, Kind, kind
-from bench.experiments.scales import Scale
+from bench.experiments.protocol import PRO, Kind, check, kind
+from bench.experiments.scales import SCALES, Scale
 from bench.experiments.study import Study
+from bench.markdown import rows_of
 
 Claims = list[tuple[Kind, Kind]]
 
@@ -19,7 +20,7 @@ class Comparison:
 
     Attributes:
         name: of the command, and how its files begin.
-        kinds: the contenders by scale and start.
+        kinds: the contenders by scale and start; none for a model on which the paper has no such comparison.
         claims: pairs that the paper found in this order, the lower loss first.
         table: Markdown from rows.
         timed: whether it compares times, so that all contenders have to train side by side.
@@ -31,6 +32,27 @@ class Comparison:
     table: Callable[[Sequence[tables.Row]], str]
     timed: bool = False
 
+    def possible(self, scales: Sequence[Scale], starts: Sequence[str | float], search: bool) -> tuple[Scale, ...]:
+        """The models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.
+
+        Args:
+            scales: the models that were asked for.
+            starts: of the eigenvalues.
+            search: whether the hyper-parameters of the paper's own models are searched.
+
+        Raises:
+            UsageError: there is none.
+        """
+        having = tuple(scale for scale in scales if self.kinds(scale, starts[0]))
+        if not having:
+            names = ", ".join(scale.name for scale in scales)
+            others = ", ".join(scale.name for scale in SCALES["paper"] if self.kinds(scale, starts[0]))
+            raise UsageError(f"the paper has no {self.name} on {names}; give --model with one of {others}")
+        for scale in having:
+            for start in starts:
+                check(self.kinds(scale, start), scale, search)
+        return having
+
     def run(self, studies: Sequence[Study], starts: Sequence[str | float], out: Path) -> str:
         """Trains what is missing and writes the files after every model; the tables in Markdown."""
         rows: dict[str, list[results.Row]] = {"": [], "-sweep": [], "-orderings": [], "-curves": []}
@@ -39,9 +61,9 @@ class Comparison:
             tuning = study.tune([k for group in groups.values() for k in group])
             found = study.final({k: tuning.selected[k] for group in groups.values() for k in group}, self.timed)
             rows["-sweep"] += results.sweep_rows(study, tuning)
-            rows["-curves"] += results.curve_rows(study, found)
+            rows["-curves"] += results.curve_rows(study, found, self.timed)
             for start, group in groups.items():
-                rows[""] += results.rows_of(study, group, start, tuning, found)
+                rows[""] += results.rows_of(study, group, start, tuning, found, self.timed)
                 rows["-orderings"] += results.ordering_rows(study, start, self.claims(study.scale, start), found)
             for part, its in rows.items():
                 if its and study.runner.place.processes.first:
@@ -52,24 +74,33 @@ class Comparison:
 
     def present(self, out: Path) -> str:
         """Draws the figures from the files, and gives their tables."""
-        rows = {part: _read(out / f"{self.name}{part}.csv") for part in ("", "-sweep", "-orderings", "-curves")}
-        figures.loss(out / f"{self.name}-loss.png", rows["-curves"], rows[""])
-        if rows["-sweep"]:
-            figures.sweep(out / f"{self.name}-sweep.png", rows["-sweep"])
-        parts = [self.table(rows[""]), tables.orderings_table(rows["-orderings"])]
-        parts += [tables.sweep_table(rows["-sweep"])] if rows["-sweep"] else []
-        return "\n".join(parts)
+        self.draw(out)
+        sweep = self._rows(out, "-sweep")
+        parts = [self.table(self._rows(out)), tables.orderings_table(self._rows(out, "-orderings"))]
+        return "\n".join([*parts, *([tables.sweep_table(sweep)] if sweep else [])])
+
+    def draw(self, folder: Path) -> None:
+        """Draws the figures from the CSV files of this folder, beside them."""
+        figures.loss(folder / f"{self.name}-loss.png", self._rows(folder, "-curves"), self._rows(folder))
+        if sweep := self._rows(folder, "-sweep"):
+            figures.sweep(folder / f"{self.name}-sweep.png", sweep)
+
+    def _rows(self, folder: Path, part: str = "") -> list[tables.Row]:
+        """Of one of the files; none where no file was written, because there was nothing to write."""
+        path = folder.absolute() / f"{self.name}{part}.csv"
+        return rows_of(str(path)) if path.exists() else []
 
 
-def _read(path: Path) -> list[tables.Row]:
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+def draw(folder: Path) -> None:
+    """Draws main-*.png, ablation-*.png and cosmos-*.png again, of those whose CSV files are in this folder."""
+    for comparison in COMPARISONS.values():
+        if (folder / f"{comparison.name}.csv").exists():
+            comparison.draw(folder)
 
 
 def _main_kinds(scale: Scale, start: str | float) -> list[Kind]:
-    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *_pro(scale, start)]
+    smok_hop = [kind("smok-hop", scale.largest, start)] if scale.smok_hop else []
+    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *_pro(scale, start), *smok_hop]
 
 
 def _pro(scale: Scale, start: str | float) -> list[Kind]:
@@ -77,11 +108,14 @@ def _pro(scale: Scale, start: str | float) -> list[Kind]:
 
 
 def _main_claims(scale: Scale, start: str | float) -> Claims:
-    others = _main_kinds(scale, start)[:3]
-    return [(pro, other) for pro in _pro(scale, start) for other in reversed(others)]
+    adamw, muon, kl, *ranked = _main_kinds(scale, start)
+    claims = [(pro, other) for pro in _pro(scale, start) for other in (kl, muon, adamw)]
+    return claims + [(kind(PRO, scale.largest, start), k) for k in ranked if k.method == "smok-hop"]
 
 
 def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
+    if scale.name == "gpt2-350m":
+        return []  # the paper has no ablation on it
     methods = ["subspace-only", "complement-only", "smok-hop", PRO, "kl-shampoo"]
     if scale.name == "llama-450m":
         methods = methods[2:]  # the paper has the others on the smaller models only

@@ -26,19 +26,20 @@ def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
     """Loss against steps and seconds, a line of panels per model and start; bands are one standard error over seeds.
 
     Args:
-        curves: of main-curves.csv and the like.
+        curves: of main-curves.csv and the like; where they have no seconds, there is no such panel.
         rows: of main.csv, which say which contenders a start is compared with.
     """
     groups = list(dict.fromkeys((row["model"], row["start"]) for row in rows))
-    size = (15, 3.8 * len(groups))
-    figure, grid = plt.subplots(len(groups), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    panels = [panel for panel in PANELS if any(panel[0] in row for row in curves)]
+    size = (5 * len(panels), 3.8 * len(groups))
+    figure, grid = plt.subplots(len(groups), len(panels), figsize=size, squeeze=False, layout="constrained")
     for line, (model, start) in zip(grid, groups, strict=True):
         here = [r for r in curves if r["model"] == model and r["start"] in ("", start)]
         named = {(r["optimizer"], r["rank"]): [] for r in rows if (r["model"], r["start"]) == (model, start)}
         for row in here:
             if (row["optimizer"], row["rank"]) in named:
                 named[row["optimizer"], row["rank"]].append(row)
-        for axes, (x, y, x_label, y_label) in zip(line, PANELS, strict=True):
+        for axes, (x, y, x_label, y_label) in zip(line, panels, strict=True):
             for (method, rank), found in named.items():
                 _curve(axes, found, x, y, **_style(method, rank, list(named)))
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")

@@ -108,4 +108,5 @@ def runner(
     try:
         yield Runner(place, workers)
     finally:
+        stopped.set()  # after an error in one, the others end after a step, and leave their checkpoints
         workers.shutdown(cancel_futures=True)

@@ -70,6 +70,7 @@ def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[
         UsageError: the paper has no such run.
     """
     kinds = list(dict.fromkeys(wanted))
+    check(kinds, scale, search)
     if scale.is_paper and not search:
         return Tuning(selected={k: _of_paper(k, scale) for k in kinds})
     tuning = Tuning()
@@ -96,6 +97,19 @@ def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[
     return tuning
 
 
+def check(kinds: Iterable[Kind], scale: Scale, search: bool) -> None:
+    """Looks up what :func:`tuned` will need for these, so that a missing one is known before anything trains.
+
+    Raises:
+        UsageError: the paper has no such run.
+    """
+    for k in kinds:
+        if scale.is_paper and not search:
+            _of_paper(k, scale)
+        else:
+            paper_range(replace(k, method=PRO) if k.method in ABLATIONS else k, scale)
+
+
 def _search(searches: dict[Kind, Search], tuning: Tuning, measure: Callable[[list[Hyper]], list[float]]) -> None:
     search_all(searches.values(), measure)
     tuning.searches |= searches
@@ -106,15 +120,26 @@ def _named(base: Hyper, k: Kind) -> Hyper:
     return replace(base, method=k.method, rank=k.rank, init_eigenvalue=k.start)
 
 
-def _range(k: Kind, scale: Scale) -> Range:
-    """The paper's range; of a rank that it does not have, that of the rank in the same place among its three."""
+def paper_range(k: Kind, scale: Scale) -> Range:
+    """The paper's range; of a rank that it does not have, that of the rank in the same place among its three.
+
+    Raises:
+        UsageError: the paper did not tune this method on this model.
+    """
     method, model = k.method, scale.paper
     if method == "smok-hop" and not scale.is_paper:
         model = "llama-134m"  # the only one for which the paper searched it
     rank = None if k.rank is None else PAPER_RANKS[scale.ranks.index(k.rank) - len(scale.ranks)]
     found = RANGES.get((method, model, rank))
     if found is None:
-        raise UsageError(f"the paper tuned no {method} on {model}; give another --model")
+        having = ", ".join(m for name, m, r in RANGES if (name, r) == (method, rank))
+        raise UsageError(f"the paper tuned no {method} on {model}; give --model with one on which it did: {having}")
+    return found
+
+
+def _range(k: Kind, scale: Scale) -> Range:
+    """The range of a search."""
+    found = paper_range(k, scale)
     return found if scale.is_paper else replace(found, weight_decay=(0.0,))
 
 

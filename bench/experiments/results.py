@@ -7,31 +7,55 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.experiments.protocol import Kind, Tuning
+from bench.experiments.protocol import Kind, Tuning, paper_range
 from bench.experiments.study import Study
 from bench.experiments.units import Result
 from bench.report import mean_after_first, mean_and_error, seconds_to
+from bench.run import Record
+from bench.settings import Hyper
 
-TARGET = "kl-shampoo"
+TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
+CONFIDENCE = 0.95
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t, two-sided at CONFIDENCE, for 1 to 9 degrees of freedom: Abramowitz and Stegun, table 26.10."""
 Row = dict[str, Any]
 
 
 def rows_of(
-    study: Study, group: Sequence[Kind], start: str | float, tuning: Tuning, results: Mapping[Kind, list[Result]]
+    study: Study,
+    group: Sequence[Kind],
+    start: str | float,
+    tuning: Tuning,
+    results: Mapping[Kind, list[Result]],
+    timed: bool,
 ) -> list[Row]:
-    """One row per contender of a comparison in which eigenvalues start alike."""
-    (target,) = (kind for kind in group if kind.method == TARGET)
-    targets = [result.record.final_loss for result in results[target]]
-    return [
-        {"model": study.scale.name, "start": start} | _row(study, kind, tuning.selected[kind], results[kind], targets)
-        for kind in group
-    ]
+    """One row per contender of a comparison in which eigenvalues start alike; with times where they are compared."""
+    targets = {k.method: [r.record.final_loss for r in results[k]] for k in group if k.method in TARGETS}
+    rows = []
+    for kind in group:
+        times = _times([r.record for r in results[kind]], targets) if timed else {}
+        named = {"model": study.scale.name, "start": start}
+        rows.append(named | _row(study, kind, tuning.selected[kind], results[kind], times))
+    return rows
 
 
-def _row(study: Study, kind: Kind, hyper: Any, results: Sequence[Result], targets: Sequence[float]) -> Row:
+def _times(found: Sequence[Record], targets: Mapping[str, Sequence[float]]) -> Row:
+    """Of a step and of the run, and until the final loss of each target on the same seed."""
+    row = {
+        "model_ms": 1e3 * mean_after_first([r.model_seconds for r in found]),
+        "optimizer_ms": 1e3 * mean_after_first([r.optimizer_seconds for r in found]),
+        "training_seconds": mean_and_error([r.seconds(len(r.losses)) for r in found])[0],
+    }
+    for method, losses in targets.items():
+        seconds, error = mean_and_error([seconds_to(r, loss) for r, loss in zip(found, losses, strict=True)])
+        name = f"seconds_to_{method.replace('-', '_')}_loss"
+        row |= {name: seconds, f"{name}_se": error}
+    return row
+
+
+def _row(study: Study, kind: Kind, hyper: Hyper, results: Sequence[Result], times: Row) -> Row:
     found = [result.record for result in results]
     loss, error = mean_and_error([r.final_loss for r in found])
-    seconds, seconds_error = mean_and_error([seconds_to(r, t) for r, t in zip(found, targets, strict=True)])
     source = study.runner.place.source
     plan = study.scale.settings({}, source.vocabulary, study.device, curve=True).plan()
     return {
@@ -41,11 +65,7 @@ def _row(study: Study, kind: Kind, hyper: Any, results: Sequence[Result], target
         "validation_loss": loss,
         "validation_loss_se": error,
         "validation_loss_per_seed": " ".join(f"{r.final_loss:.5f}" for r in found),
-        "model_ms": 1e3 * mean_after_first([r.model_seconds for r in found]),
-        "optimizer_ms": 1e3 * mean_after_first([r.optimizer_seconds for r in found]),
-        "training_seconds": mean_and_error([r.seconds(len(r.losses)) for r in found])[0],
-        "seconds_to_kl_shampoo_loss": seconds,
-        "seconds_to_kl_shampoo_loss_se": seconds_error,
+        **times,
         "state_mb": max(r.state_bytes for r in found) / 1e6,
         "peak_gib": study.peak_bytes(hyper, results) / 2**30 or None,
         "diverged_at": " ".join(str(r.diverged_at) for r in found if r.diverged_at is not None),
@@ -57,8 +77,14 @@ def _row(study: Study, kind: Kind, hyper: Any, results: Sequence[Result], target
         **plan,
         "data": source.name,
         "data_sha256": source.sha256,
-        **results[0].environment,
+        **_environment(results),
     }
+
+
+def _environment(results: Sequence[Result]) -> dict[str, str]:
+    """Where, with what and when the units were made: the distinct values, since they may be of several commands."""
+    names = dict.fromkeys(name for result in results for name in result.environment)
+    return {name: " ".join(sorted({r.environment.get(name, "") for r in results} - {""})) for name in names}
 
 
 def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
@@ -84,33 +110,41 @@ def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
                     else f"at the edge of {', '.join(search.edges)}"
                     if search.edges
                     else "yes",
-                    "in_paper_range": "yes" if hyper.lr in search.ranges.lr else "",
+                    "in_paper_range": _in_paper_range(study, kind, hyper),
                 }
             )
     return rows
 
 
-def curve_rows(study: Study, results: Mapping[Kind, list[Result]]) -> list[Row]:
-    """Validation loss by step and training seconds, and the mean training loss since the evaluation before."""
+def _in_paper_range(study: Study, kind: Kind, hyper: Hyper) -> str:
+    """Whether all of these lie between values that the paper tried, or which do not."""
+    paper, outside = paper_range(kind, study.scale), []
+    for name in ("lr", "alpha_kl", "weight_decay"):
+        value, tried = getattr(hyper, name), getattr(paper, name)
+        if value is not None and not min(tried) <= value <= max(tried):
+            outside.append(name)
+    return f"no: {', '.join(outside)}" if outside else "yes"
+
+
+def curve_rows(study: Study, results: Mapping[Kind, list[Result]], timed: bool) -> list[Row]:
+    """Validation loss by step, and the mean training loss since the evaluation before; seconds where ``timed``."""
     rows = []
     for kind, of_seeds in results.items():
         for seed, result in zip(study.seeds, of_seeds, strict=True):
             before = 0
             for step, loss in result.record.validation:
                 since = result.record.losses[before:step]
-                rows.append(
-                    {
-                        "model": study.scale.name,
-                        "optimizer": kind.method,
-                        "rank": kind.rank,
-                        "start": kind.start,
-                        "seed": seed,
-                        "step": step,
-                        "validation_loss": loss,
-                        "train_loss": sum(since) / len(since) if since else None,
-                        "seconds": round(result.record.seconds(step), 4),
-                    }
-                )
+                row = {
+                    "model": study.scale.name,
+                    "optimizer": kind.method,
+                    "rank": kind.rank,
+                    "start": kind.start,
+                    "seed": seed,
+                    "step": step,
+                    "validation_loss": loss,
+                    "train_loss": sum(since) / len(since) if since else None,
+                }
+                rows.append(row | ({"seconds": round(result.record.seconds(step), 4)} if timed else {}))
                 before = step
     return rows
 
@@ -118,13 +152,16 @@ def curve_rows(study: Study, results: Mapping[Kind, list[Result]]) -> list[Row]:
 def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind, Kind]], results: Any) -> list[Row]:
     """What the paper found, (lower loss, higher loss), beside the difference here, paired by seed.
 
-    "agrees" and "contradicts" are differences beyond twice their standard error, "undecided" all others.
+    "agrees" and "contradicts" are differences that a two-sided t test over the seeds tells from 0 at CONFIDENCE,
+    "undecided" all others; with more seeds than the table has, its last quantile is taken, which is above theirs. The
+    first seed is also the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
     """
     rows = []
+    quantile = T_QUANTILES[min(len(study.seeds) - 2, len(T_QUANTILES) - 1)] if len(study.seeds) > 1 else math.inf
     for lower, higher in claims:
         losses = [[r.record.final_loss for r in results[kind]] for kind in (higher, lower)]
         difference, error = mean_and_error([a - b for a, b in zip(*losses, strict=True)])
-        decided = abs(difference) > 2 * error
+        decided = abs(difference) > quantile * error
         verdict = ("agrees" if difference > 0 else "contradicts") if decided else "undecided"
         rows.append(
             {
@@ -135,6 +172,7 @@ def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind,
                 "difference": difference,
                 "difference_se": error,
                 "seeds": " ".join(map(str, study.seeds)),
+                "confidence": CONFIDENCE,
                 "verdict": verdict,
             }
         )
@@ -142,11 +180,11 @@ def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind,
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """A CSV file with the columns of the first row, all or nothing; numbers that there are not are empty."""
+    """A CSV file, all or nothing; what a row does not have and numbers that there are not are empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, rows[0], lineterminator="\n")
+        writer = csv.DictWriter(stream, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     os.replace(partial, path)

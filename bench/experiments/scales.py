@@ -25,6 +25,7 @@ class Scale:
         micro_batch: sequences in one forward pass at most; None is all of a step's.
         together: whether a seed's contenders take turns step by step, which makes their times comparable on a machine
             that does other things too; otherwise one after another, so that one model at a time is in memory.
+        smok_hop: whether the main table has Smok-Hop, too, which the paper has in its ablations only.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Scale:
     together: bool = True
     autocast: bool = False
     state_dtype: str | None = None
+    smok_hop: bool = False
 
     @property
     def largest(self) -> int:
@@ -98,6 +100,7 @@ def _small(name: str, paper: str) -> Scale:
         eval_windows=1024,
         batch=64,
         autocast=True,
+        smok_hop=True,
     )
 
 

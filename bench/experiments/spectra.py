@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench import checkpoint
+from bench.errors import UsageError
 from bench.experiments import results, units
 from bench.experiments.pool import Interrupted
 from bench.experiments.protocol import PRO, Kind
@@ -45,13 +46,24 @@ class Watching:
     factors: tuple[str, ...]
 
     def run(self, study: Study, start: str | float, out: Path) -> Path | None:
-        """Trains, and writes the figure and a CSV file of the tails; the path of the figure, in one process."""
+        """Trains, and writes the figure and a CSV file of the tails; the path of the figure, in one process.
+
+        Raises:
+            UsageError: the contender diverged before there was anything to see.
+        """
         kind = self.kind(study.scale.largest, start)
         training = self._train(study, kind)
+        steps = sorted((step for step in training.observed if step.isdigit()), key=int)
+        if not steps:
+            (lane,) = training.lanes
+            raise UsageError(
+                f"{kind.label} on {study.scale.name} diverged at step {lane.record.diverged_at}, before the first "
+                f"look at its spectra after step {_stages(training.settings.steps)[0]}; give other --starts, or fewer "
+                "--steps"
+            )
         if not study.runner.place.processes.first:
             return None
         rank = study.scale.largest
-        steps = sorted((step for step in training.observed if step.isdigit()), key=int)
         path = out / f"spectra{'-phi' if self.name == 'phi' else ''}-{study.scale.name}.png"
         stages = {
             f"step {step}": {w: normalised(f, rank) for w, f in training.observed[step].items()} for step in steps
@@ -97,7 +109,7 @@ def watch_factors(run: Run, stages: list[int]) -> Callable[[], None]:
     ((optimizer,),) = [lane.optimizers for lane in run.lanes]
 
     def after_step() -> None:
-        if run.done in stages:
+        if run.done in stages and run.live:
             run.observed[str(run.done)] = _watched(run, diagnostics.eigenvalues(optimizer))
 
     return after_step
@@ -120,7 +132,7 @@ def watch_phi(run: Run, stages: list[int]) -> Callable[[], None]:
                 so_far[weight] = so_far[weight].to(phi) + phi if weight in so_far else phi  # .to: from a checkpoint
 
     def after_step() -> None:
-        if run.done in stages:
+        if run.done in stages and run.live:
             found = sums.pop(str(run.done), {})
             run.observed[str(run.done)] = {
                 weight: {"Phi_L": torch.linalg.eigvalsh(phi.double()).flip(-1).cpu()} for weight, phi in found.items()

@@ -12,13 +12,15 @@ def main_table(rows: Sequence[Row]) -> str:
     """Loss, cost and time of every contender, by model and start of the eigenvalues; ``rows`` of main.csv."""
     head = ["model", "start", "optimizer", "lr", "alpha_kl", "validation loss"]
     head += ["model ms/step", "optimizer ms/step", "state MB", "GPU peak GiB", "s to KL-Shampoo's loss"]
+    head += ["s to Muon's loss"]
     body = [
         [*_who(row), _rate(row["lr"]), _rate(row["alpha_kl"]), _loss(row)]
         + [figure(row[name], 1) for name in ("model_ms", "optimizer_ms")]
-        + [figure(row["state_mb"], 2), figure(row["peak_gib"], 2), figure(row["seconds_to_kl_shampoo_loss"], 1)]
+        + [figure(row["state_mb"], 2), figure(row["peak_gib"], 2)]
+        + [figure(row[f"seconds_to_{target}_loss"], 1) for target in ("kl_shampoo", "muon")]
         for row in rows
     ]
-    return _without_empty(head, "lll" + "r" * 8, body)
+    return _without_empty(head, "lll" + "r" * 9, body)
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
@@ -41,7 +43,9 @@ def orderings_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return markdown(["model", "start", "lower in the paper", "higher", "higher − lower", "here"], "llllrl", body)
+    level = "".join(sorted({f", at {float(row['confidence']):.0%}" for row in rows}))
+    head = ["model", "start", "lower in the paper", "higher", "higher − lower", f"here{level}"]
+    return markdown(head, "llllrl", body)
 
 
 def sweep_table(rows: Sequence[Row]) -> str:

@@ -72,10 +72,11 @@ class Place:
 
 
 def fingerprint(task: Task, hyper: Hyper, place: Place) -> dict[str, Any]:
-    """What decides a unit's losses."""
+    """What decides a unit's losses: of the device its type, so that it is the same in all processes of a run."""
     versions = {"torch": str(torch.__version__), "prokl": prokl.__version__}
     data = {"seed": task.seed, "data": place.source.sha256, "processes": place.processes.count}
-    return asdict(hyper) | task.settings.plan() | data | versions
+    device = {"device": torch.device(task.settings.device).type}
+    return asdict(hyper) | task.settings.plan() | device | data | versions
 
 
 def path_of(task: Task, hyper: Hyper, place: Place) -> Path:
