@@ -80,6 +80,7 @@ class Case:
         polar_flops: those of ``flops`` that belong to Newton-Schulz, which may run in bfloat16.
         verify: what is wrong with results, from the inputs; None compares them with the plain form in float64.
         obstacle: why ``call`` cannot run on a device.
+        plain_on_cpu: whether ``torch`` is the plain form itself on a CPU.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Case:
     polar_flops: Callable[[Sizes], float] = lambda s: 0.0
     verify: Callable[[Inputs, Any], str] | None = None
     obstacle: Callable[[torch.device], str | None] = lambda device: None
+    plain_on_cpu: bool = False
 
 
 def best(device: torch.device) -> ops.Primitives:

@@ -5,7 +5,8 @@ nothing elementwise. Three forms:
 
 * "reference": ``backend="reference"`` (prokl/reference.py, reference_kl.py), the papers' lines as they are printed.
 * "torch": ``backend="torch"`` (prokl/update.py, update_kl.py, polar.py, qr.py).
-* "least": as "torch", with half of every product whose result is symmetric. The floors take this one.
+* "least": as "torch", with half of every product whose result is symmetric, and every QR by one Cholesky pass. The
+  floors take this one.
 
 Totals of form "torch" without the refresh, for m <= n and r, with T Newton-Schulz steps:
 
@@ -16,26 +17,24 @@ Totals of form "torch" without the refresh, for m <= n and r, with T Newton-Schu
 
 A refresh adds a product and a Householder QR, ``2 k^3 + 8/3 k^3``, for k = m and r, or m and n; 1/tau of it counts.
 Tracking is counted with Householder's QR, ``4 nr^2 - 4/3 r^3``, as a CPU has it; the two Cholesky passes of other
-devices take ``2 (5 nr^2) + 2 r^3``, of which a first pass alone, ``2 (3 nr^2) + 4/3 r^3``, mostly would do.
+devices take ``2 (5 nr^2) + 2 r^3``.
+
+A QR of n x k that gives Q cannot take less than one Cholesky pass: half of ``W^T W``, ``nk^2``, its factor, ``k^3/3``,
+and a triangular solve, ``nk^2``. That is less than Householder's by ``2 nk^2 - 5/3 k^3``, which is positive for n >= k.
 
 Dimension key: m short side, n long side, r rank.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from time import perf_counter
 
-import torch
-
+from bench.rates import Rates
 from bench.shapes import ParameterSet
 from prokl.polar import GRAM_RUN, use_gram
 from prokl.shapes import effective_rank
 
 NS_STEPS = 5
 FORMS = ("reference", "torch", "least")
-QUICK = 0.03
-"""Seconds of a product after which a larger one, eight times the work, is still tried."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Term:
         kind: "product", "symmetric" (a product with a symmetric result) or "factorisation".
         polar: whether it belongs to Newton-Schulz, which may run in bfloat16.
         refresh: whether it takes place once in tau steps.
+        cheapest: operations of the cheapest factorisation that would do.
     """
 
     what: str
@@ -55,6 +55,12 @@ class Term:
     kind: str = "product"
     polar: bool = False
     refresh: bool = False
+    cheapest: float = 0.0
+
+    @property
+    def least(self) -> float:
+        """Operations that a step cannot do without."""
+        return {"product": self.flops, "symmetric": self.flops / 2, "factorisation": self.cheapest}[self.kind]
 
 
 @dataclass(frozen=True)
@@ -73,21 +79,6 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops_ns + other.flops_ns, self.flops_rest + other.flops_rest, self.bytes + other.bytes)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a machine does per second.
-
-    Attributes:
-        half: operations of matrix products in bfloat16.
-        single: operations of matrix products in float32, or as exact.
-        bandwidth: bytes read and written by a copy.
-    """
-
-    half: float
-    single: float
-    bandwidth: float
 
 
 def _standard(m: int, n: int) -> list[Term]:
@@ -109,9 +100,15 @@ def _gram(m: int, n: int) -> list[Term]:
     return terms
 
 
+def cholesky_qr(n: int, k: int) -> float:
+    """Operations of one Cholesky QR of n x k, of which half of W^T W: the cheapest way to Q."""
+    return 2 * n * k * k + k**3 / 3
+
+
 def _householder(what: str, n: int, k: int, refresh: bool = True) -> Term:
     """R and Q (n,k) of n x k: 2 nk^2 - 2/3 k^3 each."""
-    return Term(what, 4 * n * k * k - 4 / 3 * k**3, "factorisation", refresh=refresh)
+    flops = 4 * n * k * k - 4 / 3 * k**3
+    return Term(what, flops, "factorisation", refresh=refresh, cheapest=cholesky_qr(n, k))
 
 
 def _refresh(what: str, k: int) -> list[Term]:
@@ -275,8 +272,7 @@ def cost(
     r = effective_rank(rank, m, n)
     sums = {True: 0.0, False: 0.0}
     for t in terms(method, form, m, n, r):
-        half = form == "least" and t.kind == "symmetric"
-        sums[t.polar] += t.flops / (2 if half else 1) / (tau if t.refresh else 1)
+        sums[t.polar] += (t.least if form == "least" else t.flops) / (tau if t.refresh else 1)
     # The gradient is read, the weight read and written.
     moved = 3 * m * n * item + state_traffic(method, m, n, r, tau) * state_item
     return Cost(count * sums[True], count * sums[False], count * moved)
@@ -303,73 +299,3 @@ def floor(c: Cost, rates: Rates) -> float:
     CPU's cache, as the small sets nearly do, may move faster than a copy does; the products bound those.
     """
     return max(c.flops_ns / max(rates.half, rates.single) + c.flops_rest / rates.single, c.bytes / rates.bandwidth)
-
-
-def _fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Seconds of the quickest of ``rounds`` calls after one that warms up."""
-    cuda = device.type == "cuda"
-    best = float("inf")
-    for i in range(rounds + 1):
-        if cuda:
-            torch.cuda.synchronize(device)
-        start = perf_counter()
-        run()
-        if cuda:
-            torch.cuda.synchronize(device)
-        if i:
-            best = min(best, perf_counter() - start)
-    return best
-
-
-def _product_rate(dtype: torch.dtype, sides: tuple[int, ...], device: torch.device, rounds: int) -> float:
-    """Operations per second of square products, of the size and layout that are fastest.
-
-    It goes on to the next size only from a call that was quick: a CPU that emulates bfloat16 may be a hundred times
-    slower in it than in float32.
-    """
-    best = 0.0
-    for side in sides:
-        A = torch.randn(side, side, device=device).to(dtype)
-        seconds = [_fastest(partial(torch.mm, A, B), device, rounds) for B in (A, A.mT)]
-        best = max(best, 2 * side**3 / min(seconds))
-        if max(seconds) > QUICK:
-            break
-    return best
-
-
-def measure_rates(
-    device: torch.device,
-    threads: int,
-    sides: tuple[int, ...] | None = None,
-    elements: int = 2**26,
-    rounds: int = 5,
-) -> Rates:
-    """The ceilings of a machine, measured now: the quickest of a few calls, as a floor wants.
-
-    On a GPU three TF32 products count as one in float32, which they are about as exact as, where that is faster.
-
-    Args:
-        device: where.
-        threads: of a CPU; torch's own setting is put back.
-        sides: of the square matrices multiplied, ascending; it stops where they take long.
-        elements: float32 numbers copied; must be more than the caches hold.
-        rounds: calls of which the quickest counts.
-    """
-    cuda = device.type == "cuda"
-    sides = sides or ((4096, 8192) if cuda else (128, 256, 512, 1024))
-    before, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    torch.set_num_threads(threads)
-    try:
-        half = _product_rate(torch.bfloat16, sides, device, rounds)
-        torch.set_float32_matmul_precision("highest")
-        single = _product_rate(torch.float32, sides, device, rounds)
-        if cuda:
-            torch.set_float32_matmul_precision("high")
-            single = max(single, _product_rate(torch.float32, sides, device, rounds) / 3)
-        x = torch.ones(elements, device=device)
-        y = torch.empty_like(x)
-        bandwidth = 2 * x.nbytes / _fastest(lambda: y.copy_(x), device, rounds)
-    finally:
-        torch.set_num_threads(before)
-        torch.set_float32_matmul_precision(precision)
-    return Rates(half, single, bandwidth)

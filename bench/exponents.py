@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
+from bench.costs import NS_STEPS
 from bench.shapes import ParameterSet
-
-NS_STEPS = 5
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:

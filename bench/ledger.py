@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bench import costs, records
-from bench.step_cpu import machine_rows
+from bench import records
+from bench.rates import Rates, machine_rows, measure_rates, recorded
 
 Row = dict[str, Any]
 PLAIN, OURS, KL = "plain", "pro-klshampoo", "klshampoo"
@@ -34,14 +34,15 @@ class Ledger:
         self.device, self.seconds = device, seconds
         self._path, self._again = path, again
         self._here = records.environment(device)
-        self._rates: costs.Rates | None = None
+        self._rates: Rates | None = None
         self._rows: dict[str, dict[int, Row]] = {}
 
     @property
-    def rates(self) -> costs.Rates:
-        """The ceilings of this machine, measured when they are first asked for."""
+    def rates(self) -> Rates:
+        """The ceilings of this machine: those that the file's floors are made of, or measured when first asked for."""
+        self._rates = self._rates or recorded(self._path, self._here)
         if self._rates is None:
-            self._rates = costs.measure_rates(self.device, torch.get_num_threads())
+            self._rates = measure_rates(self.device, torch.get_num_threads())
             self._write(machine_rows(self._rates))
         return self._rates
 
@@ -57,6 +58,13 @@ class Ledger:
         rows[place] = row
         if len(rows) == of:
             self._write(with_ratios([rows[i] for i in range(of)]))
+
+    def fail(self, group: str) -> None:
+        """Remove what the file has of a group, whose contenders are not all right."""
+        if self._path:
+            rows = records.read(self._path)
+            if any(row["set"] == group for row in rows):
+                records.write(self._path, [row for row in rows if row["set"] != group])
 
     def _write(self, rows: Sequence[Row]) -> None:
         if self._path:

@@ -29,13 +29,14 @@ from bench import records
 from bench.errors import interruptible
 from bench.peak import Peak
 from bench.shapes import SETS, ParameterSet
+from bench.step_contenders import PERIOD
 from prokl import KLShampoo, ProKLShampoo
 from prokl.base import MatrixOptimizer
 from prokl.buckets import split
 from prokl.initial import YOUNG
 from prokl.shapes import effective_rank
 
-FREQUENCY = 10
+FREQUENCY = PERIOD
 OLD = FREQUENCY * (YOUNG // FREQUENCY + 1)
 """A step that refreshes, and late enough that the steps before it correct no start."""
 DTYPES = (torch.float32, torch.bfloat16)
@@ -291,11 +292,14 @@ def words(row: dict[str, Any]) -> str:
     return f"{what}: {figure}{table}"
 
 
-def measure(sets: Sequence[str], out: Path | None) -> int:
-    """Print the rows of these sets and put them into the file; 1 where one is wrong."""
+def measure(sets: Sequence[str], out: Path | None, again: bool) -> int:
+    """Print the rows of these sets and put them into the file, unless it has them; 1 where one is wrong."""
     here = records.environment(torch.device("cpu"))
     wrong = False
     for name in sets:
+        if out and not again and records.measured(out, name, here):
+            print(f"{name}: in {out} already; --again measures it anew", flush=True)
+            continue
         rows = []
         for row in rows_of(SETS[name]):
             wrong |= "median" not in row
@@ -311,10 +315,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS], metavar="SET", help=", ".join(SETS))
     parser.add_argument("--out", type=Path, metavar="CSV", help="also put the rows there, in place of the same sets'")
+    parser.add_argument("--again", action="store_true", help="measure also what --out has of this commit and machine")
     a = parser.parse_args(argv)
     if a.out and a.out.is_dir():
         parser.error(f"--out {a.out}: must be a file; name one in it")
-    return measure(a.sets, a.out)
+    if a.out:
+        try:
+            records.read(a.out)
+        except ValueError as error:
+            parser.error(str(error))
+    return measure(a.sets, a.out, a.again)
 
 
 if __name__ == "__main__":

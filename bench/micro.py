@@ -21,6 +21,7 @@ from bench.checks import Numbers, standard
 from bench.kernel_cases import CASES
 from bench.ledger import KL, OURS, PLAIN
 from bench.primitive_cases import PRIMITIVES
+from bench.rates import Rates
 from bench.shapes import ParameterSet
 from prokl.shapes import effective_rank
 
@@ -38,6 +39,7 @@ class Contender:
         case: whose inputs, work and check are meant; KL-Shampoo's is another than the group's.
         run: from inputs to results.
         obstacle: why it cannot run here, or None.
+        note: what a reader must know.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Contender:
     case: Case
     run: Callable[[Inputs], Any]
     obstacle: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Group:
             run = lambda i: case.dense(call(i, None))  # noqa: E731
             found.append(Contender(OURS, backend, case, run, case.obstacle(device)))
         if case.plain is not None:
-            found.append(Contender(OURS, "torch", case, lambda i: case.dense(case.torch(i))))
+            note = "the plain form itself on a CPU" if case.plain_on_cpu and device.type == "cpu" else ""
+            found.append(Contender(OURS, "torch", case, lambda i: case.dense(case.torch(i)), note=note))
         if (other := case.counterpart) is not None:
             table, call = best(device), other.call
             theirs = other.torch if call is None or table.name == "torch" else lambda i: call(i, None)
@@ -103,7 +107,7 @@ def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
     return [Group(case, s, d, tuple(names)) for case in cases for s, names in found for d in case.timed]
 
 
-def fitted(d: Dtypes, device: torch.device, rates: costs.Rates | None) -> Dtypes:
+def fitted(d: Dtypes, device: torch.device, rates: Rates | None) -> Dtypes:
     """The dtypes with Newton-Schulz in the one that is faster here: on a CPU not always bfloat16."""
     half = device.type == "cuda" or (rates is not None and rates.half > rates.single)
     return d if half else replace(d, polar=torch.float32)
@@ -161,7 +165,7 @@ def dtypes_in_words(c: Contender, s: Sizes, d: Dtypes) -> str:
 def head(c: Contender, g: Group, d: Dtypes) -> dict[str, Any]:
     """What every row of a contender has."""
     s = g.sizes
-    notes = [] if c.case is g.case else [c.case.name]
+    notes = [c.note] if c.note else [] if c.case is g.case else [c.case.name]
     return {
         "set": g.name,
         "contender": c.name,
@@ -175,7 +179,7 @@ def head(c: Contender, g: Group, d: Dtypes) -> dict[str, Any]:
     }
 
 
-def measured_row(c: Contender, g: Group, d: Dtypes, seconds: Sequence[float], rates: costs.Rates) -> dict[str, Any]:
+def measured_row(c: Contender, g: Group, d: Dtypes, seconds: Sequence[float], rates: Rates) -> dict[str, Any]:
     """The row of a contender that was timed; without the ratio, which takes the others."""
     s = g.sizes
     polar = c.case.polar_flops(s)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from bench.case import BF16, FP32, FP32_POLAR, Case, Draw, Dtypes, Inputs, Sizes, shipped
+from bench.costs import NS_STEPS
 from prokl import polar, torch_ops
 from prokl.kernels import newton_schulz, product, symmetric_product
 
-NS_STEPS, NS_COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def product_case(

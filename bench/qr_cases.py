@@ -11,6 +11,7 @@ from torch import Tensor
 
 import prokl.qr
 from bench.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, best
+from bench.costs import cholesky_qr
 from prokl import extension
 from prokl.qr import householder_qr
 
@@ -116,13 +117,8 @@ def plain_refresh(*pairs: tuple[str, str]) -> Callable[[Inputs], Any]:
     return lambda i: [householder_qr(i[L] @ i[Q]) for L, Q in pairs]
 
 
-def _cholesky_flops(n: int, k: int) -> float:
-    """One Cholesky QR: fewer than any other way to Q takes."""
-    return 2 * n * k**2 + k**3 / 3
-
-
 def _refresh_flops(k: int) -> float:
-    return 2 * k**3 + _cholesky_flops(k, k)
+    return 2 * k**3 + cholesky_qr(k, k)
 
 
 def _with_extension(i: Inputs, tile: Any) -> Any:
@@ -167,13 +163,14 @@ TRACKING = Case(
     tracked,
     _track_with_extension,
     lambda i: prokl.qr.tracking_qr(**i, mm=best(i["V"].device).product),
-    lambda s: s.B * _cholesky_flops(s.n, s.r),
+    lambda s: s.B * cholesky_qr(s.n, s.r),
     lambda s, d: 4 * s.B * (2 * s.n * s.r + s.r**2),
     timed=(FP32,),
     plain=lambda i: householder_qr(i["V"]),
     counterpart=_kl("refresh of the long side, once in tau steps", long_side, lambda s: (s.n,), ("R", "Q_R")),
     verify=lambda i, Q: deviations(i["V"].double(), Q),
     obstacle=extension.obstacle,
+    plain_on_cpu=True,
 )
 """KL-Shampoo tracks no basis every step; it refreshes one of n x n once in tau steps, which stands beside this."""
 
@@ -190,4 +187,5 @@ REFRESH = Case(
     counterpart=_kl("refresh of both sides", both_sides, lambda s: (s.m, s.n), ("L", "Q_L"), ("R", "Q_R")),
     verify=verify_refresh(("L", "Q_L"), ("S", "Q_S")),
     obstacle=extension.obstacle,
+    plain_on_cpu=True,
 )

@@ -141,8 +141,13 @@ def merge(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def measured(path: Path, name: str, here: Mapping[str, str]) -> bool:
-    """Whether the file has this set, measured at the same commit, versions and machine; never from a changed tree."""
+    """Whether the file has this set, measured at the same commit, versions and machine, and none of it wrong.
+
+    Never from a changed tree.
+    """
     rows = [row for row in read(path) if row["set"] == name]
     if not rows or not here["commit"] or here["commit"].endswith("-dirty"):
+        return False
+    if any(row["note"].startswith("wrong") for row in rows):
         return False
     return all(row[column] == here[column] for row in rows for column in SAME)

@@ -1,9 +1,10 @@
 """Times whole optimizer steps beside Muon's, AdamW's and other packages': ``python -m bench.step_cpu [--out CSV]``.
 
-Refreshes are amortised over periods of ten steps. Contenders take turns, period by period. Newton-Schulz runs in the
-dtype that is faster here, bfloat16 or float32, in all but two rows; ratios are to torch.optim.Muon with the same one.
-Nothing is reported of a contender that does not go where the reference goes, or whose weights end not finite. What
-cannot run gets a row that says why.
+Refreshes are amortised over periods of ten steps. Contenders take turns, period by period, for about a second each.
+Newton-Schulz runs in the dtype that is faster here, bfloat16 or float32, in all but two rows; ratios are to
+torch.optim.Muon with the same one. The reference, weight by weight, is measured at the largest rank only. Nothing is
+reported of a contender that does not go where the reference goes, or whose weights end not finite. A peer that cannot
+run gets a row that says why; what is this package's and fails is wrong, and the exit status 1.
 """
 
 import argparse
@@ -20,10 +21,13 @@ from bench import costs, records
 from bench.errors import UsageError, interruptible
 from bench.exponents import PAPER as PAPER_COUNTS
 from bench.exponents import exponent, predicted
+from bench.gate import Gate
 from bench.peers import peers
+from bench.rates import Rates, machine_rows, main_dtype, measure_rates, recorded
 from bench.shapes import PAPER, SETS, SMALL, SWEEPS, ParameterSet, Sweep
 from bench.step_contenders import PERIOD, Contender, main_contenders, sweep_contenders
-from bench.step_lanes import Gate, Lane, Problem, enter, take_turns
+from bench.step_lanes import Lane, enter, take_turns
+from bench.step_problem import Problem
 
 FEWEST = 3
 """Periods timed at least."""
@@ -61,7 +65,7 @@ def step_ms(lane: Lane) -> list[float]:
     return [1e3 * sum(period) / PERIOD for period in lane.periods]
 
 
-def lane_rows(lane: Lane, medians: dict[Any, float], rates: costs.Rates) -> Iterator[Row]:
+def lane_rows(lane: Lane, medians: dict[Any, float], rates: Rates) -> Iterator[Row]:
     """The rows of a contender; ``medians`` are all contenders' of its set, by key."""
     c, s = lane.contender, lane.problem.parameters
     row = {**head(c, s), "unit": "ms", "rounds": len(lane.periods)}
@@ -82,11 +86,6 @@ def lane_rows(lane: Lane, medians: dict[Any, float], rates: costs.Rates) -> Iter
         yield row | {"metric": "step over klshampoo reference", "unit": "1", "median": against}
 
 
-def main_dtype(rates: costs.Rates) -> torch.dtype:
-    """The dtype of Newton-Schulz that is faster here, which most rows are measured with."""
-    return torch.bfloat16 if rates.half > rates.single else torch.float32
-
-
 def head(c: Contender, s: ParameterSet) -> Row:
     """What every row of a contender has."""
     who = {"set": s.name, "contender": c.name, "backend": c.backend, "rank": c.rank}
@@ -94,7 +93,7 @@ def head(c: Contender, s: ParameterSet) -> Row:
 
 
 def rows_of(
-    lanes: Sequence[Lane], left_out: Sequence[tuple[Contender, str]], s: ParameterSet, rates: costs.Rates
+    lanes: Sequence[Lane], left_out: Sequence[tuple[Contender, str]], s: ParameterSet, rates: Rates
 ) -> list[Row]:
     """All rows of a set that has been timed."""
     right = [lane for lane in lanes if lane.trouble is None]
@@ -105,7 +104,7 @@ def rows_of(
     return rows
 
 
-def measure_set(s: ParameterSet, device: torch.device, gate: Gate, effort: Effort, rates: costs.Rates) -> list[Row]:
+def measure_set(s: ParameterSet, device: torch.device, gate: Gate, effort: Effort, rates: Rates) -> list[Row]:
     """All contenders on one set."""
     polar = main_dtype(rates)
     contenders = main_contenders(s, device, polar)
@@ -120,7 +119,7 @@ def measure_set(s: ParameterSet, device: torch.device, gate: Gate, effort: Effor
     return rows_of(lanes, [*emulated, *left_out], s, rates)
 
 
-def measure_sweep(w: Sweep, device: torch.device, gate: Gate, effort: Effort, rates: costs.Rates) -> list[Row]:
+def measure_sweep(w: Sweep, device: torch.device, gate: Gate, effort: Effort, rates: Rates) -> list[Row]:
     """The contenders of the sweeps on all points in turns, and how their time grows."""
     entered = [
         (s, *enter(sweep_contenders(s.ranks[0], device, main_dtype(rates)), Problem(s, device), gate, SLOWEST))
@@ -147,16 +146,6 @@ def growth(w: Sweep, rows: Sequence[Row]) -> Iterator[Row]:
         if contender in PAPER_COUNTS:
             expected = predicted(contender, w.points, PERIOD)
             yield row | {"metric": f"exponent of {w.variable}, paper's count", "median": expected}
-
-
-def machine_rows(rates: costs.Rates) -> list[Row]:
-    """The ceilings that the floors are made of."""
-    ceilings = [
-        ("product rate bfloat16", rates.half / 1e9, "GFLOP/s"),
-        ("product rate float32", rates.single / 1e9, "GFLOP/s"),
-        ("copy bandwidth", rates.bandwidth / 1e9, "GB/s"),
-    ]
-    return [{"set": "machine", "metric": metric, "unit": unit, "median": value} for metric, value, unit in ceilings]
 
 
 def words(row: Row) -> str:
@@ -200,7 +189,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="SET",
         help=f"of {', '.join(every)} (default: the small sets and all sweeps; on cuda the paper's sets)",
     )
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="per contender and set (default: 2)")
+    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="per contender and set (default: 1)")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="periods at most (default: 15)")
     parser.add_argument(
         "--out", type=Path, metavar="CSV", help="put the rows there, in place of those of the same sets"
@@ -231,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_float32_matmul_precision("highest")
     here = records.environment(a.device)
     gate, effort, wrong = Gate(), Effort(a.seconds, a.rounds), False
-    rates: costs.Rates | None = None
+    rates: Rates | None = None
 
     def finish(rows: list[Row]) -> None:
         for row in rows:
@@ -243,8 +232,9 @@ def main(argv: Sequence[str]) -> int:
         if a.out and not a.again and all(records.measured(a.out, s, here) for s in sets):
             print(f"{name}: in {a.out} already; --again measures it anew", flush=True)
             continue
+        rates = rates or recorded(a.out, here)  # the floors of the sets in the file are made of those
         if rates is None:
-            rates = costs.measure_rates(a.device, torch.get_num_threads())
+            rates = measure_rates(a.device, torch.get_num_threads())
             finish(machine_rows(rates))
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
         rows = measure(subject, a.device, gate, effort, rates)

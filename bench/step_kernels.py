@@ -16,9 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import records
 from bench.errors import UsageError, interruptible
+from bench.gate import Gate
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet
 from bench.step_contenders import PERIOD, backends, pro
-from bench.step_lanes import Gate, Lane, Problem, enter
+from bench.step_lanes import Lane, enter
+from bench.step_problem import Problem
 
 SLOWEST = 20.0
 """Seconds that a period may take."""

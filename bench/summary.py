@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import micro_report, records, step_report
+from bench import memory_report, micro_report, records, step_report
 from bench.errors import UsageError, interruptible
 from bench.shapes import SMALL
 
-MICRO, STEP = micro_report.RECORD, step_report.RECORD
+RECORDS = micro_report.RECORD, step_report.RECORD, memory_report.RECORD
 
 
 def tables(folder: Path) -> list[str]:
@@ -19,7 +19,7 @@ def tables(folder: Path) -> list[str]:
         UsageError: it has none, or not of this form.
     """
     try:
-        micro, step = (records.read(folder / name) for name in (MICRO, STEP))
+        micro, step, memory = (records.read(folder / name) for name in RECORDS)
     except ValueError as error:
         raise UsageError(str(error)) from error
     found = [micro_report.table(micro)] if micro else []
@@ -27,8 +27,13 @@ def tables(folder: Path) -> list[str]:
         found.append(step_report.steps(step))
     if any(row["set"].startswith("n/m=") for row in step):
         found.append(step_report.aspects(step))
+    if any(row["metric"].startswith("exponent of") for row in step):
+        found.append(step_report.growth(step))
+    if memory:
+        sets = list(dict.fromkeys(row["set"] for row in memory))
+        found += [memory_report.state(memory, sets), memory_report.workspace(memory, sets)]
     if not found:
-        raise UsageError(f"{folder}: has no rows in {MICRO} or {STEP}; measure with ./run bench --out {folder}")
+        raise UsageError(f"{folder}: has no rows in {' or '.join(RECORDS)}; measure with ./run bench --out {folder}")
     return found
 
 

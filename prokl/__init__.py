@@ -4,4 +4,4 @@ from prokl.optimizer import KLShampoo, ProKLShampoo
 from prokl.routing import param_groups
 
 __all__ = ["KLShampoo", "ProKLShampoo", "param_groups"]
-__version__ = "0.3.0"
+__version__ = "0.4.0"

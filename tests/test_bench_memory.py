@@ -173,6 +173,19 @@ def test_the_rows_of_a_set_are_written(monkeypatch, tmp_path, capsys):
         assert r["set"] == "tiny" and r["torch"] == torch.__version__ and r["rounds"] == ""
 
 
+def test_a_counted_set_is_skipped_unless_asked_for_again(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(SETS, "tiny", TINY)
+    here = {column: "x" for column in records.SAME} | {"date": "2000-01-01"}
+    monkeypatch.setattr(records, "environment", lambda device: here)
+    arguments = ["--sets", "tiny", "--out", str(tmp_path / "memory.csv")]
+    assert memory.main(arguments) == 0
+    capsys.readouterr()
+    assert memory.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("tiny: in ")
+    assert memory.main([*arguments, "--again"]) == 0
+    assert capsys.readouterr().out.startswith("tiny muon")
+
+
 def test_no_figure_is_reported_of_a_state_that_is_not_the_tables(monkeypatch, tmp_path):
     monkeypatch.setitem(SETS, "tiny", TINY)
     monkeypatch.setitem(memory.TABLE, "klshampoo", lambda m, n, r: {"momentum": m * n})

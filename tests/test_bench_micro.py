@@ -12,10 +12,10 @@ pytest.importorskip("pytest_benchmark")
 
 from bench import bench_primitives, ledger, micro, micro_report, records, summary  # noqa: E402
 from bench.case import FP32  # noqa: E402
-from bench.costs import Rates  # noqa: E402
 from bench.kernel_cases import CASES  # noqa: E402
 from bench.ledger import KL, OURS, PLAIN, Ledger, with_ratios  # noqa: E402
 from bench.primitive_cases import PRIMITIVES  # noqa: E402
+from bench.rates import Rates  # noqa: E402
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet  # noqa: E402
 from prokl import ops  # noqa: E402
 from tests.commands import ROOT, read  # noqa: E402
@@ -109,6 +109,15 @@ def test_on_a_gpu_there_are_the_kernels_too(monkeypatch):
     assert extension.obstacle is not None or torch.cuda.is_available()
 
 
+def test_on_a_cpu_the_rows_of_qr_say_that_ours_is_the_plain_form():
+    said = "the plain form itself on a CPU"
+    for g in groups(CPU).values():
+        same = g.name.startswith(("tracking QR", "refresh"))
+        notes = {c.name: micro.head(c, g, FP32)["note"] for c in g.contenders(CPU)}
+        assert [name for name, note in notes.items() if said in note] == [OURS] * same
+    assert all(not c.note for g in groups(CUDA).values() for c in g.contenders(CUDA))
+
+
 def test_a_counterpart_with_a_kernel_runs_it_where_triton_does(monkeypatch):
     g = groups(CPU)["apply, 3 of 12x20, r=4"]
     assert g.case.counterpart.call is not None
@@ -164,13 +173,20 @@ def written(monkeypatch, tmp_path):
     """A ledger on a file, of a clean commit, and the function that says which contenders the file has."""
     here = dict.fromkeys(records.SAME, "x") | {"date": "2000-01-01"}
     monkeypatch.setattr(ledger.records, "environment", lambda device: here)
-    monkeypatch.setattr(ledger.costs, "measure_rates", lambda device, threads: RATES)
+    monkeypatch.setattr(ledger, "measure_rates", lambda device, threads: RATES)
     out = tmp_path / "rows.csv"
 
     def make(again=False):
         return Ledger(CPU, 0.001, out, again)
 
     return make, lambda: [(r["contender"], r["ratio"]) for r in read(out) if r["metric"] == "time"]
+
+
+def test_a_second_run_keeps_the_ceilings_of_the_file(written, monkeypatch):
+    make, _ = written
+    make().rates  # noqa: B018
+    monkeypatch.setattr(ledger, "measure_rates", lambda device, threads: pytest.fail("measured anew"))
+    assert make(again=True).rates == RATES
 
 
 def row(contender, median):
@@ -219,7 +235,11 @@ def test_a_wrong_form_fails_and_its_group_is_not_reported(written):
     g = groups(CPU)["Newton-Schulz, 3 of 12x20, r=4"]
     plain, ours, theirs = g.contenders(CPU)
     broken = replace(ours, run=lambda i: 1.1 * ours.run(i))
-    book, contenders = make(), [plain, broken, theirs]
+    primitive(g, [plain, ours, theirs], 0, right := make())
+    primitive(g, [plain, ours, theirs], 1, right)
+    primitive(g, [plain, ours, theirs], 2, right)
+    assert len(rows()) == 3  # of a run before
+    book, contenders = make(again=True), [plain, broken, theirs]
     assert primitive(g, contenders, 0, book) >= 3
     with pytest.raises(AssertionError, match="Newton-Schulz, 3 of 12x20, r=4, pro-klshampoo torch: error "):
         primitive(g, contenders, 1, book)
@@ -288,5 +308,10 @@ def test_the_summary_shows_times_and_ratios(tmp_path, capsys):
         "| h | 4.00 | - | - |".split(),
     ]
     assert len(micro_report.table(records.read(tmp_path / micro_report.RECORD), ["9x9x9"]).splitlines()) == 2
+    (tmp_path / micro_report.RECORD).unlink()
+    values = {"set": "tiny/4", "contender": "muon", "metric": "state", "unit": "bytes", "dtype": "float32"}
+    records.write(tmp_path / "memory.csv", [values | {"median": 3_000_000}])
+    assert summary.main([str(tmp_path)]) == 0
+    assert ["|", "Muon", "|", "3", "|"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert summary.main([str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "empty").exists()

@@ -1,6 +1,7 @@
 """The optimizers of other packages: what cannot run says why, and COSMOS does what its description says."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from bench import peers, records
 from bench.cosmos import Cosmos, orthogonalised
 
 ROOT = Path(__file__).parent.parent
+EXCUSES: dict[str, tuple[str, ...]] = {}
+"""By distribution: parts of the reasons for which it may fail to be built where it is installed; none is known."""
 
 
 def weights(*shapes, seed=0):
@@ -21,17 +24,21 @@ def weights(*shapes, seed=0):
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer[0])
-def test_a_peer_steps_or_says_why_not(peer):
+def test_a_peer_that_is_installed_steps(peer):
     name, distribution, *_ = peer
+    if records.version(distribution) is None:
+        pytest.skip(f"{distribution} is not installed")
+    if sys.version_info < peers.PYTHON.get(distribution, (0, 0)):
+        pytest.skip(f"{distribution} is not for this Python")
     (contender,) = (c for c in peers.peers(2, torch.float32) if c.name == name)
     Ws = weights((8, 6), (6, 8), (6, 6))
     before = [W.detach().clone() for W in Ws]
     try:
         optimizer = contender.make(Ws)
     except peers.CannotRun as error:
-        assert distribution in str(error) or records.version(distribution) is not None
-        assert "\n" not in str(error)
-        return
+        if not any(why in str(error) for why in EXCUSES.get(distribution, ())):
+            raise
+        pytest.skip(str(error))
     finally:
         torch.compiler.set_stance("default")
     gradients = [W.grad.clone() for W in Ws]

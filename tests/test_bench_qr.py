@@ -7,6 +7,7 @@ import torch
 
 from bench.case import FP32, Sizes
 from bench.checks import Numbers, complaint
+from bench.costs import terms
 from bench.qr_cases import BACKWARD, ORTHOGONALITY, REFRESH, TRACKING, deviations
 from prokl.qr import householder_qr
 
@@ -49,6 +50,17 @@ def test_problems_are_of_their_kind():
     assert gram(U).max() < 1e-5 and gram(Q_L).max() < 1e-5
     assert gram(Q_S).min() > 0.01  # between refreshes it is no basis
     assert [t.shape[1:] for t in inputs(REFRESH.counterpart)().values()] == [(12, 12)] * 2 + [(40, 40)] * 2
+
+
+def test_the_floors_count_a_product_and_one_cholesky_pass_as_those_of_steps_do():
+    def least(kind, m, n, r):
+        return sum(t.least for t in terms("pro-klshampoo", "least", m, n, r) if t.kind == kind)
+
+    tracking, refresh = (case.flops(SIZES) / SIZES.B for case in (TRACKING, REFRESH))
+    assert tracking == pytest.approx(2 * 40 * 8**2 + 8**3 / 3, rel=1e-12)
+    assert refresh == pytest.approx(sum(2 * k**3 + 2 * k**3 + k**3 / 3 for k in (12, 8)), rel=1e-12)
+    products = 2 * 12**3 + 2 * 8**3
+    assert tracking + refresh == pytest.approx(least("factorisation", 12, 40, 8) + products, rel=1e-12)
 
 
 WRONG = {

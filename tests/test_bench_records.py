@@ -55,6 +55,12 @@ def test_a_set_is_measured_when_commit_versions_and_machine_are_the_same(change,
     assert not records.measured(path, "b", HERE | change)
 
 
+def test_a_set_with_something_wrong_is_measured_again(tmp_path):
+    path = tmp_path / "rows.csv"
+    records.write(path, [row("a", 1.0) | HERE, {"set": "a", "note": "wrong: NaN"} | HERE])
+    assert not records.measured(path, "a", HERE)
+
+
 @pytest.mark.parametrize("commit", ["", "0" * 40 + "-dirty"])
 def test_a_changed_or_unknown_tree_is_never_measured_already(commit, tmp_path):
     path = tmp_path / "rows.csv"

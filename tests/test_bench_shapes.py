@@ -7,8 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import prokl.qr
-from bench import costs
-from bench.costs import Cost, Rates, cost, floor, terms, total
+from bench import costs, rates
+from bench.costs import Cost, cost, floor, terms, total
+from bench.rates import Rates
 from bench.shapes import PAPER, SETS, SMALL, SWEEPS
 from prokl import KLShampoo, ProKLShampoo
 
@@ -124,9 +125,16 @@ def test_totals_are_those_of_the_docstring(m, n, r):
 
 
 @pytest.mark.parametrize("method", ["pro-klshampoo", "klshampoo", "muon"])
-def test_the_least_form_saves_half_of_the_symmetric_products_and_nothing_else(method):
+def test_the_least_form_saves_half_of_the_symmetric_products_and_has_one_cholesky_pass_a_qr(method):
+    def saved_by_qr(n, k):
+        # Householder's R and Q against W^T W by half, its factor, and the solve.
+        return 4 * n * k**2 - 4 / 3 * k**3 - (n * k**2 + k**3 / 3 + n * k**2)
+
     every = terms(method, "torch", 20, 60, 4)
     saved = sum(t.flops for t in every if t.kind == "symmetric") / 2
+    qr = {"pro-klshampoo": [(60, 4), (20, 20), (4, 4)], "klshampoo": [(20, 20), (60, 60)], "muon": []}[method]
+    assert all(saved_by_qr(*size) > 0 for size in qr)
+    saved += sum(saved_by_qr(*size) for size in qr)
     full, least = (cost((1, 20, 60), 4, 1, method, form) for form in ("torch", "least"))
     assert saved > 0
     assert least.flops_ns + least.flops_rest == pytest.approx(full.flops_ns + full.flops_rest - saved, rel=1e-12)
@@ -184,9 +192,9 @@ def test_narrow_storage_moves_half_the_bytes():
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic():
-    rates = Rates(half=100.0, single=10.0, bandwidth=5.0)
-    assert floor(Cost(1000.0, 50.0, 1.0), rates) == 1000 / 100 + 50 / 10
-    assert floor(Cost(1000.0, 50.0, 500.0), rates) == 500 / 5
+    found = Rates(half=100.0, single=10.0, bandwidth=5.0)
+    assert floor(Cost(1000.0, 50.0, 1.0), found) == 1000 / 100 + 50 / 10
+    assert floor(Cost(1000.0, 50.0, 500.0), found) == 500 / 5
     assert floor(Cost(1000.0, 50.0, 1.0), Rates(1.0, 10.0, 5.0)) == 1050 / 10  # a CPU that only emulates bfloat16
 
 
@@ -199,9 +207,9 @@ def test_what_is_not_counted_is_refused():
 
 def test_measuring_the_ceilings_puts_torchs_settings_back():
     settings = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    rates = costs.measure_rates(torch.device("cpu"), 1, sides=(32, 64), elements=2**12, rounds=2)
+    found = rates.measure_rates(torch.device("cpu"), 1, sides=(32, 64), elements=2**12, rounds=2)
     assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == settings
-    assert min(rates.half, rates.single, rates.bandwidth) > 0
+    assert min(found.half, found.single, found.bandwidth) > 0
 
 
 def test_no_larger_product_is_tried_after_one_that_took_long(monkeypatch):
@@ -214,8 +222,8 @@ def test_no_larger_product_is_tried_after_one_that_took_long(monkeypatch):
 
         return fastest
 
-    for seconds, sides in ((costs.QUICK / 2, [8, 8, 16, 16]), (costs.QUICK * 2, [8, 8])):
+    for seconds, sides in ((rates.QUICK / 2, [8, 8, 16, 16]), (rates.QUICK * 2, [8, 8])):
         tried.clear()
-        monkeypatch.setattr(costs, "_fastest", took(seconds))
-        rate = costs._product_rate(torch.float32, (8, 16), torch.device("cpu"), 1)
+        monkeypatch.setattr(rates, "_fastest", took(seconds))
+        rate = rates._product_rate(torch.float32, (8, 16), torch.device("cpu"), 1)
         assert tried == sides and rate == 2 * sides[-1] ** 3 / seconds

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import records, step_cpu, step_lanes
-from bench.costs import Rates
+from bench import gate, records, step_cpu, step_problem
 from bench.exponents import exponent, predicted
+from bench.gate import Gate, complaint
+from bench.rates import Rates, machine_rows
 from bench.shapes import SWEEPS, ParameterSet, Sweep
 from bench.step_contenders import PERIOD, Float32Muon, main_contenders, muon, pro, sweep_contenders
-from bench.step_lanes import AGREE, Gate, Lane, Problem, disagreement, enter, take_turns
+from bench.step_lanes import Lane, enter, take_turns
+from bench.step_problem import Problem
 from prokl import ProKLShampoo
 from tests.commands import read
 
@@ -25,7 +27,7 @@ def tiny(monkeypatch):
     monkeypatch.setitem(step_cpu.SETS, "tiny", TINY)
     points = tuple((n, ParameterSet(f"n={n}", ((1, 8, n),), (3,))) for n in (12, 24))
     monkeypatch.setitem(step_cpu.SWEEPS, "n", Sweep("n", "m=8", points))
-    monkeypatch.setattr(step_cpu.costs, "measure_rates", lambda device, threads: Rates(2e12, 1e12, 1e11))
+    monkeypatch.setattr(step_cpu, "measure_rates", lambda device, threads: Rates(2e12, 1e12, 1e11))
     monkeypatch.setattr(step_cpu, "peers", lambda rank, polar: [])
     here = {column: "x" for column in records.SAME} | {"date": "2000-01-01"}
     monkeypatch.setattr(step_cpu.records, "environment", lambda device: here)
@@ -65,7 +67,7 @@ def test_the_contenders_are_distinct_and_only_two_have_the_other_dtype(polar):
 def test_every_contender_of_this_package_agrees_with_the_reference(shape):
     own = [c for c in main_contenders(TINY, CPU, torch.bfloat16) if c.own and c.backend != "reference"]
     assert len(own) == 6
-    assert all(disagreement(c, shape, CPU) < AGREE for c in own)
+    assert [complaint(c, shape, CPU) for c in own] == [""] * 6
 
 
 class Off(ProKLShampoo):
@@ -96,6 +98,44 @@ def test_what_goes_elsewhere_does_not_enter():
     assert contender.name == "pro-klshampoo" and "from the reference on 8x12 in float64, may be 1e-06" in why
 
 
+class Coarse(ProKLShampoo):
+    """Rounds its weights to half precision, in float32 alone."""
+
+    def step(self):
+        super().step()
+        for W in self.param_groups[0]["params"]:
+            if W.dtype == torch.float32 and self.param_groups[0]["backend"] != "reference":
+                W.data = W.bfloat16().float()
+
+
+class Alike(ProKLShampoo):
+    """Gives all weights of a bucket the step of the first."""
+
+    def step(self):
+        ws = self.param_groups[0]["params"]
+        before = [W.detach().clone() for W in ws]
+        super().step()
+        for W, start in zip(ws, before, strict=True):
+            W.data = start + (ws[0].detach() - before[0])
+
+
+@pytest.mark.parametrize(
+    "kind, why", [(Coarse, "from the float64 reference on 8x12 in float32, may be"), (Alike, "in float64")]
+)
+def test_what_is_wrong_in_the_timed_dtype_or_in_a_bucket_alone_does_not_enter(kind, why):
+    _, ((_, found),) = enter([made_by(kind)], Problem(TINY, CPU), Gate(), 60)
+    assert found.startswith("wrong: ") and why in found
+
+
+def test_a_shape_is_compared_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gate, "complaint", lambda c, shape, device: asked.append(shape) or "")
+    own = Gate()
+    for contender in (made_by(ProKLShampoo), made_by(ProKLShampoo), pro("torch", 3, torch.bfloat16)):
+        own.check(contender, Problem(TINY, CPU))
+    assert asked == [(8, 12), (12, 8), (8, 8)] * 2
+
+
 def test_weights_that_end_not_finite_give_a_reason_and_no_figure():
     broken = replace(made_by(Broken), own=None)
     lanes, left_out = enter([broken, muon(torch.float32)], Problem(TINY, CPU), Gate(), 60)
@@ -115,6 +155,8 @@ def test_a_contender_that_raises_or_is_too_slow_costs_its_own_row_alone():
     problem = Problem(TINY, CPU)
     lanes, left_out = enter([failing, muon(torch.float32)], problem, Gate(), 60)
     assert [why for _, why in left_out] == ["RuntimeError: no such kernel"] and len(lanes) == 1
+    own = replace(failing, own=(ProKLShampoo, {}), backend="reference")
+    assert enter([own], problem, Gate(), 60)[1][0][1] == "wrong: RuntimeError: no such kernel"
     lanes, left_out = enter([muon(torch.float32)], problem, Gate(), 0.0)
     assert not lanes and left_out[0][1].startswith("too slow: a step took ")
 
@@ -197,6 +239,49 @@ def test_a_measured_set_is_skipped_unless_asked_for_again(tiny, tmp_path, capsys
     assert after != before
 
 
+def test_an_own_contender_that_fails_while_it_is_timed_is_wrong_and_a_peer_cannot_run():
+    lanes, _ = enter([made_by(ProKLShampoo), muon(torch.float32)], Problem(TINY, CPU), Gate(), 60)
+
+    def fail():
+        raise RuntimeError("out of order")
+
+    for lane in lanes:
+        lane.optimizer.step = fail
+    take_turns(lanes, 1e-3, 1, 1)
+    assert [lane.trouble for lane in lanes] == ["wrong: RuntimeError: out of order", "RuntimeError: out of order"]
+
+
+def test_an_own_contender_that_fails_gives_status_1(tiny, monkeypatch, capsys):
+    class Failing(ProKLShampoo):
+        def step(self):
+            raise RuntimeError("no such kernel")
+
+    failing = replace(made_by(Failing), backend="reference")
+    failing = replace(failing, own=(ProKLShampoo, failing.own[1]))
+    monkeypatch.setattr(step_cpu, "main_contenders", lambda s, device, polar: [muon(polar), failing])
+    assert step_cpu.main(["--sets", "tiny", *QUICK]) == 1
+    assert "wrong: RuntimeError: no such kernel" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_ceilings_of_the_file(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "rows.csv"
+    here = step_cpu.records.environment(CPU)
+    records.merge(out, [row | here for row in machine_rows(Rates(4e12, 3e12, 2e11))])
+    monkeypatch.setattr(step_cpu, "measure_rates", lambda device, threads: pytest.fail("measured anew"))
+    monkeypatch.setattr(step_cpu, "main_contenders", lambda *given: main_contenders(*given)[:2])  # Muon and AdamW
+    before = read(out)
+    assert step_cpu.main(["--sets", "tiny", "--out", str(out), *QUICK]) == 0
+    rows = read(out)
+    assert rows[:3] == before
+    adamw = next(r for r in rows if r["contender"] == "adamw" and r["metric"] == "step")
+    elements = TINY.elements
+    assert float(adamw["floor"]) == pytest.approx(1e3 * (3 + 4) * 4 * elements / 2e11, rel=1e-4)
+    monkeypatch.setattr(step_cpu, "measure_rates", lambda device, threads: Rates(1e12, 1e12, 1e11))
+    monkeypatch.setattr(step_cpu.records, "environment", lambda device: here | {"commit": "y"})
+    assert step_cpu.main(["--sets", "tiny", "--out", str(out), *QUICK]) == 0
+    assert read(out)[0]["median"] == "1000"
+
+
 def test_a_sweep_has_measured_exponents_beside_predicted_ones(tiny, tmp_path):
     assert step_cpu.main(["--sets", "n", "--out", str(tmp_path / "rows.csv"), *QUICK]) == 0
     found = {(r["contender"], r["backend"], r["metric"]): r["median"] for r in read(tmp_path / "rows.csv")}
@@ -207,7 +292,7 @@ def test_a_sweep_has_measured_exponents_beside_predicted_ones(tiny, tmp_path):
 
 
 def test_products_that_are_emulated_in_bfloat16_are_left_out_with_the_reason(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(step_cpu.costs, "measure_rates", lambda device, threads: Rates(1e10, 1e11, 1e10))
+    monkeypatch.setattr(step_cpu, "measure_rates", lambda device, threads: Rates(1e10, 1e11, 1e10))
     assert step_cpu.main(["--sets", "tiny", *QUICK]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert [line.partition(" step: ")[0] for line in lines] == ["tiny muon", "tiny pro-klshampoo torch r=3"]
@@ -253,6 +338,6 @@ def test_all_weights_of_an_oriented_shape_start_from_one_state_in_memory_of_thei
     problem = Problem(TINY, CPU)
     lane = Lane(pro("reference", 3, torch.float32), problem)
     a, b, tall, _ = (lane.optimizer.state[W] for W in lane.weights)
-    assert a["step"] == step_lanes.SETTLING - 1
+    assert a["step"] == step_problem.SETTLING - 1
     assert torch.equal(a["L"], b["L"]) and torch.equal(a["L"], tall["L"])
     assert a["L"].data_ptr() != b["L"].data_ptr()

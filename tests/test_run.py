@@ -11,7 +11,7 @@ from tests.commands import ROOT
 PYTHON = """#!/bin/sh
 echo "$*" >>"$LOG"
 case "$*" in
-*"$FAIL"*) exit 1 ;;
+*"$FAIL"*) exit "$STATUS" ;;
 esac
 """
 
@@ -27,10 +27,10 @@ def script(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def call(*arguments, fail="nothing fails"):
+    def call(*arguments, fail="nothing fails", with_status=1):
         log = tmp_path / "log"
         log.write_text("")
-        env = os.environ | {"LOG": str(log), "FAIL": fail, "PYTHON": str(python)}
+        env = os.environ | {"LOG": str(log), "FAIL": fail, "STATUS": str(with_status), "PYTHON": str(python)}
         done = subprocess.run([clone / "run", *arguments], cwd=elsewhere, env=env, capture_output=True, text=True)
         commands = [line for line in log.read_text().splitlines() if "pip" not in line and line.startswith("-m")]
         return done.returncode, [c.replace(str(tmp_path), "") for c in commands], done.stderr
@@ -101,6 +101,28 @@ def test_without_a_job_it_says_what_there_is(script):
     assert (status, commands) == (2, [])
     assert all(f"./run {job}" in error for job in ("pretrain", "test", "bench", "gpu"))
     assert "not measured again" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["bench", "--help"], ["gpu", "-h"], ["bench", "--out", "x", "--help"]]
+)
+def test_help_is_the_usage(arguments, tmp_path):
+    shutil.copy(ROOT / "run", tmp_path)
+    done = subprocess.run([tmp_path / "run", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert done.stdout.startswith("From a fresh clone") and "./run gpu [--out DIR]" in done.stdout
+
+
+def test_a_summary_that_fails_is_counted_and_said_last(script):
+    status, commands, error = script("bench", "--part", "memory", fail="bench.summary")
+    assert status == 1 and len(commands) == 2 and error.endswith("\nFailed: summary\n")
+
+
+def test_without_triton_the_primitives_are_skipped(script):
+    status, commands, error = script("bench", fail="-m pytest bench", with_status=5)
+    assert status == 0 and "Failed" not in error and len(commands) == 4
+    status, commands, _ = script("bench", "--part", "micro", fail="-m pytest bench", with_status=5)
+    assert status == 0 and len(commands) == 1  # there is nothing to sum up
 
 
 def test_make_bench_is_the_job():

@@ -1,0 +1,82 @@
+"""What the optimizers step that are compared: weights, their gradients, and the state that they start from.
+
+Every weight of a shape starts from the state that one of them has after SETTLING steps: a start is SVDs and
+eigenvectors of every weight, and in its first 20 steps a state may still be rescaled.
+
+Dimension key: m short side, n long side.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bench.shapes import ParameterSet
+from prokl.initial import YOUNG
+
+SETTLING = 1 + YOUNG
+SIGNAL = 16
+"""Rank of the gradients' signal."""
+GRADIENTS = 8
+"""Gradients of a weight, which take turns as new ones would come from a backward pass."""
+
+Shape = tuple[int, int]
+
+
+class Problem:
+    """The weights of a set where they start, and their gradients: a signal of low rank plus as much noise.
+
+    Attributes:
+        parameters: the set.
+        device: where.
+        start: the weights.
+        gradients: of every weight, ``GRADIENTS`` times.
+        buffers: what an optimizer is given; it may write there.
+    """
+
+    def __init__(self, parameters: ParameterSet, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.parameters, self.device = parameters, device
+        generator = torch.Generator(device)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device)
+
+        signals: dict[Shape, tuple[Tensor, Tensor]] = {}
+        for m, n in parameters.oriented:
+            generator.manual_seed(m * n)
+            signals[m, n] = normal(m, SIGNAL), normal(SIGNAL, n)
+        generator.manual_seed(0)
+
+        def gradient(shape: Shape) -> Tensor:
+            m, n = min(shape), max(shape)
+            a, b = signals[m, n]
+            G = torch.addmm(normal(m, n), a * normal(SIGNAL), b)
+            return (G if shape == (m, n) else G.mT.contiguous()).to(dtype)
+
+        self.start = [(0.02 * normal(*shape)).to(dtype) for shape in parameters.each]
+        self.gradients = [[gradient(shape) for shape in parameters.each] for _ in range(GRADIENTS)]
+        self.buffers = [torch.empty_like(W) for W in self.start]
+        self._settled: dict[Any, dict[str, Any]] = {}
+
+    def load(self, weights: Sequence[Tensor], t: int) -> None:
+        """Give the weights their t-th gradients."""
+        for W, buffer, G in zip(weights, self.buffers, self.gradients[t % GRADIENTS], strict=True):
+            W.grad = buffer.copy_(G)
+
+    def settled(self, kind: type[Optimizer], settings: Mapping[str, Any], index: int) -> dict[str, Any]:
+        """State of weight ``index`` alone after SETTLING steps; the same for all of its oriented shape."""
+        shape = self.start[index].shape
+        settings = {**settings, "backend": "torch"}
+        if "ns_dtype" in settings:  # the state does not depend on it, and half precision is slow on many CPUs
+            settings["ns_dtype"] = torch.float32
+        key = kind, tuple(sorted(settings.items(), key=lambda item: item[0])), min(shape), max(shape)
+        if key not in self._settled:
+            W = torch.nn.Parameter(self.start[index].clone())
+            optimizer = kind([W], **settings)
+            for t in range(SETTLING):
+                W.grad = self.gradients[t % GRADIENTS][index].clone()
+                optimizer.step()
+            self._settled[key] = optimizer.state_dict()["state"][0]
+        return self._settled[key]
