@@ -13,6 +13,7 @@ NAMES = {
     "klshampoo": "KL-Shampoo",
     "pro-klshampoo": "Pro-KLShampoo",
     "smok-hop": "Smok-Hop",
+    "cosmos": "COSMOS",
 }
 
 Row = dict[str, str]

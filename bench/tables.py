@@ -1,7 +1,7 @@
-"""README's tables and plot from the recorded rows: ``python -m bench.tables [--check]``.
+"""The documents' tables, and their plots, from the recorded rows: ``python -m bench.tables [--check]``.
 
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; what is between them is replaced. With --check
-nothing is written, and the exit status says whether the README shows what the rows give.
+nothing is written, and the exit status says whether the documents show what the rows give.
 """
 
 import argparse
@@ -11,11 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import memory_report, micro_report, step_report
 from bench.errors import interruptible
-from bench.markdown import NAMES, figure, markdown, rows_of
+from bench.experiments import comparisons
+from bench.experiments import tables as experiments
+from bench.markdown import NAMES, RESULTS, figure, markdown, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md")
+PLOT = RESULTS / "step-cpu.png"
+PRIMITIVES = ("24x256x256", "12x256x1024")
+"""Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,7 +43,21 @@ def pretrain() -> str:
     return markdown(head, "lrrrrrr", body)
 
 
-TABLES: dict[str, Callable[[], str]] = {"pretrain": pretrain}
+TABLES: dict[str, Callable[[], str]] = {
+    "pretrain": pretrain,
+    "steps": step_report.steps,
+    "floors": step_report.floors,
+    "aspects": step_report.aspects,
+    "growth": step_report.growth,
+    "micro": lambda: micro_report.table(shapes=PRIMITIVES),
+    "state": memory_report.state,
+    "workspace": memory_report.workspace,
+    "main": lambda: experiments.main_table(rows_of("main.csv")),
+    "main-orderings": lambda: experiments.orderings_table(rows_of("main-orderings.csv")),
+    "main-sweep": lambda: experiments.sweep_table(rows_of("main-sweep.csv")),
+    "ablation": lambda: experiments.ablation_table(rows_of("ablation.csv")),
+    "ablation-orderings": lambda: experiments.orderings_table(rows_of("ablation-orderings.csv")),
+}
 
 
 def rendered(text: str) -> str:
@@ -50,17 +70,24 @@ def rendered(text: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rewrite the README, or check it; the exit status."""
+    """Rewrite the documents and the plots, or check the documents; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README differs from the rows")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a document differs from the rows")
     options = parser.parse_args(argv)
-    before = README.read_text(encoding="utf-8")
-    after = rendered(before)
+    differ = False
+    for document in DOCUMENTS:
+        before = document.read_text(encoding="utf-8")
+        after = rendered(before)
+        if options.check:
+            name = document.name
+            sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True), name, "rows"))
+            differ |= before != after
+        elif before != after:
+            document.write_text(after, encoding="utf-8")
     if not options.check:
-        README.write_text(after, encoding="utf-8")
-        return 0
-    sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "README.md", "rows"))
-    return int(before != after)
+        step_report.plot(PLOT)
+        comparisons.draw(RESULTS)
+    return int(differ)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,32 @@
-"""The README's tables are what the recorded rows give."""
+"""The documents' tables are what the recorded rows give."""
 
 import pytest
 
 from bench import markdown, tables
 
 
-def test_the_readme_shows_what_the_rows_give(capsys):
+def test_the_documents_show_what_the_rows_give(capsys):
     assert tables.main(["--check"]) == 0, f"run python -m bench.tables:\n{capsys.readouterr().out}"
-    assert set(tables.TABLES) == {found[2] for found in tables.BLOCK.finditer(tables.README.read_text("utf-8"))}
+    texts = [document.read_text(encoding="utf-8") for document in tables.DOCUMENTS]
+    assert set(tables.TABLES) == {found[2] for text in texts for found in tables.BLOCK.finditer(text)}
 
 
 def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, capsys):
     readme = tmp_path / "README.md"
-    shown = tables.README.read_text(encoding="utf-8")
+    shown = tables.DOCUMENTS[0].read_text(encoding="utf-8")
     changed = shown.replace("1.5040", "1.4040")
     assert changed != shown
     readme.write_text(changed, encoding="utf-8")
-    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "DOCUMENTS", (readme,))
+    monkeypatch.setattr(tables, "PLOT", tmp_path / "plot.png")
+    monkeypatch.setattr(tables.comparisons, "draw", lambda folder: None)
     assert tables.main(["--check"]) == 1
     printed = capsys.readouterr().out
     assert "-| Pro-KLShampoo" in printed and "+| Pro-KLShampoo" in printed
     assert readme.read_text(encoding="utf-8") == changed
     assert tables.main([]) == 0
     assert "| 1.5040" in readme.read_text(encoding="utf-8")
+    assert (tmp_path / "plot.png").exists()
 
 
 def test_a_table_that_there_is_not_is_an_error():

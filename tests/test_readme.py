@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 import prokl
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_usage_diff_trains_a_model():
@@ -39,18 +42,31 @@ def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extensio
     assert scope["Q"].shape == A.shape and scope["fell_back"].tolist() == [False, True]
 
 
+def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
+    (block,) = re.findall(r"```python\n(from prokl import diagnostics.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(6, 5, bias=False)
+    optimizer, logged = prokl.ProKLShampoo(model.parameters(), lr=0.02, rank=2), {}
+    logger = SimpleNamespace(log=lambda values, step: logged.update({step: values}))
+    for step in (99, 100):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(8, 6)) - 1).square().mean()
+        exec(block, {"optimizer": optimizer, "logger": logger, "step": step, "loss": loss})
+    assert list(logged) == [100]
+    assert 0 < next(value for key, value in logged[100].items() if key.endswith("/captured_energy")) < 1
+    assert (tmp_path / "spectra.png").stat().st_size > 1000
+
+
 def test_the_removed_lines_are_adamw():
     assert "-optimizer = torch.optim.AdamW(" in README
 
 
-def test_linked_files_exist():
-    root = Path(__file__).parent.parent
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (root / target).exists(), target
-
-
-def test_no_placeholder_is_left():
-    assert not re.search(r"@[A-Z_]+@", README)
+@pytest.mark.parametrize("document", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda d: d.name)
+def test_linked_files_exist_and_no_placeholder_is_left(document):
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (document.parent / target).exists(), target
+    assert not re.search(r"@[A-Z_]+@", text)
 
 
 def test_public_names_are_all_mentioned():
