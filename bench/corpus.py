@@ -66,8 +66,8 @@ def load(path: Path | None, context: int) -> Corpus:
     for name, part in (("training", train), ("validation", validation)):
         if len(part) < context + 2:
             raise UsageError(
-                f"{source} leaves {len(part)} bytes for {name}, but --context {context} needs {context + 2}; "
-                "give more text with --data, or a smaller --context"
+                f"{source} leaves {len(part)} bytes for {name}, but a context of {context} needs {context + 2}; "
+                "give more text with --data, or bench.pretrain a smaller --context"
             )
     digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + validation).hexdigest()
     return Corpus(_tensor(train), _tensor(validation), source, digest)

@@ -1,7 +1,8 @@
 """Pro-KLShampoo and KL-Shampoo: matrix-structured optimizers for PyTorch."""
 
+from prokl import diagnostics
 from prokl.optimizer import KLShampoo, ProKLShampoo
 from prokl.routing import param_groups
 
-__all__ = ["KLShampoo", "ProKLShampoo", "param_groups"]
+__all__ = ["KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
 __version__ = "0.4.0"

@@ -48,11 +48,11 @@ def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
     model = nn.Linear(6, 5, bias=False)
     optimizer, logged = prokl.ProKLShampoo(model.parameters(), lr=0.02, rank=2), {}
     logger = SimpleNamespace(log=lambda values, step: logged.update({step: values}))
-    for step in (99, 100):
+    for step in (0, 99, 100):
         optimizer.zero_grad()
         loss = (model(torch.randn(8, 6)) - 1).square().mean()
         exec(block, {"optimizer": optimizer, "logger": logger, "step": step, "loss": loss})
-    assert list(logged) == [100]
+    assert list(logged) == [0, 100] and not logged[0]  # nothing has begun before the first step
     assert 0 < next(value for key, value in logged[100].items() if key.endswith("/captured_energy")) < 1
     assert (tmp_path / "spectra.png").stat().st_size > 1000
 

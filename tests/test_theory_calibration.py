@@ -89,10 +89,12 @@ def test_the_ends_are_what_operator_norm_matching_gives():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0, 5, 1), "Invalid rows=0: must be at least 1"),
-        ((5, -1, 1), "Invalid cols=-1: must be at least 1"),
+        ((0, 5, 1), "Invalid rows=0: must be an int >= 1"),
+        ((5, -1, 1), "Invalid cols=-1: must be an int >= 1"),
         ((1, 1, 1), r"Invalid rows \* cols=1: must be at least 2"),
-        ((5, 5, 0), "Invalid rank=0: must be at least 1"),
+        ((5, 5, 0), "Invalid rank=0: must be an int >= 1"),
+        ((5, 5, None), "Invalid rank=None: must be an int >= 1"),
+        ((5.0, 5, 1), "Invalid rows=5.0: must be an int >= 1"),
     ],
 )
 def test_sizes_out_of_bounds_raise(arguments, message):

@@ -26,14 +26,11 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
     Raises:
         ValueError: a size below 1, a weight of one element, or a rank below 1.
     """
-    for name, value, least in (
-        ("rows", rows, 1),
-        ("cols", cols, 1),
-        ("rows * cols", rows * cols, 2),
-        ("rank", rank, 1),
-    ):
-        if value < least:
-            raise ValueError(f"Invalid {name}={value}: must be at least {least}; pass a weight's shape and its rank.")
+    for name, value in (("rows", rows), ("cols", cols), ("rank", rank)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"Invalid {name}={value!r}: must be an int >= 1; pass a weight's shape and its rank.")
+    if rows * cols < 2:
+        raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
     beyond = shape.n - effective_rank(rank, shape.m, shape.n)
     low = shape.aspect_scale / math.sqrt(shape.m * beyond)

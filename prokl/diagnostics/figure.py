@@ -44,11 +44,10 @@ def plot(
         optimizer, model, rank, phi: as in :func:`scalars`.
 
     Returns:
-        The figure, for ``SummaryWriter.add_figure`` or ``wandb.Image``.
+        The figure, for ``SummaryWriter.add_figure`` or ``wandb.Image``; before the first step it only says so.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no weight has begun.
         TypeError: another optimizer.
     """
     try:
@@ -58,7 +57,11 @@ def plot(
         raise ImportError("prokl.diagnostics.plot needs matplotlib: pip install matplotlib.") from error
     found = spectra(optimizer, model, rank=rank)
     if not found:
-        raise ValueError("There is nothing to plot: no matrix weight has had a gradient; take a step first.")
+        figure = Figure(figsize=(6, 1))
+        figure.text(0.5, 0.5, "No matrix weight has been stepped with a gradient yet.", ha="center", va="center")
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
     colours = dict(
         zip(found, colormaps["viridis"]([i / max(1, len(found) - 1) for i in range(len(found))]), strict=True)
     )

@@ -158,5 +158,5 @@ def _on_host(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 
 
 def _check_rank(rank: int) -> None:
-    if rank < 1:
-        raise ValueError(f"Invalid rank={rank}: must be at least 1; the paper's figures use 128.")
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"Invalid rank={rank!r}: must be an int of at least 1; the paper's figures use 128.")
