@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import memory_report, micro_report, step_report
 from bench.errors import interruptible
-from bench.experiments import comparisons
+from bench.experiments import comparisons, sensitivity
 from bench.experiments import tables as experiments
 from bench.markdown import NAMES, RESULTS, figure, markdown, rows_of
 
@@ -56,6 +56,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "main-orderings": lambda: experiments.orderings_table(rows_of("main-orderings.csv")),
     "main-sweep": lambda: experiments.sweep_table(rows_of("main-sweep.csv")),
     "ablation": lambda: experiments.ablation_table(rows_of("ablation.csv")),
+    **{
+        f"sensitivity-{varied}": lambda varied=varied: experiments.sensitivity_table(rows_of("sensitivity.csv"), varied)
+        for varied in experiments.VARIED
+    },
     "ablation-orderings": lambda: experiments.orderings_table(rows_of("ablation-orderings.csv")),
 }
 
@@ -87,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.check:
         step_report.plot(PLOT)
         comparisons.draw(RESULTS)
+        sensitivity.draw(RESULTS)
     return int(differ)
 
 

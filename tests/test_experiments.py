@@ -283,7 +283,7 @@ def test_an_error_stops_the_other_processes_before_it_waits_for_them(experiment,
 
 def test_alpha_and_memory_need_no_training(experiment, capsys):
     # Nor a GPU, nor data of one family, at any scale.
-    assert experiment("alpha", "--scale", "paper") == experiment("memory", "--scale", "small", "--device", "cuda") == 0
+    assert experiment("alpha") == experiment("memory", "--device", "cuda") == 0
     out, printed = experiment.folder / "out", capsys.readouterr().out
     paper = [r for r in _rows(out / "alpha-kl.csv") if r["model"].endswith(("24m", "34m", "50m"))]
     assert len(paper) == 12
@@ -299,6 +299,10 @@ def test_alpha_and_memory_need_no_training(experiment, capsys):
     assert float(pro["gflop_factorisations"]) < float(kl["gflop_factorisations"])
     for figure in ("alpha-kl.png", "memory-cost.png"):
         assert (out / figure).read_bytes().startswith(PNG)
+    # Of those that are asked for.
+    assert experiment("alpha", "--scale", "tiny") == experiment("memory", "--model", "llama") == 0
+    assert {r["model"] for r in _rows(out / "alpha-kl.csv")} == {"gpt2-micro"}
+    assert {r["model"] for r in _rows(out / "memory-cost.csv")} == {"llama-134m", "llama-450m"}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +311,8 @@ def test_alpha_and_memory_need_no_training(experiment, capsys):
         ("tables", "invalid choice: 'tables'"),
         ("main --scale huge", "invalid choice: 'huge'"),
         ("main --model bert", "--model bert is the beginning of no model of --scale tiny; it has gpt2-micro"),
+        ("memory --scale tiny", "memory has nothing on --scale tiny; give --scale paper"),
+        ("sensitivity --starts auto", "sensitivity varies the start itself; leave --starts out"),
         ("main --seeds 1 1", "--seeds names one twice: 1 1; give each once"),
         ("main --seeds -1", "'-1' is not a whole number >= 0"),
         ("main --starts 0", "'0' is not a finite number > 0"),

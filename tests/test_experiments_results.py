@@ -75,7 +75,7 @@ def test_curves_have_the_mean_training_loss_since_the_evaluation_before():
 
 def test_a_row_names_every_commit_and_day_that_its_units_are_of():
     made = [{"commit": c, "date": d, "cpu": "A B"} for c, d in (("bb", "2"), ("aa", "2"), ("bb", "1"))]
-    found = results._environment([Result(Record(), 0, environment, "") for environment in made])
+    found = results.environment_of([Result(Record(), 0, environment, "") for environment in made])
     assert found == {"commit": "aa bb", "date": "1 2", "cpu": "A B"}
 
 

@@ -8,7 +8,7 @@ import torch
 
 from bench.cli import make_folder
 from bench.errors import UsageError
-from bench.experiments import alpha, cost
+from bench.experiments import alpha, cost, sensitivity
 from bench.experiments.cli import Options, parse
 from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.pool import Interrupted, runner
@@ -21,19 +21,20 @@ NAMES = {
     "main": "the main table, its sweeps, and loss against steps and seconds",
     "ablation": "the ablation table and its curves",
     "cosmos": "the comparison with COSMOS",
+    "sensitivity": "what orderings depend on: start, length, rate of the ablations, rank of Smok-Hop",
     "spectra": "spectra of KL-Shampoo's L and R",
     "phi": "spectra of Phi_L under Pro-KLShampoo over windows of 10 minibatches",
     "alpha": "the brackets on alpha_kl, without training",
     "memory": "state and operations of a step on the paper's models, without training",
 }
-STILL = {"alpha": alpha.run, "memory": cost.run}  # those that train nothing
+STILL = {"alpha": alpha, "memory": cost}  # those that train nothing
 
 
 def _run(o: Options) -> str:
     """Does what is asked for; what there is to print, in the first of several processes."""
     make_folder(o.out)
     if o.name in STILL:
-        return STILL[o.name](o.out)
+        return STILL[o.name].run(o.scales, o.out)
     scales, comparison = o.scales, COMPARISONS.get(o.name)
     if comparison:
         scales = comparison.possible(o.scales, o.starts, o.tune)
@@ -47,6 +48,8 @@ def _run(o: Options) -> str:
             studies.append(Study(scale, runner_, o.out, o.seeds, o.tune or not scale.is_paper, device))
         if comparison:
             return comparison.run(studies, o.starts, o.out)
+        if o.name == sensitivity.NAME:
+            return sensitivity.run(studies, o.out)
         drawn = [WATCHINGS[o.name].run(study, o.starts[0], o.out) for study in studies]
         return "\n".join(map(str, drawn)) if processes.first else ""
 
@@ -55,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
-        options = parse(list(sys.argv[1:] if argv is None else argv), NAMES, STILL)
+        options = parse(
+            list(sys.argv[1:] if argv is None else argv), NAMES, {name: module.HAVING for name, module in STILL.items()}
+        )
         torch.set_num_threads(1)
         text = _run(options)
         if text:

@@ -1,5 +1,6 @@
 """The paper's table of brackets on alpha_kl: per layer type of every model, at the largest rank of its scale."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,12 +10,14 @@ matplotlib.use("Agg")  # files only: no display is needed, and none is opened
 from matplotlib import pyplot as plt
 
 from bench.experiments import results
-from bench.experiments.scales import SCALES, Scale
+from bench.experiments.scales import Scale
 from bench.markdown import markdown
 from bench.models import FAMILIES
+from bench.shapes import PAPER
 from prokl.diagnostics import alpha_kl_bracket
 from prokl.shapes import MatrixShape
 
+HAVING = ("paper", "small", "tiny")  # scales
 SWEPT = (0.005, 0.01, 0.015)  # the paper's
 
 
@@ -34,9 +37,9 @@ def rows_of(scale: Scale) -> list[results.Row]:
     return rows
 
 
-def run(out: Path) -> str:
-    """Writes alpha-kl.csv and .png; the table in Markdown, and what all layers of the paper's models have in common."""
-    rows = [row for scales in reversed(SCALES.values()) for scale in scales for row in rows_of(scale)]
+def run(scales: Sequence[Scale], out: Path) -> str:
+    """Writes alpha-kl.csv and .png of these; a table in Markdown, and what is in all brackets of the paper's models."""
+    rows = [row for scale in scales for row in rows_of(scale)]
     results.write(out / "alpha-kl.csv", rows)
     _draw(out / "alpha-kl.png", rows)
     head = ["model", "layer", "m", "n", "r", "c_a", "k", "bracket on alpha_kl"]
@@ -45,9 +48,11 @@ def run(out: Path) -> str:
         + [f"{row['low']:.2g} to {row['high']:.2g}"]
         for row in rows
     ]
-    paper = [row for row in rows if row["model"] in {scale.name for scale in SCALES["paper"]}]
-    low, high = max(row["low"] for row in paper), min(row["high"] for row in paper)
-    return markdown(head, "llrrrrrr", body) + f"\nAll of the paper's at once: {low:.2g} to {high:.2g}\n"
+    text = markdown(head, "llrrrrrr", body)
+    if paper := [row for row in rows if row["model"] in PAPER]:
+        low, high = max(row["low"] for row in paper), min(row["high"] for row in paper)
+        text += f"\nAll of the paper's at once: {low:.2g} to {high:.2g}\n"
+    return text
 
 
 def _draw(path: Path, rows: list[results.Row]) -> None:

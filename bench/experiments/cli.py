@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import torch
 from bench.cli import Parser, at_least, cores, eigenvalue, positive
 from bench.errors import UsageError
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
+
+VARYING = ("sensitivity",)  # experiments that have starts of their own
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", choices=names, metavar="NAME", help=", ".join(names))
-    add("--scale", choices=SCALES, default="tiny", help="tiny (default): two cores; small: a GPU; paper: GPUs, days")
+    add(
+        "--scale",
+        choices=SCALES,
+        help="tiny: two cores; small: a GPU; paper: GPUs, days (default: tiny; where nothing trains, all there are)",
+    )
     add("--model", metavar="NAME", help="only models whose name begins so: gpt2, llama, gpt2-350m (default: all)")
     add("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], metavar="N", help="default: 0 1 2; sweeps have one")
     add("--starts", nargs="+", type=eigenvalue, metavar="auto|X", help="of eigenvalues (default: auto 0.1; paper: 0.1)")
@@ -58,23 +64,30 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str], names: dict[str, str], still: Collection[str]) -> Options:
+def parse(argv: list[str], names: dict[str, str], still: Mapping[str, Sequence[str]]) -> Options:
     """Reads the command line.
 
     Args:
         argv: the words after the command.
         names: every experiment with what it gives.
-        still: those that train nothing, so that neither data nor devices matter to them.
+        still: those that train nothing, so that neither data nor devices matter to them, with the scales they have.
 
     Raises:
         UsageError: For a wrong argument or combination, in one line with the remedy.
     """
     a = build_parser(names).parse_args(argv)
-    scales = [scale for scale in SCALES[a.scale] if scale.name.startswith(a.model or "")]
-    if not scales:
-        have = ", ".join(scale.name for scale in SCALES[a.scale])
-        raise UsageError(f"--model {a.model} is the beginning of no model of --scale {a.scale}; it has {have}")
     trains = a.name not in still
+    if not trains and a.scale not in (None, *still[a.name]):
+        raise UsageError(f"{a.name} has nothing on --scale {a.scale}; give --scale {' or '.join(still[a.name])}")
+    chosen = [a.scale] if a.scale else ["tiny"] if trains else still[a.name]
+    having = [scale for name in chosen for scale in SCALES[name]]
+    scales = [scale for scale in having if scale.name.startswith(a.model or "")]
+    if not scales:
+        have = ", ".join(scale.name for scale in having)
+        where = f"--scale {' or '.join(chosen)}"
+        raise UsageError(f"--model {a.model} is the beginning of no model of {where}; it has {have}")
+    if a.starts and a.name in VARYING:
+        raise UsageError(f"{a.name} varies the start itself; leave --starts out")
     if trains and len({scale.config.family for scale in scales}) > 1 and a.scale == "paper":
         raise UsageError("--scale paper has other data for each family; give --model gpt2 or llama, with its --data")
     given = {"steps": a.steps, "batch": a.batch, "micro_batch": a.micro_batch, "eval_windows": a.eval_windows}
@@ -83,7 +96,7 @@ def parse(argv: list[str], names: dict[str, str], still: Collection[str]) -> Opt
         raise UsageError(f"--seeds names one twice: {' '.join(map(str, a.seeds))}; give each once")
     if trains:
         _check_shares(scales)
-    device = a.device or ("cpu" if a.scale == "tiny" else "cuda")
+    device = a.device or ("cpu" if chosen == ["tiny"] else "cuda")
     if trains and device == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"no GPU is visible to torch for --scale {a.scale}; give --device cpu, or use --scale tiny")
     return Options(

@@ -4,6 +4,7 @@ Memory is what ``bench.memory`` holds real optimizers to, line by line; operatio
 the code, not the paper's leading order. Embedding, head and norms, which AdamW has under every method, are left out.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,11 +17,13 @@ from matplotlib import pyplot as plt
 from bench.contenders import CONTENDERS
 from bench.costs import terms
 from bench.experiments import results
+from bench.experiments.scales import Scale
 from bench.markdown import markdown
 from bench.memory import FREQUENCY, TABLE
-from bench.shapes import PAPER, SETS, ParameterSet
+from bench.shapes import SETS, ParameterSet
 from prokl.shapes import effective_rank
 
+HAVING = ("paper",)  # scales
 NAMES = {"adamw": "adamw", "muon": "muon", "klshampoo": "kl-shampoo", "pro-klshampoo": "pro-klshampoo"}
 """Of CONTENDERS, by the names of bench.memory and bench.costs."""
 OPERATIONS = {
@@ -52,9 +55,9 @@ def rows_of(parameters: ParameterSet) -> list[results.Row]:
     return rows
 
 
-def run(out: Path) -> str:
-    """Writes memory-cost.csv and .png; the table in Markdown."""
-    rows = [row for name in PAPER for row in rows_of(SETS[name])]
+def run(scales: Sequence[Scale], out: Path) -> str:
+    """Writes memory-cost.csv and .png of these; the table in Markdown."""
+    rows = [row for scale in scales for row in rows_of(SETS[scale.name])]
     results.write(out / "memory-cost.csv", rows)
     _draw(out / "memory-cost.png", rows)
     head = ["model", "optimizer", "state, M elements", "of it factors and bases", "products, GFLOP/step"]
@@ -75,6 +78,7 @@ def _label(row: results.Row) -> str:
 def _draw(path: Path, rows: list[results.Row]) -> None:
     figure, grid = plt.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     contenders = list(dict.fromkeys(_label(row) for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows))
     for axes, column, label in zip(
         grid, ("state_elements", None), ("state, elements", "operations of a step"), strict=True
     ):
@@ -84,7 +88,7 @@ def _draw(path: Path, rows: list[results.Row]) -> None:
             shade = 0.4 + 0.2 * (own[0]["rank"] is None or [32, 64, 128].index(own[0]["rank"]) + 1)
             style = {"color": CONTENDERS[own[0]["optimizer"]].colour, "alpha": min(1.0, shade), "label": contender}
             axes.bar(np.arange(len(own)) + 0.13 * (i - len(contenders) / 2), values, 0.12, **style)
-        axes.set_xticks(range(len(PAPER)), PAPER)
+        axes.set_xticks(range(len(models)), models)
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     grid[0].legend(frameon=False, fontsize="small")

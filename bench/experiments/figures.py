@@ -109,6 +109,59 @@ def sweep(path: Path, rows: Sequence[Row]) -> None:
     _save(figure, path)
 
 
+SENSITIVITY = {
+    "start": "start of the eigenvalues",
+    "steps": "steps",
+    "lr": "learning rate / Pro-KLShampoo's",
+    "rank": "rank",
+}
+
+
+def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
+    """Differences of losses by what was varied, bars of one standard error, and eigenvalues along a run by their start.
+
+    Args:
+        rows: of sensitivity.csv.
+        traces: of sensitivity-eigenvalues.csv.
+    """
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = (4.2 * (len(SENSITIVITY) + 1), 3.6 * len(models))
+    figure, grid = plt.subplots(len(models), len(SENSITIVITY) + 1, figsize=size, squeeze=False, layout="constrained")
+    for line, model in zip(grid, models, strict=True):
+        for axes, (varied, label) in zip(line, SENSITIVITY.items(), strict=False):
+            of = [row for row in rows if (row["model"], row["varied"]) == (model, varied)]
+            _differences(axes, of)
+            axes.set(xlabel=label, ylabel="difference of validation losses", title=model)
+        starts = list(dict.fromkeys(row["start"] for row in traces if row["model"] == model))
+        for start, colour in zip(starts, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(starts))), strict=True):
+            own = [row for row in traces if (row["model"], row["start"]) == (model, start)]
+            steps, values = ([float(row[name]) for row in own] for name in ("step", "tail_variance"))
+            line[-1].plot(steps, values, color=colour, label=f"start {start}")
+        line[-1].set(yscale="log", xlabel="steps", ylabel="variance outside the subspace", title=model)
+        line[-1].legend(frameon=False, fontsize="small")
+        for axes in line:
+            _tidy(axes)
+    _save(figure, path)
+
+
+def _differences(axes: Axes, rows: Sequence[Row]) -> None:
+    """A line for every pair of contenders, over values at equal distances."""
+    values = list(dict.fromkeys(row["value"] for row in rows))
+    lines: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        start = row["start"] if row["varied"] == "steps" else ""
+        lines.setdefault((row["optimizer"], row["minus"], start), []).append(row)
+    for (method, minus, start), own in lines.items():
+        label = f"{CONTENDERS[method].label}{f', start {start}' if start else ''} − {CONTENDERS[minus].label}"
+        mean, error = ([float(row[name] or "nan") for row in own] for name in ("difference", "difference_se"))
+        style = {"marker": ".", "capsize": 2, "color": CONTENDERS[method].colour, "label": label}
+        dashes = "-" if start in ("", "auto") else "--"
+        axes.errorbar([values.index(row["value"]) for row in own], mean, error, ls=dashes, **style)
+    axes.axhline(0, color="black", lw=0.8)
+    axes.set_xticks(range(len(values)), values)
+    axes.legend(frameon=False, fontsize="small")
+
+
 def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, lw=0.5)

@@ -4,6 +4,7 @@ import csv
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,26 @@ CONFIDENCE = 0.95
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t, two-sided at CONFIDENCE, for 1 to 9 degrees of freedom: Abramowitz and Stegun, table 26.10."""
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two contenders' final losses, paired by seed: mean, its standard error, and whether it is told from 0."""
+
+    mean: float
+    error: float
+    decided: bool
+
+
+def paired(losses: Sequence[float], minus: Sequence[float]) -> Difference:
+    """The first ones minus the second ones, by seed in the same order.
+
+    It is decided where a two-sided t test over the seeds tells it from 0 at CONFIDENCE; with more seeds than the table
+    of quantiles has, its last one is taken, which is above theirs.
+    """
+    mean, error = mean_and_error([a - b for a, b in zip(losses, minus, strict=True)])
+    quantile = T_QUANTILES[min(len(losses) - 2, len(T_QUANTILES) - 1)] if len(losses) > 1 else math.inf
+    return Difference(mean, error, abs(mean) > quantile * error)
 
 
 def rows_of(
@@ -77,11 +98,11 @@ def _row(study: Study, kind: Kind, hyper: Hyper, results: Sequence[Result], time
         **plan,
         "data": source.name,
         "data_sha256": source.sha256,
-        **_environment(results),
+        **environment_of(results),
     }
 
 
-def _environment(results: Sequence[Result]) -> dict[str, str]:
+def environment_of(results: Sequence[Result]) -> dict[str, str]:
     """Where, with what and when the units were made: the distinct values, since they may be of several commands."""
     names = dict.fromkeys(name for result in results for name in result.environment)
     return {name: " ".join(sorted({r.environment.get(name, "") for r in results} - {""})) for name in names}
@@ -152,28 +173,24 @@ def curve_rows(study: Study, results: Mapping[Kind, list[Result]], timed: bool) 
 def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind, Kind]], results: Any) -> list[Row]:
     """What the paper found, (lower loss, higher loss), beside the difference here, paired by seed.
 
-    "agrees" and "contradicts" are differences that a two-sided t test over the seeds tells from 0 at CONFIDENCE,
-    "undecided" all others; with more seeds than the table has, its last quantile is taken, which is above theirs. The
-    first seed is also the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
+    "agrees" and "contradicts" are decided differences (:func:`paired`), "undecided" all others. The first seed is also
+    the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
     """
     rows = []
-    quantile = T_QUANTILES[min(len(study.seeds) - 2, len(T_QUANTILES) - 1)] if len(study.seeds) > 1 else math.inf
     for lower, higher in claims:
-        losses = [[r.record.final_loss for r in results[kind]] for kind in (higher, lower)]
-        difference, error = mean_and_error([a - b for a, b in zip(*losses, strict=True)])
-        decided = abs(difference) > quantile * error
-        verdict = ("agrees" if difference > 0 else "contradicts") if decided else "undecided"
+        difference = paired(*([r.record.final_loss for r in results[kind]] for kind in (higher, lower)))
+        verdict = "agrees" if difference.mean > 0 else "contradicts"
         rows.append(
             {
                 "model": study.scale.name,
                 "start": start,
                 "lower": lower.label,
                 "higher": higher.label,
-                "difference": difference,
-                "difference_se": error,
+                "difference": difference.mean,
+                "difference_se": difference.error,
                 "seeds": " ".join(map(str, study.seeds)),
                 "confidence": CONFIDENCE,
-                "verdict": verdict,
+                "verdict": verdict if difference.decided else "undecided",
             }
         )
     return rows

@@ -19,6 +19,7 @@ from bench.experiments.pool import Interrupted
 from bench.experiments.protocol import PRO, Kind
 from bench.experiments.study import Study
 from bench.run import Run
+from bench.settings import Hyper
 from bench.spectrum_figure import draw, normalised, place_of
 from bench.training import train
 from prokl import diagnostics
@@ -26,7 +27,7 @@ from prokl import diagnostics
 WINDOW = 10  # minibatches that Phi_L is made of
 SHARES = (0.25, 0.5, 1.0)  # of the run, at whose ends is looked
 
-Watch = Callable[[Run, list[int]], Callable[[], None]]
+Watch = Callable[[Run], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Watching:
             UsageError: the contender diverged before there was anything to see.
         """
         kind = self.kind(study.scale.largest, start)
-        training = self._train(study, kind)
+        hyper = study.tune([kind]).selected[kind]
+        training = watched(study, hyper, f"spectra-{self.name}", self.watch)
         steps = sorted((step for step in training.observed if step.isdigit()), key=int)
         if not steps:
             (lane,) = training.lanes
@@ -75,21 +77,28 @@ class Watching:
         results.write(path.with_suffix(".csv"), rows)
         return path
 
-    def _train(self, study: Study, kind: Kind) -> Run:
-        hyper = study.tune([kind]).selected[kind]
-        task, place = study.task({kind.key: hyper}, study.seeds[0], f"spectra-{self.name}"), study.runner.place
-        made_of = units.fingerprint(task, hyper, place)
-        task.folder.mkdir(parents=True, exist_ok=True)
-        path = units.path_of(task, hyper, place).with_suffix(".pt")
-        run = Run(task.settings, task.seed, place.source, place.processes)
-        if path.exists():
-            run.load_state_dict(checkpoint.load(path, made_of))
-        if not run.finished:
-            after_step = self.watch(run, _stages(run.settings.steps))
-            train(run, path, made_of, place.stop, place.checkpoint_seconds, after_step)
-        if not run.finished:
-            raise Interrupted
-        return run
+
+def watched(study: Study, hyper: Hyper, name: str, watch: Watch) -> Run:
+    """Trains one contender on the first seed; what was seen is in ``Run.observed``, and in the folder ``name``.
+
+    Args:
+        watch: gives what to call after every step.
+
+    Raises:
+        Interrupted: after Ctrl-C; the same call goes on.
+    """
+    task, place = study.task({hyper.method: hyper}, study.seeds[0], name), study.runner.place
+    made_of = units.fingerprint(task, hyper, place)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    path = units.path_of(task, hyper, place).with_suffix(".pt")
+    run = Run(task.settings, task.seed, place.source, place.processes)
+    if path.exists():
+        run.load_state_dict(checkpoint.load(path, made_of))
+    if not run.finished:
+        train(run, path, made_of, place.stop, place.checkpoint_seconds, watch(run))
+    if not run.finished:
+        raise Interrupted
+    return run
 
 
 def _stages(steps: int) -> list[int]:
@@ -104,8 +113,9 @@ def _watched(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     return {weight: value for weight, value in found.items() if place_of(weight)[0] in depths}
 
 
-def watch_factors(run: Run, stages: list[int]) -> Callable[[], None]:
-    """L and R as they are after these steps."""
+def watch_factors(run: Run) -> Callable[[], None]:
+    """L and R as they are at the ends of SHARES."""
+    stages = _stages(run.settings.steps)
     ((optimizer,),) = [lane.optimizers for lane in run.lanes]
 
     def after_step() -> None:
@@ -115,11 +125,12 @@ def watch_factors(run: Run, stages: list[int]) -> Callable[[], None]:
     return after_step
 
 
-def watch_phi(run: Run, stages: list[int]) -> Callable[[], None]:
-    """Phi_L, the sum of G^T L^-1 G over the WINDOW steps that end with each of these, by the L before each step.
+def watch_phi(run: Run) -> Callable[[], None]:
+    """Phi_L, the sum of G^T L^-1 G over the WINDOW steps that end with each of SHARES, by the L before each step.
 
     The paper's mean differs by a factor, which goes when spectra are divided by their tail mean.
     """
+    stages = _stages(run.settings.steps)
     ((optimizer,),) = [lane.optimizers for lane in run.lanes]
     sums: dict[str, dict[str, Tensor]] = run.observed.setdefault("sums", {})  # of windows that have not ended
 

@@ -6,6 +6,9 @@ from bench.contenders import CONTENDERS
 from bench.markdown import figure, markdown
 
 Row = dict[str, str]
+VARIED = ("start", "steps", "lr", "rank")
+"""What sensitivity.csv has rows of."""
+VARIED_IN_WORDS = {"start": "start", "steps": "steps", "lr": "lr ×", "rank": "r ="}
 
 
 def main_table(rows: Sequence[Row]) -> str:
@@ -81,6 +84,22 @@ def cosmos_table(rows: Sequence[Row]) -> str:
         body.append([*name, _loss(cosmos), _loss(pro), f"{difference:+.4f}", *sizes])
     head = ["model", "start", "r", "COSMOS", "Pro-KLShampoo", "Pro − COSMOS", "COSMOS state MB", "Pro state MB"]
     return markdown(head, "ll" + "r" * 6, body)
+
+
+def sensitivity_table(rows: Sequence[Row], varied: str) -> str:
+    """Differences of two contenders by what was varied, a star where they are told from 0; rows of sensitivity.csv."""
+    of = [row for row in rows if row["varied"] == varied]
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in of:
+        start = f", start {row['start']}" if varied == "steps" else ""
+        rank = "" if varied == "rank" else f", r = {row['rank']}" if row["rank"] else ""
+        name = f"{CONTENDERS[row['optimizer']].label}{rank}{start} − {CONTENDERS[row['minus']].label}"
+        cell = f"{float(row['difference'] or 'nan'):+.4f} ± {figure(row['difference_se'], 4)}"
+        lines.setdefault((row["model"], name), {})[row["value"]] = cell + (" *" if row["decided"] == "yes" else "")
+    values = list(dict.fromkeys(row["value"] for row in of))
+    body = [[*line, *(cells.get(value, "-") for value in values)] for line, cells in lines.items()]
+    head = ["model", "difference of losses", *(f"{VARIED_IN_WORDS[varied]} {value}" for value in values)]
+    return markdown(head, "ll" + "r" * len(values), body)
 
 
 def _label(row: Row) -> str:
