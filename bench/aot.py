@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from bench.case import Case, Sizes
-from bench.errors import interruptible
+from bench.errors import UsageError, command
 from bench.kernel_cases import CASES, STAGE_BYTES
 from bench.launches import Launch, Shapes, describe, recording
 from bench.listing import table, write
@@ -180,16 +180,15 @@ def parse(argv: Sequence[str], kernels: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Compile, print, write; the exit status."""
     if launching.INTERPRETED:
-        print("error: TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it", file=sys.stderr)
-        return 2
+        raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
     launches = distinct(chain.from_iterable(map(record, CASES)))
     options = parse(argv, sorted({launch.kernel for launch in launches}))
     if options.jobs < 1:
-        print(f"error: --jobs {options.jobs}: must be at least 1", file=sys.stderr)
-        return 2
+        raise UsageError(f"--jobs {options.jobs}: must be at least 1")
     if options.kernel:
         launches = [launch for launch in launches if launch.kernel == options.kernel]
     tasks = [(launch, arch) for launch in launches for arch in options.arch]
@@ -213,4 +212,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from bench.errors import UsageError, interruptible
+from bench.errors import UsageError, command
 from bench.models import LLAMA_VOCABULARY
 from bench.shards import open_shard, write_shard
 
@@ -178,14 +178,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
-    try:
-        return run(_arguments(argv))
-    except UsageError as error:
-        print(f"c4: {error}", file=sys.stderr)
-        return 2
+    return run(_arguments(argv))
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -25,7 +25,7 @@ from torch import Tensor
 import prokl
 from bench import corpus
 from bench.cli import parse
-from bench.errors import UsageError, interruptible
+from bench.errors import command
 from bench.records import commit
 from bench.run import Run
 from bench.settings import Settings
@@ -130,18 +130,15 @@ def about(settings: Settings, text: corpus.Corpus) -> dict[str, Any]:
     }
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Record and write; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.capture_factors", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=DEFAULT, metavar="NPZ", help=f"default: the tests' {DEFAULT.name}")
     out = parser.parse_args(argv).out
-    try:
-        # One validation is over at once, and none is looked at.
-        job = parse("--optimizers pro-klshampoo --threads 1 --eval-every 400 --eval-windows 1".split())
-        text = corpus.load(None, job.settings.context)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    # One validation is over at once, and none is looked at.
+    job = parse("--optimizers pro-klshampoo --threads 1 --eval-every 400 --eval-windows 1".split())
+    text = corpus.load(None, job.settings.context)
     torch.set_num_threads(job.settings.threads)
     arrays = capture(job.settings, text, PLAN)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -151,4 +148,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
 _ADAMW_LR = "of AdamW, and of embedding, head and norms under every optimizer"
 
 
-def parse(argv: list[str]) -> Job:
+def parse(argv: Sequence[str]) -> Job:
     """Reads the command line.
 
     Raises:

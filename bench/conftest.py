@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench import records
+from bench.errors import UsageError
 from bench.ledger import Ledger
 from bench.shapes import PAPER, SETS, SMALL
 
@@ -40,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if rows:
         try:
             records.read(rows)
-        except ValueError as error:
+        except UsageError as error:
             raise pytest.UsageError(str(error)) from error
 
 

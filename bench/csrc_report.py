@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 
 import build_cuda
-from bench.errors import UsageError, interruptible
+from bench.errors import UsageError, command
 from bench.listing import table, write
 from build_cuda import toolkit
 from prokl import extension
@@ -168,6 +168,7 @@ def report() -> list[Row]:
     return sorted(rows, key=lambda row: (row.source, row.kernel, int(row.arch)))
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Compile, print, write; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.csrc_report", description=(__doc__ or "").partition("\n")[0])
@@ -175,9 +176,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         rows = report()
-    except (UsageError, build_cuda.ToolkitError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except build_cuda.ToolkitError as error:
+        raise UsageError(str(error)) from error
     print(table(rows))
     if options.out:
         write(options.out, rows, Row)
@@ -188,4 +188,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench import records
-from bench.errors import interruptible
+from bench.errors import UsageError, command
 from bench.peak import Peak
 from bench.shapes import SETS, ParameterSet
 from bench.step_contenders import PERIOD
@@ -310,6 +310,7 @@ def measure(sets: Sequence[str], out: Path | None, again: bool) -> int:
     return int(wrong)
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=(__doc__ or "").partition("\n")[0])
@@ -318,14 +319,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true", help="measure also what --out has of this commit and machine")
     a = parser.parse_args(argv)
     if a.out and a.out.is_dir():
-        parser.error(f"--out {a.out}: must be a file; name one in it")
+        raise UsageError(f"--out {a.out}: must be a file; name one in it")
     if a.out:
-        try:
-            records.read(a.out)
-        except ValueError as error:
-            parser.error(str(error))
+        records.read(a.out)  # now, not after measuring
     return measure(a.sets, a.out, a.again)
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

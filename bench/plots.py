@@ -2,15 +2,10 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-
 import numpy as np
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 from bench.contenders import contender_of, label_of
+from bench.drawing import plt, save, tidy
 from bench.report import Results
 from bench.run import Record
 from bench.settings import Settings
@@ -45,10 +40,10 @@ def loss_curves(path: Path, results: Results, settings: Settings) -> None:
         by_step.legend(title="last value", frameon=False)
     for axes in (by_step, by_time):
         axes.set_xlim(left=0)
-        _tidy(axes)
+        tidy(axes)
     seeds = f"{len(results)} seeds, band: standard error" if len(results) > 1 else f"seed {next(iter(results))}"
     figure.suptitle(f"{settings.model.layers} layers of width {settings.model.width}, {seeds}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def spectra(path: Path, records: dict[str, Record], settings: Settings) -> bool:
@@ -84,13 +79,3 @@ def _validation(records: list[Record]) -> tuple[np.ndarray, np.ndarray, np.ndarr
 def _colour(key: str, index: int, count: int) -> object:
     """The contender's own colour; a sweep's rates go through one colour map from low to high."""
     return plt.get_cmap("viridis")(0.85 * index / max(1, count - 1)) if "@" in key else contender_of(key).colour
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, lw=0.5)
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

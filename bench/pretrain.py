@@ -7,6 +7,7 @@ timings share whatever else the machine does. The run ends with a table and writ
 
 import math
 import sys
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -17,11 +18,11 @@ import prokl
 from bench import checkpoint, corpus, plots, report
 from bench.cli import make_folder, parse
 from bench.contenders import short_label_of
-from bench.errors import UsageError
+from bench.errors import INTERRUPTED, UsageError, command
 from bench.run import Run
 from bench.settings import Job
 from bench.sources import ByteSource
-from bench.training import INTERRUPTED, Interrupt, deferred_interrupt, train
+from bench.training import Interrupt, deferred_interrupt, train
 
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns
 
@@ -137,17 +138,16 @@ def run_job(job: Job) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     """The command; returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
-        return run_job(parse(sys.argv[1:] if argv is None else argv))
-    except UsageError as error:
-        print(f"pretrain: {error}", file=sys.stderr)
-        return 2
+        return run_job(parse(argv))
     except KeyboardInterrupt:
-        print("Interrupted; the same command with --resume goes on, if a checkpoint was written.", file=sys.stderr)
-        return INTERRUPTED
+        raise KeyboardInterrupt(
+            "Interrupted; the same command with --resume goes on, if a checkpoint was written."
+        ) from None
     finally:
         torch.set_num_threads(threads)
 

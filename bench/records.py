@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import prokl
+from bench.errors import UsageError
 
 COLUMNS = [
     "set", "contender", "backend", "metric", "unit", "median", "q1", "q3", "rounds", "ratio", "floor", "rank", "dtype",
@@ -103,14 +104,14 @@ def read(path: Path) -> list[Row]:
     """The rows of a file; none where there is no file.
 
     Raises:
-        ValueError: its columns are others.
+        UsageError: its columns are others.
     """
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
         if list(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"Invalid columns in {path}: must be {','.join(COLUMNS)}. Remove or convert the file.")
+            raise UsageError(f"Invalid columns in {path}: must be {','.join(COLUMNS)}. Remove or convert the file.")
         return list(reader)
 
 

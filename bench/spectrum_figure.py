@@ -3,16 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from torch import Tensor
 
+from bench.drawing import plt, save, tidy
 from prokl.diagnostics import over_tail
 
 LAYER_TYPES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -81,8 +77,7 @@ def draw(path: Path, stages: Mapping[str, Spectra], factors: Sequence[str], rank
     handles.append(Line2D([], [], color="black", ls=(0, (5, 5)), lw=0.8, label=f"r = {rank}"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _mark(axes: Axes, rank: int) -> None:
@@ -90,5 +85,4 @@ def _mark(axes: Axes, rank: int) -> None:
     axes.axhline(1, color="black", ls=":", lw=0.6)
     axes.set_yscale("log")
     axes.set_ylim(bottom=max(axes.get_ylim()[0], LOWEST))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, lw=0.5)
+    tidy(axes)

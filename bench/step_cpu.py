@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench import costs, records
-from bench.errors import UsageError, interruptible
+from bench.errors import UsageError, command
 from bench.exponents import PAPER as PAPER_COUNTS
 from bench.exponents import exponent, predicted
 from bench.gate import Gate
@@ -202,21 +202,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if a.device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
     if a.out:
-        try:
-            records.read(a.out)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        records.read(a.out)  # now, not after measuring
     a.sets = a.sets or (list(PAPER) if a.device.type == "cuda" else [*SMALL, *SWEEPS])
     return a
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; the exit status, which is 1 where something was wrong."""
-    try:
-        a = parse(argv)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    a = parse(argv)
     torch.set_float32_matmul_precision("highest")
     here = records.environment(a.device)
     gate, effort, wrong = Gate(), Effort(a.seconds, a.rounds), False
@@ -244,4 +238,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

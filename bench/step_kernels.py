@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import records
-from bench.errors import UsageError, interruptible
+from bench.errors import UsageError, command
 from bench.gate import Gate
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet
 from bench.step_contenders import PERIOD, backends, pro
@@ -96,20 +96,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError("--device cuda: there is no CUDA device here; --device cpu lists PyTorch's operators")
     a.sets = a.sets or (PAPER if a.device.type == "cuda" else SMALL)
     if a.out:
-        try:
-            records.read(a.out)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        records.read(a.out)  # now, not after measuring
     return a
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; the exit status, which is 1 where a set has no figures."""
-    try:
-        a = parse(argv)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    a = parse(argv)
     torch.set_float32_matmul_precision("highest")
     here, gate, missing = records.environment(a.device), Gate(), False
     for name in a.sets:
@@ -126,4 +120,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.drawing import plt, save
 from bench.markdown import NAMES, Row, figure, markdown, rows_of
 from bench.shapes import SMALL
 
@@ -115,16 +116,11 @@ def floors(rows: Sequence[Row] | None = None) -> str:
 
 def plot(path: Path, rows: Sequence[Row] | None = None) -> None:
     """Step time by method and set as bars, the predicted floor as a line across each."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = alike(steps_of(rows_of(RECORD) if rows is None else rows, SMALL))
     shown = [row for row in rows if row["median"]]
     dtype = usual(rows)
     labels = list(dict.fromkeys(label(row, dtype) for row in shown))
-    figure_, axes = pyplot.subplots(1, len(SMALL), figsize=(3.2 * len(SMALL), 0.32 * len(labels) + 1.3), sharey=True)
+    figure_, axes = plt.subplots(1, len(SMALL), figsize=(3.2 * len(SMALL), 0.32 * len(labels) + 1.3), sharey=True)
     for axis, name in zip(axes, SMALL, strict=True):
         for row in shown:
             if row["set"] != name:
@@ -138,5 +134,4 @@ def plot(path: Path, rows: Sequence[Row] | None = None) -> None:
         axis.set_yticks(range(len(labels)), labels)
     axes[0].invert_yaxis()
     figure_.tight_layout()
-    figure_.savefig(path, dpi=110)
-    pyplot.close(figure_)
+    save(figure_, path)

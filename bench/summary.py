@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import memory_report, micro_report, records, step_report
-from bench.errors import UsageError, interruptible
+from bench.errors import UsageError, command
 from bench.shapes import SMALL
 
 RECORDS = micro_report.RECORD, step_report.RECORD, memory_report.RECORD
@@ -18,10 +18,7 @@ def tables(folder: Path) -> list[str]:
     Raises:
         UsageError: it has none, or not of this form.
     """
-    try:
-        micro, step, memory = (records.read(folder / name) for name in RECORDS)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    micro, step, memory = (records.read(folder / name) for name in RECORDS)
     found = [micro_report.table(micro)] if micro else []
     if step_report.steps_of(step, SMALL):
         found.append(step_report.steps(step))
@@ -37,17 +34,14 @@ def tables(folder: Path) -> list[str]:
     return found
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Print; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.summary", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/bench"), metavar="DIR", help="%(default)s")
-    try:
-        print("\n".join(tables(parser.parse_args(argv).folder)))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print("\n".join(tables(parser.parse_args(argv).folder)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench import memory_report, micro_report, step_report
-from bench.errors import interruptible
+from bench.errors import command
 from bench.experiments import comparisons, sensitivity
 from bench.experiments import tables as experiments
 from bench.markdown import NAMES, RESULTS, figure, markdown, rows_of
@@ -73,6 +73,7 @@ def rendered(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
+@command
 def main(argv: Sequence[str]) -> int:
     """Rewrite the documents and the plots, or check the documents; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.tables", description=(__doc__ or "").partition("\n")[0])
@@ -96,4 +97,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(interruptible(main, sys.argv[1:]))
+    sys.exit(main())

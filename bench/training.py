@@ -11,8 +11,6 @@ from typing import Any
 from bench import checkpoint
 from bench.run import Run
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
 
 class Interrupt:
     """Set by the first Ctrl-C; the second one is not waited for."""

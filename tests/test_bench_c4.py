@@ -116,7 +116,7 @@ def test_an_unreachable_hub_is_one_line(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.modules["datasets"], "load_dataset", unreachable)
     assert run(tmp_path, "--tokens", "5") == 2
     assert capsys.readouterr().err == (
-        "c4: cannot read allenai/c4 from the hub: no route; check the network, then try again\n"
+        "error: cannot read allenai/c4 from the hub: no route; check the network, then try again\n"
     )
     monkeypatch.setattr(sys.modules["tokenizers"].Tokenizer, "from_pretrained", unreachable)
     assert run(tmp_path, "--tokens", "5") == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench import records
+from bench.errors import UsageError
 
 HERE = {column: "x" for column in records.SAME} | {"commit": "0" * 40}
 
@@ -34,7 +35,7 @@ def test_other_columns_are_refused_on_both_ways(tmp_path):
         records.text(row("a", 1.0, colour="red"))
     old = tmp_path / "old.csv"
     old.write_text("group,name\nstep,muon\n")
-    with pytest.raises(ValueError, match=r"old\.csv: must be set,contender.* Remove or convert"):
+    with pytest.raises(UsageError, match=r"old\.csv: must be set,contender.* Remove or convert"):
         records.read(old)
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from bench.cli import make_folder
-from bench.errors import UsageError
+from bench.errors import command
 from bench.experiments import alpha, cost, sensitivity
 from bench.experiments.cli import Options, parse
 from bench.experiments.comparisons import COMPARISONS
@@ -15,7 +15,7 @@ from bench.experiments.pool import Interrupted, runner
 from bench.experiments.spectra import WATCHINGS
 from bench.experiments.study import Study
 from bench.processes import join, leave
-from bench.training import INTERRUPTED, deferred_interrupt
+from bench.training import deferred_interrupt
 
 NAMES = {
     "main": "the main table, its sweeps, and loss against steps and seconds",
@@ -54,7 +54,8 @@ def _run(o: Options) -> str:
         return "\n".join(map(str, drawn)) if processes.first else ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     """The command; its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
@@ -66,12 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if text:
             print(f"\n{text}\nResults are in {options.out}", flush=True)
         return 0
-    except UsageError as error:
-        print(f"experiments: {error}", file=sys.stderr)
-        return 2
     except (Interrupted, KeyboardInterrupt):
-        print("Interrupted; the same command goes on.", file=sys.stderr)
-        return INTERRUPTED
+        raise KeyboardInterrupt("Interrupted; the same command goes on.") from None
     finally:
         leave()
         torch.set_num_threads(threads)

@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-
-from matplotlib import pyplot as plt
-
+from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
 from bench.markdown import markdown
@@ -64,6 +59,5 @@ def _draw(path: Path, rows: list[results.Row]) -> None:
     axes.set_yticks(range(len(rows)), [f"{row['model']}, {row['layer']}" for row in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="alpha_kl; dashed: the values that the paper sweeps")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    tidy(axes, grid=False)
+    save(figure, path)

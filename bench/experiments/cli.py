@@ -64,7 +64,7 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str], names: dict[str, str], still: Mapping[str, Sequence[str]]) -> Options:
+def parse(argv: Sequence[str], names: dict[str, str], still: Mapping[str, Sequence[str]]) -> Options:
     """Reads the command line.
 
     Args:

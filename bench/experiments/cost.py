@@ -7,15 +7,11 @@ the code, not the paper's leading order. Embedding, head and norms, which AdamW 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-
 import numpy as np
-from matplotlib import pyplot as plt
 
 from bench.contenders import CONTENDERS
 from bench.costs import terms
+from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
 from bench.markdown import markdown
@@ -90,7 +86,6 @@ def _draw(path: Path, rows: list[results.Row]) -> None:
             axes.bar(np.arange(len(own)) + 0.13 * (i - len(contenders) / 2), values, 0.12, **style)
         axes.set_xticks(range(len(models)), models)
         axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes, grid=False)
     grid[0].legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save(figure, path)

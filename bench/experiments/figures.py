@@ -3,15 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # files only: no display is needed, and none is opened
-
 import numpy as np
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.contenders import CONTENDERS
+from bench.drawing import plt, save, tidy
 from bench.experiments.tables import Row
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
@@ -44,9 +40,9 @@ def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
                 _curve(axes, found, x, y, **_style(method, rank, list(named)))
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
             _fit(axes)
-            _tidy(axes)
+            tidy(axes)
         line[0].legend(frameon=False, fontsize="small")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _curve(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: object) -> None:
@@ -105,8 +101,8 @@ def sweep(path: Path, rows: Sequence[Row]) -> None:
         axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=model)
         axes.set_ylim(losses[0] - 0.02, losses[int(0.9 * (len(losses) - 1))] + 0.02)  # the worst tenth lies outside
         axes.legend(frameon=False, fontsize="x-small")
-        _tidy(axes)
-    _save(figure, path)
+        tidy(axes)
+    save(figure, path)
 
 
 SENSITIVITY = {
@@ -140,8 +136,8 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
         line[-1].set(yscale="log", xlabel="steps", ylabel="variance outside the subspace", title=model)
         line[-1].legend(frameon=False, fontsize="small")
         for axes in line:
-            _tidy(axes)
-    _save(figure, path)
+            tidy(axes)
+    save(figure, path)
 
 
 def _differences(axes: Axes, rows: Sequence[Row]) -> None:
@@ -160,13 +156,3 @@ def _differences(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axhline(0, color="black", lw=0.8)
     axes.set_xticks(range(len(values)), values)
     axes.legend(frameon=False, fontsize="small")
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, lw=0.5)
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

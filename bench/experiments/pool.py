@@ -59,6 +59,8 @@ class Runner:
             Interrupted: after Ctrl-C.
         """
         start, results = monotonic(), {}
+        if self.place.processes.first:
+            print(f"{what}: {len(tasks)} to train or read", flush=True)
         for i, found in self._results(tasks):
             if found is None:
                 raise Interrupted

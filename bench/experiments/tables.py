@@ -41,7 +41,7 @@ def orderings_table(rows: Sequence[Row]) -> str:
     body = [
         [
             *(row["model"], row["start"], row["lower"], row["higher"]),
-            f"{figure(row['difference'], 4)} ± {figure(row['difference_se'], 4)}",
+            _with_error(figure(row["difference"], 4), row["difference_se"]),
             row["verdict"],
         ]
         for row in rows
@@ -94,7 +94,7 @@ def sensitivity_table(rows: Sequence[Row], varied: str) -> str:
         start = f", start {row['start']}" if varied == "steps" else ""
         rank = "" if varied == "rank" else f", r = {row['rank']}" if row["rank"] else ""
         name = f"{CONTENDERS[row['optimizer']].label}{rank}{start} − {CONTENDERS[row['minus']].label}"
-        cell = f"{float(row['difference'] or 'nan'):+.4f} ± {figure(row['difference_se'], 4)}"
+        cell = _with_error(f"{float(row['difference'] or 'nan'):+.4f}", row["difference_se"])
         lines.setdefault((row["model"], name), {})[row["value"]] = cell + (" *" if row["decided"] == "yes" else "")
     values = list(dict.fromkeys(row["value"] for row in of))
     body = [[*line, *(cells.get(value, "-") for value in values)] for line, cells in lines.items()]
@@ -117,8 +117,12 @@ def _rate(text: str) -> str:
 def _loss(row: Row) -> str:
     if row["diverged_at"]:
         return f"diverged at step {row['diverged_at']}"
-    error = row["validation_loss_se"]
-    return figure(row["validation_loss"], 4) + (f" ± {figure(error, 4)}" if error else "")
+    return _with_error(figure(row["validation_loss"], 4), row["validation_loss_se"])
+
+
+def _with_error(mean: str, error: str) -> str:
+    """One seed has no standard error."""
+    return mean + (f" ± {figure(error, 4)}" if error else "")
 
 
 def _without_empty(head: list[str], right: str, body: list[list[str]]) -> str:
