@@ -132,6 +132,20 @@ def test_averages_of_phi_give_the_projected_side_its_tail():
     assert found["prokl/group0.0/gap_bound_R"] == pytest.approx(float(diagnostics.gap_bound(values, 2, 4)), rel=1e-12)
 
 
+def test_averages_of_phi_of_unknown_weights_are_refused():
+    _, optimizer = run(PRO, gradient_stream([(4, 9)], 3), rank=2)
+    with pytest.raises(ValueError, match=r"Invalid phi: 'h.0.q' is no weight that has begun; there are \['group0.0'\]"):
+        diagnostics.scalars(optimizer, phi={"h.0.q": torch.eye(9)})
+
+
+@pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])
+def test_a_model_without_the_weights_is_refused(function):
+    _, optimizer = run(PRO, gradient_stream([(4, 9)], 3), rank=2)
+    other = {"model": nn.Linear(9, 4)}
+    with pytest.raises(ValueError, match="Invalid model: parameter 0 of group 0 is not in it; pass the one that is"):
+        getattr(diagnostics, function)(optimizer, **other)
+
+
 def test_names_are_the_optimizers_then_the_models_then_places():
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.Linear(5, 7))
     groups = prokl.param_groups(model, lr=0.01, adamw_lr=0.01, rank=2)
@@ -242,15 +256,26 @@ def test_the_figure_shows_every_spectrum_and_every_scalar(tmp_path):
         "update, operator norm": ["update_norm"],
     }.items():
         lines = titled[panel].get_lines()
-        drawn = [sorted(line.get_ydata()) for line in lines]
+        drawn = [sorted(line.get_xdata()) for line in lines]
         expected = [sorted(v for k, v in scalars.items() if k.endswith(f"/{figure}")) for figure in figures]
         assert drawn == expected and all(len(values) == len(NAMES) for values in drawn)
+    named = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes]
+    assert NAMES in named
     spectra = diagnostics.spectra(optimizer)
     curves = [tuple(line.get_ydata()) for axes in figure.axes for line in axes.get_lines()]
     assert all(tuple(values.tolist()) in curves for own in spectra.values() for values in own.values())
     _, baseline = run(KL, gradient_stream(SHAPES, 4))
     diagnostics.plot(baseline, tmp_path / "kl.svg", rank=3)
     assert (tmp_path / "kl.svg").exists()
+
+
+def test_of_very_many_weights_some_are_named():
+    _, optimizer = run(PRO, gradient_stream([(2, 3)] * 170, 2), rank=1)
+    figure = diagnostics.plot(optimizer)
+    (panel,) = [axes for axes in figure.axes if axes.get_title() == "polar error"]
+    assert [len(line.get_xdata()) for line in panel.get_lines()] == [170]
+    named = [[label.get_text() for label in axes.get_yticklabels()] for axes in figure.axes]
+    assert [f"group0.{i}" for i in range(0, 170, 3)] in named
 
 
 def test_a_plot_before_the_first_step_says_that_there_is_nothing_yet(tmp_path):

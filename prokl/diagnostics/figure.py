@@ -1,4 +1,4 @@
-"""One figure of a live optimizer: spectra of all weights by shape, and the scalars by weight."""
+"""One figure of a live optimizer: spectra of all weights by shape, and the scalars of every weight by its name."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ PANELS = {
     "alpha_kl": r"$\alpha_{kl}$ bracket",
 }
 COLUMNS = 4
+LABELS = 80  # weights that are named at most: of more every second, third, ...
 
 
 def plot(
@@ -70,9 +71,9 @@ def plot(
         long = f"S {len(own['S'])}" if "S" in own else f"R {len(own['R'])}"
         shapes.setdefault(f"{long}, L {len(own['L'])}", []).append(name)
     figures = _by_panel(scalars(optimizer, model, rank=rank, phi=phi))
-    below = -(-len(figures) // COLUMNS)
-    figure = Figure(figsize=(3 * max(len(shapes), COLUMNS), 5 + 2.2 * below), layout="constrained")
-    halves = figure.subfigures(2, 1, squeeze=False, height_ratios=[5, 2.2 * below])
+    below = -(-len(figures) // COLUMNS) * max(2.2, 0.5 + 0.11 * min(len(found), LABELS))
+    figure = Figure(figsize=(3 * max(len(shapes), COLUMNS), 5 + below), layout="constrained")
+    halves = figure.subfigures(2, 1, squeeze=False, height_ratios=[5, below])
     _draw_spectra(halves[0, 0], found, shapes, colours, rank)
     _draw_scalars(halves[1, 0], figures, list(found))
     if path is not None:
@@ -116,12 +117,22 @@ def _draw_spectra(
 
 
 def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float]]], names: list[str]) -> None:
+    """A panel per figure with a line per weight, named on the left."""
     index = {name: i for i, name in enumerate(names)}
-    for i, (panel, by_series) in enumerate(panels.items()):
-        axes = figure.add_subplot(-(-len(panels) // COLUMNS), COLUMNS, i + 1)
+    grid = figure.subplots(-(-len(panels) // COLUMNS), COLUMNS, sharey=True, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (panel, by_series) in zip(grid.flat, panels.items(), strict=False):
         for series, values in by_series.items():
-            axes.plot([index[n] for n in values], list(values.values()), ".", label=series)
-        axes.set(title=PANELS[panel], xlabel="weight")
-        axes.title.set_fontsize("small")
+            axes.plot(list(values.values()), [index[n] for n in values], ".", ms=4, label=series)
+        axes.set_title(PANELS[panel], fontsize="small")
+        axes.grid(axis="y", alpha=0.25, lw=0.5)
+        axes.ticklabel_format(axis="x", useOffset=False)
+        axes.locator_params(axis="x", nbins=4)
+        axes.tick_params(axis="x", labelsize="x-small")
+        axes.tick_params(axis="y", labelsize=6)
         if any(by_series):
-            axes.legend(fontsize="x-small", frameon=False)
+            axes.legend(fontsize="x-small")
+    shown = range(0, len(names), -(-len(names) // LABELS))
+    grid[0, 0].set_yticks(shown, [names[i] for i in shown])
+    grid[0, 0].invert_yaxis()

@@ -47,7 +47,8 @@ def scalars(
             ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's.
 
     Raises:
-        TypeError: another optimizer. ValueError: ``rank`` below 1.
+        TypeError: another optimizer. ValueError: ``rank`` below 1; ``phi`` of a weight that has not begun, or that
+            there is not; ``model`` without a weight of an optimizer that has no names.
     """
     check_optimizer(optimizer)
     _check_rank(rank)
@@ -56,6 +57,9 @@ def scalars(
         kept.append(replace(batch, gradient=None, state={}))
         measured.append(measures.orthogonality(batch.state) | measures.of_gradient(batch))
         vectors.append(_inverse_square_roots(batch))
+    known = {name for batch in kept for name in batch.names}
+    if unknown := sorted((phi or {}).keys() - known):
+        raise ValueError(f"Invalid phi: {unknown[0]!r} is no weight that has begun; there are {sorted(known)}.")
     host = _on_host([*measured, *vectors])
     values: dict[str, dict[str, float]] = {}
     for batch, found, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
@@ -85,7 +89,7 @@ def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> d
     "mu", (1,), which counts n - r times. ``model`` as in :func:`scalars`.
 
     Raises:
-        TypeError: another optimizer.
+        TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
     """
     check_optimizer(optimizer)
     kept, vectors = [], []

@@ -66,6 +66,9 @@ def batches(
         model: names the weights of an optimizer that was made without names.
         keys: state to stack; None stacks all of it.
         gradients: whether to stack the gradients.
+
+    Raises:
+        ValueError: a weight without a name is not in ``model``.
     """
     known = {} if model is None else {p: name for name, p in model.named_parameters()}
     found: dict[tuple[Any, ...], list[tuple[Tensor, str]]] = {}
@@ -77,13 +80,20 @@ def batches(
             if _begun(optimizer, p):
                 shape = MatrixShape.of(p)
                 key = index, shape.m, shape.n, optimizer.rank_of(group, shape), p.dtype, p.device
-                name = names[i] if names else known.get(p, f"group{index}.{i}")
+                name = names[i] if names else known.get(p) or _placed(index, i, model)
                 found.setdefault(key, []).append((p, name))
     for (index, m, n, rank, dtype, _), members in found.items():
         group = optimizer.param_groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0][0]))
         for run in split(members, optimizer.method.workspace(m, n, rank), arithmetic.itemsize):
             yield _batch(optimizer, group, rank, arithmetic, run, keys, gradients)
+
+
+def _placed(index: int, i: int, model: nn.Module | None) -> str:
+    """The name of a weight that has none."""
+    if model is not None:
+        raise ValueError(f"Invalid model: parameter {i} of group {index} is not in it; pass the one that is trained.")
+    return f"group{index}.{i}"
 
 
 def _begun(optimizer: MatrixOptimizer, p: Tensor) -> list[int]:
