@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import memory_report, micro_report, step_report
 from bench.errors import command
-from bench.experiments import comparisons, sensitivity
+from bench.experiments import alpha, comparisons, cost, sensitivity
 from bench.experiments import tables as experiments
 from bench.markdown import NAMES, RESULTS, figure, markdown, rows_of
 
@@ -52,6 +52,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "micro": lambda: micro_report.table(shapes=PRIMITIVES),
     "state": memory_report.state,
     "workspace": memory_report.workspace,
+    "alpha-kl": lambda: alpha.table(rows_of("alpha-kl.csv")),
+    "memory-cost": lambda: cost.table(rows_of("memory-cost.csv")),
     "main": lambda: experiments.main_table(rows_of("main.csv")),
     "main-orderings": lambda: experiments.orderings_table(rows_of("main-orderings.csv")),
     "main-sweep": lambda: experiments.sweep_table(rows_of("main-sweep.csv")),

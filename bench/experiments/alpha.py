@@ -6,7 +6,8 @@ from pathlib import Path
 from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
-from bench.markdown import markdown
+from bench.markdown import Row, markdown
+from bench.markdown import rows_of as recorded
 from bench.models import FAMILIES
 from bench.shapes import PAPER
 from prokl.diagnostics import alpha_kl_bracket
@@ -37,17 +38,22 @@ def run(scales: Sequence[Scale], out: Path) -> str:
     rows = [row for scale in scales for row in rows_of(scale)]
     results.write(out / "alpha-kl.csv", rows)
     _draw(out / "alpha-kl.png", rows)
-    head = ["model", "layer", "m", "n", "r", "c_a", "k", "bracket on alpha_kl"]
-    body = [
-        [row["model"], row["layer"], *(str(row[x]) for x in ("m", "n", "r")), f"{row['c_a']:.3g}", str(row["k"])]
-        + [f"{row['low']:.2g} to {row['high']:.2g}"]
-        for row in rows
-    ]
-    text = markdown(head, "llrrrrrr", body)
+    text = table(recorded(str((out / "alpha-kl.csv").absolute())))
     if paper := [row for row in rows if row["model"] in PAPER]:
         low, high = max(row["low"] for row in paper), min(row["high"] for row in paper)
         text += f"\nAll of the paper's at once: {low:.2g} to {high:.2g}\n"
     return text
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown; ``rows`` of alpha-kl.csv."""
+    head = ["model", "layer", "m", "n", "r", "c_a", "k", "bracket on alpha_kl"]
+    body = [
+        [row["model"], row["layer"], *(row[x] for x in ("m", "n", "r")), f"{float(row['c_a']):.3g}", row["k"]]
+        + [f"{float(row['low']):.2g} to {float(row['high']):.2g}"]
+        for row in rows
+    ]
+    return markdown(head, "llrrrrrr", body)
 
 
 def _draw(path: Path, rows: list[results.Row]) -> None:

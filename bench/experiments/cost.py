@@ -14,7 +14,8 @@ from bench.costs import terms
 from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
-from bench.markdown import markdown
+from bench.markdown import Row, markdown
+from bench.markdown import rows_of as recorded
 from bench.memory import FREQUENCY, TABLE
 from bench.shapes import SETS, ParameterSet
 from prokl.shapes import effective_rank
@@ -56,12 +57,17 @@ def run(scales: Sequence[Scale], out: Path) -> str:
     rows = [row for scale in scales for row in rows_of(SETS[scale.name])]
     results.write(out / "memory-cost.csv", rows)
     _draw(out / "memory-cost.png", rows)
+    return table(recorded(str((out / "memory-cost.csv").absolute())))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown; ``rows`` of memory-cost.csv."""
     head = ["model", "optimizer", "state, M elements", "of it factors and bases", "products, GFLOP/step"]
     head += ["Newton-Schulz", f"factorisations, 1/{FREQUENCY} of a refresh"]
     body = [
-        [row["model"], _label(row), f"{row['state_elements'] / 1e6:.1f}"]
-        + [f"{(row['factors'] + row['eigenbases'] + row['subspace_basis']) / 1e6:.1f}"]
-        + [f"{row[f'gflop_{kind}']:.1f}" for kind in OPERATIONS]
+        [row["model"], _label(row), f"{float(row['state_elements']) / 1e6:.1f}"]
+        + [f"{sum(float(row[name]) for name in ('factors', 'eigenbases', 'subspace_basis')) / 1e6:.1f}"]
+        + [f"{float(row[f'gflop_{kind}']):.1f}" for kind in OPERATIONS]
         for row in rows
     ]
     return markdown(head, "llrrrrr", body)
