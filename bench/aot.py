@@ -1,7 +1,7 @@
 """Compiles what the launchers launch, without a GPU: ``python -m bench.aot [--out bench/results/aot.csv]``.
 
-Every case of :mod:`bench.kernel_cases` is called with tensors that have shape and dtype but no memory. What would be
-launched is compiled by Triton's own JIT, so with its specialisation on every argument, and the result is checked:
+Every case of :mod:`bench.micro.kernel_cases` is called with tensors that have shape and dtype but no memory. What would
+be launched is compiled by Triton's own JIT, so with its specialisation on every argument, and the result is checked:
 no spills, no more shared memory than there is, tensor cores, loads that run ahead. The exit status says whether all
 of that holds.
 """
@@ -22,11 +22,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.case import Case, Sizes
+from bench.compiled.launches import Launch, Shapes, describe, recording
+from bench.compiled.listing import table, write
 from bench.errors import UsageError, command
-from bench.kernel_cases import CASES, STAGE_BYTES
-from bench.launches import Launch, Shapes, describe, recording
-from bench.listing import table, write
+from bench.micro.case import Case, Sizes
+from bench.micro.kernel_cases import CASES, STAGE_BYTES
 from prokl.kernels import launch as launching
 
 ARCHITECTURES = (80, 90, 100)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.errors import UsageError, command
 from bench.models import LLAMA_VOCABULARY
-from bench.shards import open_shard, write_shard
+from bench.training.shards import open_shard, write_shard
 
 DATASET, SUBSET = "allenai/c4", "en"
 TOKENIZER = "google-t5/t5-base"

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 import prokl
-from bench import corpus
-from bench.cli import parse
 from bench.errors import command
 from bench.records import commit
-from bench.run import Run
-from bench.settings import Settings
-from bench.sources import ByteSource
+from bench.training import corpus
+from bench.training.cli import parse
+from bench.training.run import Run
+from bench.training.settings import Settings
+from bench.training.sources import ByteSource
 from prokl.ops import TORCH
 
 DEFAULT = Path(__file__).parent.parent / "tests" / "data" / "captured_factors.npz"

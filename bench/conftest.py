@@ -7,7 +7,7 @@ import torch
 
 from bench import records
 from bench.errors import UsageError
-from bench.ledger import Ledger
+from bench.micro.ledger import Ledger
 from bench.shapes import PAPER, SETS, SMALL
 
 SECONDS = 0.2

@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 
 import build_cuda
+from bench.compiled.listing import table, write
 from bench.errors import UsageError, command
-from bench.listing import table, write
 from build_cuda import toolkit
 from prokl import extension
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from bench import records
 from bench.errors import UsageError, command
-from bench.peak import Peak
 from bench.shapes import SETS, ParameterSet
-from bench.step_contenders import PERIOD
+from bench.steps.contenders import PERIOD
+from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.base import MatrixOptimizer
 from prokl.buckets import split

@@ -15,14 +15,14 @@ import torch
 from tqdm import tqdm
 
 import prokl
-from bench import checkpoint, corpus, plots, report
-from bench.cli import make_folder, parse
-from bench.contenders import short_label_of
 from bench.errors import INTERRUPTED, UsageError, command
-from bench.run import Run
-from bench.settings import Job
-from bench.sources import ByteSource
-from bench.training import Interrupt, deferred_interrupt, train
+from bench.training import checkpoint, corpus, plots, report
+from bench.training.cli import make_folder, parse
+from bench.training.contenders import short_label_of
+from bench.training.loop import Interrupt, deferred_interrupt, train
+from bench.training.run import Run
+from bench.training.settings import Job
+from bench.training.sources import ByteSource
 
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns
 

@@ -19,15 +19,15 @@ import torch
 
 from bench import costs, records
 from bench.errors import UsageError, command
-from bench.exponents import PAPER as PAPER_COUNTS
-from bench.exponents import exponent, predicted
-from bench.gate import Gate
-from bench.peers import peers
 from bench.rates import Rates, machine_rows, main_dtype, measure_rates, recorded
 from bench.shapes import PAPER, SETS, SMALL, SWEEPS, ParameterSet, Sweep
-from bench.step_contenders import PERIOD, Contender, main_contenders, sweep_contenders
-from bench.step_lanes import Lane, enter, take_turns
-from bench.step_problem import Problem
+from bench.steps.contenders import PERIOD, Contender, main_contenders, sweep_contenders
+from bench.steps.exponents import PAPER as PAPER_COUNTS
+from bench.steps.exponents import exponent, predicted
+from bench.steps.gate import Gate
+from bench.steps.lanes import Lane, enter, take_turns
+from bench.steps.peers import peers
+from bench.steps.problem import Problem
 
 FEWEST = 3
 """Periods timed at least."""

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import records
 from bench.errors import UsageError, command
-from bench.gate import Gate
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet
-from bench.step_contenders import PERIOD, backends, pro
-from bench.step_lanes import Lane, enter
-from bench.step_problem import Problem
+from bench.steps.contenders import PERIOD, backends, pro
+from bench.steps.gate import Gate
+from bench.steps.lanes import Lane, enter
+from bench.steps.problem import Problem
 
 SLOWEST = 20.0
 """Seconds that a period may take."""

@@ -5,9 +5,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import memory_report, micro_report, records, step_report
+from bench import records
 from bench.errors import UsageError, command
+from bench.micro import report as micro_report
 from bench.shapes import SMALL
+from bench.steps import memory_report
+from bench.steps import report as step_report
 
 RECORDS = micro_report.RECORD, step_report.RECORD, memory_report.RECORD
 

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import memory_report, micro_report, step_report
 from bench.errors import command
 from bench.experiments import alpha, comparisons, cost, sensitivity
 from bench.experiments import tables as experiments
 from bench.markdown import NAMES, RESULTS, figure, markdown, rows_of
+from bench.micro import report as micro_report
+from bench.steps import memory_report
+from bench.steps import report as step_report
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md")

@@ -11,7 +11,7 @@ import torch
 
 from bench.experiments import units
 from bench.experiments.units import Place
-from bench.processes import join, leave
+from bench.training.processes import join, leave
 from tests.experiments import MICRO, task
 
 

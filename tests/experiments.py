@@ -5,7 +5,7 @@ from dataclasses import replace
 from bench.experiments.scales import Scale
 from bench.experiments.units import Task
 from bench.models import gpt2
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), "gpt2-124m", (2, 4, 8), 4, 2, 4, batch=4)
 HYPERS = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bench.aot import ARCHITECTURES, Row, complaints
-from bench.kernel_cases import CASES, STAGE_BYTES
-from bench.launches import Launch, Pointer, describe
+from bench.compiled.launches import Launch, Pointer, describe
+from bench.micro.kernel_cases import CASES, STAGE_BYTES
 from prokl.kernels.launch import Tile
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_a_configuration_names_all_that_is_specialised():
 SPECIALISATION = """
 import re, torch
 from bench.aot import build
-from bench.launches import Shapes, recording
+from bench.compiled.launches import Shapes, recording
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.launch import start
 
@@ -172,7 +172,7 @@ FAILING = """
 import sys
 from dataclasses import replace
 from bench import aot
-from bench.case import Sizes
+from bench.micro.case import Sizes
 from prokl.kernels.launch import Tile
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bench import c4
-from bench.shards import open_shard
-from bench.sources import open_source
+from bench.training.shards import open_shard
+from bench.training.sources import open_source
 
 END = 1  # the stand-in tokenizer's end of text
 DOCUMENTS = {"train": ["abc", "defg", "", "hi"] * 20, "validation": ["xyz"] * 9}

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import kl_cases, qr_cases
-from bench.case import BF16, FP32, FP32_POLAR, FP64, Sizes
-from bench.checks import AGREE, Numbers, complaint, disagreement, errors
-from bench.kernel_cases import CASES
-from bench.primitive_cases import PRIMITIVES
+from bench.micro import kl_cases, qr_cases
+from bench.micro.case import BF16, FP32, FP32_POLAR, FP64, Sizes
+from bench.micro.checks import AGREE, Numbers, complaint, disagreement, errors
+from bench.micro.kernel_cases import CASES
+from bench.micro.primitive_cases import PRIMITIVES
 from prokl import ops
 from prokl.kernels.launch import INTERPRETED
 

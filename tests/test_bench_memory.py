@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench import memory, records
-from bench.peak import Peak
 from bench.shapes import SETS, ParameterSet
+from bench.steps.peak import Peak
 from prokl import update, update_kl
 
 TINY = ParameterSet("tiny", ((2, 12, 12), (1, 20, 12), (2, 12, 20)), (4,))

@@ -1,6 +1,7 @@
 """The documents' tables of memory: float32 on the paper's models, in 10^6 bytes."""
 
-from bench import memory_report, records
+from bench import records
+from bench.steps import memory_report
 
 
 def row(set_, contender, median, **values):

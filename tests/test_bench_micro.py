@@ -10,11 +10,14 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from bench import bench_primitives, ledger, micro, micro_report, records, summary  # noqa: E402
-from bench.case import FP32  # noqa: E402
-from bench.kernel_cases import CASES  # noqa: E402
-from bench.ledger import KL, OURS, PLAIN, Ledger, with_ratios  # noqa: E402
-from bench.primitive_cases import PRIMITIVES  # noqa: E402
+from bench import records, summary  # noqa: E402
+from bench.micro import bench_primitives, ledger
+from bench.micro import groups as micro
+from bench.micro import report as micro_report
+from bench.micro.case import FP32  # noqa: E402
+from bench.micro.kernel_cases import CASES  # noqa: E402
+from bench.micro.ledger import KL, OURS, PLAIN, Ledger, with_ratios  # noqa: E402
+from bench.micro.primitive_cases import PRIMITIVES  # noqa: E402
 from bench.rates import Rates  # noqa: E402
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet  # noqa: E402
 from prokl import ops  # noqa: E402

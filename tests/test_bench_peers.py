@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import peers, records
-from bench.cosmos import Cosmos, orthogonalised
+from bench import records
+from bench.steps import peers
+from bench.training.cosmos import Cosmos, orthogonalised
 
 ROOT = Path(__file__).parent.parent
 EXCUSES: dict[str, tuple[str, ...]] = {}

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from bench.case import FP32, Sizes
-from bench.checks import Numbers, complaint
 from bench.costs import terms
-from bench.qr_cases import BACKWARD, ORTHOGONALITY, REFRESH, TRACKING, deviations
+from bench.micro.case import FP32, Sizes
+from bench.micro.checks import Numbers, complaint
+from bench.micro.qr_cases import BACKWARD, ORTHOGONALITY, REFRESH, TRACKING, deviations
 from prokl.qr import householder_qr
 
 SIZES = Sizes(3, 12, 40, 8)

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.models import CONFIGS, FAMILIES
-from bench.schedules import SCHEDULE, linear, modded_nanogpt
+from bench.training.schedules import SCHEDULE, linear, modded_nanogpt
 
 
 def test_linear_warms_up_over_a_tenth_and_decays_to_zero():

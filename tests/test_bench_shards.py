@@ -5,8 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from bench import shards
 from bench.errors import UsageError
+from bench.training import shards
 
 
 def written(path, tokens, magic=20240520, version=1, count=None, header_bytes=1024):

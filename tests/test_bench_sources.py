@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import corpus
 from bench.errors import UsageError
-from bench.shards import write_shard
-from bench.sources import open_source
+from bench.training import corpus
+from bench.training.shards import write_shard
+from bench.training.sources import open_source
 
 CONTEXT = 4
 

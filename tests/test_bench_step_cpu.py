@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import gate, records, step_cpu, step_problem
-from bench.exponents import exponent, predicted
-from bench.gate import Gate, complaint
+from bench import records, step_cpu
 from bench.rates import Rates, machine_rows
 from bench.shapes import SWEEPS, ParameterSet, Sweep
-from bench.step_contenders import PERIOD, Float32Muon, main_contenders, muon, pro, sweep_contenders
-from bench.step_lanes import Lane, enter, take_turns
-from bench.step_problem import Problem
+from bench.steps import gate
+from bench.steps import problem as step_problem
+from bench.steps.contenders import PERIOD, Float32Muon, main_contenders, muon, pro, sweep_contenders
+from bench.steps.exponents import exponent, predicted
+from bench.steps.gate import Gate, complaint
+from bench.steps.lanes import Lane, enter, take_turns
+from bench.steps.problem import Problem
 from prokl import ProKLShampoo
 from tests.commands import read
 

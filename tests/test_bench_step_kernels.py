@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench import records, step_kernels
-from bench.gate import Gate
 from bench.shapes import SETS, ParameterSet
+from bench.steps.gate import Gate
 from tests.commands import read
 
 TINY = ParameterSet("tiny", ((2, 12, 20), (1, 12, 12)), (2, 4))
@@ -43,7 +43,7 @@ def test_a_step_that_is_wrong_or_too_slow_has_no_figures(monkeypatch, tmp_path):
     (row,) = step_kernels.rows_of(TINY, torch.device("cpu"), Gate())
     assert "median" not in row and row["note"].startswith("too slow")
     monkeypatch.undo()
-    monkeypatch.setattr("bench.gate.complaint", lambda *_: "1 from the reference")
+    monkeypatch.setattr("bench.steps.gate.complaint", lambda *_: "1 from the reference")
     (row,) = step_kernels.rows_of(TINY, torch.device("cpu"), Gate())
     assert "median" not in row and row["note"].startswith("wrong: ")
     monkeypatch.setitem(SETS, "tiny", TINY)

@@ -1,7 +1,8 @@
 """The README's tables of steps: every row that has a figure, and why the others have none."""
 
-from bench import records, step_report
+from bench import records
 from bench.shapes import SMALL
+from bench.steps import report as step_report
 
 
 def row(set_, contender, **values):

@@ -25,8 +25,9 @@ import pytest
 import torch
 
 import prokl.qr
-from bench import capture_factors, corpus
-from bench.cli import parse
+from bench import capture_factors
+from bench.training import corpus
+from bench.training.cli import parse
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS
 

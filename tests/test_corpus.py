@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import corpus
 from bench.errors import UsageError
+from bench.training import corpus
 
 
 def _folder(path, texts):

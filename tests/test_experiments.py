@@ -22,9 +22,9 @@ from bench.experiments.protocol import Tuning
 from bench.experiments.scales import SCALES
 from bench.experiments.spectra import WATCHINGS
 from bench.experiments.study import Study
-from bench.run import Run
-from bench.settings import Hyper
-from bench.training import Interrupt
+from bench.training.loop import Interrupt
+from bench.training.run import Run
+from bench.training.settings import Hyper
 from tests.commands import ROOT
 from tests.experiments import MICRO
 

@@ -8,7 +8,7 @@ from bench.errors import UsageError
 from bench.experiments.protocol import ABLATIONS, PRO, Kind, kind, tuned
 from bench.experiments.scales import SCALES
 from bench.presets import RANGES, preset
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 
 TINY = {scale.name: scale for scale in SCALES["tiny"]}
 PAPER = {scale.name: scale for scale in SCALES["paper"]}

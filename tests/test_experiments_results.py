@@ -11,8 +11,8 @@ from bench.experiments.protocol import Kind, Tuning
 from bench.experiments.search import Search
 from bench.experiments.units import Result
 from bench.presets import Range
-from bench.run import Record
-from bench.settings import Hyper
+from bench.training.run import Record
+from bench.training.settings import Hyper
 from tests.experiments import MICRO
 
 LOWER, HIGHER = Kind("pro-klshampoo", 8, "auto"), Kind("kl-shampoo", None, "auto")

@@ -7,7 +7,7 @@ import pytest
 from bench.errors import UsageError
 from bench.experiments.search import WIDEST, Search, beside, search_all
 from bench.presets import Range
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 
 BASE = Hyper("pro-klshampoo", 0.0, 1e-3)
 

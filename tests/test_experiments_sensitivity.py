@@ -12,7 +12,7 @@ from bench.experiments.protocol import ABLATIONS, PRO, Tuning
 from bench.experiments.scales import SCALES
 from bench.experiments.study import Study
 from bench.experiments.tables import sensitivity_table
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 from tests.experiments import MICRO
 from tests.test_experiments import PNG, _rows
 

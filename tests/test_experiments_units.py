@@ -12,8 +12,8 @@ import torch
 from bench.errors import UsageError
 from bench.experiments import units
 from bench.experiments.units import Place
-from bench.processes import Processes
-from bench.run import Run
+from bench.training.processes import Processes
+from bench.training.run import Run
 from tests.commands import ROOT
 from tests.experiments import HYPERS, MICRO
 from tests.experiments import task as make_task

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import prokl.buckets
-from bench.peak import Peak
+from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo, update, update_kl
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 

@@ -9,11 +9,12 @@ import signal
 import pytest
 import torch
 
-from bench import checkpoint, pretrain, report
-from bench.contenders import CONTENDERS
+from bench import pretrain
 from bench.models import build, byte_gpt
-from bench.run import Lane, Record, Run
-from bench.spectrum_figure import normalised
+from bench.training import checkpoint, report
+from bench.training.contenders import CONTENDERS
+from bench.training.run import Lane, Record, Run
+from bench.training.spectrum_figure import normalised
 
 ALL = list(CONTENDERS)
 FOUR = ["adamw", "muon", "kl-shampoo", "pro-klshampoo"]

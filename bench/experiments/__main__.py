@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import torch
 
-from bench.cli import make_folder
 from bench.errors import command
 from bench.experiments import alpha, cost, sensitivity
 from bench.experiments.cli import Options, parse
@@ -14,8 +13,9 @@ from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.pool import Interrupted, runner
 from bench.experiments.spectra import WATCHINGS
 from bench.experiments.study import Study
-from bench.processes import join, leave
-from bench.training import deferred_interrupt
+from bench.training.cli import make_folder
+from bench.training.loop import deferred_interrupt
+from bench.training.processes import join, leave
 
 NAMES = {
     "main": "the main table, its sweeps, and loss against steps and seconds",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from bench.cli import Parser, at_least, cores, eigenvalue, positive
 from bench.errors import UsageError
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
+from bench.training.cli import Parser, at_least, cores, eigenvalue, positive
 
 VARYING = ("sensitivity",)  # experiments that have starts of their own
 

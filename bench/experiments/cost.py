@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.contenders import CONTENDERS
 from bench.costs import terms
 from bench.drawing import plt, save, tidy
 from bench.experiments import results
@@ -18,6 +17,7 @@ from bench.markdown import Row, markdown
 from bench.markdown import rows_of as recorded
 from bench.memory import FREQUENCY, TABLE
 from bench.shapes import SETS, ParameterSet
+from bench.training.contenders import CONTENDERS
 from prokl.shapes import effective_rank
 
 HAVING = ("paper",)  # scales

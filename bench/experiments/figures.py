@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from bench.contenders import CONTENDERS
 from bench.drawing import plt, save, tidy
 from bench.experiments.tables import Row
+from bench.training.contenders import CONTENDERS
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 PANELS = (

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from bench.experiments import units
 from bench.experiments.scales import Scale
 from bench.experiments.units import Place, Result, Task
-from bench.processes import ALONE, Processes
-from bench.training import Interrupt
+from bench.training.loop import Interrupt
+from bench.training.processes import ALONE, Processes
 
 
 class Interrupted(Exception):

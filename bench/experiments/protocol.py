@@ -12,12 +12,12 @@ one seed.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from bench.contenders import CONTENDERS
 from bench.errors import UsageError
 from bench.experiments.scales import Scale
 from bench.experiments.search import Search, search_all
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
-from bench.settings import Hyper
+from bench.training.contenders import CONTENDERS
+from bench.training.settings import Hyper
 
 PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
 RANKED = (PRO, "smok-hop", "cosmos", *ABLATIONS)

@@ -11,9 +11,9 @@ from typing import Any
 from bench.experiments.protocol import Kind, Tuning, paper_range
 from bench.experiments.study import Study
 from bench.experiments.units import Result
-from bench.report import mean_after_first, mean_and_error, seconds_to
-from bench.run import Record
-from bench.settings import Hyper
+from bench.training.report import mean_after_first, mean_and_error, seconds_to
+from bench.training.run import Record
+from bench.training.settings import Hyper
 
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
 CONFIDENCE = 0.95

@@ -6,8 +6,8 @@ from pathlib import Path
 from bench import presets
 from bench.errors import UsageError
 from bench.models import CONFIGS, ModelConfig
-from bench.settings import Hyper, Settings
-from bench.sources import Source, open_source
+from bench.training.settings import Hyper, Settings
+from bench.training.sources import Source, open_source
 
 AUTO, PAPER_START = "auto", 0.1
 """Starts of the eigenvalues that are compared: the library's default, and the paper's."""

@@ -7,7 +7,7 @@ from itertools import product
 
 from bench.errors import UsageError
 from bench.presets import Range
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 
 GRID = sorted(float(f"{digit}e{power}") for power in range(-9, 4) for digit in (1, 2, 3, 5))
 """Values that a range grows by, one at a time; the paper's are mostly of these."""

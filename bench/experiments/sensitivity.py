@@ -17,9 +17,9 @@ from bench.experiments.spectra import watched
 from bench.experiments.study import Study
 from bench.experiments.units import Result
 from bench.markdown import rows_of
-from bench.report import mean_and_error
-from bench.run import Run
-from bench.settings import Hyper
+from bench.training.report import mean_and_error
+from bench.training.run import Run
+from bench.training.settings import Hyper
 from prokl import diagnostics
 
 NAME = "sensitivity"

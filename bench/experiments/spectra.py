@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import checkpoint
 from bench.errors import UsageError
 from bench.experiments import results, units
 from bench.experiments.pool import Interrupted
 from bench.experiments.protocol import PRO, Kind
 from bench.experiments.study import Study
-from bench.run import Run
-from bench.settings import Hyper
-from bench.spectrum_figure import draw, normalised, place_of
-from bench.training import train
+from bench.training import checkpoint
+from bench.training.loop import train
+from bench.training.run import Run
+from bench.training.settings import Hyper
+from bench.training.spectrum_figure import draw, normalised, place_of
 from prokl import diagnostics
 
 WINDOW = 10  # minibatches that Phi_L is made of

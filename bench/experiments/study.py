@@ -9,7 +9,7 @@ from bench.experiments.pool import Runner
 from bench.experiments.protocol import Kind, Tuning, tuned
 from bench.experiments.scales import Scale
 from bench.experiments.units import Result, Task
-from bench.settings import Hyper
+from bench.training.settings import Hyper
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bench.contenders import CONTENDERS
 from bench.markdown import figure, markdown
+from bench.training.contenders import CONTENDERS
 
 Row = dict[str, str]
 VARIED = ("start", "steps", "lr", "rank")

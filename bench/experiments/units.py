@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 import prokl
-from bench import checkpoint, records
+from bench import records
 from bench.errors import UsageError
-from bench.processes import ALONE, Processes
-from bench.run import Record, Run
-from bench.settings import Hyper, Settings
-from bench.sources import Source
-from bench.training import train
+from bench.training import checkpoint
+from bench.training.loop import train
+from bench.training.processes import ALONE, Processes
+from bench.training.run import Record, Run
+from bench.training.settings import Hyper, Settings
+from bench.training.sources import Source
 
 
 @dataclass(frozen=True)

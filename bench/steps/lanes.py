@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gate import Gate
-from bench.peers import CannotRun, reason
-from bench.step_contenders import PERIOD, Contender
-from bench.step_problem import Problem
+from bench.steps.contenders import PERIOD, Contender
+from bench.steps.gate import Gate
+from bench.steps.peers import CannotRun, reason
+from bench.steps.problem import Problem
 
 
 class Lane:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench import corpus, shards
 from bench.errors import UsageError
 from bench.models import BYTES, GPT2_VOCABULARY
+from bench.training import corpus, shards
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, (batch, context) int64 each; targets are the inputs' successors."""

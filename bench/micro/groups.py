@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from bench import costs, records
-from bench.case import Case, Dtypes, Inputs, Sizes, best
-from bench.checks import Numbers, standard
-from bench.kernel_cases import CASES
-from bench.ledger import KL, OURS, PLAIN
-from bench.primitive_cases import PRIMITIVES
+from bench.micro.case import Case, Dtypes, Inputs, Sizes, best
+from bench.micro.checks import Numbers, standard
+from bench.micro.kernel_cases import CASES
+from bench.micro.ledger import KL, OURS, PLAIN
+from bench.micro.primitive_cases import PRIMITIVES
 from bench.rates import Rates
 from bench.shapes import ParameterSet
 from prokl.shapes import effective_rank

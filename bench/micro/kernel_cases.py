@@ -11,8 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import BF16, BF16_STATE, FP16, FP32, FP32_POLAR, FP64, Case, Draw, Dtypes, Inputs, Sizes, item, shipped
-from bench.product_cases import difference_case, newton_schulz_case, polynomial_case, product_case, symmetric_case
+from bench.micro.case import (
+    BF16,
+    BF16_STATE,
+    FP16,
+    FP32,
+    FP32_POLAR,
+    FP64,
+    Case,
+    Draw,
+    Dtypes,
+    Inputs,
+    Sizes,
+    item,
+    shipped,
+)
+from bench.micro.product_cases import difference_case, newton_schulz_case, polynomial_case, product_case, symmetric_case
 from prokl import torch_ops
 from prokl.kernels import apply, eigenvalue_ema, precondition, project, residuals, stack
 from prokl.kernels.launch import Tile

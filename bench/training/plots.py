@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.contenders import contender_of, label_of
 from bench.drawing import plt, save, tidy
-from bench.report import Results
-from bench.run import Record
-from bench.settings import Settings
-from bench.spectrum_figure import draw, normalised
+from bench.training.contenders import contender_of, label_of
+from bench.training.report import Results
+from bench.training.run import Record
+from bench.training.settings import Settings
+from bench.training.spectrum_figure import draw, normalised
 
 
 def loss_curves(path: Path, results: Results, settings: Settings) -> None:

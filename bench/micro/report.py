@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bench.ledger import KL, OURS, PLAIN
 from bench.markdown import Row, figure, markdown, rows_of
+from bench.micro.ledger import KL, OURS, PLAIN
 
 RECORD = "micro-cpu.csv"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from bench.contenders import CONTENDERS, DEFAULT_OPTIMIZERS
 from bench.errors import UsageError
 from bench.models import byte_gpt
-from bench.settings import Hyper, Job, Settings
+from bench.training.contenders import CONTENDERS, DEFAULT_OPTIMIZERS
+from bench.training.settings import Hyper, Job, Settings
 
 
 class Parser(argparse.ArgumentParser):

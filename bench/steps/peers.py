@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench import records
-from bench.cosmos import Cosmos
-from bench.step_contenders import PERIOD, Contender
+from bench.steps.contenders import PERIOD, Contender
+from bench.training.cosmos import Cosmos
 
 PYTHON = {"emerging-optimizers": (3, 12)}
 """Oldest Python of the peers that do not run on every one of this package."""

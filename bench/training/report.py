@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 import prokl
-from bench.contenders import label_of
-from bench.corpus import Corpus
 from bench.records import commit, processor
-from bench.run import Record
-from bench.settings import Settings
+from bench.training.contenders import label_of
+from bench.training.corpus import Corpus
+from bench.training.run import Record
+from bench.training.settings import Settings
 
 Results = dict[int, dict[str, Record]]  # seed -> contender -> record
 TARGET = "kl-shampoo"

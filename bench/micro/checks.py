@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import Case, Inputs
+from bench.micro.case import Case, Inputs
 from prokl.addresses import Addresses
 
 TOLERANCE = 4

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.peers import CannotRun
 from bench.shapes import ParameterSet
-from bench.step_contenders import Contender
-from bench.step_problem import Problem, Shape
+from bench.steps.contenders import Contender
+from bench.steps.peers import CannotRun
+from bench.steps.problem import Problem, Shape
 
 AGREE = 1e-6
 """Largest distance of a contender of this package from the reference, both in float64, relative to the distance

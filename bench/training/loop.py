@@ -8,8 +8,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from bench import checkpoint
-from bench.run import Run
+from bench.training import checkpoint
+from bench.training.run import Run
 
 
 class Interrupt:

@@ -1,4 +1,4 @@
-"""The cases of :mod:`bench.kernel_cases` that are products, and what is made of nothing but products.
+"""The cases of :mod:`bench.micro.kernel_cases` that are products, and what is made of nothing but products.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import BF16, FP32, FP32_POLAR, Case, Draw, Dtypes, Inputs, Sizes, shipped
 from bench.costs import NS_STEPS
+from bench.micro.case import BF16, FP32, FP32_POLAR, Case, Draw, Dtypes, Inputs, Sizes, shipped
 from prokl import polar, torch_ops
 from prokl.kernels import newton_schulz, product, symmetric_product
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.contenders import contender_of
 from bench.models import build
-from bench.processes import ALONE, Processes
-from bench.schedules import SCHEDULE
-from bench.settings import Settings
-from bench.sources import Batch, Source
+from bench.training.contenders import contender_of
+from bench.training.processes import ALONE, Processes
+from bench.training.schedules import SCHEDULE
+from bench.training.settings import Settings
+from bench.training.sources import Batch, Source
 from prokl.base import MatrixOptimizer
 from prokl.diagnostics import eigenvalues
 

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
 
-from bench.checks import complaint  # noqa: E402
-from bench.ledger import Ledger  # noqa: E402
-from bench.micro import (  # noqa: E402
+from bench.micro.checks import complaint  # noqa: E402
+from bench.micro.groups import (  # noqa: E402
     Contender,
     Group,
     fitted,
@@ -25,6 +24,7 @@ from bench.micro import (  # noqa: E402
     once,
     timer,
 )
+from bench.micro.ledger import Ledger  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 
 FEWEST, MOST = 3, 50

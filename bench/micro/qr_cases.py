@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import prokl.qr
-from bench.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, best
 from bench.costs import cholesky_qr
+from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, best
 from prokl import extension
 from prokl.qr import householder_qr
 

@@ -1,7 +1,7 @@
 """The primitives of a step, each beside its plain form and what KL-Shampoo needs in its place, for the microbenchmarks.
 
-Those that are one kernel are cases of :mod:`bench.kernel_cases`, with a plain form and a counterpart; the others are
-the lines of prokl/update.py over a table. Plain forms are those of prokl/reference.py, batched.
+Those that are one kernel are cases of :mod:`bench.micro.kernel_cases`, with a plain form and a counterpart; the others
+are the lines of prokl/update.py over a table. Plain forms are those of prokl/reference.py, batched.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, item
-from bench.kernel_cases import LR, MOMENTUM, WEIGHT_DECAY, WEIGHTS, apply_case
-from bench.kl_cases import BETA2, long_factor, spectra, two_sided
-from bench.product_cases import NS_COEFFICIENTS, NS_STEPS, newton_schulz_case, symmetric_case
-from bench.qr_cases import REFRESH, TRACKING
+from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, item
+from bench.micro.kernel_cases import LR, MOMENTUM, WEIGHT_DECAY, WEIGHTS, apply_case
+from bench.micro.kl_cases import BETA2, long_factor, spectra, two_sided
+from bench.micro.product_cases import NS_COEFFICIENTS, NS_STEPS, newton_schulz_case, symmetric_case
+from bench.micro.qr_cases import REFRESH, TRACKING
 from prokl import ops
 from prokl.torch_ops import damp
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import prokl
-from bench.cosmos import Cosmos
-from bench.settings import Hyper
+from bench.training.cosmos import Cosmos
+from bench.training.settings import Hyper
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
 COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"

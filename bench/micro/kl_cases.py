@@ -1,4 +1,4 @@
-"""What KL-Shampoo needs where Pro-KLShampoo has its primitives: the counterparts of :mod:`bench.primitive_cases`.
+"""What KL-Shampoo needs where Pro-KLShampoo has its primitives: the counterparts of :mod:`bench.micro.primitive_cases`.
 
 The PyTorch forms are the lines of prokl/update_kl.py over the table that a step takes here; the plain ones are
 prokl/reference_kl.py, weight by weight.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.case import Case, Draw, Dtypes, Inputs, Sizes, best
+from bench.micro.case import Case, Draw, Dtypes, Inputs, Sizes, best
 from prokl import reference_kl
 from prokl.shapes import ceiling
 from prokl.torch_ops import clipped_ema

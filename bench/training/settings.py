@@ -12,7 +12,7 @@ class Hyper:
     """What one contender is built with; what its method does not take is None.
 
     Attributes:
-        method: a row of ``bench.contenders.CONTENDERS``.
+        method: a row of ``bench.training.contenders.CONTENDERS``.
         lr: of the matrices; under AdamW, of everything.
         adamw_lr: of embedding, head and norms under every other method.
         weight_decay: of the matrices; under AdamW, also of embedding and head.

@@ -1,0 +1,1 @@
+"""What the compilers made of the kernels: launches and their listings."""

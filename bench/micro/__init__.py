@@ -1,0 +1,1 @@
+"""Microbenchmarks of every primitive and kernel: ``pytest bench --benchmark-only``."""
