@@ -38,9 +38,11 @@ def _run(o: Options) -> str:
     scales, comparison = o.scales, COMPARISONS.get(o.name)
     if comparison:
         scales = comparison.possible(o.scales, o.starts, o.tune)
+    elif o.name == sensitivity.NAME:
+        scales = sensitivity.possible(o.scales, o.tune)
     processes, device = join(o.device)
     if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
-        print(f"Left out, as the paper has no {o.name} on it: {', '.join(left_out)}", flush=True)
+        print(f"Left out, as the paper has not all that {o.name} needs: {', '.join(left_out)}", flush=True)
     with deferred_interrupt() as interrupt, ExitStack() as stack:
         studies = []
         for scale in scales:

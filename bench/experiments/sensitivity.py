@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from bench.errors import UsageError
 from bench.experiments import figures, results, tables
-from bench.experiments.protocol import ABLATIONS, PRO, Kind, Tuning
+from bench.experiments.protocol import ABLATIONS, PRO, Kind, Tuning, check
 from bench.experiments.scales import AUTO, PAPER_START, Scale
 from bench.experiments.spectra import watched
 from bench.experiments.study import Study
@@ -24,9 +25,9 @@ from prokl import diagnostics
 
 NAME = "sensitivity"
 STARTS = (PAPER_START, 1e-2, 1e-3, 1e-4, AUTO)
-LENGTHS = (1, 4)  # times the scale's steps
-RATES = (0.5, 1.0, 1.5, 2.0)  # times Pro-KLShampoo's
-RANKS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scale's largest
+STEP_FACTORS = (1, 4)  # times the scale's steps
+RATE_FACTORS = (0.5, 1.0, 1.5, 2.0)  # times Pro-KLShampoo's
+RANK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scale's largest
 LOOKS = 40  # at the eigenvalues along a run
 
 
@@ -64,17 +65,17 @@ def points(scale: Scale, tuning: Tuning) -> list[Point]:
     pro = {start: of(PRO, largest, start) for start in (PAPER_START, AUTO)}
     subspace, complement = (of(method, largest, AUTO) for method in ABLATIONS)
     started = [pro[PAPER_START], of("kl-shampoo", None, PAPER_START)]
-    ranks = [round(share * largest) for share in RANKS]
+    ranks = [round(share * largest) for share in RANK_FACTORS]
     return [
         *(Point("start", s, _with(t, init_eigenvalue=s), muon) for t in started for s in STARTS),
-        *(Point("steps", x * scale.steps, _longer(t, x), _longer(muon, x)) for t in pro.values() for x in LENGTHS),
+        *(Point("steps", x * scale.steps, _longer(t, x), _longer(muon, x)) for t in pro.values() for x in STEP_FACTORS),
         *(Point("lr", x, _with(complement, lr=lr), _with(subspace, lr=lr)) for x, lr in _rates(pro[AUTO].hyper.lr)),
         *(Point("rank", r, _with(smok_hop, rank=r), kl) for r in ranks if 1 <= r < scale.config.width),
     ]
 
 
 def _rates(lr: float) -> list[tuple[float, float]]:
-    return [(factor, lr * factor) for factor in RATES]
+    return [(factor, lr * factor) for factor in RATE_FACTORS]
 
 
 def _with(training: Training, **changed: object) -> Training:
@@ -90,6 +91,24 @@ def kinds(scale: Scale) -> list[Kind]:
     largest = scale.largest
     started = [k for start in (PAPER_START, AUTO) for k in (Kind(PRO, largest, start), Kind("kl-shampoo", None, start))]
     return [Kind("muon"), *started, *(Kind(method, largest, AUTO) for method in ("smok-hop", *ABLATIONS))]
+
+
+def possible(scales: Sequence[Scale], search: bool) -> tuple[Scale, ...]:
+    """The models of which all that is needed can be tuned, or is the paper's.
+
+    Raises:
+        UsageError: there is none.
+    """
+    having, complaints = [], []
+    for scale in scales:
+        try:
+            check(kinds(scale), scale, search)
+            having.append(scale)
+        except UsageError as error:
+            complaints.append(error)
+    if not having:
+        raise complaints[0]
+    return tuple(having)
 
 
 def run(studies: Sequence[Study], out: Path) -> str:
@@ -175,14 +194,19 @@ def _traces(study: Study, hyper: Hyper) -> list[results.Row]:
 
 
 def _watch_variance(run: Run) -> Callable[[], None]:
-    """Keeps the product of L's geometric mean and mu, the variance outside the subspace; its geometric mean too."""
+    """Keeps L's geometric mean times mu, the variance outside the subspace: the geometric mean over weights.
+
+    From when all weights have begun; those behind a layer that starts at zero begin some steps after the first.
+    """
     ((optimizer,),) = [lane.optimizers for lane in run.lanes]
     every = max(1, run.settings.steps // LOOKS)
+    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group["algorithm"] == "matrix")
 
     def after_step() -> None:
-        if run.live and (run.done % every == 0 or run.done == 1):
+        if run.live and run.done % every == 0:
             found = diagnostics.eigenvalues(optimizer).values()
-            logs = [factors["L"].log().mean() + factors["mu"].log().mean() for factors in found]
-            run.observed[str(run.done)] = torch.stack(logs).mean().exp()
+            if len(found) == matrices:  # earlier it would be a mean over other weights
+                logs = [factors["L"].log().mean() + factors["mu"].log().mean() for factors in found]
+                run.observed[str(run.done)] = torch.stack(logs).mean().exp()
 
     return after_step
