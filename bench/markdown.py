@@ -21,7 +21,12 @@ Row = dict[str, str]
 
 def rows_of(name: str) -> list[Row]:
     """The rows of a record."""
-    with (RESULTS / name).open(newline="", encoding="utf-8") as stream:
+    return read_rows(RESULTS / name)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file."""
+    with path.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 
 

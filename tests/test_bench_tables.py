@@ -19,7 +19,8 @@ def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, 
     readme.write_text(changed, encoding="utf-8")
     monkeypatch.setattr(tables, "DOCUMENTS", (readme,))
     monkeypatch.setattr(tables, "PLOT", tmp_path / "plot.png")
-    monkeypatch.setattr(tables.comparisons, "draw", lambda folder: None)
+    for module in (tables.comparisons, tables.sensitivity):
+        monkeypatch.setattr(module, "draw", lambda folder: None)
     assert tables.main(["--check"]) == 1
     printed = capsys.readouterr().out
     assert "-| Pro-KLShampoo" in printed and "+| Pro-KLShampoo" in printed

@@ -52,6 +52,8 @@ def test_reading_stops_at_the_cap(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "CAP", 100)
     text = corpus.load(_folder(tmp_path, {"a": b"a" * 70, "b": b"b" * 70, "c": b"c" * 70}), context=2)
     assert _bytes(text.train) + _bytes(text.validation) == b"a" * 70 + b"b" * 30
+    assert text.source.startswith("folder ") and text.source.endswith(", its first 9.54e-05 MiB")
+    assert "first" not in corpus.load(_folder(tmp_path / "small", {"a": b"a" * 70}), context=2).source
 
 
 @pytest.mark.parametrize(

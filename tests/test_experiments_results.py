@@ -10,6 +10,7 @@ from bench.experiments import results, tables
 from bench.experiments.protocol import Kind, Tuning
 from bench.experiments.search import Search
 from bench.experiments.units import Result
+from bench.markdown import read_rows
 from bench.presets import Range
 from bench.training.run import Record
 from bench.training.settings import Hyper
@@ -20,6 +21,9 @@ LOWER, HIGHER = Kind("pro-klshampoo", 8, "auto"), Kind("kl-shampoo", None, "auto
 
 class _Study:
     scale, seeds = MICRO, (0, 1, 2)
+
+    def plan(self, curve):
+        return {"steps": self.scale.steps}
 
 
 def _results(losses):
@@ -85,15 +89,18 @@ def test_a_row_names_every_commit_and_day_that_its_units_are_of():
         ({}, "yes"),
         ({"lr": 0.05}, "no: lr"),
         ({"alpha_kl": 0.02}, "no: alpha_kl"),
-        # GPT-2's decay is above 0 in the paper; scaled-down models have none.
-        ({"weight_decay": 0.0, "lr": 0.005}, "no: lr, weight_decay"),
+        # GPT-2's decay is above 0 in the paper; scaled-down models have none, and none is searched.
+        ({"weight_decay": 0.0, "lr": 0.005}, "no: lr"),
     ],
 )
 def test_the_sweep_says_what_lies_outside_the_papers_range(changes, said):
     hyper = replace(Hyper("pro-klshampoo", 0.02, 1e-3, 0.03, 0.0, 8, 0.01, "auto"), **changes)
     search = Search(hyper, Range((hyper.lr,), (hyper.weight_decay,), (hyper.alpha_kl,)), {hyper: 1.0})
-    (row,) = results.sweep_rows(_Study, Tuning({LOWER: hyper}, {LOWER: search}))
+    study = _Study()
+    study.swept = {hyper: Result(Record(), 0, {"commit": "abc"}, "")}
+    (row,) = results.sweep_rows(study, Tuning({LOWER: hyper}, {LOWER: search}))
     assert row["in_paper_range"] == said
+    assert (row["commit"], row["steps"]) == ("abc", MICRO.steps)
 
 
 def test_files_have_no_nan_and_are_written_whole(tmp_path):
@@ -156,3 +163,19 @@ def test_the_orderings_table_says_at_what_level_it_decides():
     row |= {"difference": "0.2", "difference_se": "0.01"}
     lines = tables.orderings_table([row]).splitlines()
     assert lines[0].rstrip(" |").endswith("here, at 95%") and "0.2000 ± 0.0100" in lines[2]
+
+
+def test_rows_of_a_command_replace_those_of_its_models_and_keep_others(tmp_path):
+    path = tmp_path / "main.csv"
+    results.merge(path, [{"model": "a", "loss": 1.0}, {"model": "b", "loss": 2.0}, {"model": "a", "loss": 3.0}])
+    results.merge(path, [{"model": "a", "loss": 4.0, "peak": 5.0}, {"model": "c", "loss": 6.0}])
+    rows = [(row["model"], row["loss"], row["peak"]) for row in read_rows(path)]
+    assert rows == [("a", "4", "5"), ("b", "2", ""), ("c", "6", "")]
+
+
+def test_the_table_of_cosmos_has_memory_of_the_gpu_where_it_was_measured():
+    row = {"model": "m", "start": "auto", "rank": "8", "validation_loss": "2.0", "validation_loss_se": "0.1"}
+    row |= {"diverged_at": "", "state_mb": "3.0", "peak_gib": ""}
+    rows = [row | {"optimizer": method} for method in ("cosmos", "pro-klshampoo")]
+    assert "GPU peak" not in tables.cosmos_table(rows) and "COSMOS state MB" in tables.cosmos_table(rows)
+    assert "Pro GPU peak GiB" in tables.cosmos_table([r | {"peak_gib": "1.5"} for r in rows])

@@ -31,7 +31,7 @@ def gradients(rows, cols):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(shape, backend):
+def test_bounds_lemma_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(shape, backend):
     """With a number as start, which the lemma's Theta has to include: lambda_0 is no eigenvalue of L_0 or S_0."""
     m, n = sorted(shape)
     p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
@@ -53,7 +53,7 @@ def test_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(shape, backend
 
 
 @pytest.mark.parametrize("m, n, r", [(3, 6, 2), (4, 4, 1)])
-def test_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
+def test_bounds_lemma_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
     C = 5.0
     eye = torch.eye(m, dtype=torch.float64)
     state = {"U": torch.linalg.qr(normal(n, r, seed=0))[0], "L": eye, "S": eye[:r, :r], "Q_L": eye, "Q_S": eye[:r, :r]}
@@ -76,7 +76,7 @@ def test_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
     assert from_orthogonal > 0.25  # measured: 0.56 and 0.27
 
 
-def test_the_papers_theta_leaves_out_the_start_value():
+def test_bounds_lemma_the_papers_theta_leaves_out_the_start_value():
     """With gradients of norm 1e-4 it is 1e-6, below the lambda_0 = 0.1 at which all eigenvalues start."""
     p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
     optimizer = prokl.ProKLShampoo([p], rank=3, init_eigenvalue=0.1)
@@ -90,7 +90,7 @@ def test_the_papers_theta_leaves_out_the_start_value():
     assert all(values.max() == pytest.approx(0.1) for values in eigenvalues(state).values())
 
 
-def test_the_upper_bound_is_attained():
+def test_bounds_lemma_the_upper_bound_is_attained():
     """One row, all eigenvalues at the floor, a gradient of norm G_max in the complement, no memory: mu = C^2 G_max^2.
 
     The lemma's Theta cannot be lowered.

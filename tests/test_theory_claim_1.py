@@ -35,7 +35,7 @@ def proofs_candidate(L, R, r):
     return Restricted(L, Q[:, :r], values[:r].diag(), values[r:].mean())
 
 
-def test_the_objective_is_the_kl_divergence_of_the_two_gaussians():
+def test_claim_1_the_objective_is_the_kl_divergence_of_the_two_gaussians():
     second_moment = wishart(M * N, seed=0)
     L, R = wishart(M, seed=1), wishart(N, seed=2)
     zero = torch.zeros(M * N, dtype=torch.float64)
@@ -46,7 +46,7 @@ def test_the_objective_is_the_kl_divergence_of_the_two_gaussians():
     assert abs(objective(L, R, population(second_moment, M, N)) - constant - expected) < EXACT
 
 
-def test_preconditioning_is_kron_of_left_and_right_in_row_major_order():
+def test_claim_1_preconditioning_is_kron_of_left_and_right_in_row_major_order():
     """The paper's Smok-Hop proof writes the factors in the other, column-major order."""
     G, L, R = normal(M, N, seed=0), wishart(M, seed=1), wishart(N, seed=2)
     vector = (L @ G @ R).reshape(-1)
@@ -56,7 +56,7 @@ def test_preconditioning_is_kron_of_left_and_right_in_row_major_order():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("r", [1, 2, 4])
-def test_the_gap_lies_between_zero_and_the_bound(seed, r):
+def test_claim_1_the_gap_lies_between_zero_and_the_bound(seed, r):
     G = population(wishart(M * N, seed), M, N)
     L, R = full_optimum(G)
     full = objective(L, R, G)
@@ -73,7 +73,7 @@ def test_the_gap_lies_between_zero_and_the_bound(seed, r):
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_no_point_of_the_restricted_family_beats_the_full_optimum(r):
+def test_claim_1_no_point_of_the_restricted_family_beats_the_full_optimum(r):
     G = population(wishart(M * N, seed=5), M, N)
     full = objective(*full_optimum(G), G)
     for seed in range(20):
@@ -83,7 +83,7 @@ def test_no_point_of_the_restricted_family_beats_the_full_optimum(r):
 
 
 @pytest.mark.parametrize("r, flat", [(1, False), (2, True), (3, True), (4, True)])
-def test_the_gap_is_zero_for_a_flat_tail(r, flat):
+def test_claim_1_the_gap_is_zero_for_a_flat_tail(r, flat):
     second_moment = torch.kron(wishart(M, seed=3), covariance([7.0, 4.0, 0.5, 0.5, 0.5], seed=4))
     G = population(second_moment, M, N)
     L, R = full_optimum(G)
@@ -97,7 +97,7 @@ def test_the_gap_is_zero_for_a_flat_tail(r, flat):
         assert bound > 0.1 and abs(gap - bound) < EXACT
 
 
-def test_the_bound_is_the_printed_formula():
+def test_claim_1_the_bound_is_the_printed_formula():
     values = torch.tensor([50.0, 9.0, 4.0, 1.0], dtype=torch.float64)
     ratio = (14 / 3) / 36 ** (1 / 3)
     assert float(tail_am_gm(values, 1)) == pytest.approx(ratio, rel=1e-14)

@@ -103,7 +103,7 @@ def stationarity(grad, U, constants, c_a):
     return c_a / (C * theta**0.5) * complement + ALPHA / theta * float((grad @ U).square().sum())
 
 
-def test_the_problem_is_smooth_in_the_operator_norm_with_that_constant_and_not_with_a_third_of_it():
+def test_descent_the_problem_is_smooth_in_the_operator_norm_with_that_constant_and_not_with_a_third_of_it():
     ratios = []
     for seed in range(300):
         W, X = 2 * normal(M, N, seed=seed), normal(M, N, seed=1000 + seed)
@@ -118,7 +118,7 @@ def test_the_problem_is_smooth_in_the_operator_norm_with_that_constant_and_not_w
 
 @pytest.mark.parametrize("c_a", [1.0, 1.5])
 @pytest.mark.parametrize("lr", [0.02, 0.2])
-def test_every_step_of_algorithm_1_descends_as_the_proposition_says(lr, c_a):
+def test_descent_every_step_of_algorithm_1_descends_as_the_proposition_says(lr, c_a):
     """Exact gradients, in the printed order: the update is made with the state that has just seen the gradient."""
     W, state = start()
     for t in range(200):
@@ -132,7 +132,7 @@ def test_every_step_of_algorithm_1_descends_as_the_proposition_says(lr, c_a):
             assert bound < (loss(W) - before) / 2
 
 
-def test_the_update_made_here_is_algorithm_1s():
+def test_descent_the_update_made_here_is_algorithm_1s():
     """The tests take the update apart from the state, to put the clip in between; here there is none."""
     W, state = start()
     for _ in range(10):
@@ -153,7 +153,7 @@ def noises(t, sigma_F):
 
 
 @pytest.mark.parametrize("sigma_F", [0.01, 0.3])
-def test_the_expected_step_descends_as_the_proposition_says(sigma_F):
+def test_descent_the_expected_step_descends_as_the_proposition_says(sigma_F):
     """The expectation is a mean over four noises. The state is that of before the gradient, as the proof needs it."""
     lr, c_a = 0.05, 1.0
     W, state = start()
@@ -185,7 +185,7 @@ def run(T, lr, c_a, sigma_F=0.0):
 
 @pytest.mark.parametrize("c_a", [1.0, 1.5])
 @pytest.mark.parametrize("sigma_F", [0.0, 0.02])
-def test_the_mean_stationarity_falls_as_the_theorem_says(sigma_F, c_a):
+def test_descent_the_mean_stationarity_falls_as_the_theorem_says(sigma_F, c_a):
     """At T, 4 T and 16 T steps, each with its own step size; the bound's first part halves each time.
 
     sigma_kl^2 is taken as 13 (any bound will do) and held against the run. With noise one sampled path stands for the

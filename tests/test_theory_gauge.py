@@ -51,7 +51,7 @@ def product(lambda_L, lambda_S, mu):
 
 
 @pytest.mark.parametrize("c", [1e-3, 0.5, 40.0])
-def test_the_objective_and_the_equations_do_not_see_the_gauge(c):
+def test_gauge_the_objective_and_the_equations_do_not_see_the_gauge(c):
     G = population(wishart(M * N, seed=0), M, N)
     L, right = full_optimum(G)
     assert objective(c * L, right / c, G) == pytest.approx(float(objective(L, right, G)), abs=1e-11)
@@ -61,21 +61,21 @@ def test_the_objective_and_the_equations_do_not_see_the_gauge(c):
 
 
 @pytest.mark.parametrize("c", [1e-6, 0.3, 1.0, 1e5])
-def test_without_a_clip_every_gauge_is_a_rest_point(c):
+def test_gauge_without_a_clip_every_gauge_is_a_rest_point(c):
     state = at_gauge(c)
     for old, new in zip(state, expected_step(*state, math.inf), strict=True):
         assert ((new - old).abs() <= 1e-14 * old).all()  # a dozen roundings
 
 
 @pytest.mark.parametrize("c", [1.01 * LEAST, 1.0, 0.99 * MOST], ids=["least", "one", "most"])
-def test_between_its_bounds_the_clip_leaves_the_gauge_alone(c):
+def test_gauge_between_its_bounds_the_clip_leaves_the_gauge_alone(c):
     state = at_gauge(c)
     for old, new in zip(state, expected_step(*state, ceiling(M)), strict=True):
         assert ((new - old).abs() <= 1e-14 * old).all()
 
 
 @pytest.mark.parametrize("c", [1e-2 * LEAST, 1e-6 * LEAST, 1e2 * MOST, 1e6 * MOST], ids="{:.0e}".format)
-def test_the_clip_brings_any_other_gauge_between_its_bounds(c):
+def test_gauge_the_clip_brings_any_other_gauge_between_its_bounds(c):
     """And the product, which is all that the gradients determine, comes out right."""
     state = at_gauge(c)
     assert min(float(t.min()) for t in state) < FLOOR

@@ -24,7 +24,7 @@ def problem(m, n, r):
 
 
 @pytest.mark.parametrize("m, n, r", SHAPES)
-def test_all_three_forms_agree(m, n, r):
+def test_polar_identity_all_three_forms_agree(m, n, r):
     G, L, U, U_perp = problem(m, n, r)
     root, mu = inverse_root(L), 0.3
     direct = reference.polar(mu**-0.5 * root @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT))
@@ -43,7 +43,7 @@ def test_all_three_forms_agree(m, n, r):
 
 
 @pytest.mark.parametrize("m, n, r", SHAPES)
-def test_newton_schulz_goes_to_the_same_matrix(m, n, r):
+def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
     """With convergent coefficients; the library's default ones stop where singular values lie around 1."""
     G, L, U, _ = problem(m, n, r)
     X = inverse_root(L) @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT)
@@ -54,7 +54,7 @@ def test_newton_schulz_goes_to_the_same_matrix(m, n, r):
     assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 
-def test_the_full_updates_complement_has_that_form_with_the_expectation_inside():
+def test_polar_identity_the_full_updates_complement_has_that_form_with_the_expectation_inside():
     """With the factor sqrt(m) that follows from R = Phi / m, where the paper prints 1 / m."""
     m, n, r = 3, 5, 2
     G = population(wishart(m * n, seed=4), m, n)

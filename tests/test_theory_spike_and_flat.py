@@ -33,7 +33,7 @@ def signal_plus_noise(seed, noise=None):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(seed):
+def test_spike_and_flat_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(seed):
     L, R = full_optimum(signal_plus_noise(seed))
     for factor, other, signals in ((L, R, signal(seed)[0]), (R, L, signal(seed)[1])):
         floor = SIGMA**2 * torch.linalg.inv(other).trace() / len(other)
@@ -47,7 +47,7 @@ def test_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(seed):
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 6])
-def test_corollary_the_restriction_costs_nothing_from_rho_on(r):
+def test_spike_and_flat_corollary_the_restriction_costs_nothing_from_rho_on(r):
     G = signal_plus_noise(0)
     L, R = full_optimum(G)
     values, Q = torch.linalg.eigh(R)
@@ -61,7 +61,7 @@ def test_corollary_the_restriction_costs_nothing_from_rho_on(r):
         assert gap > 0.1
 
 
-def test_separable_noise_shapes_the_floor():
+def test_spike_and_flat_separable_noise_shapes_the_floor():
     """L = spike + f Sigma_L with f = tr(R^-1 Sigma_R) / n ("Beyond i.i.d. noise"): no flat tail is left."""
     left, right = wishart(M, seed=7), covariance([3.0, 2.0, 1.0, 0.7, 0.5, 0.3, 0.2], seed=8)
     L, R = full_optimum(signal_plus_noise(0, torch.kron(left, right)))

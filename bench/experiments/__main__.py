@@ -8,7 +8,7 @@ import torch
 
 from bench.errors import command
 from bench.experiments import alpha, cost, sensitivity
-from bench.experiments.cli import Options, parse
+from bench.experiments.cli import Offer, Options, parse
 from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.pool import Interrupted, runner
 from bench.experiments.spectra import WATCHINGS
@@ -28,6 +28,7 @@ NAMES = {
     "memory": "state and operations of a step on the paper's models, without training",
 }
 STILL = {"alpha": alpha, "memory": cost}  # those that train nothing
+OFFER = Offer(NAMES, {name: module.HAVING for name, module in STILL.items()}, (sensitivity.NAME,), WATCHINGS)
 
 
 def _run(o: Options) -> str:
@@ -61,9 +62,7 @@ def main(argv: Sequence[str]) -> int:
     """The command; its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
-        options = parse(
-            list(sys.argv[1:] if argv is None else argv), NAMES, {name: module.HAVING for name, module in STILL.items()}
-        )
+        options = parse(argv, OFFER)
         torch.set_num_threads(1)
         text = _run(options)
         if text:

@@ -6,8 +6,7 @@ from pathlib import Path
 from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
-from bench.markdown import Row, markdown
-from bench.markdown import rows_of as recorded
+from bench.markdown import Row, markdown, read_rows
 from bench.models import FAMILIES
 from bench.shapes import PAPER
 from prokl.diagnostics import alpha_kl_bracket
@@ -17,7 +16,7 @@ HAVING = ("paper", "small", "tiny")  # scales
 SWEPT = (0.005, 0.01, 0.015)  # the paper's
 
 
-def rows_of(scale: Scale) -> list[results.Row]:
+def brackets(scale: Scale) -> list[results.Row]:
     """A row per layer type, with the columns of the paper's table."""
     config, rank = scale.config, scale.largest
     width, hidden = config.width, config.mlp_width
@@ -35,10 +34,10 @@ def rows_of(scale: Scale) -> list[results.Row]:
 
 def run(scales: Sequence[Scale], out: Path) -> str:
     """Writes alpha-kl.csv and .png of these; a table in Markdown, and what is in all brackets of the paper's models."""
-    rows = [row for scale in scales for row in rows_of(scale)]
+    rows = [row for scale in scales for row in brackets(scale)]
     results.write(out / "alpha-kl.csv", rows)
     _draw(out / "alpha-kl.png", rows)
-    text = table(recorded(str((out / "alpha-kl.csv").absolute())))
+    text = table(read_rows(out / "alpha-kl.csv"))
     if paper := [row for row in rows if row["model"] in PAPER]:
         low, high = max(row["low"] for row in paper), min(row["high"] for row in paper)
         text += f"\nAll of the paper's at once: {low:.2g} to {high:.2g}\n"

@@ -12,7 +12,25 @@ from bench.errors import UsageError
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
 from bench.training.cli import Parser, at_least, cores, eigenvalue, positive
 
-VARYING = ("sensitivity",)  # experiments that have starts of their own
+TRAINING = "seeds starts tune jobs device data steps batch micro_batch eval_windows checkpoint_seconds".split()
+"""Options that mean nothing where nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The experiments that there are.
+
+    Attributes:
+        names: with what each gives.
+        still: those that train nothing, with the scales they have.
+        varying: those that have starts of their own.
+        single: those that train once, from one start on one seed, and look more than once.
+    """
+
+    names: Mapping[str, str]
+    still: Mapping[str, Sequence[str]]
+    varying: Collection[str]
+    single: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,7 @@ class Options:
     checkpoint_seconds: float
 
 
-def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
+def build_parser(names: Mapping[str, str]) -> argparse.ArgumentParser:
     """All options; ``names`` has every experiment with what it gives."""
     parser = Parser(
         prog="python -m bench.experiments",
@@ -49,7 +67,7 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
         help="tiny: two cores; small: a GPU; paper: GPUs, days (default: tiny; where nothing trains, all there are)",
     )
     add("--model", metavar="NAME", help="only models whose name begins so: gpt2, llama, gpt2-350m (default: all)")
-    add("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], metavar="N", help="default: 0 1 2; sweeps have one")
+    add("--seeds", nargs="+", type=at_least(0), metavar="N", help="default: 0 1 2; sweeps have one")
     add("--starts", nargs="+", type=eigenvalue, metavar="auto|X", help="of eigenvalues (default: auto 0.1; paper: 0.1)")
     add("--tune", action="store_true", help="at scale paper, sweep again instead of taking the paper's values")
     add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each on one thread (default: the cores; GPU: 1)")
@@ -64,45 +82,47 @@ def build_parser(names: dict[str, str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str], names: dict[str, str], still: Mapping[str, Sequence[str]]) -> Options:
+def parse(argv: Sequence[str], offer: Offer) -> Options:
     """Reads the command line.
 
     Args:
         argv: the words after the command.
-        names: every experiment with what it gives.
-        still: those that train nothing, so that neither data nor devices matter to them, with the scales they have.
+        offer: the experiments.
 
     Raises:
         UsageError: For a wrong argument or combination, in one line with the remedy.
     """
-    a = build_parser(names).parse_args(argv)
-    trains = a.name not in still
-    if not trains and a.scale not in (None, *still[a.name]):
-        raise UsageError(f"{a.name} has nothing on --scale {a.scale}; give --scale {' or '.join(still[a.name])}")
-    chosen = [a.scale] if a.scale else ["tiny"] if trains else still[a.name]
+    parser = build_parser(offer.names)
+    a = parser.parse_args(argv)
+    trains = a.name not in offer.still
+    own_scales = offer.still.get(a.name, ())
+    if not trains and a.scale not in (None, *own_scales):
+        raise UsageError(f"{a.name} has nothing on --scale {a.scale}; give --scale {' or '.join(own_scales)}")
+    chosen = [a.scale] if a.scale else ["tiny"] if trains else own_scales
     having = [scale for name in chosen for scale in SCALES[name]]
     scales = [scale for scale in having if scale.name.startswith(a.model or "")]
     if not scales:
         have = ", ".join(scale.name for scale in having)
         where = f"--scale {' or '.join(chosen)}"
         raise UsageError(f"--model {a.model} is the beginning of no model of {where}; it has {have}")
-    if a.starts and a.name in VARYING:
-        raise UsageError(f"{a.name} varies the start itself; leave --starts out")
+    _check_meaning(a, parser, offer)
     if trains and len({scale.config.family for scale in scales}) > 1 and a.scale == "paper":
         raise UsageError("--scale paper has other data for each family; give --model gpt2 or llama, with its --data")
     given = {"steps": a.steps, "batch": a.batch, "micro_batch": a.micro_batch, "eval_windows": a.eval_windows}
     scales = [replace(scale, **{k: v for k, v in given.items() if v is not None}) for scale in scales]
-    if len(set(a.seeds)) < len(a.seeds):
-        raise UsageError(f"--seeds names one twice: {' '.join(map(str, a.seeds))}; give each once")
+    seeds = a.seeds or [0, 1, 2]
+    if len(set(seeds)) < len(seeds):
+        raise UsageError(f"--seeds names one twice: {' '.join(map(str, seeds))}; give each once")
     if trains:
         _check_shares(scales)
     device = a.device or ("cpu" if chosen == ["tiny"] else "cuda")
+    of = f"--device {a.device}" if a.device else f"--scale {a.scale}"
     if trains and device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"no GPU is visible to torch for --scale {a.scale}; give --device cpu, or use --scale tiny")
+        raise UsageError(f"no GPU is visible to torch for {of}; give --device cpu")
     return Options(
         name=a.name,
         scales=tuple(scales),
-        seeds=tuple(a.seeds),
+        seeds=tuple(seeds),
         starts=tuple(a.starts or ((PAPER_START,) if a.scale == "paper" else (AUTO, PAPER_START))),
         tune=a.tune,
         jobs=_jobs(a.jobs, device),
@@ -111,6 +131,21 @@ def parse(argv: Sequence[str], names: dict[str, str], still: Mapping[str, Sequen
         out=a.out,
         checkpoint_seconds=a.checkpoint_seconds,
     )
+
+
+def _check_meaning(a: argparse.Namespace, parser: argparse.ArgumentParser, offer: Offer) -> None:
+    """Refuses options that the experiment would ignore."""
+    given = [name for name in TRAINING if getattr(a, name) != parser.get_default(name)]
+    if a.name in offer.still and given:
+        options = " ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{a.name} trains nothing; leave {options} out")
+    if a.starts and a.name in offer.varying:
+        raise UsageError(f"{a.name} varies the start itself; leave --starts out")
+    if a.name in offer.single:
+        if len(a.starts or ()) > 1 or len(a.seeds or ()) > 1:
+            raise UsageError(f"{a.name} trains once; give one of --starts and one of --seeds")
+        if a.steps == 1:
+            raise UsageError(f"--steps 1: {a.name} looks at several steps; give at least 2")
 
 
 def _processes() -> int:

@@ -9,7 +9,7 @@ from bench.experiments import figures, results, tables
 from bench.experiments.protocol import PRO, Kind, check, kind
 from bench.experiments.scales import SCALES, Scale
 from bench.experiments.study import Study
-from bench.markdown import rows_of
+from bench.markdown import read_rows
 
 Claims = list[tuple[Kind, Kind]]
 
@@ -54,7 +54,7 @@ class Comparison:
         return having
 
     def run(self, studies: Sequence[Study], starts: Sequence[str | float], out: Path) -> str:
-        """Trains what is missing and writes the files after every model; the tables in Markdown."""
+        """Trains what is missing and writes the files after every model, which keep others; the tables in Markdown."""
         rows: dict[str, list[results.Row]] = {"": [], "-sweep": [], "-orderings": [], "-curves": []}
         for study in studies:
             groups = {start: self.kinds(study.scale, start) for start in starts}
@@ -67,7 +67,7 @@ class Comparison:
                 rows["-orderings"] += results.ordering_rows(study, start, self.claims(study.scale, start), found)
             for part, its in rows.items():
                 if its and study.runner.place.processes.first:
-                    results.write(out / f"{self.name}{part}.csv", its)
+                    results.merge(out / f"{self.name}{part}.csv", its)
         if not studies[0].runner.place.processes.first:
             return ""
         return self.present(out)
@@ -87,8 +87,8 @@ class Comparison:
 
     def _rows(self, folder: Path, part: str = "") -> list[tables.Row]:
         """Of one of the files; none where no file was written, because there was nothing to write."""
-        path = folder.absolute() / f"{self.name}{part}.csv"
-        return rows_of(str(path)) if path.exists() else []
+        path = folder / f"{self.name}{part}.csv"
+        return read_rows(path) if path.exists() else []
 
 
 def draw(folder: Path) -> None:
@@ -138,8 +138,7 @@ def _ablation_claims(scale: Scale, start: str | float) -> Claims:
 
 def _cosmos_kinds(scale: Scale, start: str | float) -> list[Kind]:
     ranks = scale.ranks[-2:]  # those that the paper compares
-    matched = [kind(method, rank, start) for rank in ranks for method in ("cosmos", PRO)]
-    return [Kind("kl-shampoo", None, start), *matched]
+    return [kind(method, rank, start) for rank in ranks for method in ("cosmos", PRO)]
 
 
 def _cosmos_claims(scale: Scale, start: str | float) -> Claims:

@@ -13,11 +13,10 @@ from bench.costs import terms
 from bench.drawing import plt, save, tidy
 from bench.experiments import results
 from bench.experiments.scales import Scale
-from bench.markdown import Row, markdown
-from bench.markdown import rows_of as recorded
+from bench.markdown import Row, markdown, read_rows
 from bench.memory import FREQUENCY, TABLE
 from bench.shapes import SETS, ParameterSet
-from bench.training.contenders import CONTENDERS
+from bench.training.contenders import CONTENDERS, with_rank
 from prokl.shapes import effective_rank
 
 HAVING = ("paper",)  # scales
@@ -30,7 +29,7 @@ OPERATIONS = {
 }
 
 
-def rows_of(parameters: ParameterSet) -> list[results.Row]:
+def costs_of(parameters: ParameterSet) -> list[results.Row]:
     """A row per method and rank: elements of state by line of the paper's table, operations of a step by kind."""
     rows = []
     for method, name in NAMES.items():
@@ -54,10 +53,10 @@ def rows_of(parameters: ParameterSet) -> list[results.Row]:
 
 def run(scales: Sequence[Scale], out: Path) -> str:
     """Writes memory-cost.csv and .png of these; the table in Markdown."""
-    rows = [row for scale in scales for row in rows_of(SETS[scale.name])]
+    rows = [row for scale in scales for row in costs_of(SETS[scale.name])]
     results.write(out / "memory-cost.csv", rows)
     _draw(out / "memory-cost.png", rows)
-    return table(recorded(str((out / "memory-cost.csv").absolute())))
+    return table(read_rows(out / "memory-cost.csv"))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -74,7 +73,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _label(row: results.Row) -> str:
-    return CONTENDERS[row["optimizer"]].label + (f", r = {row['rank']}" if row["rank"] else "")
+    return with_rank(row["optimizer"], row["rank"])
 
 
 def _draw(path: Path, rows: list[results.Row]) -> None:

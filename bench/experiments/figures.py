@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from bench.drawing import plt, save, tidy
-from bench.experiments.tables import Row
-from bench.training.contenders import CONTENDERS
+from bench.experiments.tables import VARIED, Row
+from bench.training.contenders import CONTENDERS, with_rank
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 PANELS = (
@@ -65,8 +65,7 @@ def _curve(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: object) -> 
 def _style(method: str, rank: str, among: Sequence[tuple[str, str]]) -> dict[str, object]:
     ranks = sorted({int(r) for m, r in among if m == method and r})
     width = WIDTHS[ranks.index(int(rank)) - len(ranks)] if rank else 1.6
-    label = CONTENDERS[method].label + (f", r = {rank}" if rank else "")
-    return {"color": CONTENDERS[method].colour, "lw": width, "label": label}
+    return {"color": CONTENDERS[method].colour, "lw": width, "label": with_rank(method, rank)}
 
 
 def _fit(axes: Axes) -> None:
@@ -105,14 +104,6 @@ def sweep(path: Path, rows: Sequence[Row]) -> None:
     save(figure, path)
 
 
-SENSITIVITY = {
-    "start": "start of the eigenvalues",
-    "steps": "steps",
-    "lr": "learning rate / Pro-KLShampoo's",
-    "rank": "rank",
-}
-
-
 def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
     """Differences of losses by what was varied, bars of one standard error, and eigenvalues along a run by their start.
 
@@ -121,10 +112,10 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
         traces: of sensitivity-eigenvalues.csv.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    size = (4.2 * (len(SENSITIVITY) + 1), 3.6 * len(models))
-    figure, grid = plt.subplots(len(models), len(SENSITIVITY) + 1, figsize=size, squeeze=False, layout="constrained")
+    size = (4.2 * (len(VARIED) + 1), 3.6 * len(models))
+    figure, grid = plt.subplots(len(models), len(VARIED) + 1, figsize=size, squeeze=False, layout="constrained")
     for line, model in zip(grid, models, strict=True):
-        for axes, (varied, label) in zip(line, SENSITIVITY.items(), strict=False):
+        for axes, (varied, (_, label)) in zip(line, VARIED.items(), strict=False):
             of = [row for row in rows if (row["model"], row["varied"]) == (model, varied)]
             _differences(axes, of)
             axes.set(xlabel=label, ylabel="difference of validation losses", title=model)

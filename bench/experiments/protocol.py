@@ -16,7 +16,7 @@ from bench.errors import UsageError
 from bench.experiments.scales import Scale
 from bench.experiments.search import Search, search_all
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
-from bench.training.contenders import CONTENDERS
+from bench.training.contenders import with_rank
 from bench.training.settings import Hyper
 
 PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
@@ -42,7 +42,7 @@ class Kind:
     @property
     def label(self) -> str:
         """Names it in a table."""
-        return CONTENDERS[self.method].label + (f", r = {self.rank}" if self.rank else "")
+        return with_rank(self.method, self.rank)
 
 
 def kind(method: str, rank: int, start: str | float) -> Kind:

@@ -11,6 +11,7 @@ from typing import Any
 from bench.experiments.protocol import Kind, Tuning, paper_range
 from bench.experiments.study import Study
 from bench.experiments.units import Result
+from bench.markdown import read_rows
 from bench.training.report import mean_after_first, mean_and_error, seconds_to
 from bench.training.run import Record
 from bench.training.settings import Hyper
@@ -77,8 +78,6 @@ def _times(found: Sequence[Record], targets: Mapping[str, Sequence[float]]) -> R
 def _row(study: Study, kind: Kind, hyper: Hyper, results: Sequence[Result], times: Row) -> Row:
     found = [result.record for result in results]
     loss, error = mean_and_error([r.final_loss for r in found])
-    source = study.runner.place.source
-    plan = study.scale.settings({}, source.vocabulary, study.device, curve=True).plan()
     return {
         "optimizer": kind.method,
         "rank": kind.rank,
@@ -95,9 +94,7 @@ def _row(study: Study, kind: Kind, hyper: Hyper, results: Sequence[Result], time
         "weight_decay": hyper.weight_decay,
         "adamw_lr": hyper.adamw_lr,
         "adamw_weight_decay": hyper.adamw_weight_decay,
-        **plan,
-        "data": source.name,
-        "data_sha256": source.sha256,
+        **study.plan(curve=True),
         **environment_of(results),
     }
 
@@ -132,15 +129,17 @@ def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
                     if search.edges
                     else "yes",
                     "in_paper_range": _in_paper_range(study, kind, hyper),
+                    **study.plan(curve=False),
+                    **environment_of([study.swept[hyper]]),
                 }
             )
     return rows
 
 
 def _in_paper_range(study: Study, kind: Kind, hyper: Hyper) -> str:
-    """Whether all of these lie between values that the paper tried, or which do not."""
+    """Whether all that is searched lies between values that the paper tried, or which do not."""
     paper, outside = paper_range(kind, study.scale), []
-    for name in ("lr", "alpha_kl", "weight_decay"):
+    for name in ("lr", "alpha_kl", *(("weight_decay",) if study.scale.is_paper else ())):
         value, tried = getattr(hyper, name), getattr(paper, name)
         if value is not None and not min(tried) <= value <= max(tried):
             outside.append(name)
@@ -205,6 +204,17 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     os.replace(partial, path)
+
+
+def merge(path: Path, rows: Sequence[Row]) -> None:
+    """Puts rows into a CSV file in place of those of the same models; what it has of others stays."""
+    by_model: dict[str, list[Row]] = {}
+    for row in read_rows(path) if path.exists() else []:
+        by_model.setdefault(row["model"], []).append(row)
+    fresh: dict[str, list[Row]] = {}
+    for row in rows:
+        fresh.setdefault(row["model"], []).append(row)
+    write(path, [row for its in (by_model | fresh).values() for row in its])
 
 
 def _cell(value: Any) -> Any:

@@ -17,7 +17,7 @@ from bench.experiments.scales import AUTO, PAPER_START, Scale
 from bench.experiments.spectra import watched
 from bench.experiments.study import Study
 from bench.experiments.units import Result
-from bench.markdown import rows_of
+from bench.markdown import read_rows
 from bench.training.report import mean_and_error
 from bench.training.run import Run
 from bench.training.settings import Hyper
@@ -120,20 +120,20 @@ def run(studies: Sequence[Study], out: Path) -> str:
         rows += _rows(study, found)
         traces += _traces(study, found[0].training.hyper)
         if study.runner.place.processes.first:
-            results.write(out / f"{NAME}.csv", rows)
-            results.write(out / f"{NAME}-eigenvalues.csv", traces)
+            results.merge(out / f"{NAME}.csv", rows)
+            results.merge(out / f"{NAME}-eigenvalues.csv", traces)
     if not studies[0].runner.place.processes.first:
         return ""
     draw(out)
-    written = rows_of(str((out / f"{NAME}.csv").absolute()))
+    written = read_rows(out / f"{NAME}.csv")
     return "\n".join(tables.sensitivity_table(written, varied) for varied in tables.VARIED)
 
 
 def draw(folder: Path) -> None:
     """Draws sensitivity.png from the CSV files of this folder, where they are."""
-    files = [folder.absolute() / f"{NAME}{part}.csv" for part in ("", "-eigenvalues")]
+    files = [folder / f"{NAME}{part}.csv" for part in ("", "-eigenvalues")]
     if all(file.exists() for file in files):
-        figures.sensitivity(folder / f"{NAME}.png", *(rows_of(str(file)) for file in files))
+        figures.sensitivity(folder / f"{NAME}.png", *map(read_rows, files))
 
 
 def _rows(study: Study, found: Sequence[Point]) -> list[results.Row]:

@@ -60,6 +60,12 @@ class Study:
         alone = [*results, *([self.swept[hyper]] if hyper in self.swept else [])]
         return max(result.peak_bytes for result in alone)
 
+    def plan(self, curve: bool) -> dict[str, Any]:
+        """What all runs share, and their data; ``curve`` of those that are evaluated along the way."""
+        source = self.runner.place.source
+        settings = self.scale.settings({}, source.vocabulary, self.device, curve)
+        return settings.plan() | {"data": source.name, "data_sha256": source.sha256}
+
     def task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
         """A run of these contenders; only "final" ones are evaluated along the way."""
         vocabulary = self.runner.place.source.vocabulary

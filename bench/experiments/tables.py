@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 
 from bench.markdown import figure, markdown
-from bench.training.contenders import CONTENDERS
+from bench.training.contenders import CONTENDERS, with_rank
 
 Row = dict[str, str]
-VARIED = ("start", "steps", "lr", "rank")
-"""What sensitivity.csv has rows of."""
-VARIED_IN_WORDS = {"start": "start", "steps": "steps", "lr": "lr ×", "rank": "r ="}
+VARIED = {
+    "start": ("start", "start of the eigenvalues"),
+    "steps": ("steps", "steps"),
+    "lr": ("lr ×", "learning rate / Pro-KLShampoo's"),
+    "rank": ("r =", "rank"),
+}
+"""What sensitivity.csv has rows of, in front of a value in a table, and beside an axis."""
 
 
 def main_table(rows: Sequence[Row]) -> str:
@@ -80,10 +84,11 @@ def cosmos_table(rows: Sequence[Row]) -> str:
     for name, pair in pairs.items():
         cosmos, pro = pair["cosmos"], pair["pro-klshampoo"]
         difference = float(pro["validation_loss"] or "nan") - float(cosmos["validation_loss"] or "nan")
-        sizes = [figure(row["state_mb"], 2) for row in (cosmos, pro)]
+        sizes = [figure(row[size], 2) for size in ("state_mb", "peak_gib") for row in (cosmos, pro)]
         body.append([*name, _loss(cosmos), _loss(pro), f"{difference:+.4f}", *sizes])
-    head = ["model", "start", "r", "COSMOS", "Pro-KLShampoo", "Pro − COSMOS", "COSMOS state MB", "Pro state MB"]
-    return markdown(head, "ll" + "r" * 6, body)
+    head = ["model", "start", "r", "COSMOS", "Pro-KLShampoo", "Pro − COSMOS"]
+    head += [f"{name} {size}" for size in ("state MB", "GPU peak GiB") for name in ("COSMOS", "Pro")]
+    return _without_empty(head, "ll" + "r" * 8, body)
 
 
 def sensitivity_table(rows: Sequence[Row], varied: str) -> str:
@@ -92,18 +97,18 @@ def sensitivity_table(rows: Sequence[Row], varied: str) -> str:
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for row in of:
         start = f", start {row['start']}" if varied == "steps" else ""
-        rank = "" if varied == "rank" else f", r = {row['rank']}" if row["rank"] else ""
-        name = f"{CONTENDERS[row['optimizer']].label}{rank}{start} − {CONTENDERS[row['minus']].label}"
+        own = with_rank(row["optimizer"], None if varied == "rank" else row["rank"])
+        name = f"{own}{start} − {CONTENDERS[row['minus']].label}"
         cell = _with_error(f"{float(row['difference'] or 'nan'):+.4f}", row["difference_se"])
         lines.setdefault((row["model"], name), {})[row["value"]] = cell + (" *" if row["decided"] == "yes" else "")
     values = list(dict.fromkeys(row["value"] for row in of))
     body = [[*line, *(cells.get(value, "-") for value in values)] for line, cells in lines.items()]
-    head = ["model", "difference of losses", *(f"{VARIED_IN_WORDS[varied]} {value}" for value in values)]
+    head = ["model", "difference of losses", *(f"{VARIED[varied][0]} {value}" for value in values)]
     return markdown(head, "ll" + "r" * len(values), body)
 
 
 def _label(row: Row) -> str:
-    return CONTENDERS[row["optimizer"]].label + (f", r = {row['rank']}" if row["rank"] else "")
+    return with_rank(row["optimizer"], row["rank"])
 
 
 def _who(row: Row) -> list[str]:

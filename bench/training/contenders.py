@@ -111,6 +111,11 @@ CONTENDERS = {
 DEFAULT_OPTIMIZERS = ("adamw", "muon", "kl-shampoo", "pro-klshampoo")
 
 
+def with_rank(method: str, rank: object) -> str:
+    """A method's label with its rank, where it has one."""
+    return CONTENDERS[method].label + (f", r = {rank}" if rank else "")
+
+
 def contender_of(key: str) -> Contender:
     """The table's row for a key, where a sweep's keys carry their learning rate as in ``muon@0.02``."""
     return CONTENDERS[key.partition("@")[0]]

@@ -38,7 +38,8 @@ class Corpus:
 def load(path: Path | None, context: int) -> Corpus:
     """Reads a text file, every text file of a folder, or (``None``) the running Python's standard library.
 
-    Files come in the order of their names, so that the same files give the same corpus everywhere. Folders
+    Files come in the order of their names, so that the same files give the same corpus everywhere; what is beyond
+    CAP bytes is left out, and ``source`` says so. Folders
     hold out every tenth file; a single file, or a folder of too few, holds out its last tenth.
 
     Raises:
@@ -59,7 +60,8 @@ def load(path: Path | None, context: int) -> Corpus:
         root, files, source = path.parent, [path], f"file {path.name}"
     else:
         raise UsageError(f"--data {path} does not exist; give a text file or a folder")
-    texts = _read(sorted(files, key=lambda f: f.relative_to(root).as_posix()))
+    texts, whole = _read(sorted(files, key=lambda f: f.relative_to(root).as_posix()))
+    source += "" if whole else f", its first {CAP / 2**20:.3g} MiB"
     if not texts:
         raise UsageError(f"{source} holds no text, only empty or binary files; give text with --data")
     train, validation = _split(texts)
@@ -82,8 +84,8 @@ def _is_hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
 
-def _read(files: list[Path]) -> list[bytes]:
-    """The files' contents up to CAP bytes in all, without binary files (with a zero byte) and empty ones."""
+def _read(files: list[Path]) -> tuple[list[bytes], bool]:
+    """The files' contents up to CAP bytes, without binary files (with a zero byte) and empty ones; if it is all."""
     texts, room = [], CAP
     for file in files:
         try:
@@ -96,7 +98,7 @@ def _read(files: list[Path]) -> list[bytes]:
             room -= len(text)
         if not room:
             break
-    return texts
+    return texts, room > 0
 
 
 def _split(texts: list[bytes]) -> tuple[bytes, bytes]:
