@@ -138,6 +138,16 @@ def test_averages_of_phi_of_unknown_weights_are_refused():
         diagnostics.scalars(optimizer, phi={"h.0.q": torch.eye(9)})
 
 
+def test_an_average_of_phi_of_another_size_is_refused_and_a_singular_one_has_no_tail():
+    stream = gradient_stream([(4, 9)], 4)
+    (p,), optimizer = run(PRO, stream[:3], rank=2)
+    with pytest.raises(ValueError, match=r"Invalid phi: that of 'group0.0' is \(4, 4\), must be \(9, 9\)"):
+        diagnostics.scalars(optimizer, phi={"group0.0": torch.eye(4)})
+    p.grad = stream[3][0]
+    alone = diagnostics.phi(optimizer)  # of rank 4
+    assert "prokl/group0.0/gap_bound_R" not in diagnostics.scalars(optimizer, phi=alone)
+
+
 @pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])
 def test_a_model_without_the_weights_is_refused(function):
     _, optimizer = run(PRO, gradient_stream([(4, 9)], 3), rank=2)

@@ -2,7 +2,7 @@
 
 Nothing is hooked into ``step()`` and nothing is changed. A call reads the state, and the gradients that are there,
 does its work on their device for all weights of a shape at once, and then waits for the device once to read the
-results. Call it every so many steps, between ``backward()`` and ``step()``::
+results; ``plot``, which makes two calls, twice. Call it every so many steps, between ``backward()`` and ``step()``::
 
     loss.backward()
     if step % 100 == 0:

@@ -44,11 +44,13 @@ def scalars(
         model: names the weights of an optimizer that was made without names.
         rank: where the tail of KL-Shampoo's factors begins; Pro-KLShampoo has its own.
         phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
-            ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's.
+            ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's. A
+            singular average, over too few, has no such figures. Each is decomposed, which waits for the device.
+            KL-Shampoo has a spectrum of R already, and these change nothing.
 
     Raises:
         TypeError: another optimizer. ValueError: ``rank`` below 1; ``phi`` of a weight that has not begun, or that
-            there is not; ``model`` without a weight of an optimizer that has no names.
+            there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
     """
     check_optimizer(optimizer)
     _check_rank(rank)
@@ -70,7 +72,8 @@ def scalars(
                 shape = batch.shapes[b]
                 own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(shape.rows, shape.cols, batch.rank)
                 if phi is not None and name in phi:
-                    spectra["R"] = torch.linalg.eigvalsh(phi[name]).flip(-1).cpu()
+                    whitened = _spectrum_of(phi[name], name, batch.n)
+                    spectra |= {} if whitened is None else {"R": whitened}
             begins = batch.rank or effective_rank(rank, batch.m, batch.n)
             for factor, spectrum in spectra.items():
                 if len(spectrum) > begins:
@@ -137,6 +140,14 @@ def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str,
             moments = Y.mT @ Y
             found |= {name: moments[b] for b, name in enumerate(batch.names) if batch.given[b]}
     return found
+
+
+def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
+    """Descending eigenvalues on the CPU; None where the smallest is rounding."""
+    if phi.shape != (n, n):
+        raise ValueError(f"Invalid phi: that of {name!r} is {tuple(phi.shape)}, must be ({n}, {n}).")
+    values = torch.linalg.eigvalsh(phi).flip(-1).cpu()
+    return values if values[-1] > n * torch.finfo(values.dtype).eps * values[0] else None
 
 
 def _inverse_square_roots(batch: Batch) -> dict[str, Tensor]:
