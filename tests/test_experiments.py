@@ -315,6 +315,8 @@ def test_alpha_and_memory_need_no_training(experiment, capsys):
         ("phi --seeds 0 1", "phi trains once; give one of --starts and one of --seeds"),
         ("spectra --steps 1", "--steps 1: spectra looks at several steps; give at least 2"),
         ("memory --scale tiny", "memory has nothing on --scale tiny; give --scale paper"),
+        ("main --vary lr", "main varies nothing; leave --vary out"),
+        ("sensitivity --vary width", "invalid choice: 'width'"),
         ("sensitivity --starts auto", "sensitivity varies the start itself; leave --starts out"),
         ("main --seeds 1 1", "--seeds names one twice: 1 1; give each once"),
         ("main --seeds -1", "'-1' is not a whole number >= 0"),

@@ -120,6 +120,17 @@ def test_a_start_is_forgotten_along_the_run(results):
     assert traces["0.1"][4] > traces["0.01"][4] > traces["0.0001"][4]
 
 
+def test_only_what_is_asked_for_is_varied(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SCALES, "tiny", (MICRO,))
+    monkeypatch.setattr(Study, "tune", lambda study, kinds: _tuning())
+    options = ["--data", results / "text.txt", "--out", tmp_path, "--jobs", 1, "--seeds", 0, "--vary", "rank"]
+    assert command.main(["sensitivity", *map(str, options)]) == 0
+    assert {row["varied"] for row in _rows(tmp_path / "sensitivity.csv")} == {"rank"}
+    assert not (tmp_path / "sensitivity-eigenvalues.csv").exists()
+    assert (tmp_path / "sensitivity.png").read_bytes().startswith(PNG)
+    assert "start" not in capsys.readouterr().out.partition("| model")[2].partition("Results")[0]
+
+
 def test_tables_and_figure_come_from_the_rows(results):
     assert (results / "sensitivity.png").read_bytes().startswith(PNG)
     rows = _rows(results / "sensitivity.csv")

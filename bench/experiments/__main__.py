@@ -52,7 +52,7 @@ def _run(o: Options) -> str:
         if comparison:
             return comparison.run(studies, o.starts, o.out)
         if o.name == sensitivity.NAME:
-            return sensitivity.run(studies, o.out)
+            return sensitivity.run(studies, o.vary, o.out)
         drawn = [WATCHINGS[o.name].run(study, o.starts[0], o.out) for study in studies]
         return "\n".join(map(str, drawn)) if processes.first else ""
 

@@ -10,6 +10,7 @@ import torch
 
 from bench.errors import UsageError
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
+from bench.experiments.tables import VARIED
 from bench.training.cli import Parser, at_least, cores, eigenvalue, positive
 
 TRAINING = "seeds starts tune jobs device data steps batch micro_batch eval_windows checkpoint_seconds".split()
@@ -23,7 +24,7 @@ class Offer:
     Attributes:
         names: with what each gives.
         still: those that train nothing, with the scales they have.
-        varying: those that have starts of their own.
+        varying: those that vary one thing at a time, the start too.
         single: those that train once, from one start on one seed, and look more than once.
     """
 
@@ -41,6 +42,7 @@ class Options:
     scales: tuple[Scale, ...]
     seeds: tuple[int, ...]
     starts: tuple[str | float, ...]
+    vary: tuple[str, ...]
     tune: bool
     jobs: int
     device: str
@@ -69,6 +71,7 @@ def build_parser(names: Mapping[str, str]) -> argparse.ArgumentParser:
     add("--model", metavar="NAME", help="only models whose name begins so: gpt2, llama, gpt2-350m (default: all)")
     add("--seeds", nargs="+", type=at_least(0), metavar="N", help="default: 0 1 2; sweeps have one")
     add("--starts", nargs="+", type=eigenvalue, metavar="auto|X", help="of eigenvalues (default: auto 0.1; paper: 0.1)")
+    add("--vary", nargs="+", choices=VARIED, help=f"what sensitivity varies (default: {' '.join(VARIED)})")
     add("--tune", action="store_true", help="at scale paper, sweep again instead of taking the paper's values")
     add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each on one thread (default: the cores; GPU: 1)")
     add("--device", choices=("cpu", "cuda"), help="default: cpu at scale tiny, otherwise cuda")
@@ -124,6 +127,7 @@ def parse(argv: Sequence[str], offer: Offer) -> Options:
         scales=tuple(scales),
         seeds=tuple(seeds),
         starts=tuple(a.starts or ((PAPER_START,) if a.scale == "paper" else (AUTO, PAPER_START))),
+        vary=tuple(a.vary or VARIED),
         tune=a.tune,
         jobs=_jobs(a.jobs, device),
         device=device,
@@ -141,6 +145,8 @@ def _check_meaning(a: argparse.Namespace, parser: argparse.ArgumentParser, offer
         raise UsageError(f"{a.name} trains nothing; leave {options} out")
     if a.starts and a.name in offer.varying:
         raise UsageError(f"{a.name} varies the start itself; leave --starts out")
+    if a.vary and a.name not in offer.varying:
+        raise UsageError(f"{a.name} varies nothing; leave --vary out")
     if a.name in offer.single:
         if len(a.starts or ()) > 1 or len(a.seeds or ()) > 1:
             raise UsageError(f"{a.name} trains once; give one of --starts and one of --seeds")

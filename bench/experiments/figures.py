@@ -109,7 +109,7 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
 
     Args:
         rows: of sensitivity.csv.
-        traces: of sensitivity-eigenvalues.csv.
+        traces: of sensitivity-eigenvalues.csv; there may be none of a model.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     size = (4.2 * (len(VARIED) + 1), 3.6 * len(models))
@@ -119,16 +119,25 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
             of = [row for row in rows if (row["model"], row["varied"]) == (model, varied)]
             _differences(axes, of)
             axes.set(xlabel=label, ylabel="difference of validation losses", title=model)
-        starts = list(dict.fromkeys(row["start"] for row in traces if row["model"] == model))
-        for start, colour in zip(starts, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(starts))), strict=True):
-            own = [row for row in traces if (row["model"], row["start"]) == (model, start)]
-            steps, values = ([float(row[name]) for row in own] for name in ("step", "tail_variance"))
-            line[-1].plot(steps, values, color=colour, label=f"start {start}")
+            axes.set_visible(bool(of))
+        of = [row for row in traces if row["model"] == model]
+        _variances(line[-1], of)
         line[-1].set(yscale="log", xlabel="steps", ylabel="variance outside the subspace", title=model)
-        line[-1].legend(frameon=False, fontsize="small")
+        line[-1].set_visible(bool(of))
         for axes in line:
             tidy(axes)
     save(figure, path)
+
+
+def _variances(axes: Axes, traces: Sequence[Row]) -> None:
+    """A line for every start."""
+    starts = list(dict.fromkeys(row["start"] for row in traces))
+    for start, colour in zip(starts, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(starts))), strict=True):
+        own = [row for row in traces if row["start"] == start]
+        steps, values = ([float(row[name]) for row in own] for name in ("step", "tail_variance"))
+        axes.plot(steps, values, color=colour, label=f"start {start}")
+    if starts:
+        axes.legend(frameon=False, fontsize="small")
 
 
 def _differences(axes: Axes, rows: Sequence[Row]) -> None:
@@ -146,4 +155,5 @@ def _differences(axes: Axes, rows: Sequence[Row]) -> None:
         axes.errorbar([values.index(row["value"]) for row in own], mean, error, ls=dashes, **style)
     axes.axhline(0, color="black", lw=0.8)
     axes.set_xticks(range(len(values)), values)
-    axes.legend(frameon=False, fontsize="small")
+    if lines:
+        axes.legend(frameon=False, fontsize="small")

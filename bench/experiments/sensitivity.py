@@ -111,29 +111,35 @@ def possible(scales: Sequence[Scale], search: bool) -> tuple[Scale, ...]:
     return tuple(having)
 
 
-def run(studies: Sequence[Study], out: Path) -> str:
-    """Trains what is missing and writes sensitivity*.csv and .png after every model; the tables in Markdown."""
+def run(studies: Sequence[Study], vary: Sequence[str], out: Path) -> str:
+    """Trains what is missing and writes sensitivity*.csv and .png after every model; the tables in Markdown.
+
+    Args:
+        vary: of tables.VARIED; only these.
+    """
     rows: list[results.Row] = []
     traces: list[results.Row] = []
     for study in studies:
         found = points(study.scale, study.tune(kinds(study.scale)))
-        rows += _rows(study, found)
-        traces += _traces(study, found[0].training.hyper)
+        rows += _rows(study, [point for point in found if point.varied in vary])
+        traces += _traces(study, found[0].training.hyper) if "start" in vary else []
         if study.runner.place.processes.first:
             results.merge(out / f"{NAME}.csv", rows)
-            results.merge(out / f"{NAME}-eigenvalues.csv", traces)
+            if traces:
+                results.merge(out / f"{NAME}-eigenvalues.csv", traces)
     if not studies[0].runner.place.processes.first:
         return ""
     draw(out)
     written = read_rows(out / f"{NAME}.csv")
-    return "\n".join(tables.sensitivity_table(written, varied) for varied in tables.VARIED)
+    return "\n".join(tables.sensitivity_table(written, varied) for varied in tables.VARIED if varied in vary)
 
 
 def draw(folder: Path) -> None:
     """Draws sensitivity.png from the CSV files of this folder, where they are."""
     files = [folder / f"{NAME}{part}.csv" for part in ("", "-eigenvalues")]
-    if all(file.exists() for file in files):
-        figures.sensitivity(folder / f"{NAME}.png", *map(read_rows, files))
+    rows, traces = (read_rows(file) if file.exists() else [] for file in files)
+    if rows:
+        figures.sensitivity(folder / f"{NAME}.png", rows, traces)
 
 
 def _rows(study: Study, found: Sequence[Point]) -> list[results.Row]:
