@@ -1,5 +1,6 @@
 """What diagnostics read from the state of a live optimizer, by which names, and that they leave it alone."""
 
+import math
 import subprocess
 import sys
 
@@ -146,6 +147,15 @@ def test_an_average_of_phi_of_another_size_is_refused_and_a_singular_one_has_no_
     p.grad = stream[3][0]
     alone = diagnostics.phi(optimizer)  # of rank 4
     assert "prokl/group0.0/gap_bound_R" not in diagnostics.scalars(optimizer, phi=alone)
+    alone["group0.0"][1, 2] = torch.inf
+    assert math.isnan(diagnostics.scalars(optimizer, phi=alone)["prokl/group0.0/gap_bound_R"])
+
+
+def test_a_factor_without_eigenvalues_beyond_the_rank_has_no_tail():
+    _, optimizer = run(KL, gradient_stream([(4, 9)], 3))
+    keys = diagnostics.scalars(optimizer, rank=4).keys()
+    assert "prokl/group0.0/gap_bound_R" in keys and "prokl/group0.0/gap_bound_L" not in keys
+    assert not [key for key in diagnostics.scalars(optimizer) if "tail" in key or "gap" in key]
 
 
 @pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])

@@ -46,7 +46,7 @@ def run(scales: Sequence[Scale], out: Path) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """In Markdown; ``rows`` of alpha-kl.csv."""
-    head = ["model", "layer", "m", "n", "r", "c_a", "k", "bracket on alpha_kl"]
+    head = ["model", "layer", "rows", "columns", "r", "c_a", "k", "bracket on alpha_kl"]
     body = [
         [row["model"], row["layer"], *(row[x] for x in ("m", "n", "r")), f"{float(row['c_a']):.3g}", row["k"]]
         + [f"{float(row['low']):.2g} to {float(row['high']):.2g}"]

@@ -69,8 +69,14 @@ def build_parser(names: Mapping[str, str]) -> argparse.ArgumentParser:
         help="tiny: two cores; small: a GPU; paper: GPUs, days (default: tiny; where nothing trains, all there are)",
     )
     add("--model", metavar="NAME", help="only models whose name begins so: gpt2, llama, gpt2-350m (default: all)")
-    add("--seeds", nargs="+", type=at_least(0), metavar="N", help="default: 0 1 2; sweeps have one")
-    add("--starts", nargs="+", type=eigenvalue, metavar="auto|X", help="of eigenvalues (default: auto 0.1; paper: 0.1)")
+    add("--seeds", nargs="+", type=at_least(0), metavar="N", help="default: 0 1 2; sweeps and spectra have the first")
+    add(
+        "--starts",
+        nargs="+",
+        type=eigenvalue,
+        metavar="auto|X",
+        help="of eigenvalues (default: auto 0.1; paper: 0.1); spectra and phi have one, default the first",
+    )
     add("--vary", nargs="+", choices=VARIED, help=f"what sensitivity varies (default: {' '.join(VARIED)})")
     add("--tune", action="store_true", help="at scale paper, sweep again instead of taking the paper's values")
     add("--jobs", type=at_least(1), metavar="N", help="runs at a time, each on one thread (default: the cores; GPU: 1)")
@@ -126,7 +132,7 @@ def parse(argv: Sequence[str], offer: Offer) -> Options:
         name=a.name,
         scales=tuple(scales),
         seeds=tuple(seeds),
-        starts=tuple(a.starts or ((PAPER_START,) if a.scale == "paper" else (AUTO, PAPER_START))),
+        starts=tuple(dict.fromkeys(a.starts or ((PAPER_START,) if a.scale == "paper" else (AUTO, PAPER_START)))),
         vary=tuple(a.vary or VARIED),
         tune=a.tune,
         jobs=_jobs(a.jobs, device),

@@ -71,9 +71,9 @@ def _style(method: str, rank: str, among: Sequence[tuple[str, str]]) -> dict[str
 def _fit(axes: Axes) -> None:
     """Leaves the steep first descent out, which would squeeze the differences that the figure is for."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
-    later = [values[len(values) // 4 :] for values in lines if len(values)]
-    if later:
-        low, high = min(v.min() for v in later), max(v.max() for v in later)
+    lines = [values for values in lines if len(values)]
+    if lines:
+        low, high = min(v.min() for v in lines), max(v[len(v) // 4 :].max() for v in lines)
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
 
 
@@ -97,8 +97,11 @@ def sweep(path: Path, rows: Sequence[Row]) -> None:
             for row in chosen:
                 axes.plot(float(row["lr"]), float(row["validation_loss"]), "o", mfc="none", color=style["color"])
         losses = sorted(float(row["validation_loss"]) for row in here if row["validation_loss"])
-        axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=model)
-        axes.set_ylim(losses[0] - 0.02, losses[int(0.9 * (len(losses) - 1))] + 0.02)  # the worst tenth lies outside
+        worst = max(float(row["validation_loss"]) for row in here if row["selected"])
+        title = f"{model}; circle: selected, pale: other alpha_kl"
+        axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=title)
+        # The worst tenth lies outside, as far as nothing is selected there.
+        axes.set_ylim(losses[0] - 0.02, max(worst, losses[int(0.9 * (len(losses) - 1))]) + 0.02)
         axes.legend(frameon=False, fontsize="x-small")
         tidy(axes)
     save(figure, path)

@@ -44,7 +44,10 @@ def positive(text: str) -> float:
 
 def eigenvalue(text: str) -> str | float:
     """A start of the eigenvalues: a number above 0, or "auto"."""
-    return text if text == "auto" else positive(text)
+    try:
+        return text if text == "auto" else positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
 def make_folder(out: Path) -> None:

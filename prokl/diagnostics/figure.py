@@ -75,7 +75,7 @@ def plot(
     figure = Figure(figsize=(3 * max(len(shapes), COLUMNS), 5 + below), layout="constrained")
     halves = figure.subfigures(2, 1, squeeze=False, height_ratios=[5, below])
     _draw_spectra(halves[0, 0], found, shapes, colours, rank)
-    _draw_scalars(halves[1, 0], figures, list(found))
+    _draw_scalars(halves[1, 0], figures, colours)
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
@@ -116,8 +116,9 @@ def _draw_spectra(
             axes.set(yscale="log", xlabel="index")
 
 
-def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float]]], names: list[str]) -> None:
-    """A panel per figure with a line per weight, named on the left."""
+def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float]]], colours: dict[str, Any]) -> None:
+    """A panel per figure with a line per weight, named on the left in the colour of its spectra."""
+    names = list(colours)
     index = {name: i for i, name in enumerate(names)}
     grid = figure.subplots(-(-len(panels) // COLUMNS), COLUMNS, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:
@@ -130,9 +131,13 @@ def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float
         axes.ticklabel_format(axis="x", useOffset=False)
         axes.locator_params(axis="x", nbins=4)
         axes.tick_params(axis="x", labelsize="x-small")
+        axes.xaxis.get_offset_text().set_fontsize("x-small")
         axes.tick_params(axis="y", labelsize=6)
         if any(by_series):
             axes.legend(fontsize="x-small")
     shown = range(0, len(names), -(-len(names) // LABELS))
     grid[0, 0].set_yticks(shown, [names[i] for i in shown])
+    for axes in grid[:, 0]:
+        for i, label in zip(shown, axes.get_yticklabels(), strict=True):
+            label.set_color(colours[names[i]])
     grid[0, 0].invert_yaxis()

@@ -37,7 +37,7 @@ def scalars(
     ``captured_energy``, ||GU||^2/||G||^2; ``update_rms`` and ``update_norm``, root mean square and operator norm of
     the coming update before lr and weight decay; ``polar_error``, distance of the Newton-Schulz output from the exact
     polar factor over the size of the latter. A weight without a gradient lacks them; NaN says that its gradient is
-    not finite.
+    not finite, or of ``captured_energy`` that it is zero.
 
     Args:
         optimizer: a ProKLShampoo or KLShampoo on any backend. The coming update is computed by PyTorch's primitives.
@@ -74,7 +74,7 @@ def scalars(
                 if phi is not None and name in phi:
                     whitened = _spectrum_of(phi[name], name, batch.n)
                     spectra |= {} if whitened is None else {"R": whitened}
-            begins = batch.rank or effective_rank(rank, batch.m, batch.n)
+            begins = batch.rank or rank
             for factor, spectrum in spectra.items():
                 if len(spectrum) > begins:
                     other = batch.n if factor == "L" else batch.m
@@ -143,9 +143,11 @@ def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str,
 
 
 def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
-    """Descending eigenvalues on the CPU; None where the smallest is rounding."""
+    """Descending eigenvalues on the CPU, NaN where the average is not finite; None where the smallest is rounding."""
     if phi.shape != (n, n):
         raise ValueError(f"Invalid phi: that of {name!r} is {tuple(phi.shape)}, must be ({n}, {n}).")
+    if not bool(phi.isfinite().all()):
+        return torch.full((n,), torch.nan, dtype=torch.float64)
     values = torch.linalg.eigvalsh(phi).flip(-1).cpu()
     return values if values[-1] > n * torch.finfo(values.dtype).eps * values[0] else None
 
