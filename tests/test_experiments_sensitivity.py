@@ -14,7 +14,10 @@ from bench.experiments.scales import SCALES
 from bench.experiments.study import Study
 from bench.experiments.tables import sensitivity_table
 from bench.training.settings import Hyper
+from prokl import diagnostics
 from tests.experiments import MICRO
+from tests.inputs import PRO as OPTIMIZER
+from tests.problems import gradient_stream, run
 from tests.test_experiments import PNG, _rows
 
 
@@ -118,6 +121,19 @@ def test_a_start_is_forgotten_along_the_run(results):
     assert traces["0.1"][4] >= (0.95**4 * 0.1) ** 2
     assert traces["0.1"][4] < traces["0.1"][3]
     assert traces["0.1"][4] > traces["0.01"][4] > traces["0.0001"][4]
+
+
+def test_eigenvalues_at_the_floor_of_the_clip_are_counted():
+    shapes = [(6, 12), (12, 6)]
+    for start, size, share in ((0.1, 1.0, 0.0), (1e-9, 1e-9, 1.0), ("auto", 1e-9, 0.0)):
+        stream = [[size * g for g in gs] for gs in gradient_stream(shapes, 3)]
+        weights, optimizer = run(OPTIMIZER, stream, rank=2, init_eigenvalue=start)
+        names = [f"group0.{i}" for i in range(len(shapes))]
+        found = diagnostics.eigenvalues(optimizer)
+        figures = sensitivity.eigenvalue_figures(optimizer, dict(zip(names, weights, strict=True)), found)
+        assert {key: float(value) for key, value in figures.items() if key != "tail_variance"} == {
+            key: share for key in ("clipped_L", "clipped_S", "clipped_mu")
+        }
 
 
 def test_only_what_is_asked_for_is_varied(results, tmp_path, monkeypatch, capsys):

@@ -16,6 +16,10 @@ PANELS = (
     ("seconds", "validation_loss", "seconds of training", "validation loss, nats per token"),
     ("step", "train_loss", "steps", "training loss since the last evaluation"),
 )
+TRACES = (
+    ("tail_variance", "variance outside the subspace", "log"),
+    ("clipped_L", "share of L's eigenvalues at their floor", "linear"),
+)
 
 
 def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
@@ -115,8 +119,9 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
         traces: of sensitivity-eigenvalues.csv; there may be none of a model.
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
-    size = (4.2 * (len(VARIED) + 1), 3.6 * len(models))
-    figure, grid = plt.subplots(len(models), len(VARIED) + 1, figsize=size, squeeze=False, layout="constrained")
+    columns = len(VARIED) + len(TRACES)
+    size = (4.2 * columns, 3.6 * len(models))
+    figure, grid = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")
     for line, model in zip(grid, models, strict=True):
         for axes, (varied, (_, label)) in zip(line, VARIED.items(), strict=False):
             of = [row for row in rows if (row["model"], row["varied"]) == (model, varied)]
@@ -124,20 +129,21 @@ def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
             axes.set(xlabel=label, ylabel="difference of validation losses", title=model)
             axes.set_visible(bool(of))
         of = [row for row in traces if row["model"] == model]
-        _variances(line[-1], of)
-        line[-1].set(yscale="log", xlabel="steps", ylabel="variance outside the subspace", title=model)
-        line[-1].set_visible(bool(of))
+        for axes, (column, label, scaled) in zip(line[len(VARIED) :], TRACES, strict=True):
+            _traces(axes, of, column)
+            axes.set(yscale=scaled, xlabel="steps", ylabel=label, title=model)
+            axes.set_visible(bool(of))
         for axes in line:
             tidy(axes)
     save(figure, path)
 
 
-def _variances(axes: Axes, traces: Sequence[Row]) -> None:
+def _traces(axes: Axes, rows: Sequence[Row], column: str) -> None:
     """A line for every start."""
-    starts = list(dict.fromkeys(row["start"] for row in traces))
+    starts = list(dict.fromkeys(row["start"] for row in rows))
     for start, colour in zip(starts, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(starts))), strict=True):
-        own = [row for row in traces if row["start"] == start]
-        steps, values = ([float(row[name]) for row in own] for name in ("step", "tail_variance"))
+        own = [row for row in rows if row["start"] == start]
+        steps, values = ([float(row[name]) for row in own] for name in ("step", column))
         axes.plot(steps, values, color=colour, label=f"start {start}")
     if starts:
         axes.legend(frameon=False, fontsize="small")

@@ -4,11 +4,12 @@ The paper has no such table. This one is for looking into orderings that come ou
 is varied, all others stay as selected, and what is compared is the difference of two contenders, paired by seed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench.errors import UsageError
 from bench.experiments import figures, results, tables
@@ -22,6 +23,9 @@ from bench.training.report import mean_and_error
 from bench.training.run import Run
 from bench.training.settings import Hyper
 from prokl import diagnostics
+from prokl.base import MatrixOptimizer
+from prokl.initial import ceiling_scale
+from prokl.shapes import MatrixShape, ceiling
 
 NAME = "sensitivity"
 STARTS = (PAPER_START, 1e-2, 1e-3, 1e-4, AUTO)
@@ -29,6 +33,7 @@ STEP_FACTORS = (1, 4)  # times the scale's steps
 RATE_FACTORS = (0.5, 1.0, 1.5, 2.0)  # times Pro-KLShampoo's
 RANK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the scale's largest
 LOOKS = 40  # at the eigenvalues along a run
+ROUNDING = 1e-5  # of a float32 inverse square root, squared
 
 
 @dataclass(frozen=True)
@@ -188,31 +193,55 @@ def _train(study: Study, wanted: Sequence[Training]) -> dict[Training, list[Resu
 
 
 def _traces(study: Study, hyper: Hyper) -> list[results.Row]:
-    """How large Pro-KLShampoo takes the variance of a gradient's element to be, along a run, for every start."""
+    """Pro-KLShampoo's eigenvalues along a run, for every start: what variance they say, and how many are clipped."""
     rows = []
     for start in STARTS:
-        its = replace(hyper, init_eigenvalue=start)
-        training = watched(study, its, f"{NAME}-eigenvalues", _watch_variance)
+        training = watched(study, replace(hyper, init_eigenvalue=start), f"{NAME}-start", _watch_eigenvalues)
         for step in sorted((step for step in training.observed if step.isdigit()), key=int):
             row = {"model": study.scale.name, "start": start, "step": int(step), "seed": study.seeds[0]}
-            rows.append(row | {"tail_variance": float(training.observed[step])})
+            rows.append(row | {name: float(value) for name, value in training.observed[step].items()})
     return rows
 
 
-def _watch_variance(run: Run) -> Callable[[], None]:
-    """Keeps L's geometric mean times mu, the variance outside the subspace: the geometric mean over weights.
+def _watch_eigenvalues(run: Run) -> Callable[[], None]:
+    """Keeps :func:`eigenvalue_figures` LOOKS times, from when all weights have begun.
 
-    From when all weights have begun; those behind a layer that starts at zero begin some steps after the first.
+    Those behind a layer that starts at zero begin some steps after the first; before, it would be of other weights.
     """
-    ((optimizer,),) = [lane.optimizers for lane in run.lanes]
+    (lane,) = run.lanes
+    (optimizer,) = lane.optimizers
+    weights = dict(lane.model.named_parameters())
     every = max(1, run.settings.steps // LOOKS)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group["algorithm"] == "matrix")
 
     def after_step() -> None:
         if run.live and run.done % every == 0:
-            found = diagnostics.eigenvalues(optimizer).values()
-            if len(found) == matrices:  # earlier it would be a mean over other weights
-                logs = [factors["L"].log().mean() + factors["mu"].log().mean() for factors in found]
-                run.observed[str(run.done)] = torch.stack(logs).mean().exp()
+            found = diagnostics.eigenvalues(optimizer)
+            if len(found) == matrices:
+                run.observed[str(run.done)] = eigenvalue_figures(optimizer, weights, found)
 
     return after_step
+
+
+def eigenvalue_figures(
+    optimizer: MatrixOptimizer, weights: Mapping[str, Tensor], found: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Of a Pro-KLShampoo's 2-D weights: what variance its eigenvalues say, and which share of them the clip holds up.
+
+    Args:
+        weights: by name.
+        found: what ``diagnostics.eigenvalues`` gives of all of them.
+
+    Returns:
+        "tail_variance", of a gradient's element outside the subspace: L's geometric mean times mu, and of that the
+        geometric mean over weights; "clipped_L", "clipped_S" and "clipped_mu", shares of eigenvalues at their floor.
+    """
+    logs = [factors["L"].log().mean() + factors["mu"].log().mean() for factors in found.values()]
+    clipped: dict[str, list[Tensor]] = {"L": [], "S": [], "mu": []}
+    for name, factors in found.items():
+        shape, scale = MatrixShape.of(weights[name]), ceiling_scale(optimizer.state[weights[name]])
+        for factor, values in factors.items():
+            floor = (ceiling(shape.m if factor == "L" else shape.n) * float(scale)) ** -2
+            clipped[factor].append(values <= floor * (1 + ROUNDING))
+    shares = {f"clipped_{factor}": torch.cat(held).double().mean() for factor, held in clipped.items()}
+    return {"tail_variance": torch.stack(logs).mean().exp()} | shares
