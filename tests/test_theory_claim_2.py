@@ -152,7 +152,7 @@ def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_thre
             now = {"L": state["L"], "S": state["S"], "mu": state["inv_sqrt_mu"] ** -2}
             sums, count = {key: sums.get(key, 0) + value for key, value in now.items()}, count + 1
     found = Restricted(sums["L"] / count, U, sums["S"] / count, sums["mu"] / count)
-    assert max(residuals(found, left, right).values()) < 0.06
+    assert max(residuals(found, left, right).values()) < 0.053  # the two together
     # Not those of another covariance, nor another state's.
     assert residuals(found, left, covariance([9.0, 8.0, 0.5, 0.5, 0.5], seed=2))["S"] > 0.2
     for key in ("L", "S", "mu"):
