@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.models import CONFIGS
 from bench.presets import RANGES, RUNS, preset
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.training import corpus
 from bench.training.shards import write_shard
 from bench.training.sources import open_source

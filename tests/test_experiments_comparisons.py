@@ -3,7 +3,7 @@
 import pytest
 
 from bench import presets
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.scales import SCALES
 
