@@ -11,6 +11,7 @@ import torch
 import tyro
 
 from bench.command import UsageError, at_least, cores, distinct, positive
+from bench.experiments.protocol import ABLATIONS
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
 from bench.optimizers import OPTIMIZERS
 
@@ -149,6 +150,9 @@ class Options(Training):
                 )
             if self.lr and not self.tune:
                 raise UsageError("--lr: --scale paper takes the paper's rates; add --tune to search others")
+        for name in ABLATIONS:
+            if len(self.rates.get(name, ())) > 1:
+                raise UsageError(f"--lr {name}: is not searched; give one rate, or none for 1.5 times Pro-KLShampoo's")
         for scale in self.scales:
             check_share(scale)
         alone = self.place == "cuda" or processes() > 1
