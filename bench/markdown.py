@@ -1,9 +1,12 @@
 """Tables in Markdown from recorded rows."""
 
 import csv
-import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pandas
+from pandas import DataFrame
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NAMES = {
@@ -44,6 +47,17 @@ def markdown(head: Sequence[str], right: str, body: Sequence[Sequence[str]]) -> 
     return "\n".join([line(head), line(rule), *map(line, body)]) + "\n"
 
 
-def figure(value: str, digits: int) -> str:
-    """A figure of a row; "-" where there is none."""
-    return "-" if value == "" or math.isnan(float(value)) else f"{float(value):.{digits}f}"
+def table(frame: DataFrame, left: int) -> str:
+    """Return a table of cells that are text, the first ``left`` columns aligned to the left."""
+    sides = ["left"] * left + ["right"] * (len(frame.columns) - left)
+    return frame.to_markdown(index=False, disable_numparse=True, colalign=sides) + "\n"
+
+
+def figure(value: Any, digits: int, sign: str = "") -> str:
+    """Return a figure with this many decimals; "-" where there is none, ``sign`` "+" for one of either sign."""
+    return "-" if pandas.isna(value) or value == "" else f"{float(value):{sign}.{digits}f}"
+
+
+def with_error(mean: Any, error: Any, digits: int = 4, sign: str = "") -> str:
+    """Return a mean with its standard error, which a single value does not have."""
+    return figure(mean, digits, sign) + ("" if figure(error, digits) == "-" else f" ± {figure(error, digits)}")
