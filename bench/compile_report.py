@@ -4,18 +4,28 @@ What the Triton kernels became goes to aot.csv, what nvcc made of csrc/ to csrc.
 spills, takes more shared memory than there is, multiplies matrices without tensor cores, or has lost its pipeline.
 """
 
-import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import pandas as pd
+import pandas
 
+from bench import rows
+from bench.command import UsageError, command, cores, make_folder, options
 from bench.compiled import csrc, triton_kernels
-from bench.errors import UsageError, command
 from prokl.kernels import launch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compile every kernel for sm_80, 90 and 100, without a GPU."""
+
+    only: Literal["aot", "csrc"] | None = None
+    """One of the two: the Triton kernels or csrc/."""
+    out: Path | None = None
+    """Folder for aot.csv and csrc.csv."""
 
 
 def of_triton(jobs: int) -> tuple[list[Any], list[str]]:
@@ -27,8 +37,8 @@ def of_triton(jobs: int) -> tuple[list[Any], list[str]]:
 
 def of_csrc(jobs: int) -> tuple[list[Any], list[str]]:
     """Return the rows of csrc/, and what is wrong."""
-    rows = csrc.report(jobs)
-    return rows, list(csrc.complaints(rows))
+    found = csrc.report(jobs)
+    return found, list(csrc.complaints(found))
 
 
 REPORTS: dict[str, Callable[[int], tuple[list[Any], list[str]]]] = {"aot": of_triton, "csrc": of_csrc}
@@ -37,20 +47,18 @@ REPORTS: dict[str, Callable[[int], tuple[list[Any], list[str]]]] = {"aot": of_tr
 @command
 def main(argv: Sequence[str]) -> int:
     """Compile, print, write; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compile_report", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=REPORTS, help="one of the two (default: both)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write aot.csv and csrc.csv there")
-    options = parser.parse_args(argv)
+    given = options(Options, argv, "bench.compile_report")
+    if given.out:
+        make_folder(given.out)
     wrong: list[str] = []
-    for name in [options.only] if options.only else REPORTS:
-        rows, complaints = REPORTS[name](os.cpu_count() or 1)
-        table = pd.DataFrame(rows)
-        print(table.to_string(index=False), flush=True)
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-            table.to_csv(options.out / f"{name}.csv", index=False)
+    for name in [given.only] if given.only else REPORTS:
+        found, complaints = REPORTS[name](cores())
+        print(pandas.DataFrame(found).to_string(index=False), flush=True)
+        if given.out:
+            rows.write(given.out / f"{name}.csv", map(vars, found))
         wrong += complaints
-    print("\n".join(wrong), end="\n" * bool(wrong), file=sys.stderr)
+    for line in wrong:
+        print(line, file=sys.stderr)
     return int(bool(wrong))
 
 

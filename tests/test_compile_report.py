@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("setuptools")
 
 from bench import compile_report  # noqa: E402
-from bench.compiled import csrc, triton_kernels  # noqa: E402
+from bench.command import UsageError  # noqa: E402
+from bench.compiled import csrc  # noqa: E402
 from bench.compiled.launches import Launch, Pointer, describe  # noqa: E402
 from bench.compiled.triton_kernels import ARCHITECTURES, Row, complaints, every_launch  # noqa: E402
 from bench.micro.kernel_cases import CASES, STAGE_BYTES  # noqa: E402
@@ -23,9 +24,7 @@ from prokl.kernels.launch import Tile  # noqa: E402
 from tests.commands import ROOT, read, run, run_python  # noqa: E402
 
 FILES = sorted(path for path in (ROOT / "kernels").glob("*.py") if "@triton.jit" in path.read_text())
-KERNELS = {
-    name: path for path in FILES for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())
-}
+KERNELS = {name: path for path in FILES for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())}
 RESULTS = ROOT / "bench" / "results"
 with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="needs nvcc")
 
@@ -260,10 +259,10 @@ def test_launches_are_asked_of_the_extension_by_kernel_and_type(monkeypatch):
     ]
     rows = [replace(SUMS, source=source, kernel=kernel) for source, kernel in kernels]
     assert [row.launch_shared for row in csrc.with_launches(rows)] == [10, 20, 30]
-    with pytest.raises(compile_report.UsageError, match="leaves out leaf<float, false>"):
+    with pytest.raises(UsageError, match="leaves out leaf<float, false>"):
         csrc.with_launches([replace(SUMS, source="qr_float.cu", kernel="leaf<float, false>")])
     monkeypatch.setattr(csrc.extension, "load", lambda: (None, "it was left out"))
-    with pytest.raises(compile_report.UsageError, match="not known: it was left out"):
+    with pytest.raises(UsageError, match="not known: it was left out"):
         csrc.with_launches(rows)
 
 

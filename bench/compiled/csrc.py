@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import build_cuda
-from bench.errors import UsageError
+from bench.command import UsageError
 from build_cuda import toolkit
 from prokl import extension
 

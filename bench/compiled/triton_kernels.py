@@ -1,4 +1,4 @@
-"""Compiles what the launchers launch with Triton's own JIT, so with its specialisation on every argument, without a GPU.
+"""Compiles what the launchers launch, with the specialisation that Triton's JIT would choose, without a GPU.
 
 Every case of :mod:`bench.micro.kernel_cases` is called with tensors that have shape and dtype but no memory.
 """
