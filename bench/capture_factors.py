@@ -13,7 +13,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 import prokl
-from bench.errors import command
-from bench.records import commit
-from bench.training import corpus
-from bench.training.cli import parse
+from bench import pretrain
+from bench.command import command
+from bench.rows import commit
 from bench.training.run import Run
 from bench.training.settings import Settings
-from bench.training.sources import ByteSource
+from bench.training.sources import Source, open_source
 from prokl.ops import TORCH
 
 DEFAULT = Path(__file__).parent.parent / "tests" / "data" / "captured_factors.npz"
@@ -93,14 +92,14 @@ class Calls:
         raise LookupError(f"no {name} of this step gave the state")
 
 
-def capture(settings: Settings, text: corpus.Corpus, plan: Plan) -> dict[str, np.ndarray]:
+def capture(settings: Settings, text: Source, plan: Plan) -> dict[str, np.ndarray]:
     """Train with Pro-KLShampoo until the last step of the plan; the arrays of the file without "about"."""
     calls, found = Calls(), {}
     table = replace(TORCH, **{name: calls.recorded(name) for name in ENTRIES})
-    run = Run(settings, SEED, ByteSource(text))
-    (lane,) = run.lanes
-    (optimizer,) = lane.optimizers
-    weights = dict(lane.model.named_parameters())
+    run = Run(settings, SEED, text)
+    (trainee,) = run.trainees
+    (optimizer,) = trainee.optimizers
+    weights = dict(trainee.model.named_parameters())
     for step in range(max(max(steps) for steps in plan.values()) + 1):
         calls.made.clear()
         with mock.patch("prokl.base.select", lambda *_: table):
@@ -115,18 +114,20 @@ def capture(settings: Settings, text: corpus.Corpus, plan: Plan) -> dict[str, np
     return found
 
 
-def about(settings: Settings, text: corpus.Corpus) -> dict[str, Any]:
-    """How the file was made."""
+def about(settings: Settings, text: Source) -> dict[str, Any]:
+    """Return how the file was made."""
+    (hyper,) = settings.hyper.values()
     return {
         "command": "python -m bench.capture_factors",
         "prokl": prokl.__version__,
         "commit": commit(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "corpus": text.source,
+        "corpus": text.name,
         "corpus_sha256": text.sha256,
         "seed": SEED,
-        **settings.flat(),
+        **asdict(hyper),
+        **settings.plan(),
     }
 
 
@@ -137,13 +138,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT, metavar="NPZ", help=f"default: the tests' {DEFAULT.name}")
     out = parser.parse_args(argv).out
     # One validation is over at once, and none is looked at.
-    job = parse("--optimizers pro-klshampoo --threads 1 --eval-every 400 --eval-windows 1".split())
-    text = corpus.load(None, job.settings.context)
-    torch.set_num_threads(job.settings.threads)
-    arrays = capture(job.settings, text, PLAN)
+    settings = pretrain.Options(optimizers=("pro-klshampoo",), threads=1, eval_windows=1).settings(curve=False)
+    text = open_source(None, settings.context)
+    torch.set_num_threads(settings.threads)
+    arrays = capture(settings, text, PLAN)
     out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(out, about=json.dumps(about(job.settings, text)), **arrays)
-    print(f"{len(arrays)} arrays of {text.source} are in {out}, {out.stat().st_size / 1e6:.2f} MB")
+    np.savez_compressed(out, about=json.dumps(about(settings, text)), **arrays)
+    print(f"{len(arrays)} arrays of {text.name} are in {out}, {out.stat().st_size / 1e6:.2f} MB")
     return 0
 
 

@@ -8,7 +8,7 @@ hyperparameters" says; Smok-Hop on GPT-2 124M and LLaMA 450M has KL-Shampoo's.
 
 from dataclasses import dataclass
 
-from bench.errors import UsageError
+from bench.command import UsageError
 
 ABLATION_FACTOR = 1.5
 """By which the ablation variants' learning rate is above Pro-KLShampoo's, for the component that they lack."""

@@ -86,7 +86,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "cpu": processor(),
         "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": version("triton") or "",
         "cuda": (torch.version.cuda or "") if cuda else "",
         "prokl": prokl.__version__,

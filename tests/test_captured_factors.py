@@ -25,9 +25,8 @@ import pytest
 import torch
 
 import prokl.qr
-from bench import capture_factors
-from bench.training import corpus
-from bench.training.cli import parse
+from bench import capture_factors, pretrain
+from bench.training.sources import open_source
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS
 
@@ -83,9 +82,9 @@ def test_the_file_is_what_the_script_would_write_but_for_rounding(arrays):
 
 def test_what_is_captured_at_one_step_leads_to_the_next(tmp_path):
     (tmp_path / "text.txt").write_text("one two three four five six seven " * 40)
-    size = "--layers 1 --width 16 --heads 2 --context 16 --batch 2 --rank 4 --threads 1"
-    settings = parse(["--optimizers", "pro-klshampoo", "--eval-windows", "1", *size.split()]).settings
-    text = corpus.load(tmp_path / "text.txt", settings.context)
+    size = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "rank": 4, "threads": 1}
+    settings = pretrain.Options(optimizers=("pro-klshampoo",), eval_windows=1, **size).settings(curve=False)
+    text = open_source(tmp_path / "text.txt", settings.context)
     weight, other = "blocks.0.k_proj.weight", "blocks.0.up_proj.weight"
     plan = {
         (weight, "tracking_qr"): (1, 2),

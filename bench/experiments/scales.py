@@ -1,12 +1,14 @@
-"""How large the experiments are: models, ranks, run lengths, and what is compared at each of three scales."""
+"""How large the experiments are: models, ranks, run lengths, and what is compared at each scale."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import presets
-from bench.errors import UsageError
-from bench.models import CONFIGS, ModelConfig
-from bench.training.settings import Hyper, Settings
+from bench.command import UsageError
+from bench.models import CONFIGS, ModelConfig, byte_gpt
+from bench.optimizers import Hyper
+from bench.training.settings import Settings
 from bench.training.sources import Source, open_source
 
 AUTO, PAPER_START = "auto", 0.1
@@ -23,9 +25,11 @@ class Scale:
         paper: the model of the paper whose ranges, or selected values, are taken.
         ranks: in the places of the paper's 32, 64 and 128.
         micro_batch: sequences in one forward pass at most; None is all of a step's.
-        together: whether a seed's contenders take turns step by step, which makes their times comparable on a machine
+        together: whether a seed's trainees take turns step by step, which makes their times comparable on a machine
             that does other things too; otherwise one after another, so that one model at a time is in memory.
         smok_hop: whether the main table has Smok-Hop, too, which the paper has in its ablations only.
+        threads: of a process that trains.
+        lr: rates to try in place of the paper's, by method.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Scale:
     autocast: bool = False
     state_dtype: str | None = None
     smok_hop: bool = False
+    threads: int = 1
+    lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -53,7 +59,7 @@ class Scale:
         return self.name == self.paper
 
     def open(self, data: Path | None) -> Source:
-        """The data, whose tokens the model must know.
+        """Return the data, whose tokens the model must know.
 
         Raises:
             UsageError: there is none, or it is of another kind.
@@ -69,7 +75,7 @@ class Scale:
         return source
 
     def settings(self, hyper: dict[str, Hyper], vocabulary: int, device: str, curve: bool) -> Settings:
-        """A run of these contenders, evaluated along the way or only at the end."""
+        """Return a run of these, evaluated along the way or only at the end."""
         return Settings(
             hyper=hyper,
             model=replace(self.config, vocabulary=vocabulary),
@@ -77,7 +83,7 @@ class Scale:
             eval_every=max(1, self.steps // self.evaluations) if curve else self.steps,
             eval_windows=self.eval_windows,
             batch=self.batch,
-            threads=1,
+            threads=self.threads,
             micro_batch=self.micro_batch,
             device=device,
             autocast=self.autocast and device != "cpu",
@@ -122,9 +128,12 @@ def _paper(name: str) -> Scale:
     )
 
 
+DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), "gpt2-124m", (32,), 400, 10, 256, batch=8)
 SCALES: dict[str, tuple[Scale, ...]] = {
+    "demo": (DEMO,),
     "tiny": (_tiny("gpt2-tiny", "gpt2-124m"), _tiny("llama-tiny", "llama-134m")),
     "small": (_small("gpt2-small", "gpt2-124m"), _small("llama-small", "llama-134m")),
     "paper": tuple(map(_paper, presets.RUNS)),
 }
-"""tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on several GPUs."""
+"""demo: what bench.pretrain trains. tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on
+several GPUs."""

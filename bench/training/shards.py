@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from bench.errors import UsageError
+from bench.command import UsageError
 
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32 values
@@ -28,7 +28,7 @@ class Shard:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Writes one-dimensional integer tokens from 0 to 65535.
+    """Write one-dimensional integer tokens from 0 to 65535.
 
     Raises:
         ValueError: If a token does not fit into uint16.
@@ -46,7 +46,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path) -> Shard:
-    """Maps a shard whose header agrees with the file.
+    """Map a shard whose header agrees with the file.
 
     Raises:
         UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
@@ -79,7 +79,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def check(shards: list[Shard], vocabulary: int) -> str:
-    """Reads every token once, and returns the SHA-256 of all of them and of where the shards end.
+    """Read every token once, and return the SHA-256 of all of them and of where the shards end.
 
     Raises:
         UsageError: If a token is not below ``vocabulary``.
@@ -105,7 +105,7 @@ def check(shards: list[Shard], vocabulary: int) -> str:
 
 
 def find(path: Path) -> list[Path]:
-    """The .bin files that ``path`` is or holds itself, by name; none where it is text."""
+    """Return the .bin files that ``path`` is or holds itself, by name; none where it is text."""
     if path.is_dir():
         return sorted(file for file in path.glob("*.bin") if file.is_file())
     return [path] if path.suffix == ".bin" else []
