@@ -118,7 +118,7 @@ def reason(error: BaseException) -> str:
 
 
 def peers(rank: int, polar: torch.dtype) -> list[Entry]:
-    """Return those of other packages, and COSMOS at this rank with Newton-Schulz in ``polar``, its authors' bfloat16."""
+    """Return those of other packages, and COSMOS at this rank with Newton-Schulz in ``polar``."""
     note = "written from its description, weight by weight; QR in every step"
     settings = (("rank", rank), ("ns_dtype", polar))
     cosmos = Entry("cosmos", OPTIMIZERS["cosmos"].make, settings, rank=rank, polar=polar, note=note)
