@@ -17,7 +17,7 @@ Dimension key: m short side, n long side, r rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
@@ -32,16 +32,21 @@ class Term:
         flops: operations.
         kind: "symmetric" is a product with a symmetric result.
         newton_schulz: whether it belongs to Newton-Schulz, which may run in bfloat16.
-        refresh: whether it takes place once in tau steps.
         cheapest: operations of the cheapest factorisation that would do.
+        stage: function of the step that it belongs to, or "apply".
     """
 
     what: str
     flops: float
     kind: Literal["product", "symmetric", "factorisation"] = "product"
     newton_schulz: bool = False
-    refresh: bool = False
     cheapest: float = 0.0
+    stage: str = ""
+
+    @property
+    def refresh(self) -> bool:
+        """Return True for what takes place once in tau steps."""
+        return self.stage == "refresh_eigenbases"
 
     @property
     def least(self) -> float:
@@ -78,14 +83,17 @@ def cholesky_qr(n: int, k: int) -> float:
     return 2 * n * k * k + k**3 / 3
 
 
-def _householder(what: str, n: int, k: int, refresh: bool) -> Term:
+def _householder(what: str, n: int, k: int) -> Term:
     """Count R and Q (n,k) of n x k: 2 nk^2 - 2/3 k^3 each (Golub and Van Loan, Matrix Computations, section 5.2)."""
-    flops = 4 * n * k * k - 4 / 3 * k**3
-    return Term(what, flops, "factorisation", refresh=refresh, cheapest=cholesky_qr(n, k))
+    return Term(what, 4 * n * k * k - 4 / 3 * k**3, "factorisation", cheapest=cholesky_qr(n, k))
 
 
 def _refresh(what: str, k: int) -> list[Term]:
-    return [Term(what, 2 * k**3, refresh=True), _householder(what, k, k, refresh=True)]
+    return [Term(what, 2 * k**3), _householder(what, k, k)]
+
+
+def _staged(stages: dict[str, list[Term]]) -> list[Term]:
+    return [replace(term, stage=stage) for stage, terms in stages.items() for term in terms]
 
 
 def newton_schulz_standard(m: int, n: int, steps: int) -> list[Term]:
@@ -117,45 +125,53 @@ def newton_schulz(m: int, n: int, steps: int) -> list[Term]:
 
 def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5) -> list[Term]:
     """Count :mod:`prokl.algorithm.pro_klshampoo` from top to bottom, refresh included; r is the effective rank."""
-    return [
-        Term("G U, M U", 4 * m * n * r),
-        Term("G_perp, G^_perp", 4 * m * n * r),
-        Term("P", 2 * m**3, "symmetric"),
-        Term("G_par S^-1/2", 4 * m * r * r),
-        Term("P G_par S^-1/2", 2 * m * m * r),
-        Term("P G^_perp", 2 * m * m * n),
-        *newton_schulz(m, n, ns_steps),
-        Term("E", 2 * m * m * n, "symmetric"),
-        Term("Q_L^T G U", 2 * m * m * r),
-        Term("G U Q_S, A", 4 * m * r * r),
-        Term("E Q_L", 2 * m**3),
-        Term("L", 2 * m * m * r, "symmetric"),
-        Term("S", 2 * m * r * r, "symmetric"),
-        Term("Y", 2 * m * m * r),
-        Term("U S", 2 * n * r * r),
-        Term("V", 2 * m * n * r),
-        _householder("U", n, r, refresh=False),
-        Term("T", 2 * n * r * r),
-        Term("T^T S T, T^T Q_S", 6 * r**3),
-        Term("B U^T", 2 * m * n * r),
-        *_refresh("Q_L", m),
-        *_refresh("Q_S", r),
-    ]
+    return _staged(
+        {
+            "momentum_and_projection": [Term("G U, M U", 4 * m * n * r), Term("G_perp, G^_perp", 4 * m * n * r)],
+            "direction": [
+                Term("P", 2 * m**3, "symmetric"),
+                Term("G_par S^-1/2", 4 * m * r * r),
+                Term("P G_par S^-1/2", 2 * m * m * r),
+                Term("P G^_perp", 2 * m * m * n),
+                *newton_schulz(m, n, ns_steps),
+            ],
+            "statistics": [
+                Term("E", 2 * m * m * n, "symmetric"),
+                Term("Q_L^T G U", 2 * m * m * r),
+                Term("G U Q_S, A", 4 * m * r * r),
+                Term("E Q_L", 2 * m**3),
+                Term("L", 2 * m * m * r, "symmetric"),
+                Term("S", 2 * m * r * r, "symmetric"),
+            ],
+            "track_subspace": [
+                Term("Y", 2 * m * m * r),
+                Term("U S", 2 * n * r * r),
+                Term("V", 2 * m * n * r),
+                _householder("U", n, r),
+                Term("T", 2 * n * r * r),
+                Term("T^T S T, T^T Q_S", 6 * r**3),
+            ],
+            "refresh_eigenbases": [*_refresh("Q_L", m), *_refresh("Q_S", r)],
+            "apply": [Term("left right^T", 2 * m * n * r)],
+        }
+    )
 
 
 def klshampoo(m: int, n: int) -> list[Term]:
     """Count :mod:`prokl.algorithm.klshampoo` from top to bottom, refresh included."""
-    return [
-        Term("Q_L^T M, Q_L (.)", 4 * m * m * n),
-        Term("(.) Q_R, (.) Q_R^T", 4 * m * n * n),
-        Term("G Q_R", 2 * m * n * n),
-        Term("Q_L^T G", 2 * m * m * n),
-        Term("A", 2 * m * n * n),
-        Term("L", 2 * m * m * n, "symmetric"),
-        Term("R", 2 * m * n * n, "symmetric"),
-        *_refresh("Q_L", m),
-        *_refresh("Q_R", n),
-    ]
+    return _staged(
+        {
+            "direction": [Term("Q_L^T M, Q_L (.)", 4 * m * m * n), Term("(.) Q_R, (.) Q_R^T", 4 * m * n * n)],
+            "statistics": [
+                Term("G Q_R", 2 * m * n * n),
+                Term("Q_L^T G", 2 * m * m * n),
+                Term("A", 2 * m * n * n),
+                Term("L", 2 * m * m * n, "symmetric"),
+                Term("R", 2 * m * n * n, "symmetric"),
+            ],
+            "refresh_eigenbases": [*_refresh("Q_L", m), *_refresh("Q_R", n)],
+        }
+    )
 
 
 def pro_klshampoo_traffic(m: int, n: int, r: int, tau: int) -> float:
