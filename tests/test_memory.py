@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-import prokl.buckets
+import prokl.engine.bucket
 from bench.steps.peak import Peak
-from prokl import KLShampoo, ProKLShampoo, update, update_kl
+from prokl import KLShampoo, ProKLShampoo
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
-METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}, update) for v in VARIANTS), (KLShampoo, {}, update_kl)]
+METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLShampoo, {})]
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(48, 48), (32, 128)], ids=str)
-@pytest.mark.parametrize("cls, kwargs, step", METHODS)
-def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, state_dtype, backend):
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_dtype, backend):
     if cls is ProKLShampoo:
         kwargs = {**kwargs, "ns_dtype": torch.float32}
     shapes, most = [shape] * 6, []
@@ -29,7 +29,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, 
         run(cls, gradient_stream(shapes, 5, dtype=torch.float32), dtype=torch.float32, backend=backend,
             precondition_frequency=4, init_eigenvalue=0.1, state_dtype=state_dtype, observe=observe,
             absent=lambda i, t: (i, t) == (2, 3), **kwargs)  # fmt: skip
-    allowed = len(shapes) * step.workspace(*shape, 16) * 4
+    allowed = len(shapes) * cls.method.workspace(*shape, 16) * 4
     assert max(most[1:]) <= allowed  # one lacks a gradient, the last is a refresh
     assert max(most[1:]) >= allowed / 4  # and the bound is no arbitrary one; measured: 0.36 to 0.92 of it
 
@@ -40,7 +40,7 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
     stream = gradient_stream(shapes, 7)
     kwargs = {"rank": 3, "precondition_frequency": 4, "backend": backend}
     whole, one = run(ProKLShampoo, stream, **kwargs)
-    monkeypatch.setattr(prokl.buckets, "WORKSPACE", 2 * update.workspace(6, 10, 3) * 8)
+    monkeypatch.setattr(prokl.engine.bucket, "WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
     parts, several = run(ProKLShampoo, stream, **kwargs)
     assert [[len(b.members) for b in buckets] for buckets in one._buckets.values()] == [[5], [1]]
     assert [[len(b.members) for b in buckets] for buckets in several._buckets.values()] == [[2, 1, 2], [1]]

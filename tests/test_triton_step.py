@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.kernels import launch
+from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,8 +21,7 @@ STEPS = 12
 @pytest.fixture(params=[True, False], ids=["host-branches", "device-only"])
 def branching(request, monkeypatch):
     if not request.param:
-        for module in ("qr", "buckets"):
-            monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+        forbid_host_reads(monkeypatch)
     return request.param
 
 
@@ -122,8 +122,7 @@ def work_of_a_step(weights, cls, kwargs, monkeypatch):
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, monkeypatch):
-    for module in ("qr", "buckets"):
-        monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
     few, many = (work_of_a_step(n, cls, kwargs, monkeypatch) for n in (3, 17))
     assert few == many
     ordinary, refresh = few
