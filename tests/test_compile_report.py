@@ -15,16 +15,16 @@ from bench import compile_report  # noqa: E402
 from bench.command import UsageError  # noqa: E402
 from bench.compiled import csrc  # noqa: E402
 from bench.compiled.launches import Launch, Pointer, describe  # noqa: E402
-from bench.compiled.triton_kernels import ARCHITECTURES, Row, complaints, every_launch  # noqa: E402
-from bench.micro.kernel_cases import CASES, STAGE_BYTES  # noqa: E402
+from bench.compiled.triton_kernels import ARCHITECTURES, STAGE_BYTES, Row, complaints, every_launch  # noqa: E402
+from bench.micro.kernels import KERNELS as CASES  # noqa: E402
 from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
-from prokl import extension  # noqa: E402
+from prokl.backends import extension  # noqa: E402
 from prokl.kernels import launch as launch_module  # noqa: E402
 from prokl.kernels.launch import Tile  # noqa: E402
 from tests.commands import ROOT, read, run, run_python  # noqa: E402
 
 FILES = sorted(path for path in (ROOT / "kernels").glob("*.py") if "@triton.jit" in path.read_text())
-KERNELS = {name: path for path in FILES for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())}
+NAMES = {name: path for path in FILES for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())}
 RESULTS = ROOT / "bench" / "results"
 with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="needs nvcc")
 
@@ -61,7 +61,7 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
     assert [(row["kernel"], row["config"], int(row["arch"])) for row in rows] == [
         (*key, arch) for key in launches for arch in ARCHITECTURES
     ], "run python -m bench.compile_report --only aot --out bench/results"
-    assert {row["kernel"] for row in rows} == set(KERNELS)
+    assert {row["kernel"] for row in rows} == set(NAMES)
     for row in rows:
         numbers = {key: int(row[key]) for key in ("arch", "registers", "shared", "stack")}
         assert complaints(Row(**row | numbers), launches[row["kernel"], row["config"]]) == [], row
@@ -69,14 +69,14 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
 
 def test_every_file_has_cases_every_tile_is_compiled_and_every_product_has_its_loads_counted():
     modules = {case.module.__name__.rpartition(".")[2]: case.module for case in CASES}
-    assert {path.stem for path in FILES} <= set(modules)
+    assert {path.stem for path in FILES} == set(modules)
     assert len({case.name for case in CASES}) == len(CASES)
     for module in modules.values():
         shipped = {tile for name, tiles in vars(module).items() if name.startswith("TILES") for tile in tiles}
         assert all(isinstance(tile, Tile) for tile in shipped)
         cases = [case for case in CASES if case.module is module]
         assert shipped <= {tile for case in cases for dtypes in case.dtypes for tile in case.tiles(dtypes)}
-    assert set(STAGE_BYTES) == {name for name, path in KERNELS.items() if "tl.dot" in path.read_text()}
+    assert set(STAGE_BYTES) == {name for name, path in NAMES.items() if "tl.dot" in path.read_text()}
 
 
 HALF = torch.bfloat16
@@ -146,25 +146,26 @@ def test_a_configuration_names_all_that_is_specialised():
 COMPILED = """
 import re, torch
 from dataclasses import replace
-from bench.compiled.launches import Shapes, recording
+from bench.compiled.launches import recording, shapes
 from bench.compiled.triton_kernels import build, checked, record
 from bench.micro.case import Sizes
-from bench.micro.kernel_cases import CASES
+from bench.micro.kernels import KERNELS
+from unittest.mock import patch
+from prokl.kernels import product
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.launch import Tile
 
 with recording() as launches:
-    draw = Shapes()
-    def f(*shape): return draw(*shape, dtype=torch.float32)
+    def f(*shape): return shapes(*shape, dtype=torch.float32)
     one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
     state = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
     per_weight = dict.fromkeys(("eps", "ceiling_L", "ceiling_S", "ceiling_mu"), one)
-    eigenvalue_ema(*state, huge, f(3, 33), f(3, 768), beta2=0.9, n=1000, **per_weight, live=one > 0)
+    eigenvalue_ema(*state, huge, f(3, 33), f(3, 768), beta2=0.9, n=1000, **per_weight, active=one > 0)
 signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
 for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
     print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
 
-case = next(case for case in CASES if case.name == "product Q X")
+case = next(case for case in KERNELS if case.name == "product Q X")
 full = Sizes(48, 768, 3072, 128)
 for tile, sizes in (
     (Tile(256, 256, 64, 8, 2), full),
@@ -172,7 +173,8 @@ for tile, sizes in (
     (Tile(128, 256, 64, 8, 5), full),
     (Tile(100, 64, 64, 4, 4), full),
 ):
-    launch = record(replace(case, tiles=lambda dtypes: (tile,)), sizes)[0]
+    with patch.object(product, "TILES_HALF", (tile,)):
+        launch = record(case, sizes)[0]
     print("wrong", *checked(launch, 90)[1])
 """
 
@@ -185,12 +187,12 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
     found = {name: (kind, dtype) for what, rest in lines if what == "argument" for name, kind, dtype in [rest.split()]}
     assert found["s_L_ptr"] == ("aligned", "!tt.ptr<f32>")
     assert found["s_mu_ptr"] == ("any", "!tt.ptr<f32>")  # its storage starts one element earlier
-    assert found["live_ptr"] == ("aligned", "!tt.ptr<i1>")
+    assert found["active_ptr"] == ("aligned", "!tt.ptr<i1>")
     assert found["M"] == ("aligned", "i32") and found["R"] == ("any", "i32")
     assert found["beta2"] == found["N"] == ("any", "f64")
     assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_ell_b"] == ("aligned", "i64")
     assert found["stride_s_S_r"] == ("any", "i32")  # 3: transposed
-    assert not {"stride_s_L_m", "stride_s_S_b", "stride_live_b", "HAS_LIVE", "TILE"} & set(found)  # 1, or constexpr
+    assert not {"stride_s_L_m", "stride_s_S_b", "stride_active_b", "HAS_ACTIVE", "TILE"} & set(found)  # 1, or constexpr
     wrong = [rest for what, rest in lines if what == "wrong"]
     expected = ["registers spill", "loads do not run ahead", "of shared memory; there are", "does not compile"]
     for line, tile, complaint in zip(wrong, ("256x256", "64x64", "128x256", "100x64"), expected, strict=True):

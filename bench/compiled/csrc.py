@@ -13,7 +13,7 @@ from pathlib import Path
 import build_cuda
 from bench.command import UsageError
 from build_cuda import toolkit
-from prokl import extension
+from prokl.backends import extension
 
 SHARED_LIMIT = {"80": 163 * 1024, "90": 227 * 1024, "100": 227 * 1024}
 """Bytes of shared memory that one block may have."""

@@ -1,24 +1,27 @@
 """Compiles what the launchers launch, with the specialisation that Triton's JIT would choose, without a GPU.
 
-Every case of :mod:`bench.micro.kernel_cases` is called with tensors that have shape and dtype but no memory.
+Every case of :mod:`bench.micro.kernels` is called with tensors that have shape and dtype but no memory.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.compiled.launches import Launch, Shapes, describe, recording
+from bench.compiled.launches import Launch, describe, recording, shapes
 from bench.micro.case import Case, Sizes
-from bench.micro.kernel_cases import CASES, STAGE_BYTES
+from bench.micro.kernels import KERNELS
+from prokl.backends.triton_ops import TritonPrimitives
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -54,6 +57,28 @@ class Row:
     triton: str
 
 
+def _item(a: dict[str, Any], *operands: str) -> int:
+    return sum(a[f"{name}_ptr"].dtype.itemsize for name in operands)
+
+
+STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
+    "project": lambda a: a["TILE_N"] * (a["TILE_M"] * _item(a, "G", "M") + a["TILE_R"] * _item(a, "U")),
+    "residuals": lambda a: (
+        a["TILE_R"] * (a["TILE_M"] * (_item(a, "G_tilde") + a["HAT"] * _item(a, "G_par")) + a["TILE_N"] * _item(a, "U"))
+    ),
+    "precondition": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "P") + a["TILE_R"] * _item(a, "G_par")),
+    "apply": lambda a: (
+        a["TILE_K"] * (a["TILE_M"] * _item(a, "Q") + a["TILE_N"] * _item(a, "X"))
+        if a["HAS_Q"]
+        else a["TILE_R"] * (a["TILE_M"] * _item(a, "left") + a["TILE_N"] * _item(a, "right"))
+    ),
+    "product": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "A") + a["TILE_N"] * _item(a, "B")),
+    "symmetric_product": lambda a: a["TILE"] * a["TILE_K"] * _item(a, "A", "B"),
+}
+"""Bytes of operands that one step of a matrix kernel's first loop reads, from the arguments of the launch by name; a
+kernel that is not here multiplies no matrices."""
+
+
 class Offline:
     """Answers what Triton asks a driver in order to compile, for GPUs that are not there: device i is an sm_i."""
 
@@ -72,16 +97,19 @@ class Offline:
 
 def record(case: Case, sizes: Sizes = SIZES) -> list[Launch]:
     """Record what ``case`` launches, for all of its dtypes and tiles, and at odd sizes as it chooses for the first."""
-    assert case.call is not None
+    ops = TritonPrimitives(use_cuda_qr=False, host_readable=False)
     with recording() as launches:
         for dtypes in case.dtypes:
             for tile in case.tiles(dtypes):
-                case.call(case.inputs(case.fitted(sizes, tile), dtypes, Shapes()), tile)
-        case.call(case.inputs(ODD, case.dtypes[0], Shapes()), None)
+                own = replace(sizes, r=min(sizes.r, tile.n)) if tile and case.narrow else sizes
+                chosen = patch.object(case.module, "choose_tile", lambda *_, tile=tile: tile) if tile else nullcontext()
+                with chosen:
+                    case.bind(case.inputs(own, dtypes, shapes), ops)()
+        case.bind(case.inputs(ODD, case.dtypes[0], shapes), ops)()
     return launches
 
 
-def every_launch(cases: Iterable[Case] = CASES) -> list[Launch]:
+def every_launch(cases: Iterable[Case] = KERNELS) -> list[Launch]:
     """Record one launch of each kernel and specialisation."""
     launches = chain.from_iterable(map(record, cases))
     return list({(launch.kernel, describe(launch)): launch for launch in launches}.values())

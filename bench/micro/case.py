@@ -137,7 +137,7 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
     """Return what draws inputs: constants, and a batch of tensors for every "name sides [dtype]".
 
     Sides are letters of :class:`Sizes`, "." for none. Behind them ``T`` stores the transpose, ``+`` makes positive,
-    ``~`` symmetric, and ``/`` divides by the root of the first side. The dtype is a field of :class:`Dtypes`.
+    ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`.
     """
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
@@ -148,8 +148,8 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
             t = draw(s.B, *(shape[::-1] if "T" in sides else shape), dtype=getattr(d, *(dtype or ["arithmetic"])))
             t = t.mT if "T" in sides else t
             t = t + t.mT if "~" in sides else t
-            t = t.abs() if "+" in sides else t
-            found[name] = t / shape[0] ** 0.5 if "/" in sides else t
+            t = t.abs() if "+" in sides else t > -100 if "?" in sides else t
+            found[name] = t
         return found
 
     return inputs

@@ -35,6 +35,7 @@ from prokl.kernels import apply, eigenvalue_ema, precondition, product, project,
 LR, WEIGHT_DECAY = 1e-3, 0.1
 BOTH = (FP32, BF16)
 STORED = (FP32, BF16, BF16_STATE, FP64)
+ACTIVE = ((), ("active .?",))
 
 
 def call(name: str, *arguments: str, **more: Any) -> Callable[[Inputs, Primitives], Callable[[], Any]]:
@@ -58,7 +59,7 @@ def matrices(factors: str = "") -> Callable[[Sizes, Dtypes, Draw], Inputs]:
     return inputs
 
 
-FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr")
+FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active .?")
 
 
 def io(i: Inputs, ops: Primitives) -> BucketIO:
@@ -99,12 +100,10 @@ def apply_case(factors: str, active: bool = False, **more: Any) -> Case:
 
     def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
         own = io(i, ops)
-        direction = Direction(*(i.get(spec.split()[0]) for spec in FACTORS))
-        W = i["weights"][0]
-        every = torch.ones(len(i["weights"]), dtype=torch.bool, device=W.device) if active else None
+        direction = Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]))
 
         def run() -> list[Tensor]:
-            own.apply(direction, every)
+            own.apply(direction, i.get("active"))
             weights: list[Tensor] = i["weights"]
             return weights
 
@@ -115,7 +114,7 @@ def apply_case(factors: str, active: bool = False, **more: Any) -> Case:
 
     return Case(
         "apply " + factors + " active" * active,
-        matrices(factors),
+        matrices(factors + " active" * active),
         bind,
         lambda s: polar(s) + 2 * s.m * s.n * s.r * ("left" in have),
         polar,
@@ -127,11 +126,11 @@ def apply_case(factors: str, active: bool = False, **more: Any) -> Case:
 def _project(active: bool) -> Case:
     def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
         own = _as_read(i, ops)
-        return lambda: ops.project(own["G"], own["M"], own["U"], _all(own["G"]) if active else None)
+        return lambda: ops.project(own["G"], own["M"], own["U"], own.get("active"))
 
     return Case(
         "project" + " active" * active,
-        tensors("G mn weights", "M mn momentum", "U nr"),
+        tensors("G mn weights", "M mn momentum", "U nr", *ACTIVE[active]),
         bind,
         lambda s: 4 * s.m * s.n * s.r,
         dtypes=(BF16,) if active else STORED,
@@ -145,14 +144,14 @@ def _project(active: bool) -> Case:
 def _residuals(hat: bool, active: bool) -> Case:
     def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
         own = _as_read(i, ops)
-        more = (H.momentum, H.gradient_weights, _all(own["G"]) if active else None)
+        more = (H.momentum, H.gradient_weights, own.get("active"))
         G_par = own["G_par"] if hat else None
         return lambda: ops.residuals(own["G"], own["M"], own["G_tilde"], G_par, own["U"], *more)
 
     main = hat and not active
     return Case(
         "residuals" + " without G^" * (not hat) + " active" * active,
-        tensors("G mn weights", "M mn momentum", "G_tilde mr", "G_par mr", "U nr"),
+        tensors("G mn weights", "M mn momentum", "G_tilde mr", "G_par mr", "U nr", *ACTIVE[active]),
         bind,
         lambda s: 2 * (1 + hat) * s.m * s.n * s.r,
         dtypes=STORED if main else (BF16,),
@@ -165,11 +164,6 @@ def _residuals(hat: bool, active: bool) -> Case:
 def _as_read(i: Inputs, ops: Primitives) -> Inputs:
     """Return the gradients as a bucket's I/O gives them: only Triton's leaves them in the weights' dtype."""
     return i if ops.name == "triton" else i | {"G": i["G"].to(i["U"].dtype)}
-
-
-def _all(G: Tensor) -> Tensor:
-    """Return ``active`` for matrices that all step."""
-    return torch.ones(len(G), dtype=torch.bool, device=G.device)
 
 
 def product_case(name: str, left: str, right: str, sides: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -235,11 +229,10 @@ def newton_schulz(X: Tensor) -> Tensor:
 def _eigenvalue_ema(active: bool) -> Case:
     state = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "ell m+", "rho r+", "e_res m+")
     rest = ("eps .+", "ceiling_L .+", "ceiling_S .+", "ceiling_mu .+")
-    drawn = tensors(*state, *rest)
+    drawn = tensors(*state, *rest, *ACTIVE[active], beta2=H.beta2)
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-        found = drawn(s, d, draw) | {"beta2": H.beta2, "n": s.n}
-        return found | ({"active": _all(found["eps"])} if active else {})
+        return drawn(s, d, draw) | {"n": s.n}
 
     return Case(
         "eigenvalue_ema" + " active" * active,
@@ -254,7 +247,7 @@ def _eigenvalue_ema(active: bool) -> Case:
 
 def _whiten(i: Inputs, ops: Primitives) -> Callable[[], Any]:
     def run() -> Direction:
-        X, scale = ops.whiten(i["P"], i["G_perp"], ~_all(i["P"]), i["dtype"])
+        X, scale = ops.whiten(i["P"], i["G_perp"], torch.logical_not(i["active"]), i["dtype"])
         return Direction(X, None, scale)
 
     return run
@@ -267,7 +260,7 @@ def _inputs_of_polynomial(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
 
 
 def _inputs_of_whiten(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-    return {"dtype": d.polar, **tensors("P mm", "G_perp mn")(s, d, draw)}
+    return {"dtype": d.polar, **tensors("P mm", "G_perp mn", "active .?")(s, d, draw)}
 
 
 KERNELS: tuple[Case, ...] = (
