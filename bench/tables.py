@@ -12,33 +12,29 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from bench import timing_tables
 from bench.command import command, options
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
-from bench.micro import report as micro_report
 from bench.rows import RESULTS, frame
-from bench.steps import memory_report
-from bench.steps import report as step_report
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md")
-PLOT = RESULTS / "step-cpu.png"
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "steps": step_report.steps,
-    "floors": step_report.floors,
-    "aspects": step_report.aspects,
-    "growth": step_report.growth,
-    "micro": lambda: micro_report.table(shapes=PRIMITIVES),
-    "state": memory_report.state,
-    "workspace": memory_report.workspace,
     **{
         name: lambda file=file, table=table: table(frame(RESULTS / file))
         for name, file, table in (
+            ("steps", "step-cpu.csv", timing_tables.steps),
+            ("floors", "step-cpu.csv", timing_tables.floors),
+            ("aspects", "step-cpu.csv", timing_tables.aspects),
+            ("micro", "micro-cpu.csv", partial(timing_tables.primitives, shapes=PRIMITIVES)),
+            ("state", "memory.csv", partial(timing_tables.memory, metric="state")),
+            ("workspace", "memory.csv", partial(timing_tables.memory, metric="workspace")),
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
             ("memory-cost", "memory-cost.csv", cost.table),
@@ -88,7 +84,9 @@ def main(argv: Sequence[str]) -> int:
         elif before != after:
             document.write_text(after, encoding="utf-8")
     if not check:
-        step_report.plot(PLOT)
+        steps = frame(RESULTS / "step-cpu.csv")
+        timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
+        timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
         comparisons.draw(RESULTS)
     return int(differ)
 

@@ -11,8 +11,8 @@ from bench.markdown import table as markdown
 from bench.models import FAMILIES
 from bench.rows import Row, frame, write
 from bench.shapes import PAPER
+from prokl.algorithm.shapes import MatrixShape
 from prokl.diagnostics import alpha_kl_bracket
-from prokl.shapes import MatrixShape
 
 HAVING = ("paper", "small", "tiny")  # scales
 SWEPT = (0.005, 0.01, 0.015)  # the paper's

@@ -18,14 +18,12 @@ from bench.memory import FREQUENCY, TABLE
 from bench.optimizers import OPTIMIZERS, label
 from bench.rows import Row, frame, write
 from bench.shapes import SETS, ParameterSet
-from prokl.shapes import effective_rank
+from prokl.algorithm.shapes import effective_rank
 
 HAVING = ("paper",)  # scales
-NAMES = {"adamw": "adamw", "muon": "muon", "klshampoo": "kl-shampoo", "pro-klshampoo": "pro-klshampoo"}
-"""Of OPTIMIZERS, by the names of bench.memory and bench.costs."""
 OPERATIONS = {
-    "products": lambda t: t.kind != "factorisation" and not t.polar,
-    "newton_schulz": lambda t: t.polar,
+    "products": lambda t: t.kind != "factorisation" and not t.newton_schulz,
+    "newton_schulz": lambda t: t.newton_schulz,
     "factorisations": lambda t: t.kind == "factorisation",
 }
 
@@ -33,7 +31,7 @@ OPERATIONS = {
 def costs_of(parameters: ParameterSet) -> list[Row]:
     """Return a row per method and rank: elements by line of the paper's table, operations of a step by kind."""
     rows = []
-    for method, name in NAMES.items():
+    for method in ("adamw", "muon", "kl-shampoo", "pro-klshampoo"):
         for rank in parameters.ranks if method == "pro-klshampoo" else (0,):
             lines: dict[str, int] = {}
             operations = dict.fromkeys(OPERATIONS, 0.0)
@@ -41,11 +39,11 @@ def costs_of(parameters: ParameterSet) -> list[Row]:
                 r = effective_rank(rank, m, n)
                 for line, elements in TABLE[method](m, n, r).items():
                     lines[line] = lines.get(line, 0) + count * elements
-                for term in terms(method, "torch", m, n, r):
+                for term in terms(method, m, n, r):
                     kind = next(kind for kind, holds in OPERATIONS.items() if holds(term))
                     operations[kind] += count * term.flops / (FREQUENCY if term.refresh else 1)
             every = dict.fromkeys((line for table in TABLE.values() for line in table(1, 1, 1)), 0) | lines
-            own = {"model": parameters.name, "optimizer": name, "rank": rank or None}
+            own = {"model": parameters.name, "optimizer": method, "rank": rank or None}
             state = {"state_elements": sum(lines.values()), "state_mib_bf16": sum(lines.values()) * 2 / 2**20}
             flops = {f"gflop_{kind}": value / 1e9 for kind, value in operations.items()}
             rows.append(own | state | {line.replace(" ", "_"): n for line, n in every.items()} | flops)
