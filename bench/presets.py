@@ -154,13 +154,7 @@ def preset(method: str, model: str, rank: int | None) -> Preset:
     if model not in _TABLES:
         raise UsageError(f"the paper did not train {model}, only {', '.join(_TABLES)}; tune on {model} instead")
     if (method, model, rank) not in _SELECTED:
-        having = [(name, known) for name, of, known in _SELECTED if of == model]
-        ranks = [known for name, known in having if name == method]
-        if ranks == [None]:
-            remedy = f"{method} takes no rank; leave it out"
-        elif ranks:
-            remedy = f"choose rank {' or '.join(map(str, ranks))}, or tune"
-        else:
-            remedy = f"choose from {', '.join(dict.fromkeys(name for name, _ in having))}, or tune"
-        raise UsageError(f"the paper has no {method} with rank {rank} on {model}; {remedy}")
+        having = ", ".join(f"{m}{f' (rank {r})' if r else ''}" for m, of, r in _SELECTED if of == model)
+        given = f"{method} with rank {rank}" if rank else f"{method} without a rank"
+        raise UsageError(f"the paper has no {given} on {model}; choose from {having}, or tune")
     return Preset(*_SELECTED[method, model, rank], *_SELECTED["adamw", model, None][:2])

@@ -44,5 +44,5 @@ def test_columns_are_aligned_and_figures_to_the_right():
 
 
 def test_what_there_is_not_is_a_dash_and_one_seed_has_no_error():
-    assert [markdown.figure(value, 1) for value in ("1.25", "", math.nan, pandas.NA)] == ["1.2", "-", "-", "-"]
+    assert [markdown.figure(value, 1) for value in (1.25, None, math.nan, pandas.NA)] == ["1.2", "-", "-", "-"]
     assert [markdown.with_error(2.0, error, 2, "+") for error in (math.nan, 0.125)] == ["+2.00", "+2.00 ± 0.12"]

@@ -154,11 +154,9 @@ class Options(Training):
             if len(self.rates.get(name, ())) > 1:
                 raise UsageError(f"--lr {name}: is not searched; give one rate, or none for 1.5 times Pro-KLShampoo's")
         for scale in self.scales:
-            check_share(scale)
-        alone = self.place == "cuda" or processes() > 1
-        if alone and (self.jobs or 1) > 1:
-            where = "under torchrun" if processes() > 1 else "on a GPU"
-            raise UsageError(f"--jobs {self.jobs}: runs {where} go one after another; leave --jobs out")
+            _check_share(scale)
+        if self.alone and (self.jobs or 1) > 1:
+            raise UsageError(f"--jobs {self.jobs}: runs on GPUs or under torchrun are one after another; leave it out")
         if self.place == "cuda" and not torch.cuda.is_available():
             of = f"--device {self.device}" if self.device else f"--scale {self.scale}"
             raise UsageError(f"no GPU is visible to torch for {of}; give --device cpu")
@@ -180,9 +178,14 @@ class Options(Training):
         return self.device or ("cpu" if self.scale in (None, "demo", "tiny") else "cuda")
 
     @property
+    def alone(self) -> bool:
+        """Whether runs go one after another."""
+        return self.place == "cuda" or _processes() > 1
+
+    @property
     def runs_at_a_time(self) -> int:
         """How many."""
-        return self.jobs or (1 if self.place == "cuda" or processes() > 1 else cores())
+        return self.jobs or (1 if self.alone else cores())
 
     @property
     def compared_starts(self) -> tuple[str | float, ...]:
@@ -190,14 +193,14 @@ class Options(Training):
         return self.starts or ((PAPER_START,) if self.scale == "paper" else (AUTO, PAPER_START))
 
 
-def processes() -> int:
+def _processes() -> int:
     """Return how many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_share(scale: Scale) -> None:
+def _check_share(scale: Scale) -> None:
     """Refuse a batch that the processes cannot share evenly, for some of its sequences would not be trained on."""
-    count = processes()
+    count = _processes()
     if scale.batch % count:
         below, above = scale.batch // count * count, (scale.batch // count + 1) * count
         choice = f"--batch {below} or {above}" if below else f"--batch {above}"
