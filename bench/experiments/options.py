@@ -33,7 +33,7 @@ NAME = Literal["main", "ablation", "cosmos", "spectra", "phi", "alpha", "memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What every command that trains takes."""
+    """Options of every command that trains."""
 
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
     """One final run for each; sweeps and spectra have the first."""
@@ -65,7 +65,7 @@ class Training:
 
     @property
     def given(self) -> dict[str, int]:
-        """What stands in place of the scale's own."""
+        """Values in place of the scale's own."""
         names = ("steps", "batch", "evaluations", "eval_windows", "micro_batch")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
@@ -179,12 +179,12 @@ class Options(Training):
 
     @property
     def alone(self) -> bool:
-        """Whether runs go one after another."""
+        """True if runs go one after another."""
         return self.place == "cuda" or _processes() > 1
 
     @property
     def runs_at_a_time(self) -> int:
-        """How many."""
+        """Number of processes, each with one run."""
         return self.jobs or (1 if self.alone else cores())
 
     @property
@@ -200,11 +200,10 @@ def _processes() -> int:
 
 def _check_share(scale: Scale) -> None:
     """Refuse a batch that the processes cannot share evenly, for some of its sequences would not be trained on."""
-    count = _processes()
-    if scale.batch % count:
-        below, above = scale.batch // count * count, (scale.batch // count + 1) * count
-        choice = f"--batch {below} or {above}" if below else f"--batch {above}"
+    count, low = _processes(), scale.batch // _processes() * _processes()
+    if scale.batch != low:
+        choice = " or ".join(str(batch) for batch in (low, low + count) if batch)
         raise UsageError(
             f"a batch of {scale.batch} sequences, as {scale.name} has, is no multiple of WORLD_SIZE = {count}, the "
-            f"processes that share it; give {choice}, or start another number of processes"
+            f"processes that share it; give --batch {choice}, or start another number of processes"
         )
