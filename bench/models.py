@@ -82,7 +82,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def _start_byte_gpt(model: nn.Module, config: ModelConfig) -> None:
-    """Draw with deviation 1/sqrt(inputs); GPT-2's rule where 2 * layers branches add up to a stream of the embedding's size."""
+    """Draw with deviation 1/sqrt(inputs); less where 2 * layers branches add up to a stream of the embedding's size."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             std = module.in_features**-0.5

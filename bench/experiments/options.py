@@ -28,7 +28,6 @@ NAMES = {
     "alpha": "the brackets on alpha_kl, without training",
     "memory": "state and operations of a step on the paper's models, without training",
 }
-NAME = Literal["main", "ablation", "cosmos", "spectra", "phi", "alpha", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,9 @@ class Training:
         at_least(1, **self.given)
         positive(checkpoint_seconds=self.checkpoint_seconds)
         distinct(seeds=self.seeds)
-        self.rates  # noqa: B018
+        for rates in self.rates.values():
+            positive(lr=rates)
+            distinct(lr=rates)
 
     @property
     def given(self) -> dict[str, int]:
@@ -75,7 +76,7 @@ class Training:
         """Learning rates by optimizer.
 
         Raises:
-            UsageError: If one is not written as in muon=0.01,0.02, or is not a rate.
+            UsageError: If they are not written as in muon=0.01,0.02.
         """
         found: dict[str, tuple[float, ...]] = {}
         for text in self.lr:
@@ -86,8 +87,6 @@ class Training:
                 found[name] = tuple(map(float, values.split(",")))
             except ValueError:
                 raise UsageError(f"--lr {text}: {values!r} is no learning rate; write it as in muon=0.02") from None
-            positive(lr=found[name])
-            distinct(lr=found[name])
         return found
 
 
@@ -101,7 +100,8 @@ class Options(Training):
     """
 
     name: Annotated[
-        tyro.conf.Positional[NAME], tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items()))
+        tyro.conf.Positional[Literal[tuple(NAMES)]],  # type: ignore[valid-type]
+        tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items())),
     ]
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0, 1, 2)
     out: Path = Path("runs/experiments")
@@ -139,7 +139,7 @@ class Options(Training):
 
     def _check_training(self) -> None:
         if self.name in WATCHING:
-            if len(self.starts) > 1 or self.seeds != (0, 1, 2) and len(self.seeds) > 1:
+            if len(self.starts) > 1 or self.seeds != Options.seeds and len(self.seeds) > 1:
                 raise UsageError(f"{self.name} trains once; give one of --starts and one of --seeds")
             if self.steps == 1:
                 raise UsageError(f"--steps 1: {self.name} looks at several steps; give at least 2")
