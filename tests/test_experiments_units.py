@@ -50,12 +50,6 @@ def test_a_unit_is_trained_once_and_read_again_as_it_was(tmp_path, place, traine
     assert not list((tmp_path / "a").glob("unfinished*"))
 
 
-def test_only_what_is_missing_is_trained(tmp_path, place, trained):
-    units.run(make_task(tmp_path / "a", "kl"), place)
-    units.run(make_task(tmp_path / "a", "adamw", "kl", "pro"), place)
-    assert trained == [["kl"], ["adamw", "pro"]]
-
-
 def test_where_times_are_compared_all_train_again_unless_they_trained_together(tmp_path, place, trained):
     for key in ("kl", "pro"):
         units.run(make_task(tmp_path / "a", key), place)
@@ -105,15 +99,6 @@ def test_what_decides_the_losses_decides_the_file(tmp_path, place):
     assert len(set(paths)) == len(paths)
     with_others = make_task(tmp_path, "kl", "pro")
     assert units.path_of(with_others, hyper, place) == paths[0]
-
-
-def test_all_gpus_of_a_run_have_one_file(tmp_path, place):
-    task = make_task(tmp_path, "pro")
-    on = {
-        device: units.path_of(replace(task, settings=replace(task.settings, device=device)), HYPERS["pro"], place)
-        for device in ("cpu", "cuda", "cuda:0", "cuda:1")
-    }
-    assert on["cuda"] == on["cuda:0"] == on["cuda:1"] != on["cpu"]
 
 
 def test_a_diverged_unit_is_a_result_too(tmp_path, place):

@@ -15,7 +15,6 @@ from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
 from bench.training import checkpoint
 from bench.training.run import Run, Trainee
-from bench.training.spectrum_figure import normalised
 
 FOUR = ["adamw", "muon", "kl-shampoo", "pro-klshampoo"]
 SIZE = "--layers 2 --width 32 --heads 2 --context 16 --batch 2 --rank 8 --threads 1"
@@ -130,13 +129,6 @@ def test_spectra_have_both_factors_of_every_matrix(trained):
     for factors in (*kl.values(), *pro.values()):
         for values in factors.values():
             assert values.min() > 0 and torch.equal(values, values.sort(descending=True).values)
-
-
-def test_spectrum_is_normalised_by_the_mean_beyond_the_rank():
-    values = torch.tensor([50.0, 20.0, 3.0, 1.0])
-    assert normalised({"R": values}, rank=2)["R"].tolist() == [25.0, 10.0, 1.5, 0.5]
-    found = normalised({"S": values, "mu": torch.tensor([10.0])}, rank=4)
-    assert {k: v.tolist() for k, v in found.items()} == {"S": pytest.approx([5.0, 2.0, 0.3, 0.1])}
 
 
 def test_all_start_alike_see_the_same_batches_and_have_adamws_rate_outside_the_matrices(job, tmp_path, monkeypatch):
