@@ -43,7 +43,7 @@ def test_bench_measures_primitives_steps_and_memory_and_prints_the_tables(script
     assert status == 0
     assert [c.partition(" ")[2].split(" ")[0] for c in commands] == [
         "pytest",
-        "bench.step_cpu",
+        "bench.step",
         "bench.memory",
         "bench.summary",
     ]
@@ -55,11 +55,11 @@ def test_rows_go_where_the_caller_says(script, tmp_path):
     for given, meant in (("rows", "/elsewhere/rows"), (str(tmp_path / "given"), "/given")):
         status, commands, _ = script("bench", "--part", "step", "--out", given)
         assert status == 0
-        assert commands == [f"-m bench.step_cpu --out {meant}/step-cpu.csv", f"-m bench.summary {meant}"]
+        assert commands == [f"-m bench.step --out {meant}/step-cpu.csv", f"-m bench.summary {meant}"]
 
 
 def test_one_part_that_fails_does_not_stop_the_others(script):
-    status, commands, error = script("bench", fail="bench.step_cpu")
+    status, commands, error = script("bench", fail="bench.step")
     assert status == 1 and len(commands) == 4 and "Failed: step" in error
 
 
@@ -71,7 +71,7 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     ]
     status, commands, _ = script("gpu", "--part", "step", "--out", "rows")
     assert commands == [
-        "-m bench.step_cpu --device cuda --out /elsewhere/rows/step-gpu.csv",
+        "-m bench.step --device cuda --out /elsewhere/rows/step-gpu.csv",
         "-m bench.step_kernels --out /elsewhere/rows/step-kernels-gpu.csv",
     ]
     status, commands, error = script("gpu", "--part", "micro", fail="import pytest_benchmark")
