@@ -36,7 +36,7 @@ def steps_on(rows: DataFrame, models: Sequence[str]) -> tuple[DataFrame, str]:
 def pivot(rows: DataFrame, title: str, index: Sequence[str], columns: Sequence[str], cells: str = "cell") -> str:
     """Return a table of the cells by name and model, both in the order given; "-" where there is none."""
     wide = rows.pivot(index="name", columns="model", values=cells).reindex(index=index, columns=columns)
-    return table(wide.fillna("-").rename_axis(columns=None).rename_axis(title).reset_index(), 1)
+    return table(wide.astype(object).fillna("-").rename_axis(columns=None).rename_axis(title).reset_index(), 1)
 
 
 def steps(rows: DataFrame) -> str:
