@@ -10,15 +10,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 
 from bench import command
 from bench.command import UsageError
 from bench.experiments import figures, results, tables
-from bench.experiments.options import rates
+from bench.experiments.options import Training
 from bench.experiments.pool import Interrupted, runner
 from bench.experiments.protocol import PRO, Kind
 from bench.experiments.protocol import kind as kind_of
@@ -35,17 +34,20 @@ from bench.training.spectrum_figure import draw, normalised
 SHAPE = DEMO.config
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Training):
     """Train a small byte-level GPT with several optimizers on the same batches and weights.
 
-    Ctrl-C keeps what was done; the same command goes on bit for bit.
+    Ctrl-C keeps what was done; the same command goes on bit for bit. Several rates of one optimizer train side by side.
     """
 
+    out: Path = Path("runs/pretrain")
+    steps: int = DEMO.steps
+    batch: int = DEMO.batch
+    evaluations: int = DEMO.evaluations
+    eval_windows: int = DEMO.eval_windows
     optimizers: tuple[Literal[tuple(OPTIMIZERS)], ...] = ("adamw", "muon", "kl-shampoo", PRO)  # type: ignore[valid-type]
     """Side by side."""
-    lr: tuple[str, ...] = ()
-    """Learning rates, as in muon=0.02; several, as in muon=0.01,0.02, train side by side."""
     adamw_lr: float = OPTIMIZERS["adamw"].lr
     """Of AdamW, and of embedding, head and norms under every optimizer."""
     rank: int = DEMO.largest
@@ -54,22 +56,8 @@ class Options:
     """Pro-KLShampoo's mixing weight."""
     init_eigenvalue: Literal["auto"] | float = AUTO
     """Start of the preconditioner's eigenvalues; the paper's is 0.1."""
-    steps: int = DEMO.steps
-    """Optimizer steps."""
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
-    """One run for each."""
     threads: int = command.cores()
     """CPU threads."""
-    data: Path | None = None
-    """A text file or a folder, in place of Python's standard library."""
-    out: Path = Path("runs/pretrain")
-    """Results folder."""
-    evaluations: int = DEMO.evaluations
-    """Of the validation loss, along the run."""
-    eval_windows: int = DEMO.eval_windows
-    """Validation contexts."""
-    checkpoint_seconds: float = 60.0
-    """Between checkpoints."""
     layers: int = SHAPE.layers
     """Transformer layers."""
     width: int = SHAPE.width
@@ -78,53 +66,32 @@ class Options:
     """Attention heads."""
     context: int = SHAPE.context
     """Bytes per sequence."""
-    batch: int = DEMO.batch
-    """Sequences per step."""
 
     def __post_init__(self) -> None:
-        counts = "rank steps threads evaluations eval_windows layers width heads context batch".split()
+        super().__post_init__()
+        counts = ("rank", "threads", "layers", "width", "heads", "context")
         command.at_least(1, **{name: getattr(self, name) for name in counts})
-        command.at_least(0, seeds=self.seeds)
-        command.positive(
-            adamw_lr=self.adamw_lr,
-            alpha_kl=self.alpha_kl,
-            init_eigenvalue=self.init_eigenvalue,
-            checkpoint_seconds=self.checkpoint_seconds,
-        )
-        command.distinct(seeds=self.seeds, optimizers=self.optimizers)
+        command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
+        command.distinct(optimizers=self.optimizers)
         if self.width % (2 * self.heads):
             nearest = 2 * self.heads * max(1, self.width // (2 * self.heads))
             raise UsageError(
                 f"--width {self.width} is not a multiple of 2 * --heads = {2 * self.heads}, and rotary positions pair "
                 f"a head's entries; try --width {nearest}"
             )
-        for name in self.selected_rates:
-            if name not in self.optimizers:
-                raise UsageError(f"--lr {name}=... but {name} does not run; add it to --optimizers")
-
-    @property
-    def selected_rates(self) -> Mapping[str, tuple[float, ...]]:
-        """Those given, by optimizer."""
-        return rates(self.lr)
+        for name in self.rates.keys() - set(self.optimizers):
+            raise UsageError(f"--lr {name}=... but {name} does not run; add it to --optimizers")
 
     @property
     def scale(self) -> Scale:
         """The model and the run."""
-        return replace(
-            DEMO,
-            config=byte_gpt(self.layers, self.width, self.heads, self.context),
-            ranks=(self.rank,),
-            steps=self.steps,
-            evaluations=self.evaluations,
-            eval_windows=self.eval_windows,
-            batch=self.batch,
-            threads=self.threads,
-        )
+        config = byte_gpt(self.layers, self.width, self.heads, self.context)
+        return replace(DEMO, config=config, ranks=(self.rank,), threads=self.threads, **self.given)
 
     @property
     def selected(self) -> dict[Kind, Hyper]:
         """What trains."""
-        own = {"adamw": (self.adamw_lr,)} | dict(self.selected_rates)
+        own = {"adamw": (self.adamw_lr,)} | self.rates
         found = {}
         for name in self.optimizers:
             values = own.get(name, (OPTIMIZERS[name].lr,))

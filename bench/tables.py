@@ -69,6 +69,14 @@ def rendered(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 
+def draw() -> None:
+    """Draw the figures of the results again."""
+    steps = frame(RESULTS / "step-cpu.csv")
+    timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
+    timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
+    comparisons.draw(RESULTS)
+
+
 @command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
@@ -84,10 +92,7 @@ def main(argv: Sequence[str]) -> int:
         elif before != after:
             document.write_text(after, encoding="utf-8")
     if not check:
-        steps = frame(RESULTS / "step-cpu.csv")
-        timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
-        timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
-        comparisons.draw(RESULTS)
+        draw()
     return int(differ)
 
 

@@ -33,7 +33,7 @@ def _run(o: Options) -> str:
         for scale in scales:
             by = runner(scale, o.data, o.runs_at_a_time, interrupt, o.checkpoint_seconds, processes)
             search = o.tune or not scale.is_paper
-            studies.append(Study(scale, stack.enter_context(by), o.out, o.seeds or (0, 1, 2), search, device))
+            studies.append(Study(scale, stack.enter_context(by), o.out, o.seeds, search, device))
         if comparison:
             return comparison.run(studies, starts, o.out)
         drawn = [WATCHINGS[o.name].run(study, starts[0], o.out) for study in studies]

@@ -98,18 +98,14 @@ def draw(folder: Path) -> None:
 
 
 def _main_kinds(scale: Scale, start: str | float) -> list[Kind]:
-    smok_hop = [kind("smok-hop", scale.largest, start)] if scale.smok_hop else []
-    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *_pro(scale, start), *smok_hop]
-
-
-def _pro(scale: Scale, start: str | float) -> list[Kind]:
-    return [Kind(PRO, rank, start) for rank in scale.ranks]
+    ranked = [(PRO, rank) for rank in scale.ranks] + [("smok-hop", scale.largest)] * scale.smok_hop
+    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *(Kind(m, rank, start) for m, rank in ranked)]
 
 
 def _main_claims(scale: Scale, start: str | float) -> Claims:
     adamw, muon, kl, *ranked = _main_kinds(scale, start)
-    claims = [(pro, other) for pro in _pro(scale, start) for other in (kl, muon, adamw)]
-    return claims + [(kind(PRO, scale.largest, start), k) for k in ranked if k.method == "smok-hop"]
+    pro = [k for k in ranked if k.method == PRO]
+    return [(k, other) for k in pro for other in (kl, muon, adamw)] + [(pro[-1], k) for k in ranked if k not in pro]
 
 
 def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
@@ -122,17 +118,14 @@ def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
 
 
 def _ablation_claims(scale: Scale, start: str | float) -> Claims:
-    by_method = {k.method: k for k in _ablation_kinds(scale, start)}
-    pairs = [
-        ("complement-only", "subspace-only"),
-        (PRO, "complement-only"),
-        (PRO, "subspace-only"),
-        ("kl-shampoo", "complement-only"),
-        ("kl-shampoo", "subspace-only"),
-        (PRO, "smok-hop"),
-        (PRO, "kl-shampoo"),
-    ]
-    return [(by_method[a], by_method[b]) for a, b in pairs if a in by_method and b in by_method]
+    kinds = {k.method: k for k in _ablation_kinds(scale, start)}
+    lower = {
+        "complement-only": ["subspace-only"],
+        PRO: ["complement-only", "subspace-only"],
+        "kl-shampoo": ["complement-only", "subspace-only"],
+    }
+    claims = [(a, b) for a, others in lower.items() for b in others] + [(PRO, "smok-hop"), (PRO, "kl-shampoo")]
+    return [(kinds[a], kinds[b]) for a, b in claims if {a, b} <= kinds.keys()]
 
 
 def _cosmos_kinds(scale: Scale, start: str | float) -> list[Kind]:
@@ -141,9 +134,10 @@ def _cosmos_kinds(scale: Scale, start: str | float) -> list[Kind]:
 
 
 def _cosmos_claims(scale: Scale, start: str | float) -> Claims:
-    pairs = [(kind(PRO, rank, start), kind("cosmos", rank, start)) for rank in scale.ranks[-2:]]
+    kinds = _cosmos_kinds(scale, start)
+    pairs = list(zip(kinds[1::2], kinds[::2], strict=True))
     # On LLaMA 450M without weight decay the paper has COSMOS ahead.
-    return [(b, a) if scale.name == "llama-450m" else (a, b) for a, b in pairs]
+    return [(cosmos, pro) for pro, cosmos in pairs] if scale.name == "llama-450m" else pairs
 
 
 COMPARISONS = {

@@ -76,7 +76,8 @@ def _fit(axes: Axes) -> None:
     lines = [values for values in lines if len(values)]
     if lines:
         low, high = min(v.min() for v in lines), max(v[len(v) // 4 :].max() for v in lines)
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        room = 0.05 * (high - low) or 1.0
+        axes.set_ylim(low - room, high + room)
 
 
 def sweep(path: Path, rows: DataFrame) -> None:

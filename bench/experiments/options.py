@@ -1,8 +1,7 @@
 """What the commands of ``bench.experiments`` take; every wrong value ends in one line with the remedy."""
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import tyro
 
 from bench.command import UsageError, at_least, cores, distinct, positive
+from bench.experiments.protocol import ABLATIONS
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
 from bench.optimizers import OPTIMIZERS
 
@@ -31,55 +31,99 @@ NAMES = {
 NAME = Literal["main", "ablation", "cosmos", "spectra", "phi", "alpha", "memory"]
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every command that trains takes."""
+
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
+    """One final run for each; sweeps and spectra have the first."""
+    lr: tuple[str, ...] = ()
+    """Learning rates by optimizer, as in muon=0.02 or muon=0.01,0.02."""
+    data: Path | None = None
+    """Text or token shards; if not given, Python's standard library, as bytes."""
+    out: Path
+    """Results folder."""
+    steps: int | None = None
+    """Of every run; what is given from here to --micro-batch stands in place of the scale's."""
+    batch: int | None = None
+    """Sequences a step."""
+    evaluations: int | None = None
+    """Of the validation loss, along a run."""
+    eval_windows: int | None = None
+    """Validation contexts."""
+    micro_batch: int | None = None
+    """Sequences in one forward pass on one device."""
+    checkpoint_seconds: float = 60.0
+    """Between checkpoints."""
+
+    def __post_init__(self) -> None:
+        at_least(0, seeds=self.seeds)
+        at_least(1, **self.given)
+        positive(checkpoint_seconds=self.checkpoint_seconds)
+        distinct(seeds=self.seeds)
+        self.rates  # noqa: B018
+
+    @property
+    def given(self) -> dict[str, int]:
+        """What stands in place of the scale's own."""
+        names = ("steps", "batch", "evaluations", "eval_windows", "micro_batch")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @cached_property
+    def rates(self) -> dict[str, tuple[float, ...]]:
+        """Learning rates by optimizer.
+
+        Raises:
+            UsageError: If one is not written as in muon=0.01,0.02, or is not a rate.
+        """
+        found: dict[str, tuple[float, ...]] = {}
+        for text in self.lr:
+            name, _, values = text.partition("=")
+            if name not in OPTIMIZERS:
+                raise UsageError(f"--lr {text}: unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+            try:
+                found[name] = tuple(map(float, values.split(",")))
+            except ValueError:
+                raise UsageError(f"--lr {text}: {values!r} is no learning rate; write it as in muon=0.02") from None
+            positive(lr=found[name])
+            distinct(lr=found[name])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Training):
     """Make one of the paper's tables or figures.
 
     What was trained is kept in OUT/runs and not trained again, except by main, which compares times: all of a seed
-    train together again where one of them is new. Ctrl-C keeps what was done; the same command goes on.
+    train together again where one of them is new. Ctrl-C keeps what was done; the same command goes on. Rates that are
+    given with --lr are searched in place of the paper's range; one alone is taken as it is.
     """
 
     name: Annotated[
         tyro.conf.Positional[NAME], tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items()))
     ]
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0, 1, 2)
+    out: Path = Path("runs/experiments")
     scale: Literal["demo", "tiny", "small", "paper"] | None = None
     """demo: bench.pretrain's model; tiny: two cores; small: a GPU; paper: GPUs, days. Without it tiny or, where nothing
     trains, all there are."""
     model: str = ""
     """Only models whose name begins so: gpt2, llama, gpt2-350m."""
-    seeds: tuple[int, ...] = ()
-    """Of the final runs, 0 1 2 if not given; sweeps and spectra have the first."""
     starts: tuple[Literal["auto"] | float, ...] = ()
     """Of eigenvalues, auto 0.1 if not given (paper: 0.1); spectra and phi have one, by default the first."""
-    lr: tuple[str, ...] = ()
-    """Learning rates to search in place of the paper's range, as in muon=0.01,0.02; one alone is taken as it is."""
     tune: bool = False
     """At scale paper, sweep again instead of taking the paper's values."""
     jobs: int | None = None
     """Runs at a time, each on one thread; if not given, the cores, or 1 on a GPU."""
     device: Literal["cpu", "cuda"] | None = None
     """If not given, cpu at scales demo and tiny, otherwise cuda."""
-    data: Path | None = None
-    """Text or token shards; if not given, Python's standard library, as bytes."""
-    out: Path = Path("runs/experiments")
-    """Results folder."""
-    steps: int | None = None
-    """Of every run, in place of the scale's."""
-    batch: int | None = None
-    """Sequences a step, in place of the scale's."""
-    micro_batch: int | None = None
-    """Sequences in one forward pass on one device."""
-    eval_windows: int | None = None
-    """Validation contexts, in place of the scale's."""
-    checkpoint_seconds: float = 60.0
-    """Between checkpoints."""
 
     def __post_init__(self) -> None:
-        at_least(0, seeds=self.seeds)
-        counts = {name: getattr(self, name) for name in ("jobs", "steps", "batch", "micro_batch", "eval_windows")}
-        at_least(1, **counts)
-        positive(starts=self.starts, checkpoint_seconds=self.checkpoint_seconds)
-        distinct(seeds=self.seeds, starts=self.starts)
+        super().__post_init__()
+        at_least(1, jobs=self.jobs)
+        positive(starts=self.starts)
+        distinct(starts=self.starts)
         if self.name in STILL:
             self._check_still()
         else:
@@ -95,7 +139,7 @@ class Options:
 
     def _check_training(self) -> None:
         if self.name in WATCHING:
-            if len(self.starts) > 1 or len(self.seeds) > 1:
+            if len(self.starts) > 1 or self.seeds != (0, 1, 2) and len(self.seeds) > 1:
                 raise UsageError(f"{self.name} trains once; give one of --starts and one of --seeds")
             if self.steps == 1:
                 raise UsageError(f"--steps 1: {self.name} looks at several steps; give at least 2")
@@ -106,12 +150,13 @@ class Options:
                 )
             if self.lr and not self.tune:
                 raise UsageError("--lr: --scale paper takes the paper's rates; add --tune to search others")
+        for name in ABLATIONS:
+            if len(self.rates.get(name, ())) > 1:
+                raise UsageError(f"--lr {name}: is not searched; give one rate, or none for 1.5 times Pro-KLShampoo's")
         for scale in self.scales:
-            check_share(scale)
-        alone = self.place == "cuda" or processes() > 1
-        if alone and (self.jobs or 1) > 1:
-            where = "under torchrun" if processes() > 1 else "on a GPU"
-            raise UsageError(f"--jobs {self.jobs}: runs {where} go one after another; leave --jobs out")
+            _check_share(scale)
+        if self.alone and (self.jobs or 1) > 1:
+            raise UsageError(f"--jobs {self.jobs}: runs on GPUs or under torchrun are one after another; leave it out")
         if self.place == "cuda" and not torch.cuda.is_available():
             of = f"--device {self.device}" if self.device else f"--scale {self.scale}"
             raise UsageError(f"no GPU is visible to torch for {of}; give --device cpu")
@@ -125,9 +170,7 @@ class Options:
         if not chosen:
             where, have = " or ".join(names), ", ".join(scale.name for scale in having)
             raise UsageError(f"--model {self.model} is the beginning of no model of --scale {where}; it has {have}")
-        given = {name: getattr(self, name) for name in ("steps", "batch", "micro_batch", "eval_windows")}
-        given = {name: value for name, value in given.items() if value is not None}
-        return tuple(replace(scale, **given, lr=rates(self.lr)) for scale in chosen)
+        return tuple(replace(scale, **self.given, lr=self.rates) for scale in chosen)
 
     @property
     def place(self) -> str:
@@ -135,9 +178,14 @@ class Options:
         return self.device or ("cpu" if self.scale in (None, "demo", "tiny") else "cuda")
 
     @property
+    def alone(self) -> bool:
+        """Whether runs go one after another."""
+        return self.place == "cuda" or _processes() > 1
+
+    @property
     def runs_at_a_time(self) -> int:
         """How many."""
-        return self.jobs or (1 if self.place == "cuda" or processes() > 1 else cores())
+        return self.jobs or (1 if self.alone else cores())
 
     @property
     def compared_starts(self) -> tuple[str | float, ...]:
@@ -145,35 +193,14 @@ class Options:
         return self.starts or ((PAPER_START,) if self.scale == "paper" else (AUTO, PAPER_START))
 
 
-def rates(given: Sequence[str]) -> Mapping[str, tuple[float, ...]]:
-    """Read learning rates by method, written as in muon=0.01,0.02.
-
-    Raises:
-        UsageError: If one is not written so, or not a rate.
-    """
-    found: dict[str, tuple[float, ...]] = {}
-    for text in given:
-        name, _, values = text.partition("=")
-        if name not in OPTIMIZERS:
-            raise UsageError(f"--lr {text}: unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
-        try:
-            found[name] = tuple(map(float, values.split(",")))
-        except ValueError:
-            raise UsageError(f"--lr {text}: {values!r} is no learning rate; write it as in muon=0.02") from None
-        if not all(0 < lr < math.inf for lr in found[name]):
-            raise UsageError(f"--lr {text}: must be finite numbers > 0")
-        distinct(lr=found[name])
-    return found
-
-
-def processes() -> int:
+def _processes() -> int:
     """Return how many processes torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_share(scale: Scale) -> None:
+def _check_share(scale: Scale) -> None:
     """Refuse a batch that the processes cannot share evenly, for some of its sequences would not be trained on."""
-    count = processes()
+    count = _processes()
     if scale.batch % count:
         below, above = scale.batch // count * count, (scale.batch // count + 1) * count
         choice = f"--batch {below} or {above}" if below else f"--batch {above}"

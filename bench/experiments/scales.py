@@ -91,49 +91,25 @@ class Scale:
         )
 
 
-def _tiny(name: str, paper: str) -> Scale:
-    return Scale(name, CONFIGS[name], paper, (4, 8, 16), steps=400, evaluations=10, eval_windows=256, batch=4)
-
-
-def _small(name: str, paper: str) -> Scale:
-    return Scale(
-        name,
-        CONFIGS[name],
-        paper,
-        (32, 64, 128),
-        steps=1500,
-        evaluations=30,
-        eval_windows=1024,
-        batch=64,
-        autocast=True,
-        smok_hop=True,
+def _scaled(size: str, ranks: tuple[int, ...], *run: int, **more: bool) -> tuple[Scale, ...]:
+    papers = {"gpt2": "gpt2-124m", "llama": "llama-134m"}
+    return tuple(
+        Scale(f"{f}-{size}", CONFIGS[f"{f}-{size}"], paper, ranks, *run, **more) for f, paper in papers.items()
     )
 
 
-def _paper(name: str) -> Scale:
-    run = presets.RUNS[name]
-    return Scale(
-        name,
-        CONFIGS[name],
-        name,
-        (32, 64, 128),
-        steps=run.steps,
-        evaluations=40,
-        eval_windows=10240,  # 10.5M tokens, modded-nanogpt's validation, and what bench.c4 holds out
-        batch=run.batch,
-        micro_batch=32,
-        together=False,
-        autocast=True,
-        state_dtype="bfloat16",
-    )
+def _paper(name: str, run: presets.RunLength) -> Scale:
+    # 10,240 windows are 10.5M tokens, modded-nanogpt's validation, and what bench.c4 holds out.
+    more = {"micro_batch": 32, "together": False, "autocast": True, "state_dtype": "bfloat16"}
+    return Scale(name, CONFIGS[name], name, (32, 64, 128), run.steps, 40, 10240, run.batch, **more)
 
 
 DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), "gpt2-124m", (32,), 400, 10, 256, batch=8)
 SCALES: dict[str, tuple[Scale, ...]] = {
     "demo": (DEMO,),
-    "tiny": (_tiny("gpt2-tiny", "gpt2-124m"), _tiny("llama-tiny", "llama-134m")),
-    "small": (_small("gpt2-small", "gpt2-124m"), _small("llama-small", "llama-134m")),
-    "paper": tuple(map(_paper, presets.RUNS)),
+    "tiny": _scaled("tiny", (4, 8, 16), 400, 10, 256, 4),
+    "small": _scaled("small", (32, 64, 128), 1500, 30, 1024, 64, autocast=True, smok_hop=True),
+    "paper": tuple(_paper(name, run) for name, run in presets.RUNS.items()),
 }
 """demo: what bench.pretrain trains. tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on
 several GPUs."""

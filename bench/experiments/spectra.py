@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.command import UsageError
-from bench.experiments.protocol import PRO, Kind
+from bench.experiments.protocol import PRO
+from bench.experiments.protocol import kind as kind_of
 from bench.experiments.study import Study
 from bench.rows import Row, write
 from bench.training.run import Trainee, Watch
@@ -30,17 +31,15 @@ class Watching:
     """One of the two experiments.
 
     Attributes:
-        name: of the command.
         file: of the results, without the model.
-        kind: what is trained, by largest rank and start.
+        method: that is trained, at the largest rank.
         watch: collects eigenvalues under "STEP".
         of: the figure's title.
         factors: rows of the figure.
     """
 
-    name: str
     file: str
-    kind: Callable[[int, str | float], Kind]
+    method: str
     watch: Watch
     of: str
     factors: tuple[str, ...]
@@ -52,10 +51,10 @@ class Watching:
             UsageError: If it diverged before there was anything to see.
         """
         rank, scale = study.scale.largest, study.scale
-        kind = self.kind(rank, start)
+        kind = kind_of(self.method, rank, start)
         hyper = study.tune([kind]).selected[kind]
         task = replace(study.task({hyper.method: hyper}, study.seeds[0], self.file), watch=self.watch)
-        record = study.runner.run([task], f"{scale.name} {self.name}")[0][hyper.method].record
+        record = study.runner.run([task], f"{scale.name} {self.file}")[0][hyper.method].record
         steps = sorted((step for step in record.observed if step.isdigit()), key=int)
         if not steps:
             raise UsageError(
@@ -158,23 +157,6 @@ def _rows(study: Study, start: str | float, step: str, found: dict[str, dict[str
 
 
 WATCHINGS = {
-    w.name: w
-    for w in (
-        Watching(
-            "spectra",
-            "spectra",
-            lambda rank, start: Kind("kl-shampoo", None, start),
-            watch_factors,
-            "the factors of",
-            ("R", "L"),
-        ),
-        Watching(
-            "phi",
-            "spectra-phi",
-            lambda rank, start: Kind(PRO, rank, start),
-            watch_phi,
-            "$\\Phi_L$ under",
-            ("Phi_L",),
-        ),
-    )
+    "spectra": Watching("spectra", "kl-shampoo", watch_factors, "the factors of", ("R", "L")),
+    "phi": Watching("spectra-phi", PRO, watch_phi, "$\\Phi_L$ under", ("Phi_L",)),
 }

@@ -92,7 +92,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(task: Task, hyper: Hyper, place: Place) -> Result:
+def read(task: Task, hyper: Hyper, place: Place) -> Result:
+    """Return what a unit gave."""
     content = checkpoint.load(path_of(task, hyper, place), fingerprint(task, hyper, place))
     return Result(**content | {"record": Record(**content["record"])})
 
@@ -104,7 +105,7 @@ def run(task: Task, place: Place) -> dict[str, Result] | None:
     if hyper and not _train(replace(task, settings=replace(task.settings, hyper=hyper)), place):
         return None
     wanted = task.settings.hyper if place.processes.first else {}
-    return place.processes.from_first({key: _read(task, hyper, place) for key, hyper in wanted.items()})
+    return place.processes.from_first({key: read(task, hyper, place) for key, hyper in wanted.items()})
 
 
 def _missing(task: Task, place: Place) -> list[str]:
@@ -113,7 +114,7 @@ def _missing(task: Task, place: Place) -> list[str]:
     if not task.timed:
         return missing
     together = _together(task, place)
-    whole = not missing and all(_read(task, h, place).together == together for h in task.settings.hyper.values())
+    whole = not missing and all(read(task, h, place).together == together for h in task.settings.hyper.values())
     return [] if whole else list(task.settings.hyper)
 
 

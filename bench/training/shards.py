@@ -16,7 +16,6 @@ from bench.command import UsageError
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32 values
 TOKEN, INT = np.dtype("<u2"), np.dtype("<i4")
-_CHUNK = 2**24  # tokens that are checked at a time
 
 
 @dataclass(frozen=True)
@@ -85,22 +84,15 @@ def check(shards: list[Shard], vocabulary: int) -> str:
         UsageError: If a token is not below ``vocabulary``.
     """
     digest = hashlib.sha256()
-    total = sum(len(shard.tokens) for shard in shards)
     # Silent where there is no terminal, or nothing to wait for.
-    with tqdm(desc="checking tokens", total=total, unit_scale=True, leave=False, disable=None, delay=2) as bar:
-        for shard in shards:
-            digest.update(len(shard.tokens).to_bytes(8, "little"))
-            for start in range(0, len(shard.tokens), _CHUNK):
-                chunk = np.asarray(shard.tokens[start : start + _CHUNK])
-                largest = int(chunk.max())
-                if largest >= vocabulary:
-                    where = start + int(chunk.argmax())
-                    raise UsageError(
-                        f"{shard.path} has token {largest} at {where}, but the vocabulary ends at {vocabulary - 1}; "
-                        "give shards of the model's tokenizer, or a model with a larger vocabulary"
-                    )
-                digest.update(chunk.tobytes())
-                bar.update(len(chunk))
+    for shard in tqdm(shards, desc="checking shards", leave=False, disable=None, delay=2):
+        digest.update(len(shard.tokens).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(shard.tokens))
+        if len(shard.tokens) and (largest := int(shard.tokens.max())) >= vocabulary:
+            raise UsageError(
+                f"{shard.path} has token {largest} at {shard.tokens.argmax()}, but the vocabulary ends at "
+                f"{vocabulary - 1}; give shards of the model's tokenizer, or a model with a larger vocabulary"
+            )
     return digest.hexdigest()
 
 
