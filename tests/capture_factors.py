@@ -1,4 +1,4 @@
-"""Records what the QRs of a training run are given: ``python -m tests.capture_factors`` writes data/captured_factors.npz.
+"""Records what the QRs of a training run are given: ``python -m tests.capture_factors`` writes the file in data.
 
 The run is the default job of :mod:`bench.pretrain` with Pro-KLShampoo, as far as step 100 after the initialising one,
 on one thread. What it records are the inputs of the three QRs of the step, bit for bit, of few weights at few steps,

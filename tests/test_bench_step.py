@@ -14,7 +14,7 @@ from bench.steps.entries import PERIOD, Float32Muon, aspect_entries, model_entri
 from bench.steps.problem import Problem
 from bench.steps.runs import TimedRun, enter, take_turns
 from prokl import ProKLShampoo
-from tests.commands import ROOT, read
+from tests.commands import ROOT, read, run_python
 
 CPU = torch.device("cpu")
 TINY = ParameterSet("tiny", ((2, 8, 12), (1, 12, 8), (1, 8, 8)), (2, 3, 4))
@@ -316,3 +316,17 @@ def test_the_extra_has_every_peer():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(r"^peers = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)[1]
     assert set(re.findall(r'"([a-z-]+)', extra)) == {peer.distribution for peer in peers.PEERS}
+
+
+OFFLINE = """
+import sys
+for name in ("pandas", "scipy", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "tokenizers"):
+    sys.modules[name] = None
+import bench.step, bench.conftest, bench.micro.bench_micro
+"""
+
+
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_machine_needs_torch_triton_numpy_and_pytest_only():
+    done = run_python("-c", OFFLINE)
+    assert done.returncode == 0, done.stderr
