@@ -18,7 +18,7 @@ from prokl.kernels.launch import TRITON_DTYPES, Tile
 
 @triton.jit
 def scale_of(ptr, value, stride, i_b, PER_MATRIX: tl.constexpr, SUM: tl.constexpr):
-    """The scale of matrix i_b: its element at ptr, or value (fp64, rounded once) for all of them."""
+    """Return the scale of matrix i_b: its element at ptr, or value (fp64, rounded once) for all of them."""
     if PER_MATRIX:
         return tl.load(ptr + i_b * stride).to(SUM)
     else:
@@ -62,7 +62,7 @@ def product_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program, and the sum of squares of that tile.
+    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program, and the sum of squares of that tile.
 
     A (M, K), B (K, N), C (M, N) have any strides and are multiplied as OPERAND; D (M, N) and energy (tiles) are
     contiguous, the latter of SUM.
@@ -122,7 +122,7 @@ TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether 16 bytes of every tensor can be loaded at once, as far as Triton can tell from its strides.
+    """Return True if 16 bytes of every tensor can be loaded at once, as far as Triton can tell from its strides.
 
     Elsewhere every element has an address in registers, which large tiles have none left for.
     """
@@ -136,7 +136,7 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
-    """The largest tile of this dtype that still gives every processor a program, or the smallest.
+    """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
         B: number of matrices.
@@ -173,7 +173,7 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
 
 
 def scale_arguments(scale: float | Tensor, dummy: Tensor) -> tuple[Tensor, float, int]:
-    """Pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
+    """Return pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
     return (scale, 0.0, scale.stride(0)) if isinstance(scale, Tensor) else (dummy, float(scale), 0)
 
 
@@ -215,7 +215,7 @@ def product(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """D = alpha A B + beta C for every matrix of a batch.
+    """Compute D = alpha A B + beta C for every matrix of a batch.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the

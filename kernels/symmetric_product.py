@@ -26,14 +26,14 @@ from prokl.kernels.product import (
 
 @triton.jit
 def settle_row(row, i):
-    """The row of tile i, given a guess that is off by at most one; all in integers."""
+    """Return the row of tile i, given a guess that is off by at most one; all in integers."""
     row = tl.where(row * (row + 1) // 2 > i, row - 1, row)
     return tl.where((row + 1) * (row + 2) // 2 <= i, row + 1, row)
 
 
 @triton.jit
 def lower_tile(i):
-    """Row and column of tile i of a lower triangle that is counted row by row: (0,0), (1,0), (1,1), (2,0), ..."""
+    """Return row and column of tile i of a lower triangle, counted row by row: (0,0), (1,0), (1,1), (2,0), ..."""
     # Below i = 2^31 the root in float32, on a GPU an approximate one, is off by far less than one before it is cut.
     row = settle_row(((tl.sqrt(8.0 * i.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64), i)
     return row, i - row * (row + 1) // 2
@@ -106,7 +106,7 @@ def symmetric_product_kernel(
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
+    """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), C (M, M) have any strides; D (M, M) is contiguous.
     """
@@ -153,13 +153,13 @@ TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_
 
 
 def lower_tiles(m: int, tile: int) -> int:
-    """Number of tiles on and below the diagonal of an m x m matrix."""
+    """Return the number of tiles on and below the diagonal of an m x m matrix."""
     side = triton.cdiv(m, tile)
     return side * (side + 1) // 2
 
 
 def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
-    """The largest tile of this dtype that still gives every processor a program, or the smallest.
+    """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
         B: number of matrices.
@@ -252,7 +252,7 @@ def symmetric_product(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
+    """Compute D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
@@ -291,7 +291,7 @@ def symmetric_polynomial(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """D = alpha A B + beta C for symmetric matrices A and B that commute and symmetric C; D equals D^T exactly.
+    """Compute D = alpha A B + beta C for symmetric A and B that commute and symmetric C; D equals D^T exactly.
 
     A B is then symmetric, as for two polynomials of one symmetric matrix, and half of it is computed. B is read
     along its rows, as A is: what comes out for a B that is not symmetric is the lower half of alpha A B^T + beta C.
