@@ -1,6 +1,6 @@
 """Batched matrix product with an addend, scales per matrix and the result's energy; in PyTorch: ``torch.baddbmm``.
 
-B: matrices; M: rows; N: columns; K: depth.
+batch: matrices; M: rows; N: columns; K: depth.
 """
 
 from __future__ import annotations
@@ -135,11 +135,11 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
-def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
     """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
-        B: number of matrices.
+        batch: number of matrices.
         m: rows of the result.
         n: columns of the result.
         operand: dtype that is multiplied.
@@ -154,16 +154,16 @@ def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "
         return UNALIGNED
     tiles = TILES_FP32[:-1] if operand == torch.float32 else TILES_HALF[:-1]
     for tile in tiles:
-        if m >= tile.m and n >= tile.n and B * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:
+        if m >= tile.m and n >= tile.n and batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:
             return tile
     return tiles[-1]
 
 
-def check_scales(B: int, device: torch.device, **scales: float | Tensor) -> None:
+def check_scales(batch: int, device: torch.device, **scales: float | Tensor) -> None:
     """Raise ValueError unless every scale is a number or one number a matrix on this device."""
     for name, scale in scales.items():
         if isinstance(scale, Tensor):
-            launch.check(name, scale, (B,), device, like="A")
+            launch.check(name, scale, (batch,), device, like="A")
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:
@@ -222,10 +222,10 @@ def product(
     sum is in float32, others in the dtype of the sum.
 
     Args:
-        A: left factors (B,m,k).
-        B: right factors (B,k,n).
-        C: addends (B,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: left factors (batch,m,k).
+        B: right factors (batch,k,n).
+        C: addends (batch,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's.
         energy: whether to return the sums of squares too.
@@ -233,16 +233,16 @@ def product(
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,n), contiguous. With ``energy`` also ||D||_F^2 (B,) in the dtype of the sum, of D before it is rounded
-        to ``out_dtype``, summed in a fixed order.
+        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2 (batch,) in the dtype of the sum, of D before it is
+        rounded to ``out_dtype``, summed in a fixed order.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or 0 in A.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     if B.ndim != 3 or B.shape[2] == 0:
-        raise ValueError(f"B has shape {tuple(B.shape)}; must be (B, k, n) with n >= 1.")
+        raise ValueError(f"B has shape {tuple(B.shape)}; must be (batch, k, n) with n >= 1.")
     batch, m, k = A.shape
     n = B.shape[2]
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)

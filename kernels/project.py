@@ -46,7 +46,8 @@ def project_kernel(
 ):
     """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
 
-    G, M (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of SUM.
+    G, the momentum (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of
+    SUM.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)

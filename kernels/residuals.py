@@ -63,7 +63,7 @@ def residuals_kernel(
 
     M <- momentum M + g G where active; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
     where not active. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
-    G, M (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
+    G, the momentum (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)

@@ -1,6 +1,6 @@
 """Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B)``.
 
-B: matrices; M: rows and columns; K: depth.
+batch: matrices; M: rows and columns; K: depth.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ def lower_tiles(m: int, tile: int) -> int:
     return side * (side + 1) // 2
 
 
-def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
     """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
-        B: number of matrices.
+        batch: number of matrices.
         m: rows and columns of the result.
         operand: widest dtype that is multiplied.
         precision: of float32 operands.
@@ -175,7 +175,7 @@ def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3",
     if operand == torch.float32 or not wide:
         return UNALIGNED
     tiles = TILES_HALF[:-1]
-    return next((tile for tile in tiles if m >= tile.m and B * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
+    return next((tile for tile in tiles if m >= tile.m and batch * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
 
 
 def _launch(
@@ -259,22 +259,22 @@ def symmetric_product(
     float32; all else is in the dtype of the sum. Half of the products are computed, and half of C is read.
 
     Args:
-        A: factors (B,m,k).
-        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: factors (batch,m,k).
+        C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default A's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,m), contiguous.
+        D (batch,m,m), contiguous.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or 0 in A.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     return _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
@@ -298,23 +298,23 @@ def symmetric_polynomial(
     Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
 
     Args:
-        A: symmetric (B,m,m).
-        B: symmetric (B,m,m), A B = B A.
-        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: symmetric (batch,m,m).
+        B: symmetric (batch,m,m), A B = B A.
+        C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,m), contiguous.
+        D (batch,m,m), contiguous.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, m) with m >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     launch.check("B", B, tuple(A.shape), A.device, like="A")
