@@ -42,12 +42,25 @@ BAD_PRO = {
     "ns_coefficients": ((1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, INF), (1.0, 2.0, True), "abc", 3.0, None),
     "variant": ("muon", "Pro-KLShampoo", 1, None),
 }
-BAD = [
-    pytest.param(cls, name, value, id=f"{cls.__name__}-{name}-{str(value)[:16]}")
-    for cls, table in ((PRO, BAD_COMMON | BAD_PRO), (KL, BAD_COMMON))
-    for name, values in table.items()
-    for value in values
-]
+
+
+def cases(table, cls):
+    """List (class, name, value) for every bad value of the table."""
+    return [
+        pytest.param(cls, name, value, id=f"{cls.__name__}-{name}-{str(value)[:16]}")
+        for name, values in table.items()
+        for value in values
+    ]
+
+
+def one_each(table, cls):
+    """List (class, name, value) for one value of every parameter, in turn another place of its list."""
+    return cases({name: [values[i % len(values)]] for i, (name, values) in enumerate(table.items())}, cls)
+
+
+# A value is judged by the same lines wherever it comes from: every value once, every parameter wherever it is read.
+EVERY_VALUE = [*cases(BAD_COMMON | BAD_PRO, PRO), *one_each(BAD_COMMON, KL)]
+EVERY_NAME = [*one_each(BAD_COMMON | BAD_PRO, PRO), *one_each(BAD_COMMON, KL)]
 
 
 def complaint(name, value):
@@ -55,7 +68,7 @@ def complaint(name, value):
     return rf"(?s)\b{name}\b.*{re.escape(repr(value))}"
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_VALUE)
 def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, name, value):
     with pytest.raises(ValueError, match=complaint(name, value)):
         cls([weight(4, 6)], **{name: value})
@@ -63,7 +76,7 @@ def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, nam
         cls([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)], name: value}])
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_NAME)
 def test_bad_hyperparameter_in_an_added_group_leaves_the_optimizer_as_it_was(cls, name, value):
     w, late = weight(4, 6), weight(4, 6, seed=1)
     optimizer = cls([w])
@@ -75,7 +88,7 @@ def test_bad_hyperparameter_in_an_added_group_leaves_the_optimizer_as_it_was(cls
     optimizer.add_param_group({"params": [late]})
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_NAME)
 def test_bad_hyperparameter_set_by_hand_raises_before_anything_moves(cls, name, value):
     weights = [weight(4, 6, seed=i) for i in range(2)]
     optimizer = cls([{"params": [w]} for w in weights])
@@ -113,8 +126,7 @@ BAD_ADAMW = {
 }
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD_ADAMW.items() for value in values])
+@pytest.mark.parametrize("cls, name, value", [*cases(BAD_ADAMW, PRO), *one_each(BAD_ADAMW, KL)])
 def test_bad_adamw_hyperparameter_raises_everywhere(cls, name, value):
     w, bias = weight(4, 6), weight(6)
     good = {"params": [bias], "algorithm": "adamw", "lr": 1e-3}
