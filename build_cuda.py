@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("toolkit", ROOT / "prokl" / "toolkit.py")  # prokl itself imports torch
+_spec = importlib.util.spec_from_file_location("toolkit", ROOT / "prokl" / "backends" / "toolkit.py")  # prokl itself imports torch
 assert _spec is not None and _spec.loader is not None
 toolkit = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toolkit)

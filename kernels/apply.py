@@ -1,4 +1,4 @@
-"""Weight decay and step, straight into weights that lie anywhere; in PyTorch: ``prokl.torch_ops.apply``.
+"""Weight decay and step, straight into weights that lie anywhere; in PyTorch: ``prokl.backends.io.TorchIO.apply``.
 
 B: matrices; M: short side; N: long side; R: rank.
 """
@@ -35,10 +35,10 @@ def apply_kernel(
     addresses_ptr,
     X_ptr,
     Q_ptr,
-    B_ptr,
-    U_ptr,
+    left_ptr,
+    right_ptr,
     scale_ptr,
-    live_ptr,
+    active_ptr,
     lr_ptr,
     weight_decay_ptr,
     M,
@@ -52,35 +52,35 @@ def apply_kernel(
     stride_Q_b,
     stride_Q_m,
     stride_Q_k,
-    stride_B_b,
-    stride_B_m,
-    stride_B_r,
-    stride_U_b,
-    stride_U_n,
-    stride_U_r,
+    stride_left_b,
+    stride_left_m,
+    stride_left_r,
+    stride_right_b,
+    stride_right_n,
+    stride_right_r,
     stride_scale_b,
-    stride_live_b,
+    stride_active_b,
     HAS_X: tl.constexpr,
     HAS_Q: tl.constexpr,
-    HAS_B: tl.constexpr,
+    HAS_LOW_RANK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEM: tl.constexpr,
     OPERAND: tl.constexpr,
-    OPERAND_B: tl.constexpr,
+    OPERAND_LOW_RANK: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
-    PRECISION_B: tl.constexpr,
+    PRECISION_LOW_RANK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_R: tl.constexpr,
 ):
-    """W <- (1 - lr weight_decay) W - lr (scale Q X + B U^T), a (TILE_M, TILE_N) tile of W a program.
+    """W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
     addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
-    as OPERAND, B (M, R) and U (N, R) as OPERAND_B; the rest is done in SUM.
+    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -94,8 +94,8 @@ def apply_kernel(
     stride_m = tl.load(at + stride_addresses_f)
     stride_n = tl.load(at + 2 * stride_addresses_f)
     moves = address != 0
-    if HAS_LIVE:
-        moves = moves & tl.load(live_ptr + i_b * stride_live_b)
+    if HAS_ACTIVE:
+        moves = moves & tl.load(active_ptr + i_b * stride_active_b)
     if not moves:
         return
 
@@ -121,18 +121,18 @@ def apply_kernel(
         D = tl.load(X_at, m_m[:, None] & m_n[None, :], 0.0).to(SUM)
     if HAS_SCALE:
         D = D * tl.load(scale_ptr + i_b * stride_scale_b).to(SUM)
-    if HAS_B:
+    if HAS_LOW_RANK:
         o_r = tl.arange(0, TILE_R).to(tl.int64)
         step_r = tl.full((), TILE_R, tl.int64)
-        B_at = B_ptr + i_b * stride_B_b + o_m[:, None] * stride_B_m + o_r[None, :] * stride_B_r
-        U_at = U_ptr + i_b * stride_U_b + o_r[:, None] * stride_U_r + o_n[None, :] * stride_U_n
+        left_at = left_ptr + i_b * stride_left_b + o_m[:, None] * stride_left_m + o_r[None, :] * stride_left_r
+        right_at = right_ptr + i_b * stride_right_b + o_r[:, None] * stride_right_r + o_n[None, :] * stride_right_n
         for k in range(0, R, TILE_R):
             m_r = o_r < R - k
-            b = tl.load(B_at, m_m[:, None] & m_r[None, :], 0.0).to(OPERAND_B)
-            u = tl.load(U_at, m_r[:, None] & m_n[None, :], 0.0).to(OPERAND_B)
-            D = tl.dot(b, u, D, input_precision=PRECISION_B, out_dtype=SUM)
-            B_at += step_r * stride_B_r
-            U_at += step_r * stride_U_r
+            b = tl.load(left_at, m_m[:, None] & m_r[None, :], 0.0).to(OPERAND_LOW_RANK)
+            u = tl.load(right_at, m_r[:, None] & m_n[None, :], 0.0).to(OPERAND_LOW_RANK)
+            D = tl.dot(b, u, D, input_precision=PRECISION_LOW_RANK, out_dtype=SUM)
+            left_at += step_r * stride_left_r
+            right_at += step_r * stride_right_r
 
     lr = tl.load(lr_ptr).to(tl.float64)
     decay = (1.0 - lr * tl.load(weight_decay_ptr).to(tl.float64)).to(SUM)
@@ -151,7 +151,7 @@ DEPTH_R = 32
 
 
 def choose_tile(m: int, n: int, r: int, operand: torch.dtype) -> Tile:
-    """The tile for these sizes (r is 0 without B and U) and the dtype in which Q and X are multiplied.
+    """The tile for these sizes (r is 0 without left and right) and the dtype in which Q and X are multiplied.
 
     The largest that the matrix fills and registers hold: float32 needs more of them than half, and sizes that are no
     multiples of 16 need an address for every element. Chosen by registers and shared memory, not measured.
@@ -163,15 +163,6 @@ def choose_tile(m: int, n: int, r: int, operand: torch.dtype) -> Tile:
     return TILES_HALF[0] if operand != torch.float32 and m > 64 else TILES_FP32[0]
 
 
-def can_use_apply(addresses: Tensor, dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether :func:`apply` runs on weights of ``dtype`` with these factors of it: all on one device, floating."""
-    return (
-        launch.can_run(addresses, dtypes=(torch.int64,))
-        and dtype in launch.FLOATS
-        and all(t.device == addresses.device and t.dtype in launch.FLOATS for t in tensors)
-    )
-
-
 def apply(
     addresses: Tensor,
     X: Tensor | None,
@@ -181,100 +172,100 @@ def apply(
     weight_decay: Tensor,
     scale: Tensor | None = None,
     Q: Tensor | None = None,
-    B: Tensor | None = None,
-    U: Tensor | None = None,
-    live: Tensor | None = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
+    active: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
-    """W <- (1 - lr weight_decay) W - lr (scale Q X + B U^T) for the weights that ``addresses`` points at.
+    """W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T) for the weights that ``addresses`` points at.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
-    is in float64 where X, Q, B, U, scale or the weights are, else in float32, and W is rounded once. Two half factors
-    of one dtype are multiplied as they are.
+    is in float64 where X, Q, left, right, scale or the weights are, else in float32, and W is rounded once. Two half
+    factors of one dtype are multiplied as they are.
 
     Args:
-        addresses: (3,B) int64, as :class:`prokl.addresses.Addresses` holds it: address, row and column stride of
-            each weight (m,n). Address 0 is a weight that does not move. Weights do not overlap.
-        X: (B,m,n), or None when the direction is B U^T alone.
+        addresses: (3,B) int64, as :class:`prokl.backends.pointers.PointerTable` holds it: address, row and column
+            stride of each weight (m,n). Address 0 is a weight that does not move. Weights do not overlap.
+        X: (B,m,n), or None when the direction is left right^T alone.
         dtype: dtype of the weights.
         lr: learning rate, one float32 or float64 element, read on the device.
         weight_decay: likewise.
         scale: (B,); None is 1.
         Q: (B,m,m); None is the identity.
-        B: (B,m,r); None is zero.
-        U: (B,n,r), with B.
-        live: (B,) bool; where False, the weight keeps its bits. None: all live.
+        left: (B,m,r); None is zero.
+        right: (B,n,r), with left.
+        active: (B,) bool; where False, the weight keeps its bits. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from sizes and dtypes.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if (B is None) != (U is None):
-        raise ValueError("Only one of B and U was given: pass both, or neither.")
+    if (left is None) != (right is None):
+        raise ValueError("Only one of left and right was given: pass both, or neither.")
     if X is None:
-        if B is None or U is None:
-            raise ValueError("Neither X nor B and U were given: pass X, or both B and U.")
+        if left is None or right is None:
+            raise ValueError("Neither X nor left and right were given: pass X, or both left and right.")
         for name, t in (("Q", Q), ("scale", scale)):
             if t is not None:
                 raise ValueError(f"{name} was given without X, which it multiplies: pass X too.")
-        if B.ndim != 3 or 0 in B.shape[1:]:
-            raise ValueError(f"B has shape {tuple(B.shape)}; must be (B, m, r) with m, r >= 1.")
-        if U.ndim != 3 or U.shape[1] == 0:
-            raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with n >= 1.")
-        count, m, n = B.shape[0], B.shape[1], U.shape[1]
+        if left.ndim != 3 or 0 in left.shape[1:]:
+            raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with m, r >= 1.")
+        if right.ndim != 3 or right.shape[1] == 0:
+            raise ValueError(f"right has shape {tuple(right.shape)}; must be (B, n, r) with n >= 1.")
+        count, m, n = left.shape[0], left.shape[1], right.shape[1]
     else:
         if X.ndim != 3 or 0 in X.shape[1:]:
             raise ValueError(f"X has shape {tuple(X.shape)}; must be (B, m, n) with m, n >= 1.")
-        if B is not None and (B.ndim != 3 or B.shape[2] == 0):
-            raise ValueError(f"B has shape {tuple(B.shape)}; must be (B, m, r) with r >= 1.")
+        if left is not None and (left.ndim != 3 or left.shape[2] == 0):
+            raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with r >= 1.")
         count, m, n = X.shape
-    r = 0 if B is None else B.shape[2]
+    r = 0 if left is None else left.shape[2]
     launch.check_precision(precision)
     check_addresses(addresses, count, dtype)
-    shapes = {"X": (count, m, n), "Q": (count, m, m), "B": (count, m, r), "U": (count, n, r), "scale": (count,)}
-    given = {name: t for name, t in zip(shapes, (X, Q, B, U, scale), strict=True) if t is not None}
+    shapes = {"X": (count, m, n), "Q": (count, m, m), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
+    given = {name: t for name, t in zip(shapes, (X, Q, left, right, scale), strict=True) if t is not None}
     for name, t in given.items():
         launch.check(name, t, shapes[name], addresses.device, like="addresses")
     for name, t in (("lr", lr), ("weight_decay", weight_decay)):
         shape = (1,) if t.ndim == 1 else ()
         launch.check(name, t, shape, addresses.device, (torch.float32, torch.float64), like="addresses")
-    if live is not None:
-        launch.check("live", live, (count,), addresses.device, (torch.bool,), like="addresses")
+    if active is not None:
+        launch.check("active", active, (count,), addresses.device, (torch.bool,), like="addresses")
     if count == 0:
         return
 
     total = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*given.values())
     operand = total if X is None or Q is None else launch.operand_dtype(total, X, Q)
-    operand_B = total if B is None or U is None else launch.operand_dtype(total, B, U)
+    operand_low_rank = total if left is None or right is None else launch.operand_dtype(total, left, right)
     tile = tile or choose_tile(m, n, r, operand)
     launch.start(
         apply_kernel,
         (count * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
         addresses.device,
         addresses,
-        *(lr if t is None else t for t in (X, Q, B, U, scale, live)),  # lr: not read as such
+        *(lr if t is None else t for t in (X, Q, left, right, scale, active)),  # lr: not read as such
         lr,
         weight_decay,
         m,
         n,
         r,
         *addresses.stride(),
-        *(stride for t in (X, Q, B, U) for stride in ((0, 0, 0) if t is None else t.stride())),
-        *(0 if t is None else t.stride(0) for t in (scale, live)),
+        *(stride for t in (X, Q, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
+        *(0 if t is None else t.stride(0) for t in (scale, active)),
         HAS_X=X is not None,
         HAS_Q=Q is not None,
-        HAS_B=B is not None,
+        HAS_LOW_RANK=left is not None,
         HAS_SCALE=scale is not None,
-        HAS_LIVE=live is not None,
+        HAS_ACTIVE=active is not None,
         DTYPE=TRITON_DTYPES[dtype],
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],
-        OPERAND_B=TRITON_DTYPES[operand_B],
+        OPERAND_LOW_RANK=TRITON_DTYPES[operand_low_rank],
         SUM=TRITON_DTYPES[total],
         PRECISION=precision if operand == torch.float32 else "ieee",
-        PRECISION_B=precision if operand_B == torch.float32 else "ieee",
+        PRECISION_LOW_RANK=precision if operand_low_rank == torch.float32 else "ieee",
         TILE_M=tile.m,
         TILE_N=tile.n,
         TILE_K=tile.k,

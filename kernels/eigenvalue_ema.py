@@ -1,4 +1,6 @@
-"""Eigenvalue EMA with clip for a bucket of weights in one launch; in PyTorch: ``prokl.torch_ops.eigenvalue_ema``.
+"""Eigenvalue EMA with clip for a bucket of weights in one launch.
+
+In PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.eigenvalue_ema``.
 
 B: matrices; M: short side; R: rank; N: long side.
 """
@@ -57,7 +59,7 @@ def eigenvalue_ema_kernel(
     ceiling_L_ptr,
     ceiling_S_ptr,
     ceiling_mu_ptr,
-    live_ptr,
+    active_ptr,
     new_L_ptr,
     new_S_ptr,
     new_mu_ptr,
@@ -81,8 +83,8 @@ def eigenvalue_ema_kernel(
     stride_ceiling_L_b,
     stride_ceiling_S_b,
     stride_ceiling_mu_b,
-    stride_live_b,
-    HAS_LIVE: tl.constexpr,
+    stride_active_b,
+    HAS_ACTIVE: tl.constexpr,
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
     TILES_M: tl.constexpr,
@@ -103,9 +105,9 @@ def eigenvalue_ema_kernel(
     ceiling_S = tl.load(ceiling_S_ptr + i_b * stride_ceiling_S_b).to(DTYPE)
     ceiling_mu = tl.load(ceiling_mu_ptr + i_b * stride_ceiling_mu_b).to(DTYPE)
     s_mu = tl.load(s_mu_ptr + i_b * stride_s_mu_b).to(DTYPE)
-    live = tl.full((), True, tl.int1)
-    if HAS_LIVE:
-        live = tl.load(live_ptr + i_b * stride_live_b)
+    active = tl.full((), True, tl.int1)
+    if HAS_ACTIVE:
+        active = tl.load(active_ptr + i_b * stride_active_b)
     a_mu = _damp(s_mu, eps)
 
     energy = tl.zeros((TILE,), DTYPE)
@@ -118,7 +120,7 @@ def eigenvalue_ema_kernel(
         new = _average(s, _divide(ell + a_mu * a_mu * e_res, long_side), keep, gain, ceiling_L)
         a_L = _damp(new, eps)
         energy += tl.where(m_m, a_L * a_L * e_res, 0.0)
-        tl.store(new_L_ptr + i_b * M + o_m, tl.where(live, new, s), m_m)
+        tl.store(new_L_ptr + i_b * M + o_m, tl.where(active, new, s), m_m)
 
     for i_r in range(TILES_R):
         o_r = i_r * TILE + tl.arange(0, TILE).to(tl.int64)
@@ -126,19 +128,11 @@ def eigenvalue_ema_kernel(
         s = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(DTYPE)
         rho = tl.load(rho_ptr + i_b * stride_rho_b + o_r * stride_rho_r, m_r, 0.0).to(DTYPE)
         new = _average(s, rho, keep, gain, ceiling_S)
-        tl.store(new_S_ptr + i_b * R + o_r, tl.where(live, new, s), m_r)
+        tl.store(new_S_ptr + i_b * R + o_r, tl.where(active, new, s), m_r)
 
     tail = _divide(tl.sum(energy), tl.full((), COMPLEMENT, DTYPE))
     new = _average(s_mu, tail, keep, gain, ceiling_mu)
-    tl.store(new_mu_ptr + i_b, tl.where(live, new, s_mu))
-
-
-def can_use_eigenvalue_ema(*tensors: Tensor) -> bool:
-    """Whether :func:`eigenvalue_ema` runs on these arguments of it: dtypes that it takes, all on one GPU.
-
-    Triton's interpreter (TRITON_INTERPRET=1 when Triton was imported) takes CPU tensors too.
-    """
-    return bool(tensors) and launch.can_run(*tensors, dtypes=(*launch.FLOATS, torch.bool))
+    tl.store(new_mu_ptr + i_b, tl.where(active, new, s_mu))
 
 
 def eigenvalue_ema(
@@ -155,9 +149,9 @@ def eigenvalue_ema(
     ceiling_L: Tensor,
     ceiling_S: Tensor,
     ceiling_mu: Tensor,
-    live: Tensor | None = None,
+    active: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalue EMA with clip (Algorithm 2 (3)), :func:`prokl.torch_ops.eigenvalue_ema` in one launch.
+    """Update the eigenvalues with clip (Algorithm 2 (3)) in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64
     where one of them is, else in float32.
@@ -173,7 +167,7 @@ def eigenvalue_ema(
         n: long side, above r.
         eps: damping (B,).
         ceiling_L, ceiling_S, ceiling_mu: largest inverse square roots (B,).
-        live: (B,) bool; a weight with False keeps its values bit for bit. None: all live.
+        active: (B,) bool; a weight with False keeps its values bit for bit. None: all step.
 
     Returns:
         The new inv_sqrt_lambda_L, inv_sqrt_lambda_S and inv_sqrt_mu, in the dtype of the arithmetic.
@@ -206,15 +200,15 @@ def eigenvalue_ema(
     device = inv_sqrt_lambda_L.device
     for name, (t, shape) in inputs.items():
         launch.check(name, t, shape, device, like="inv_sqrt_lambda_L")
-    if live is not None:
-        launch.check("live", live, (B,), device, (torch.bool,), like="inv_sqrt_lambda_L")
+    if active is not None:
+        launch.check("active", active, (B,), device, (torch.bool,), like="inv_sqrt_lambda_L")
 
     tensors = [t for t, _ in inputs.values()]
     dtype = launch.arithmetic_dtype(*tensors)
     new_L, new_S, new_mu = (torch.empty(k, dtype=dtype, device=device) for k in ((B, m), (B, r), (B,)))
     if B == 0:
         return new_L, new_S, new_mu
-    tensors.append(eps if live is None else live)  # eps is not read in its place
+    tensors.append(eps if active is None else active)  # eps is not read in its place
     launch.start(
         eigenvalue_ema_kernel,
         (B,),
@@ -229,7 +223,7 @@ def eigenvalue_ema(
         float(n),
         float(m * (n - r)),
         *(stride for t in tensors for stride in t.stride()),
-        HAS_LIVE=live is not None,
+        HAS_ACTIVE=active is not None,
         DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
         TILE=TILE,
         TILES_M=triton.cdiv(m, TILE),

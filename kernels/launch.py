@@ -55,15 +55,6 @@ def operand_dtype(sum_dtype: torch.dtype, *tensors: Tensor) -> torch.dtype:
     )
 
 
-def can_run(*tensors: Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> bool:
-    """Whether the tensors have one of these dtypes and lie on one device where kernels run."""
-    return (
-        len({t.device for t in tensors}) == 1
-        and tensors[0].device.type in DEVICES
-        and all(t.dtype in dtypes for t in tensors)
-    )
-
-
 def check(
     name: str,
     t: Tensor,

@@ -1,4 +1,4 @@
-"""Subspace part of the direction in one launch; in PyTorch: ``prokl.torch_ops.precondition``.
+"""Subspace part of the direction in one launch; in PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.precondition``.
 
 B: matrices; M: short side; R: rank.
 """
@@ -100,12 +100,8 @@ def choose_tile(r: int, dtype: torch.dtype) -> Tile | None:
 
 
 def can_use_precondition(P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor) -> bool:
-    """Whether :func:`precondition` runs on these: floating dtypes, on one device where kernels run, r that fits.
-
-    A program holds whole rows, so r is at most 128, or 64 in float64; beyond it the caller takes the torch form.
-    """
-    tensors = (P, G_par, Q_S, a_S)
-    return launch.can_run(*tensors) and choose_tile(G_par.shape[-1], launch.arithmetic_dtype(*tensors)) is not None
+    """Return True if :func:`precondition` takes this rank: whole rows in one program, at most 128, or 64 in float64."""
+    return choose_tile(G_par.shape[-1], launch.arithmetic_dtype(P, G_par, Q_S, a_S)) is not None
 
 
 def precondition(
@@ -113,8 +109,8 @@ def precondition(
     G_par: Tensor,
     Q_S: Tensor,
     a_S: Tensor,
-    *,
     alpha: float,
+    *,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:

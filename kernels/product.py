@@ -159,11 +159,6 @@ def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "
     return tiles[-1]
 
 
-def can_use_product(*tensors: Tensor) -> bool:
-    """Whether :func:`product` runs on these A, B and C: floating dtypes, all on one device where kernels run."""
-    return bool(tensors) and launch.can_run(*tensors)
-
-
 def check_scales(B: int, device: torch.device, **scales: float | Tensor) -> None:
     """Raise ValueError unless every scale is a number or one number a matrix on this device."""
     for name, scale in scales.items():

@@ -20,7 +20,7 @@ def project_kernel(
     G_ptr,
     M_ptr,
     U_ptr,
-    live_ptr,
+    active_ptr,
     GU_ptr,
     MU_ptr,
     M,
@@ -35,8 +35,8 @@ def project_kernel(
     stride_U_b,
     stride_U_n,
     stride_U_r,
-    stride_live_b,
-    HAS_LIVE: tl.constexpr,
+    stride_active_b,
+    HAS_ACTIVE: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -44,7 +44,7 @@ def project_kernel(
     TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not live.
+    """GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
 
     G, M (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of SUM.
     """
@@ -61,8 +61,8 @@ def project_kernel(
     m_m = o_m[:, None] < M
     m_r = o_r[None, :] < R
     m_g = m_m
-    if HAS_LIVE:  # a dead gradient has no row to read
-        m_g = o_m[:, None] < tl.where(tl.load(live_ptr + i_b * stride_live_b), M, 0)
+    if HAS_ACTIVE:  # an inactive gradient has no row to read
+        m_g = o_m[:, None] < tl.where(tl.load(active_ptr + i_b * stride_active_b), M, 0)
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
@@ -110,17 +110,12 @@ def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: boo
     return middle if r > small.n and precision != "ieee" else small
 
 
-def can_use_project(*tensors: Tensor) -> bool:
-    """Whether :func:`project` runs on these G, M and U: floating dtypes, all on one device where kernels run."""
-    return bool(tensors) and launch.can_run(*tensors)
-
-
 def project(
     G: Tensor,
     M: Tensor,
     U: Tensor,
+    active: Tensor | None = None,
     *,
-    live: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +128,7 @@ def project(
         G: gradients (B,m,n).
         M: momentum (B,m,n).
         U: bases (B,n,r).
-        live: (B,) bool; where False, G counts as zero, whatever it holds. None: all live.
+        active: (B,) bool; where False, G counts as zero, whatever it holds. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from r, the dtypes, the precision and the strides.
 
@@ -153,8 +148,8 @@ def project(
     launch.check("G", G, (B, m, n), G.device)
     launch.check("M", M, (B, m, n), G.device, like="G")
     launch.check("U", U, (B, n, r), G.device, like="G")
-    if live is not None:
-        launch.check("live", live, (B,), G.device, (torch.bool,), like="G")
+    if active is not None:
+        launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
     dtype = launch.arithmetic_dtype(G, M, U)
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
     if B == 0:
@@ -168,7 +163,7 @@ def project(
         G,
         M,
         U,
-        G if live is None else live,  # not read
+        G if active is None else active,  # not read
         GU,
         MU,
         m,
@@ -177,8 +172,8 @@ def project(
         *G.stride(),
         *M.stride(),
         *U.stride(),
-        0 if live is None else live.stride(0),
-        HAS_LIVE=live is not None,
+        0 if active is None else active.stride(0),
+        HAS_ACTIVE=active is not None,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],
         PRECISION=precision if operand == torch.float32 else "ieee",

@@ -1,4 +1,6 @@
-"""Momentum update and both residuals in one pass over the gradient; in PyTorch: ``prokl.torch_ops.residuals``.
+"""Momentum update and both residuals in one pass over the gradient.
+
+In PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.residuals``.
 
 B: matrices; M: short side; N: long side; R: rank.
 """
@@ -21,7 +23,7 @@ def residuals_kernel(
     G_tilde_ptr,
     G_par_ptr,
     U_ptr,
-    live_ptr,
+    active_ptr,
     G_perp_ptr,
     G_hat_perp_ptr,
     size2_ptr,
@@ -48,8 +50,8 @@ def residuals_kernel(
     stride_U_b,
     stride_U_n,
     stride_U_r,
-    stride_live_b,
-    HAS_LIVE: tl.constexpr,
+    stride_active_b,
+    HAS_ACTIVE: tl.constexpr,
     HAT: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -59,8 +61,8 @@ def residuals_kernel(
 ):
     """One (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
 
-    M <- momentum M + g G where live; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
-    where not live. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
+    M <- momentum M + g G where active; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
+    where not active. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
     G, M (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
     """
     i = tl.program_id(0)
@@ -75,9 +77,9 @@ def residuals_kernel(
     m_m = o_m[:, None] < M
     m_n = o_n[None, :] < N
     mask = m_m & m_n
-    m_live = mask
-    if HAS_LIVE:  # a dead matrix has no row to read of G or to write of M
-        m_live = (o_m[:, None] < tl.where(tl.load(live_ptr + i_b * stride_live_b), M, 0)) & m_n
+    m_active = mask
+    if HAS_ACTIVE:  # an inactive matrix has no row to read of G or to write of M
+        m_active = (o_m[:, None] < tl.where(tl.load(active_ptr + i_b * stride_active_b), M, 0)) & m_n
 
     t_at = G_tilde_ptr + i_b * stride_G_tilde_b + o_m[:, None] * stride_G_tilde_m + o_r[None, :] * stride_G_tilde_r
     p_at = G_par_ptr + i_b * stride_G_par_b + o_m[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
@@ -101,11 +103,11 @@ def residuals_kernel(
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
     at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
     # Scalars come as fp64 and are rounded once; tl.full also takes the interpreter's Python floats.
-    x = tl.load(G_at, m_live, 0.0).to(DTYPE)
+    x = tl.load(G_at, m_active, 0.0).to(DTYPE)
     tl.store(G_perp_ptr + at, x - tilde, mask)
     y = tl.load(M_at, mask, 0.0).to(DTYPE)
     y = tl.full((), momentum, DTYPE) * y + tl.full((), g, DTYPE) * x
-    tl.store(M_at, y.to(M_ptr.dtype.element_ty), m_live)
+    tl.store(M_at, y.to(M_ptr.dtype.element_ty), m_active)
     if HAT:
         y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
         tl.store(whole2_ptr + i, tl.sum(y * y))
@@ -125,11 +127,6 @@ def choose_tile(dtype: torch.dtype) -> Tile:
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
-def can_use_residuals(*tensors: Tensor) -> bool:
-    """Whether :func:`residuals` runs on these tensors of its: floating dtypes, all on one device where kernels run."""
-    return bool(tensors) and launch.can_run(*tensors)
-
-
 def residuals(
     G: Tensor,
     M: Tensor,
@@ -139,8 +136,7 @@ def residuals(
     *,
     momentum: float,
     weights: tuple[float, float, float],
-    live: Tensor | None = None,
-    hat: bool = True,
+    active: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -153,18 +149,17 @@ def residuals(
         G: gradients (B,m,n).
         M: momentum (B,m,n); updated in place.
         G_tilde: G U (B,m,r).
-        G_par: G^ U (B,m,r). Not read, and may be None, unless ``hat``.
+        G_par: G^ U (B,m,r), or None where G^ is not wanted.
         U: bases (B,n,r).
         momentum: weight of the old M.
         weights: (g, a, b).
-        live: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all live.
-        hat: whether G^ is wanted.
+        active: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the dtypes.
 
     Returns:
         (G - G~ U^T, G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n) twice, contiguous, then (B,)
-        twice, in the dtype of the arithmetic. The last three are None unless ``hat``.
+        twice, in the dtype of the arithmetic. The last three are None without ``G_par``.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -182,13 +177,12 @@ def residuals(
         raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
     launch.check("G_tilde", G_tilde, (B, m, r), G.device, like="G")
     launch.check("U", U, (B, n, r), G.device, like="G")
-    if not hat:
+    hat = G_par is not None
+    if G_par is None:
         G_par = G_tilde  # not read
-    elif G_par is None:
-        raise ValueError("Invalid G_par=None: must be a tensor (B, m, r) where hat=True; pass hat=False without it.")
     launch.check("G_par", G_par, (B, m, r), G.device, like="G")
-    if live is not None:
-        launch.check("live", live, (B,), G.device, (torch.bool,), like="G")
+    if active is not None:
+        launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
     dtype = launch.arithmetic_dtype(G, M, G_tilde, G_par, U)
     tile = tile or choose_tile(dtype)
@@ -208,7 +202,7 @@ def residuals(
             G_tilde,
             G_par,
             U,
-            G if live is None else live,  # not read
+            G if active is None else active,  # not read
             G_perp,
             G_hat_perp,
             size2,
@@ -223,8 +217,8 @@ def residuals(
             *G_tilde.stride(),
             *G_par.stride(),
             *U.stride(),
-            0 if live is None else live.stride(0),
-            HAS_LIVE=live is not None,
+            0 if active is None else active.stride(0),
+            HAS_ACTIVE=active is not None,
             HAT=hat,
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
             PRECISION="ieee" if dtype == torch.float64 else precision,

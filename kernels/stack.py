@@ -1,4 +1,4 @@
-"""Matrices that lie anywhere as one batch, with their squared norms; in PyTorch: ``prokl.torch_ops.stack``.
+"""Matrices that lie anywhere as one batch, with their squared norms; in PyTorch: ``prokl.backends.io.TorchIO.gather``.
 
 B: matrices; M: short side; N: long side.
 """
@@ -98,11 +98,6 @@ def choose_tile(dtype: torch.dtype) -> Tile:
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
-def can_use_stack(addresses: Tensor, dtype: torch.dtype) -> bool:
-    """Whether :func:`stack` runs on matrices of ``dtype`` at these addresses: a floating dtype, where kernels run."""
-    return launch.can_run(addresses, dtypes=(torch.int64,)) and dtype in launch.FLOATS
-
-
 def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
     """Raise ValueError unless these are a table of ``count`` matrices of a floating ``dtype``."""
     launch.check("addresses", addresses, (3, count), addresses.device, (torch.int64,))
@@ -118,8 +113,8 @@ def stack(
     Any strides and sizes from one up. Squares are added in float64 for float64 matrices, else in float32.
 
     Args:
-        addresses: (3,B) int64, as :class:`prokl.addresses.Addresses` holds it: address, row and column stride of
-            each matrix. Address 0 is an absent matrix, which counts as zero. Strides are not negative.
+        addresses: (3,B) int64, as :class:`prokl.backends.pointers.PointerTable` holds it: address, row and column
+            stride of each matrix. Address 0 is an absent matrix, which counts as zero. Strides are not negative.
         m: rows of every matrix.
         n: columns of every matrix.
         dtype: dtype of what the addresses point at.

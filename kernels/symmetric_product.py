@@ -1,6 +1,6 @@
 """Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B)``.
 
-B: matrices; M: rows and columns; K: depth; R: depth of the part that is subtracted.
+B: matrices; M: rows and columns; K: depth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from prokl.kernels.product import (
     aligned,
     check_out_dtype,
     check_scales,
-    product,
     scale_arguments,
     scale_of,
 )
@@ -80,14 +79,11 @@ def symmetric_product_kernel(
     A_ptr,
     B_ptr,
     C_ptr,
-    V_ptr,
-    W_ptr,
     D_ptr,
     alpha_ptr,
     beta_ptr,
     M,
     K,
-    R,
     alpha: tl.float64,
     beta: tl.float64,
     stride_A_b,
@@ -99,28 +95,20 @@ def symmetric_product_kernel(
     stride_C_b,
     stride_C_m,
     stride_C_n,
-    stride_V_b,
-    stride_V_m,
-    stride_V_r,
-    stride_W_b,
-    stride_W_m,
-    stride_W_r,
     stride_alpha_b,
     stride_beta_b,
     HAS_C: tl.constexpr,
-    HAS_VW: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
-    PRECISION_VW: tl.constexpr,
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """D = alpha (A B^T + V W^T) + beta C, known to be symmetric: a lower tile and its mirror image a program.
+    """D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), V, W (M, R), C (M, M) have any strides; D (M, M) is contiguous. V and W are multiplied as SUM.
+    A, B (M, K), C (M, M) have any strides; D (M, M) is contiguous.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -136,12 +124,6 @@ def symmetric_product_kernel(
         acc, A_at, B_at, o_m, o_n, M, K,
         stride_A_m, stride_A_k, stride_B_m, stride_B_k, OPERAND, SUM, PRECISION, TILE_K,
     )  # fmt: skip
-    if HAS_VW:
-        V_at, W_at = V_ptr + i_b * stride_V_b, W_ptr + i_b * stride_W_b
-        acc = _add_product(
-            acc, V_at, W_at, o_m, o_n, M, R,
-            stride_V_m, stride_V_r, stride_W_m, stride_W_r, SUM, SUM, PRECISION_VW, TILE_K,
-        )  # fmt: skip
 
     mask = (o_m[:, None] < M) & (o_n[None, :] < M)
     d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
@@ -196,23 +178,17 @@ def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3",
     return next((tile for tile in tiles if m >= tile.m and B * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
 
 
-def can_use_symmetric_product(*tensors: Tensor) -> bool:
-    """Whether both functions here run on these tensors: floating dtypes, all on one device where kernels run."""
-    return bool(tensors) and launch.can_run(*tensors)
-
-
 def _launch(
     A: Tensor,
     B: Tensor,
     C: Tensor | None,
-    VW: tuple[Tensor, Tensor] | None,
     alpha: float | Tensor,
     beta: float | Tensor,
     out_dtype: torch.dtype | None,
     precision: str,
     tile: Tile | None,
 ) -> Tensor:
-    # D = alpha (A B^T + V W^T) + beta C for checked A, B, V and W.
+    # D = alpha A B^T + beta C for checked A and B.
     batch, m, k = A.shape
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
     if C is not None:
@@ -226,14 +202,11 @@ def _launch(
     D = torch.empty((batch, m, m), dtype=out_dtype, device=A.device)
     if batch == 0:
         return D
-    read = (A, B, *(() if C is None else (C,)), *(VW or ()))
+    read = (A, B, *(() if C is None else (C,)))
     sum_dtype = launch.arithmetic_dtype(*read)
     operand = launch.operand_dtype(sum_dtype, A, B)
     wide = aligned(*read, D)
-    if tile is None and VW is not None and not wide and sum_dtype == torch.float32:
-        tile = IEEE  # two pairs of operands with an address in registers for every element: the shallowest
-    tile = tile or choose_tile(batch, m, operand if VW is None else sum_dtype, precision, wide)
-    V, W = VW or (A, A)  # not read
+    tile = tile or choose_tile(batch, m, operand, precision, wide)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A)
     launch.start(
@@ -243,31 +216,24 @@ def _launch(
         A,
         B,
         A if C is None else C,  # not read
-        V,
-        W,
         D,
         alpha_at,
         beta_at,
         m,
         k,
-        1 if VW is None else V.shape[2],
         alpha_value,
         beta_value,
         *A.stride(),
         *B.stride(),
         *((0, 0, 0) if C is None else C.stride()),
-        *((0, 0, 0) if VW is None else V.stride()),
-        *((0, 0, 0) if VW is None else W.stride()),
         stride_alpha,
         stride_beta,
         HAS_C=C is not None,
-        HAS_VW=VW is not None,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[sum_dtype],
         PRECISION=precision if operand == torch.float32 else "ieee",
-        PRECISION_VW=precision if sum_dtype == torch.float32 else "ieee",
         TILE=tile.m,
         TILE_K=tile.k,
         num_warps=tile.warps,
@@ -282,26 +248,21 @@ def symmetric_product(
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 1.0,
-    minus: tuple[Tensor, Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """D = alpha (A A^T - B K B^T) + beta C for every matrix of a batch, with (B, K) = ``minus``; D equals D^T exactly.
+    """D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
     float32; all else is in the dtype of the sum. Half of the products are computed, and half of C is read.
-
-    The difference cancels: where B captures 50, 90 and 99 % of A's energy, the error in float32 relative to D is
-    about 3, 11 and 36 times that of the product of an explicit residual (64 x 256, r = 32): form that where it matters.
 
     Args:
         A: factors (B,m,k).
         C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
         alpha: scale of the product: a number, or (B,) on the device, one a matrix.
         beta: likewise, scale of C.
-        minus: B (B,m,r) and symmetric K (B,r,r) of the part that is subtracted before rounding, or None.
         out_dtype: dtype of D; by default A's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
@@ -316,17 +277,7 @@ def symmetric_product(
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
-    VW = None
-    if minus is not None:
-        W, inner = minus
-        if W.ndim != 3 or W.shape[2] == 0:
-            raise ValueError(f"minus[0] has shape {tuple(W.shape)}; must be (B, m, r) with r >= 1.")
-        r = W.shape[2]
-        launch.check("minus[0]", W, (A.shape[0], A.shape[1], r), A.device, like="A")
-        launch.check("minus[1]", inner, (A.shape[0], r, r), A.device, like="A")
-        V = product(W, inner, alpha=-1.0, out_dtype=launch.arithmetic_dtype(A, W, inner), precision=precision)
-        VW = V, W
-    return _launch(A, A, C, VW, alpha, beta, out_dtype, precision, tile)
+    return _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
 
 
 def symmetric_polynomial(
@@ -367,4 +318,4 @@ def symmetric_polynomial(
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     launch.check("B", B, tuple(A.shape), A.device, like="A")
-    return _launch(A, B, C, None, alpha, beta, out_dtype, precision, tile)
+    return _launch(A, B, C, alpha, beta, out_dtype, precision, tile)

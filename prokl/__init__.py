@@ -2,7 +2,7 @@
 
 from prokl import diagnostics
 from prokl.optimizer import KLShampoo, ProKLShampoo
-from prokl.routing import param_groups
+from prokl.routing.param_groups import param_groups
 
 __all__ = ["KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
 __version__ = "0.4.0"

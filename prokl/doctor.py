@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from prokl import toolkit
+from prokl.backends import toolkit
 
 Line = tuple[str, Callable[[], str]]
 """A key, which stays the same from release to release, and what finds out."""
@@ -51,7 +51,7 @@ def _nvcc() -> str:
 
 
 def _extension() -> str:
-    from prokl import extension
+    from prokl.backends import extension
 
     module, reason = extension.load()
     if module is None:
@@ -62,11 +62,11 @@ def _extension() -> str:
 def _gpu(index: int) -> str:
     import torch
 
-    from prokl import extension
+    from prokl.backends import extension
 
     device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
-    reason = extension.obstacle(device)
+    reason = extension.unsupported_reason(device)
     covered = "covered by the extension" if reason is None else f"not covered: {reason}"
     return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {covered}"
 

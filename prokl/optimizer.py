@@ -7,41 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl import reference, reference_kl, update, update_kl
-from prokl.base import MatrixOptimizer
-from prokl.buckets import Method, state_dtype
-from prokl.hyper import Hyper, ProHyper, Variant
-from prokl.initial import InitEigenvalue, initialise, initialise_kl
-from prokl.shapes import MatrixShape, effective_rank
-from prokl.validation import available_bytes, check_common, check_pro
-
-
-def _pro_shapes(m: int, n: int, r: int, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "M": (m, n),
-        "U": (n, r),
-        "L": (m, m),
-        "S": (r, r),
-        "Q_L": (m, m),
-        "Q_S": (r, r),
-        "inv_sqrt_lambda_L": (m,),
-        "inv_sqrt_lambda_S": (r,),
-        "inv_sqrt_mu": (),
-    }
-    return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
-
-
-def _kl_shapes(m: int, n: int, r: int, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "M": (m, n),
-        "L": (m, m),
-        "R": (n, n),
-        "Q_L": (m, m),
-        "Q_R": (n, n),
-        "inv_sqrt_lambda_L": (m,),
-        "inv_sqrt_lambda_R": (n,),
-    }
-    return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
+from prokl.algorithm.initial import InitEigenvalue
+from prokl.algorithm.klshampoo import KLShampooMethod
+from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
+from prokl.algorithm.settings import Variant
+from prokl.engine.base import MatrixOptimizer
 
 
 class ProKLShampoo(MatrixOptimizer):
@@ -90,15 +60,7 @@ class ProKLShampoo(MatrixOptimizer):
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
-    method = Method(
-        initialise=lambda G, rank, group: initialise(G, rank, group["beta2"], group["init_eigenvalue"]),
-        step=update.step,
-        workspace=update.workspace,
-        reference_step=reference.step,
-        hyper=ProHyper.of,
-        state_shapes=_pro_shapes,
-    )
-    fixed = ("rank", "variant", "state_dtype", "init_eigenvalue")
+    method = ProKLShampooMethod()
 
     def __init__(
         self,
@@ -139,24 +101,7 @@ class ProKLShampoo(MatrixOptimizer):
             "maximize": maximize,
             "ns_dtype": ns_dtype,
         }
-        check_pro(defaults)
         super().__init__(params, defaults)
-
-    @classmethod
-    def check_group(cls, group: dict[str, Any]) -> None:
-        """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
-        check_pro(group)
-
-    @classmethod
-    def rank_of(cls, group: dict[str, Any], shape: MatrixShape) -> int:
-        """Effective rank: min(rank, m, n - 1)."""
-        return effective_rank(group["rank"], shape.m, shape.n)
-
-
-def _kl_reference_step(
-    W: Tensor, G: Tensor, state: dict[str, Tensor], h: Hyper, *, aspect_scale: float, refresh: bool
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return reference_kl.step(W, G, state, h, refresh=refresh)
 
 
 class KLShampoo(MatrixOptimizer):
@@ -185,15 +130,7 @@ class KLShampoo(MatrixOptimizer):
         MemoryError: the state would not fit into the free memory of the weights' device.
     """
 
-    method = Method(
-        initialise=lambda G, rank, group: initialise_kl(G, group["beta2"], group["init_eigenvalue"]),
-        step=update_kl.step,
-        workspace=update_kl.workspace,
-        reference_step=_kl_reference_step,
-        hyper=Hyper.of,
-        state_shapes=_kl_shapes,
-    )
-    fixed = ("state_dtype", "init_eigenvalue")
+    method = KLShampooMethod()
 
     def __init__(
         self,
@@ -222,31 +159,4 @@ class KLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
         }
-        check_common(defaults)
         super().__init__(params, defaults)
-
-    @classmethod
-    def check_group(cls, group: dict[str, Any]) -> None:
-        """Raise ValueError when a matrix group's hyper-parameters are out of bounds."""
-        check_common(group)
-
-    def check_memory(self) -> None:
-        """Raise MemoryError when the state of a new group cannot fit; nothing is allocated."""
-        needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-        for index, other in enumerate(self.param_groups):
-            for p, name in self._named(index) if other["algorithm"] == "matrix" else ():
-                shape = MatrixShape.of(p)
-                elements = shape.count * (shape.m * shape.n + 2 * (shape.m**2 + shape.n**2))
-                if not self.state.get(p):  # what has state is not free any more
-                    size = elements * state_dtype(other, p).itemsize
-                    needed.setdefault(p.device, []).append((size, name, p))
-        for device, sizes in needed.items():
-            free, total = available_bytes(device), sum(size for size, _, _ in sizes)
-            if free is not None and total > free:
-                size, name, p = max(sizes, key=lambda entry: entry[0])
-                raise MemoryError(
-                    f"KLShampoo needs {total / 2**30:.1f} GiB of state and {free / 2**30:.1f} GiB are "
-                    f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
-                    'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use '
-                    "ProKLShampoo."
-                )

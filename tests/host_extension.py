@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from prokl import extension
+from prokl.backends import extension
 
 ROOT = Path(__file__).parent.parent
 HOST_CUDA = ROOT / "tests" / "host_cuda"

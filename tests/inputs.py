@@ -29,12 +29,16 @@ def method(request):
 
 @pytest.fixture(params=[*BACKENDS, "blind"])
 def path(request, monkeypatch):
-    """Value of `backend`; "blind" takes from the batched step the knowledge that reading a CPU tensor is free."""
+    """Value of `backend`; "blind" is the batched step where the host must not read the device."""
     if request.param != "blind":
         return request.param
-    for module in ("prokl.buckets", "prokl.qr"):
-        monkeypatch.setattr(f"{module}.may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
     return "torch"
+
+
+def forbid_host_reads(monkeypatch):
+    """Take from the batched step the knowledge that reading a CPU tensor is free."""
+    monkeypatch.setattr("prokl.backends.select.is_host_readable", lambda device: False)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):

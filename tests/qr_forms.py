@@ -6,46 +6,48 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import prokl.qr
-from prokl import cuda_qr
+from prokl.backends import cuda_qr, qr
+from prokl.backends.torch_ops import TorchPrimitives
 
 
 @dataclass(frozen=True)
 class Form:
     function: Callable
     """From the operation's inputs to Q."""
-    host: bool = False
-    """Whether the host may read a tensor to choose a branch, as on a CPU."""
     extension: bool = False
 
 
 def of_symmetric(S):
-    return prokl.qr.cholesky_refresh(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S))
+    return qr.cholesky_refresh(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S))
 
 
-def torch_forms(function):
-    return {"torch on a host": Form(function, host=True), "torch on a device": Form(function)}
+def torch_forms(name):
+    """PyTorch's primitive of this name, as on a CPU and as where the host may not read."""
+    return {
+        "torch on a host": Form(getattr(TorchPrimitives(host_readable=True), name)),
+        "torch on a device": Form(getattr(TorchPrimitives(host_readable=False), name)),
+    }
 
 
 FORMS = {
     "qr": {
-        "householder": Form(prokl.qr.householder_qr),
+        "householder": Form(qr.householder_qr),
         "extension": Form(lambda A: cuda_qr.qr(A).Q, extension=True),
     },
     "tracking": {
-        **torch_forms(prokl.qr.tracking_qr),
+        **torch_forms("tracking_qr"),
         "extension": Form(cuda_qr.track, extension=True),
     },
     "semidefinite": {
-        **torch_forms(of_symmetric),
+        "torch": Form(of_symmetric),
         "extension": Form(lambda S: cuda_qr.semidefinite_qr(S).Q, extension=True),
     },
     "refresh": {
-        **torch_forms(prokl.qr.refresh_basis),
+        **torch_forms("refresh_basis"),
         "extension": Form(cuda_qr.refresh_basis, extension=True),
     },
     "coordinates": {
-        **torch_forms(prokl.qr.refresh_coordinates),
+        **torch_forms("refresh_coordinates"),
         "extension": Form(cuda_qr.refresh_coordinates, extension=True),
     },
 }
@@ -53,14 +55,13 @@ EVERY_FORM = [(operation, form) for operation, forms in FORMS.items() for form i
 
 
 @pytest.fixture
-def form_of(request, monkeypatch):
+def form_of(request):
     """(operation, form) -> its function, with what it needs in place."""
 
     def prepared(operation, name):
         form = FORMS[operation][name]
         if form.extension:
             request.getfixturevalue("extension_on_cpu")
-        monkeypatch.setattr(prokl.qr, "may_branch", lambda t: form.host)
         return form.function
 
     return prepared

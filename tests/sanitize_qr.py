@@ -5,7 +5,7 @@ Every kernel runs: one block and several, splits, shifts, the tree of leaves and
 
 import torch
 
-from prokl import cuda_qr
+from prokl.backends import cuda_qr
 from tests.qr_bounds import assert_is_qr
 from tests.qr_problems import CLASSES
 

@@ -1,15 +1,14 @@
 """What runs on a device whose values the host may not read: same results, no host reads, bad gradients masked.
 
-The path is chosen by ``may_branch``; saying no on a CPU runs it here.
+The path is chosen by ``is_host_readable``; saying no on a CPU runs it here.
 """
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import prokl.buckets
-import prokl.qr
 from prokl import KLShampoo, ProKLShampoo
+from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 SHAPES = [(6, 10), (6, 10), (10, 6), (3, 6, 10), (8, 8), (12, 40)]
@@ -19,8 +18,7 @@ READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::n
 
 @pytest.fixture
 def no_branching(monkeypatch):
-    monkeypatch.setattr(prokl.qr, "may_branch", lambda t: False)
-    monkeypatch.setattr(prokl.buckets, "may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
 
 
 class ForbidHostReads(TorchDispatchMode):
@@ -36,8 +34,7 @@ def test_same_weights_and_state_in_float64(cls, kwargs, monkeypatch):
 
     stream = gradient_stream(SHAPES, 24)
     plain, one = run(cls, stream, absent=late, **kwargs)
-    monkeypatch.setattr(prokl.qr, "may_branch", lambda t: False)
-    monkeypatch.setattr(prokl.buckets, "may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
     masked, two = run(cls, stream, absent=late, **kwargs)
     for p, q in zip(plain, masked, strict=True):
         assert relative(q, p) <= 1e-9  # measured: 5e-14

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prokl.addresses import Addresses
+from prokl.backends.pointers import PointerTable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -28,7 +28,7 @@ def expected(matrices, counts):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_the_table_holds_address_and_strides_of_every_matrix(dtype):
     matrices, counts = layouts(dtype=dtype)
-    addresses = Addresses(sum(counts), DEVICE)
+    addresses = PointerTable(sum(counts), DEVICE)
     assert not addresses.table.any()
     addresses.update(matrices, counts)
     assert addresses.table.dtype == torch.int64 and addresses.table.device.type == DEVICE
@@ -37,7 +37,7 @@ def test_the_table_holds_address_and_strides_of_every_matrix(dtype):
 
 def test_the_table_is_written_only_when_something_moved(monkeypatch):
     matrices, counts = layouts()
-    addresses = Addresses(sum(counts), torch.device(DEVICE))
+    addresses = PointerTable(sum(counts), torch.device(DEVICE))
     table, pointer = addresses.table, addresses.table.data_ptr()
     addresses.update(matrices, counts)
     written = table._version
@@ -63,7 +63,7 @@ def test_every_change_of_a_matrix_is_seen():
         "gone": None,
     }
     for name, other in others.items():
-        addresses = Addresses(1, DEVICE)
+        addresses = PointerTable(1, DEVICE)
         for t in (first, other, first):
             addresses.update([t], [1])
             assert torch.equal(addresses.table.cpu(), expected([t], [1])), name
@@ -71,7 +71,7 @@ def test_every_change_of_a_matrix_is_seen():
 
 def test_the_split_of_the_same_matrices_among_parameters_is_seen():
     several = torch.zeros(4, 3, 5, device=DEVICE)
-    addresses = Addresses(4, DEVICE)
+    addresses = PointerTable(4, DEVICE)
     for matrices, counts in (([several], [4]), ([several[:2], None], [2, 2]), ([several[:1], None], [1, 3])):
         addresses.update(matrices, counts)
         assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
@@ -85,7 +85,7 @@ def test_the_matrices_are_not_kept_alive():
 
     t = torch.zeros(1, 3, 5, device=DEVICE).as_subclass(Watched)
     alive = weakref.ref(t)
-    addresses = Addresses(1, DEVICE)
+    addresses = PointerTable(1, DEVICE)
     addresses.update([t], [1])
     del t
     assert alive() is None
@@ -93,7 +93,7 @@ def test_the_matrices_are_not_kept_alive():
 
 
 def test_no_matrices():
-    addresses = Addresses(0, DEVICE)
+    addresses = PointerTable(0, DEVICE)
     addresses.update([], [])
     assert addresses.table.shape == (3, 0)
 
@@ -110,7 +110,7 @@ def test_no_matrices():
 )
 def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, message):
     matrices, counts = layouts()
-    addresses = Addresses(sum(counts), DEVICE)
+    addresses = PointerTable(sum(counts), DEVICE)
     addresses.update(matrices, counts)
     with pytest.raises(ValueError, match=message):
         addresses.update(*change(matrices, counts))
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, message):
 @pytest.mark.gpu
 def test_a_change_during_capture_raises_and_no_change_does_not():
     matrices, counts = layouts()
-    addresses = Addresses(sum(counts), DEVICE)
+    addresses = PointerTable(sum(counts), DEVICE)
     addresses.update(matrices, counts)
     moved = [matrices[0].clone(), *matrices[1:]]
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -139,7 +139,7 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
         def copy_(self, source, non_blocking):
             raise AssertionError("written during capture")
 
-    addresses = Addresses(1, "cpu")
+    addresses = PointerTable(1, "cpu")
     table, t = addresses.table, torch.zeros(1, 3, 5)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -6,11 +6,11 @@ against the tensor itself. Gradients carry enough noise that no eigenbasis is le
 
 import math
 
+import prokl.reference
 import pytest
 import torch
 
 import prokl
-import prokl.reference
 from tests.transcription import (
     VARIANTS,
     ProTranscription,

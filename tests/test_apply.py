@@ -8,19 +8,19 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from prokl.addresses import Addresses
+from prokl.backends.pointers import PointerTable
 from prokl.kernels import launch
-from prokl.kernels.apply import TILES_FP64, TILES_HALF, apply, can_use_apply, choose_tile
+from prokl.kernels.apply import TILES_FP64, TILES_HALF, apply, choose_tile
 from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
 SIZES = [(1, 1, 1), (5, 3, 2), (70, 130, 11), (32, 96, 16)]  # m, n, r
 PARTS = {
-    "all": ("X", "Q", "scale", "B", "U"),
-    "without scale": ("X", "Q", "B", "U"),
-    "without Q": ("X", "scale", "B", "U"),
+    "all": ("X", "Q", "scale", "left", "right"),
+    "without scale": ("X", "Q", "left", "right"),
+    "without Q": ("X", "scale", "left", "right"),
     "X alone": ("X",),
     "scale Q X": ("X", "Q", "scale"),
-    "B U^T": ("B", "U"),
+    "left right^T": ("left", "right"),
 }
 
 
@@ -35,8 +35,8 @@ def factors(count, m, n, r, *, X=torch.float32, B=torch.float32, rate=torch.floa
         "X": normal(count, m, n, dtype=X),
         "Q": (normal(count, m, m, dtype=torch.float64) / m**0.5).to(X),
         "scale": normal(count, dtype=B),
-        "B": (normal(count, m, r, dtype=torch.float64) / r**0.5).to(B),
-        "U": normal(count, n, r, dtype=B),
+        "left": (normal(count, m, r, dtype=torch.float64) / r**0.5).to(B),
+        "right": normal(count, n, r, dtype=B),
         "lr": torch.full((), 0.1, dtype=rate, device=DEVICE),
         "weight_decay": torch.full((1,), 0.3, dtype=rate, device=DEVICE),
     }
@@ -49,16 +49,16 @@ def call(bucket, a, **options):
 
 def expected(W, a):
     """The new W in float64, and the sum of the absolute values of all that is added up in it."""
-    a = {k: v.double() for k, v in a.items() if v is not None and k != "live"}
+    a = {k: v.double() for k, v in a.items() if v is not None and k != "active"}
     keep = 1 - a["lr"] * a["weight_decay"]
     D, size = torch.zeros_like(W, dtype=torch.float64), torch.zeros_like(W, dtype=torch.float64)
     if "X" in a:
         scale = a["scale"][:, None, None] if "scale" in a else 1.0
         D = D + scale * (a["Q"] @ a["X"] if "Q" in a else a["X"])
         size = size + abs(scale) * (a["Q"].abs() @ a["X"].abs() if "Q" in a else a["X"].abs())
-    if "B" in a:
-        D = D + a["B"] @ a["U"].mT
-        size = size + a["B"].abs() @ a["U"].abs().mT
+    if "left" in a:
+        D = D + a["left"] @ a["right"].mT
+        size = size + a["left"].abs() @ a["right"].abs().mT
     return keep * W.double() - a["lr"] * D, keep.abs() * W.double().abs() + a["lr"].abs() * size
 
 
@@ -74,7 +74,7 @@ def assert_applied(bucket, before, a):
     new, (truth, size) = bucket.dense()[given], (t[given] for t in expected(before, a))
     wide = torch.float64 in {bucket.dtype, *(v.dtype for k, v in a.items() if k not in ("lr", "weight_decay"))}
     u = torch.finfo(torch.float64 if wide else torch.float32).eps / 2
-    m, r = before.shape[1], a["B"].shape[2] if "B" in a else 0
+    m, r = before.shape[1], a["left"].shape[2] if "left" in a else 0
     bound = (2 * (m + r) + 20) * u * (2 if wide else 1) * size
     if torch.finfo(bucket.dtype).eps / 2 > u:
         cut = 2 if bucket.dtype == torch.bfloat16 and DEVICE == "cpu" else 1
@@ -140,7 +140,7 @@ def test_two_half_factors_of_unlike_dtypes():
     bucket = Bucket(20, 35, torch.float32)
     before = bucket.dense()
     a = factors(len(before), 20, 35, 6, X=torch.float16)
-    a |= {"Q": a["Q"].bfloat16(), "U": a["U"].half()}
+    a |= {"Q": a["Q"].bfloat16(), "right": a["right"].half()}
     call(bucket, a)
     assert_applied(bucket, before, a)
 
@@ -151,13 +151,13 @@ def test_a_weight_that_is_not_live_keeps_its_bits(dtype, size):
     bucket = Bucket(*size[:2], dtype)
     before = bucket.dense()
     a = factors(len(before), *size)
-    live = torch.tensor([b % 3 != 1 for b in range(len(before))], device=DEVICE)
-    for k in ("X", "Q", "scale", "B", "U"):
-        a[k][~live] = torch.nan
-    call(bucket, a, live=torch.stack((live, ~live), dim=1)[:, 0])
+    active = torch.tensor([b % 3 != 1 for b in range(len(before))], device=DEVICE)
+    for k in ("X", "Q", "scale", "left", "right"):
+        a[k][~active] = torch.nan
+    call(bucket, a, active=torch.stack((active, ~active), dim=1)[:, 0])
     after = bucket.dense()
-    assert torch.equal(after[~live], before[~live])
-    assert after.isfinite().all() and not (after[1:-2] == before[1:-2])[live[1:-2]].all(dim=(1, 2)).any()
+    assert torch.equal(after[~active], before[~active])
+    assert after.isfinite().all() and not (after[1:-2] == before[1:-2])[active[1:-2]].all(dim=(1, 2)).any()
     assert (bucket.outside() == GUARD).all()
 
 
@@ -190,7 +190,7 @@ def test_strides_of_the_factors_do_not_matter(size):
         bucket = Bucket(*size[:2], torch.float32, FEW)
         before = bucket.dense()
         a = factors(len(before), *size)
-        a |= {k: change(a[k]) for k in ("X", "Q", "scale", "B", "U")}
+        a |= {k: change(a[k]) for k in ("X", "Q", "scale", "left", "right")}
         assert not a["X"].is_contiguous(), name
         unchanged = {k: v.clone() for k, v in a.items()}
         call(bucket, a)
@@ -200,14 +200,14 @@ def test_strides_of_the_factors_do_not_matter(size):
 
 def test_offsets_beyond_32_bits():
     stride = 2**30 + 8  # the third row starts at element 2^31 + 16
-    for wide in ("W", "X", "U"):
+    for wide in ("W", "X", "right"):
         a = factors(1, 3, 5, 3, X=torch.float16, B=torch.float16)
         W = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
         base = torch.empty(2 * stride + 16, dtype=torch.float16, device=DEVICE)  # virtual memory: few pages touched
         W_new = base.as_strided((1, 3, 5), (0, stride, 1)).copy_(W) if wide == "W" else W.clone()
         if wide != "W":
             a[wide] = base.as_strided(a[wide].shape, (0, stride, 1) if wide == "X" else (0, 1, stride)).copy_(a[wide])
-        addresses = Addresses(1, DEVICE)
+        addresses = PointerTable(1, DEVICE)
         addresses.update([W_new], [1])
         apply(addresses.table, dtype=torch.float16, **a)
         truth, _ = expected(W, a)
@@ -216,13 +216,13 @@ def test_offsets_beyond_32_bits():
 
 def test_no_weights_start_no_kernel(monkeypatch):
     monkeypatch.setattr(launch, "start", None)
-    apply(Addresses(0, DEVICE).table, dtype=torch.float32, **factors(0, 5, 9, 2))
+    apply(PointerTable(0, DEVICE).table, dtype=torch.float32, **factors(0, 5, 9, 2))
 
 
-@pytest.mark.parametrize("name", ["X", "Q", "B", "U", "scale", "live", "lr", "weight_decay"])
+@pytest.mark.parametrize("name", ["X", "Q", "left", "right", "scale", "active", "lr", "weight_decay"])
 def test_a_wrong_tensor_raises_with_its_name(name):
     bucket = Bucket(5, 9, torch.float32)
-    a = factors(COUNT, 5, 9, 2) | {"live": torch.ones(COUNT, dtype=torch.bool, device=DEVICE)}
+    a = factors(COUNT, 5, 9, 2) | {"active": torch.ones(COUNT, dtype=torch.bool, device=DEVICE)}
     before = bucket.dense()
     wrong = {"shape": a[name][None, None], "dtype": a[name].to(torch.int32), "is on": a[name].to("meta")}
     for what, t in wrong.items():
@@ -234,14 +234,17 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"U": None}, r"^Only one of B and U was given"),
-        ({"X": None, "Q": None, "scale": None, "B": None, "U": None}, r"^Neither X nor B and U were given"),
+        ({"right": None}, r"^Only one of left and right was given"),
+        (
+            {"X": None, "Q": None, "scale": None, "left": None, "right": None},
+            r"^Neither X nor left and right were given",
+        ),
         ({"X": None, "scale": None}, r"^Q was given without X"),
         ({"X": None, "Q": None}, r"^scale was given without X"),
         ({"X": torch.ones(COUNT, 0, 9)}, r"^X has shape \(17, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
         ({"X": torch.ones(15, 5, 9)}, r"^addresses has shape \(3, 17\); must be \(3, 15\)"),
-        ({"B": torch.ones(COUNT, 5, 0)}, r"^B has shape \(17, 5, 0\); must be \(B, m, r\) with r >= 1"),
-        ({"X": None, "Q": None, "scale": None, "U": torch.ones(COUNT, 0, 2)}, r"^U has shape \(17, 0, 2\)"),
+        ({"left": torch.ones(COUNT, 5, 0)}, r"^left has shape \(17, 5, 0\); must be \(B, m, r\) with r >= 1"),
+        ({"X": None, "Q": None, "scale": None, "right": torch.ones(COUNT, 0, 2)}, r"^right has shape \(17, 0, 2\)"),
         ({"lr": torch.ones(2)}, r"^lr has shape \(2,\)"),
         ({"precision": "tf16"}, r"^Invalid precision='tf16'"),
         ({"dtype": torch.int8}, r"^Invalid dtype=torch.int8"),
@@ -252,16 +255,6 @@ def test_what_is_wrong_is_named(change, message):
     change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         apply(bucket.table, **({"dtype": torch.float32} | factors(COUNT, 5, 9, 2) | change))
-
-
-def test_the_predicate_says_what_the_launcher_takes():
-    table = torch.zeros((3, 4), dtype=torch.int64, device=DEVICE)
-    X = torch.zeros(4, 2, 3, device=DEVICE)
-    assert can_use_apply(table, torch.bfloat16, X.half(), X.double())
-    assert not can_use_apply(table, torch.int8, X)
-    assert not can_use_apply(table, torch.float32, X.int())
-    assert not can_use_apply(table, torch.float32, X.to("meta"))
-    assert not can_use_apply(table.int(), torch.float32, X)
 
 
 def test_every_tile_is_chosen_for_some_size():
@@ -280,7 +273,7 @@ def test_at_most_twice_the_error_of_pytorch_in_the_same_dtypes(size, weights, pr
     before = bucket.dense()
     a = factors(len(before), *size, X=torch.bfloat16, rate=torch.float32)
     truth, _ = expected(before, a)
-    D = (a["Q"] @ a["X"]).float() * a["scale"][:, None, None] + a["B"] @ a["U"].mT
+    D = (a["Q"] @ a["X"]).float() * a["scale"][:, None, None] + a["left"] @ a["right"].mT
     plain = (before.float() * (1 - a["lr"] * a["weight_decay"]) - a["lr"] * D).to(weights)
     call(bucket, a, precision=precision)
     given = bucket.given()

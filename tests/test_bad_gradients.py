@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from prokl.buckets import NEVER_MOVED_AFTER
+from prokl.engine.bucket import NEVER_MOVED_AFTER
 from tests.inputs import (
     BACKENDS,
     INF,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-import prokl.qr
-from prokl import ProKLShampoo, cuda_qr, extension, ops
+from prokl import ProKLShampoo, ops
+from prokl.backends import cuda_qr, extension, qr
+from prokl.backends.select import select
 from prokl.cuda_qr import Used, passes
 from tests import sanitize_qr
 from tests.host_extension import order, shared_limit
@@ -196,7 +197,7 @@ def test_arguments_are_checked_before_anything_is_read(extension_on_cpu, call, e
 
 def test_without_the_extension_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
-    with pytest.raises(ValueError, match=r"device=cpu: it was left out\. prokl\.qr has the same methods"):
+    with pytest.raises(ValueError, match=r"device=cpu: it was left out\. prokl\.backends\.qr has the same methods"):
         cuda_qr.qr(A)
 
 
@@ -218,15 +219,23 @@ def test_the_operators_pass_through_a_compiler(extension_on_cpu):
 
 def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    table = ops.select("triton", torch.device("cpu"))
-    assert table.tracking_qr is cuda_qr.track
-    assert table.refresh_basis.func is cuda_qr.refresh_basis
-    assert table.refresh_coordinates.func is cuda_qr.refresh_coordinates
+    called = []
+    for name in ("track", "refresh_basis", "refresh_coordinates"):
+        monkeypatch.setattr(cuda_qr, name, lambda *args, name=name: called.append(name))
+    monkeypatch.setattr(qr, "householder_qr", lambda A: called.append("householder"))
+    A = torch.ones(1, 2, 2)
+
+    def factorise(primitives):
+        for operation in (primitives.tracking_qr, primitives.refresh_basis, primitives.refresh_coordinates):
+            operation(*(A,) * (3 if operation == primitives.tracking_qr else 2))
+
+    factorise(select("triton", torch.device("cpu")).ops)
+    assert called == ["track", "refresh_basis", "refresh_coordinates"]
     assert ops.explain_qr("cpu", "triton") == "CUDA extension: it runs on cpu"
     assert ops.explain_qr("cpu") == "PyTorch: the torch backend calls no kernels"
     monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
-    table = ops.select("triton", torch.device("cpu"))
-    assert table.tracking_qr.func is prokl.qr.tracking_qr
+    factorise(select("triton", torch.device("cpu")).ops)
+    assert called[3:] == ["householder"] * 3
     assert ops.explain_qr("cpu", "triton") == "PyTorch: it was left out"
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from prokl import ProKLShampoo, cuda_qr, extension, ops
+from prokl import ProKLShampoo, ops
+from prokl.backends import cuda_qr, extension
+from prokl.backends.select import select
 from prokl.cuda_qr import Used
 from tests import test_qr_problems
 from tests.inputs import same_bits
@@ -31,7 +33,7 @@ LARGE = [
 
 @pytest.fixture(autouse=True)
 def extension_here():
-    obstacle = extension.obstacle(CUDA)
+    obstacle = extension.unsupported_reason(CUDA)
     assert obstacle is None, f"{obstacle}: build it with PROKL_BUILD_CUDA=1"
 
 
@@ -100,7 +102,7 @@ def test_it_runs_on_the_current_stream():
 
 
 def test_steps_on_the_device_take_the_extension_and_equal_the_references():
-    assert ops.select(None, CUDA).tracking_qr is cuda_qr.track
+    assert select(None, CUDA).ops.use_cuda_qr
     assert ops.explain_qr(CUDA).startswith("CUDA extension: ")
     stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float64)
     stream = [[g.to(CUDA) for g in gradients] for gradients in stream]

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-import prokl.qr
-from prokl import diagnostics, reference
+from prokl import diagnostics
+from prokl.algorithm import reference
 from prokl.diagnostics import measures, report
 from prokl.diagnostics.weights import batches
-from tests.inputs import KL, NAN, PRO, normal, step, weight
+from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
 from tests.problems import VARIANTS, gradient_stream, run
 from tests.test_accelerator_path import ForbidHostReads
 
@@ -141,7 +141,7 @@ def test_missing_gradients_leave_their_figures_out_and_bad_ones_give_nan():
 @pytest.mark.parametrize("cls, kwargs", METHODS, ids=IDS)
 def test_the_device_is_waited_for_once(cls, kwargs, monkeypatch):
     """Everything is launched before the one place in which results are copied to the host."""
-    monkeypatch.setattr(prokl.qr, "may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
     stream = gradient_stream(SHAPES, 3, dtype=torch.float32)
     parameters, optimizer = run(cls, stream, dtype=torch.float32, **kwargs)
     copies, reading = [], report._on_host

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from prokl import doctor, extension, ops, toolkit
+from prokl import doctor, ops
+from prokl.backends import extension, toolkit
 from tests.building import ROOT
 
 INSTALLED = ["python", "prokl", "torch", "triton", "nvcc"]

@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 import prokl
-from prokl import torch_ops
-from prokl.kernels.eigenvalue_ema import TILE, can_use_eigenvalue_ema, eigenvalue_ema
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.kernels.eigenvalue_ema import TILE, eigenvalue_ema
 from prokl.kernels.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -134,7 +134,9 @@ def test_statistics_may_have_another_dtype_than_the_state(statistics):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_the_pytorch_primitive(size):
     a = arguments(*size, state=torch.float64, statistics=torch.float64)
-    assert_within_bounds(call(eigenvalue_ema, a), [x.cpu() for x in call(torch_ops.eigenvalue_ema, a)], size[1])
+    assert_within_bounds(
+        call(eigenvalue_ema, a), [x.cpu() for x in call(TorchPrimitives(True).eigenvalue_ema, a)], size[1]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # NumPy's, in lanes that are masked
@@ -174,16 +176,16 @@ def test_masked_lanes_do_not_reach_the_sum_even_without_ceilings():
 def test_a_dead_weight_keeps_its_values_bit_for_bit(state):
     a = arguments(4, 37, 64, 11, state=state)
     undisturbed = call(eigenvalue_ema, a)
-    live = torch.tensor([True, False, True, False], device=DEVICE)
+    active = torch.tensor([True, False, True, False], device=DEVICE)
     for k in STATISTICS:
-        a[k][~live] = math.nan
+        a[k][~active] = math.nan
     a["ell"][1] = math.inf
-    got = call(eigenvalue_ema, a | {"live": live})
+    got = call(eigenvalue_ema, a | {"active": active})
     for x, old, new in zip(got, (a[k] for k in STATE), undisturbed, strict=True):
-        assert torch.equal(x[~live], old[~live].to(x.dtype))
-        assert torch.equal(x[live], new[live])
+        assert torch.equal(x[~active], old[~active].to(x.dtype))
+        assert torch.equal(x[active], new[active])
     for x, new in zip(
-        call(eigenvalue_ema, arguments(4, 37, 64, 11, state=state) | {"live": None}), undisturbed, strict=True
+        call(eigenvalue_ema, arguments(4, 37, 64, 11, state=state) | {"active": None}), undisturbed, strict=True
     ):
         assert torch.equal(x, new)
 
@@ -207,11 +209,11 @@ def test_strides_do_not_matter():
         view = wide[1::2, 2::3] if t.ndim == 2 else wide[1::2]
         return view.copy_(t)
 
-    live = torch.tensor([True, False, True], device=DEVICE)
-    expected = call(eigenvalue_ema, a | {"live": live})
+    active = torch.tensor([True, False, True], device=DEVICE)
+    expected = call(eigenvalue_ema, a | {"active": active})
     variants = {
-        "gaps": with_tensors(a, strided) | {"live": torch.stack((live, ~live), dim=1)[:, 0]},
-        "transposed": with_tensors(a, lambda t: t.T.contiguous().T if t.ndim == 2 else t) | {"live": live},
+        "gaps": with_tensors(a, strided) | {"active": torch.stack((active, ~active), dim=1)[:, 0]},
+        "transposed": with_tensors(a, lambda t: t.T.contiguous().T if t.ndim == 2 else t) | {"active": active},
     }
     for name, b in variants.items():
         assert not b["ell"].is_contiguous()
@@ -247,10 +249,10 @@ def test_no_weights_give_empty_results():
     assert [tuple(x.shape) for x in got] == [(0, 5), (0, 4), (0,)]
 
 
-@pytest.mark.parametrize("name", [*STATE, *STATISTICS, *PER_WEIGHT, "live"])
+@pytest.mark.parametrize("name", [*STATE, *STATISTICS, *PER_WEIGHT, "active"])
 def test_a_wrong_tensor_raises_with_its_name(name):
-    a = arguments(3, 37, 64, 11) | {"live": torch.ones(3, dtype=torch.bool, device=DEVICE)}
-    other_dtype = torch.float32 if name == "live" else torch.int64
+    a = arguments(3, 37, 64, 11) | {"active": torch.ones(3, dtype=torch.bool, device=DEVICE)}
+    other_dtype = torch.float32 if name == "active" else torch.int64
     wrong = {
         "shape": a[name][..., None],
         "dtype": a[name].to(other_dtype),
@@ -275,16 +277,6 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
     with pytest.raises(ValueError, match=message):
         call(eigenvalue_ema, arguments(3, 37, 64, 11) | change)
-
-
-def test_the_predicate_says_what_the_launcher_takes():
-    a = arguments(2, 5, 9, 4, state=torch.bfloat16)
-    live = torch.ones(2, dtype=torch.bool, device=DEVICE)
-    assert can_use_eigenvalue_ema(*(a[k] for k in STATE + STATISTICS), live)
-    assert not can_use_eigenvalue_ema(a["ell"], a["rho"].to("meta"))
-    assert not can_use_eigenvalue_ema(a["ell"], a["rho"].to(torch.int64))
-    assert not can_use_eigenvalue_ema(a["ell"].to(torch.complex64))
-    assert not can_use_eigenvalue_ema()
 
 
 def run_uninterpreted(script, cache):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import prokl
-from prokl import extension, ops, toolkit
+from prokl.backends import extension, toolkit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -18,7 +18,7 @@ def load_from(tmp_path, monkeypatch):
     """Loads ``prokl._C`` from a folder of the test's own, past the cache."""
     monkeypatch.setattr(sys, "meta_path", [PathFinder])  # an editable install's finder looks into the checkout
     monkeypatch.setattr(prokl, "__path__", [str(tmp_path)])
-    monkeypatch.setattr(extension, "__file__", str(tmp_path / "extension.py"))
+    monkeypatch.setattr(extension, "__file__", str(tmp_path / "backends" / "extension.py"))
     monkeypatch.delitem(sys.modules, "prokl._C", raising=False)
     monkeypatch.delattr(prokl, "_C", raising=False)
     yield tmp_path, extension.load.__wrapped__
@@ -76,42 +76,38 @@ def built(monkeypatch, architectures, capability=None, hip=None, driver=13010):
 
 def test_the_reason_for_its_absence_is_the_obstacle(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: (None, "it is not there"))
-    assert extension.obstacle(CUDA) == "it is not there"
+    assert extension.unsupported_reason(CUDA) == "it is not there"
 
 
 def test_the_tests_own_build_runs_on_a_cpu_only(monkeypatch):
     built(monkeypatch, "host", capability=(9, 0))
-    assert extension.obstacle(CPU) is None
-    assert "not cuda:0" in extension.obstacle(CUDA)
+    assert extension.unsupported_reason(CPU) is None
+    assert "not cuda:0" in extension.unsupported_reason(CUDA)
 
 
 def test_a_build_for_gpus_runs_on_the_gpus_it_was_built_for(monkeypatch):
     built(monkeypatch, "80;90", capability=(9, 0))
-    assert extension.obstacle(CUDA) is None
-    assert "runs on CUDA devices, not on cpu" in extension.obstacle(CPU)
+    assert extension.unsupported_reason(CUDA) is None
+    assert "runs on CUDA devices, not on cpu" in extension.unsupported_reason(CPU)
 
 
 def test_a_gpu_that_is_not_there_or_not_nvidia_s_is_an_obstacle(monkeypatch):
     built(monkeypatch, "80")
-    assert extension.obstacle(CUDA) == "torch sees no CUDA device"
+    assert extension.unsupported_reason(CUDA) == "torch sees no CUDA device"
     built(monkeypatch, "80", capability=(9, 0), hip="6.2")
-    assert "NVIDIA" in extension.obstacle(CUDA)
+    assert "NVIDIA" in extension.unsupported_reason(CUDA)
 
 
 def test_a_gpu_that_was_not_built_for_is_told_with_the_variable_to_set(monkeypatch):
     built(monkeypatch, "90;100", capability=(8, 6))
-    assert extension.obstacle(CUDA) == (
+    assert extension.unsupported_reason(CUDA) == (
         "cuda:0 has compute capability 8.6; the CUDA extension was built for 90;100: build it with PROKL_CUDA_ARCHS=86"
     )
 
 
 def test_a_gpu_too_old_for_any_build_is_told_the_bound(monkeypatch):
     built(monkeypatch, "80", capability=(7, 5))
-    assert extension.obstacle(CUDA) == "cuda:0 has compute capability 7.5; must be at least 8.0"
-
-
-def test_the_oldest_gpu_is_the_same_for_all_kernels():
-    assert divmod(toolkit.OLDEST, 10) == ops.OLDEST_GPU
+    assert extension.unsupported_reason(CUDA) == "cuda:0 has compute capability 7.5; must be at least 8.0"
 
 
 @pytest.mark.parametrize(
@@ -133,10 +129,10 @@ def test_machine_code_runs_in_its_major_version_and_ptx_from_its_version_on(arch
 
 def test_a_driver_of_an_older_major_version_is_an_obstacle_and_of_an_older_minor_one_is_none(monkeypatch):
     built(monkeypatch, "90", capability=(9, 0), driver=12080)
-    assert extension.obstacle(CUDA) == (
+    assert extension.unsupported_reason(CUDA) == (
         "the CUDA extension was built with CUDA 13.0, the driver knows 12.8: update the driver, or build with an older "
         "toolkit"
     )
     for driver in (13000, 14000):
         built(monkeypatch, "90", capability=(9, 0), driver=driver)
-        assert extension.obstacle(CUDA) is None
+        assert extension.unsupported_reason(CUDA) is None

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import prokl.buckets
+import prokl.engine.schedule
 from prokl import KLShampoo, ProKLShampoo, update, update_kl
 from prokl.kernels import launch
 from prokl.kernels.product import product
 from prokl.kernels.symmetric_product import symmetric_product
+from tests.inputs import forbid_host_reads
 from tests.problems import gradient_stream, relative, run
 from tests.test_accelerator_path import ForbidHostReads
 from tests.test_graphs import assert_same, recorded  # noqa: F401  (a fixture)
@@ -40,9 +41,8 @@ EXACT = {"ns_dtype": torch.float32}  # Newton-Schulz too: bfloat16 would hide wh
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":  # take the path of a device that the host may not read
-        for module in ("qr", "buckets", "graphs", "base"):
-            monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
-        monkeypatch.setattr(prokl.buckets, "YOUNG", 5)  # fewer steps to interpret
+        forbid_host_reads(monkeypatch)
+        monkeypatch.setattr(prokl.engine.schedule, "RESCALE_STEPS", 5)  # fewer steps to interpret
     return torch.device(request.param)
 
 
@@ -52,7 +52,7 @@ def is_gpu(device):
 
 def young():
     """Steps in which an "auto" start may still be corrected: the ones after them can be captured."""
-    return prokl.buckets.YOUNG
+    return prokl.engine.schedule.RESCALE_STEPS
 
 
 def shapes_on(device):

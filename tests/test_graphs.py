@@ -13,19 +13,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import prokl.base
-import prokl.graphs
-import prokl.ops
+import prokl.engine.bucket
+import prokl.engine.graphs
 from prokl import KLShampoo, ProKLShampoo
-from prokl.buckets import Bucket
+from prokl.backends.select import select
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.engine.bucket import Bucket
 from prokl.kernels import launch
-from prokl.ops import TORCH
+from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, state_tensors
 
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (4, 4)]
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 4, "ns_dtype": torch.float32}) for v in VARIANTS] + [(KLShampoo, {})]
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 STEPS = 14
+BUCKETS = 2  # that SHAPES make
 
 
 def copied(old, new):
@@ -83,18 +85,17 @@ def recorded(monkeypatch):
 
         return replay
 
-    monkeypatch.setattr(prokl.graphs, "record", record)
-    for module in ("qr", "buckets", "graphs", "base"):
-        monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    monkeypatch.setattr(prokl.engine.graphs, "record", record)
+    forbid_host_reads(monkeypatch)
     return recordings
 
 
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
-    triton = prokl.ops.select("triton", torch.device("cpu"))
-    table = replace(TORCH, name="few kernels", linked=True, stack=triton.stack, apply=triton.apply)
-    monkeypatch.setattr(prokl.base, "select", lambda backend, device: table)
+    triton = select("triton", torch.device("cpu"))
+    backend = replace(triton, name="few kernels", ops=TorchPrimitives(host_readable=False))
+    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: backend)
 
 
 def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, **kwargs):
@@ -130,14 +131,14 @@ def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
     cls, kwargs = METHODS[0]
     kwargs = {**kwargs, "steps": 10, "precondition_frequency": 3}  # the third refresh is a replay
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
-    assert len(recorded) == 2
+    assert len(recorded) == 2 * BUCKETS
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_replayed_steps_equal_plain_ones_from_two_recordings(cls, kwargs, recorded, few_kernels):
+def test_replayed_steps_equal_plain_ones_from_two_recordings_of_every_bucket(cls, kwargs, recorded, few_kernels):
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
-    assert len(recorded) == 2
-    assert recorded[1] > recorded[0]  # the refresh comes second
+    assert len(recorded) == 2 * BUCKETS
+    assert recorded[2:] > recorded[:2]  # the refreshes come second
 
 
 def test_the_first_twenty_steps_of_an_auto_start_run_plainly(recorded, few_kernels):
@@ -165,7 +166,7 @@ def test_a_bad_gradient_in_a_replay_touches_nothing_and_is_counted(recorded, few
     replayed = train(cls, True, spoil, **kwargs)
     assert_same(replayed, train(cls, False, spoil, **kwargs))
     assert replayed[1].skipped()["parameter 0 of group 0"] == 2
-    assert len(recorded) == 2
+    assert len(recorded) == 2 * BUCKETS
 
 
 def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few_kernels):
@@ -175,7 +176,7 @@ def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few
 
     cls, kwargs = METHODS[0]
     assert_same(train(cls, True, withhold, 18, **kwargs), train(cls, False, withhold, 18, **kwargs))
-    assert len(recorded) > 2
+    assert len(recorded) > 2 * BUCKETS
 
 
 def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_kernels):
@@ -186,7 +187,7 @@ def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_ke
 
     cls, kwargs = METHODS[0]
     assert_same(train(cls, True, change, 20, **kwargs), train(cls, False, change, 20, **kwargs))
-    assert len(recorded) == 4
+    assert len(recorded) == 4 * BUCKETS
 
 
 def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
@@ -196,7 +197,7 @@ def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
 
     cls, kwargs = METHODS[0]
     assert_same(train(cls, True, reload, 20, **kwargs), train(cls, False, reload, 20, **kwargs))
-    assert len(recorded) == 4
+    assert len(recorded) == 4 * BUCKETS
 
 
 def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorded, few_kernels):
@@ -205,18 +206,18 @@ def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorde
 
     cls, kwargs = METHODS[0]
     assert_same(train(cls, True, withhold, **kwargs), train(cls, False, withhold, **kwargs))
-    assert len(recorded) == 3  # both shapes together, then the other alone: ordinary and refresh steps
+    assert len(recorded) == 3  # of the other shape ordinary and refresh steps, of this one ordinary ones
 
 
-def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs(recorded, few_kernels, monkeypatch):
+def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs_a_bucket(recorded, few_kernels, monkeypatch):
     def change(t, optimizer, gradients):
         optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * (t % 4)
 
-    monkeypatch.setattr(prokl.graphs, "KEPT", 3)
+    monkeypatch.setattr(prokl.engine.graphs, "KEPT", 3)
     cls, kwargs = METHODS[0]
     replayed = train(cls, True, change, **kwargs)
     assert_same(replayed, train(cls, False, change, **kwargs))
-    assert len(replayed[1]._graphs.replays) == 3
+    assert [len(replays) for replays in replayed[1]._graphs.replays.values()] == [3] * BUCKETS
 
 
 def test_a_step_inside_a_capture_raises(monkeypatch):
@@ -243,7 +244,7 @@ def test_the_stand_in_shows_a_value_that_the_host_decided(recorded):
     def run():
         x.add_(step)
 
-    replay = prokl.graphs.record(run, x.device, None)
+    replay = prokl.engine.graphs.record(run, x.device, None)
     step = 5.0
     x.zero_()
     replay()

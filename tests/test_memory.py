@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-import prokl.buckets
+import prokl.engine.bucket
 from bench.steps.peak import Peak
-from prokl import KLShampoo, ProKLShampoo, update, update_kl
+from prokl import KLShampoo, ProKLShampoo
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
-METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}, update) for v in VARIANTS), (KLShampoo, {}, update_kl)]
-
-
+METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLShampoo, {})]
 SHAPES = [(48, 48), (32, 128)]  # Newton-Schulz in its standard form and in Gram form
 STATE_DTYPES = [None, torch.bfloat16]
 CASES = [("torch", *method, shape, dtype) for method in METHODS for shape in SHAPES for dtype in STATE_DTYPES] + [
@@ -21,8 +19,8 @@ CASES = [("torch", *method, shape, dtype) for method in METHODS for shape in SHA
 ]
 
 
-@pytest.mark.parametrize("backend, cls, kwargs, step, shape, state_dtype", CASES)
-def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, state_dtype, backend):
+@pytest.mark.parametrize("backend, cls, kwargs, shape, state_dtype", CASES)
+def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_dtype, backend):
     if cls is ProKLShampoo:
         kwargs = {**kwargs, "ns_dtype": torch.float32}
     shapes, most = [shape] * 3, []
@@ -36,7 +34,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, step, shape, 
         run(cls, gradient_stream(shapes, 4, dtype=torch.float32), dtype=torch.float32, backend=backend,
             precondition_frequency=3, init_eigenvalue=0.1, state_dtype=state_dtype, observe=observe,
             absent=lambda i, t: (i, t) == (2, 2), **kwargs)  # fmt: skip
-    allowed = len(shapes) * step.workspace(*shape, 16) * 4
+    allowed = len(shapes) * cls.method.workspace(*shape, 16) * 4
     assert max(most[1:]) <= allowed  # one lacks a gradient, the last is a refresh
     assert max(most[1:]) >= allowed / 4  # and the bound is no arbitrary one; measured: 0.36 to 0.92 of it
 
@@ -47,7 +45,7 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
     stream = gradient_stream(shapes, 5)
     kwargs = {"rank": 3, "precondition_frequency": 3, "backend": backend}
     whole, one = run(ProKLShampoo, stream, **kwargs)
-    monkeypatch.setattr(prokl.buckets, "WORKSPACE", 2 * update.workspace(6, 10, 3) * 8)
+    monkeypatch.setattr(prokl.engine.bucket, "WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
     parts, several = run(ProKLShampoo, stream, **kwargs)
     assert [[len(b.members) for b in buckets] for buckets in one._buckets.values()] == [[5], [1]]
     assert [[len(b.members) for b in buckets] for buckets in several._buckets.values()] == [[2, 1, 2], [1]]

@@ -16,7 +16,6 @@ from prokl.kernels.product import (
     TILES_HALF,
     UNALIGNED,
     aligned,
-    can_use_product,
     choose_tile,
     product,
 )
@@ -329,14 +328,6 @@ def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
     change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         product(**({"A": A, "B": right, "C": C} | change))
-
-
-def test_the_predicate_says_what_the_launcher_takes():
-    A, right, C = arguments(2, 5, 6, 7, (HALF, DOUBLE, BF16))
-    assert can_use_product(A, right, C)
-    assert not can_use_product(A, right.to("meta"))
-    assert not can_use_product(A, right.to(torch.int64))
-    assert not can_use_product()
 
 
 @pytest.mark.gpu

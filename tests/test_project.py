@@ -10,7 +10,7 @@ import torch
 
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
-from prokl.kernels.project import TILES, TILES_FP64, can_use_project, choose_tile, project
+from prokl.kernels.project import TILES, TILES_FP64, choose_tile, project
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(2, 70, 130, 33), (3, 65, 64, 130), (1, 7, 101, 1), (2, 1, 1, 1), (2, 1, 40, 5), (1, 40, 1, 1)]  # B, M, N, R
@@ -114,12 +114,12 @@ def test_the_large_tile_is_only_for_loads_of_16_bytes(monkeypatch):
 def test_a_dead_gradient_counts_as_zero_whatever_it_holds():
     G, momentum, U = arguments(4, 37, 50, 11)
     GU, MU = project(G, momentum, U)
-    live = torch.tensor([True, False, True, False], device=DEVICE)
+    active = torch.tensor([True, False, True, False], device=DEVICE)
     G[1], G[3, 5, 7] = math.nan, math.inf
-    for mask in (live, torch.stack((live, ~live), dim=1)[:, 0]):  # contiguous, then with gaps
-        got = project(G, momentum, U, live=mask)
-        assert torch.equal(got[0][live], GU[live])
-        assert not got[0][~live].any()
+    for mask in (active, torch.stack((active, ~active), dim=1)[:, 0]):  # contiguous, then with gaps
+        got = project(G, momentum, U, active=mask)
+        assert torch.equal(got[0][active], GU[active])
+        assert not got[0][~active].any()
         assert torch.equal(got[1], MU)
 
 
@@ -175,7 +175,7 @@ def test_offsets_beyond_32_bits(which, dim, size, stride):
 def test_inputs_are_not_written():
     inputs = [*arguments(3, 37, 50, 11), torch.tensor([True, False, True], device=DEVICE)]
     before = [t.clone() for t in inputs]
-    project(*inputs[:3], live=inputs[3])
+    project(*inputs[:3], active=inputs[3])
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
@@ -196,13 +196,13 @@ def test_half_operands_are_multiplied_in_half_only_where_all_three_are(monkeypat
     assert [c["PRECISION"] for c in constants] == ["ieee", bf16[1], "tf32", "tf32", "ieee"]
 
 
-@pytest.mark.parametrize("name", ["G", "M", "U", "live"])
+@pytest.mark.parametrize("name", ["G", "M", "U", "active"])
 def test_a_wrong_tensor_raises_with_its_name(name):
     a = dict(zip("GMU", arguments(3, 37, 50, 11), strict=True))
-    a["live"] = torch.ones(3, dtype=torch.bool, device=DEVICE)
+    a["active"] = torch.ones(3, dtype=torch.bool, device=DEVICE)
     wrong = {
         "shape": a[name][..., None],
-        "dtype": a[name].to(SINGLE if name == "live" else torch.int64),
+        "dtype": a[name].to(SINGLE if name == "active" else torch.int64),
         "is on": a[name].to("meta"),
     }
     for what, t in wrong.items():
@@ -223,14 +223,6 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
     with pytest.raises(ValueError, match=message):
         project(**(dict(zip("GMU", arguments(3, 37, 50, 11), strict=True)) | change))
-
-
-def test_the_predicate_says_what_the_launcher_takes():
-    G, momentum, U = arguments(2, 5, 9, 4, (torch.bfloat16, SINGLE, SINGLE))
-    assert can_use_project(G, momentum, U)
-    assert not can_use_project()
-    assert not can_use_project(G, momentum, U.to("meta"))
-    assert not can_use_project(G.to(torch.complex64), momentum, U)
 
 
 @pytest.mark.gpu

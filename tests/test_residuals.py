@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
-from prokl import torch_ops
+from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
-from prokl.kernels.residuals import TILES, TILES_FP64, can_use_residuals, choose_tile, residuals
+from prokl.kernels.residuals import TILES, TILES_FP64, choose_tile, residuals
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(2, 70, 130, 33), (3, 65, 64, 70), (1, 7, 101, 1), (2, 1, 1, 1), (2, 1, 40, 5), (1, 40, 1, 1)]  # B, M, N, R
@@ -113,7 +113,7 @@ def test_the_same_as_the_torch_form(weights):
     # The three ways that momentum is put together; float64 shows any difference in the algebra.
     a = arguments(2, 37, 50, 11, [DOUBLE] * 5)
     copies = [a[k].clone() for k in NAMES]  # the torch form overwrites G and M
-    *expected, _ = torch_ops.residuals(*copies, 0.95, weights, None)
+    *expected, _ = TorchPrimitives(True).residuals(*copies, 0.95, weights, None)
     for x, y in zip(call(a, weights=weights), expected, strict=False):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
@@ -140,14 +140,15 @@ def test_float64_scalars_are_not_rounded_to_float32():
 def test_a_dead_gradient_counts_as_zero_and_leaves_the_momentum_bit_for_bit(dtype, hat):
     a = arguments(4, 37, 50, 11, (dtype, dtype, SINGLE, SINGLE, SINGLE))
     a["M"][1, 2, 3] = -0.0
-    live = torch.tensor([True, False, True, False], device=DEVICE)
-    zero = a | {"G": torch.where(live[:, None, None], a["G"], 0)}
-    expected = call(zero, hat=hat)
+    active = torch.tensor([True, False, True, False], device=DEVICE)
+    zero = a | {"G": torch.where(active[:, None, None], a["G"], 0)}
+    a |= {} if hat else {"G_par": None}
+    expected = call(zero | {"G_par": a["G_par"]})
     a["G"][1], a["G"][3, 5, 7] = math.nan, math.inf
-    for mask in (live, torch.stack((live, ~live), dim=1)[:, 0]):  # contiguous, then with gaps
-        got = call(a, live=mask, hat=hat)
-        assert torch.equal(got[0][~live].view(torch.uint8), a["M"][~live].view(torch.uint8))
-        assert torch.equal(got[0][live], expected[0][live])
+    for mask in (active, torch.stack((active, ~active), dim=1)[:, 0]):  # contiguous, then with gaps
+        got = call(a, active=mask)
+        assert torch.equal(got[0][~active].view(torch.uint8), a["M"][~active].view(torch.uint8))
+        assert torch.equal(got[0][active], expected[0][active])
         for x, y in itertools.islice(zip(got, expected, strict=True), 1, None):
             assert (x is None and y is None) or torch.equal(x, y)
 
@@ -156,7 +157,7 @@ def test_a_dead_gradient_counts_as_zero_and_leaves_the_momentum_bit_for_bit(dtyp
 def test_without_hat_only_momentum_and_the_raw_residual():
     a = arguments(2, 70, 130, 33)
     expected = call(a)
-    got = call(a | {"G_par": None}, hat=False)
+    got = call(a | {"G_par": None})
     assert got[2:] == [None] * 3
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
@@ -214,7 +215,7 @@ def test_offsets_beyond_32_bits(which, dim, size, stride):
 
 
 def test_only_the_momentum_is_written():
-    a = arguments(3, 37, 50, 11) | {"live": torch.tensor([True, False, True], device=DEVICE)}
+    a = arguments(3, 37, 50, 11) | {"active": torch.tensor([True, False, True], device=DEVICE)}
     before = {k: t.clone() for k, t in a.items()}
     residuals(**a, **SETTINGS)
     assert [k for k in a if not torch.equal(a[k], before[k])] == ["M"]
@@ -226,12 +227,12 @@ def test_no_matrices_give_empty_results(monkeypatch):
     assert [tuple(t.shape) for t in got] == [(0, 5, 9), (0, 5, 9), (0,), (0,)]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "live"])
+@pytest.mark.parametrize("name", [*NAMES, "active"])
 def test_a_wrong_tensor_raises_with_its_name(name):
-    a = arguments(3, 37, 50, 11) | {"live": torch.ones(3, dtype=torch.bool, device=DEVICE)}
+    a = arguments(3, 37, 50, 11) | {"active": torch.ones(3, dtype=torch.bool, device=DEVICE)}
     wrong = {
         "shape": a[name][..., None],
-        "dtype": a[name].to(SINGLE if name == "live" else torch.int64),
+        "dtype": a[name].to(SINGLE if name == "active" else torch.int64),
         "is on": a[name].to("meta"),
     }
     for what, t in wrong.items():
@@ -246,21 +247,12 @@ def test_a_wrong_tensor_raises_with_its_name(name):
         ({"U": torch.ones(3, 50, 0)}, r"U has shape \(3, 50, 0\); must be \(B, n, r\) with r >= 1"),
         ({"U": torch.ones(3, 49, 11, device=DEVICE)}, r"U has shape \(3, 49, 11\); must be \(3, 50, 11\)"),
         ({"M": torch.ones(3, 37, 1, device=DEVICE).expand(3, 37, 50)}, r"M has strides \(37, 1, 0\); must not be exp"),
-        ({"G_par": None}, "Invalid G_par=None: .* pass hat=False without it"),
         ({"precision": "fp32"}, "Invalid precision='fp32'"),
     ],
 )
 def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
     with pytest.raises(ValueError, match=message):
         residuals(**(arguments(3, 37, 50, 11) | SETTINGS | change))
-
-
-def test_the_predicate_says_what_the_launcher_takes():
-    a = list(arguments(2, 5, 9, 4, DTYPES[2]).values())
-    assert can_use_residuals(*a)
-    assert not can_use_residuals()
-    assert not can_use_residuals(*a[:4], a[4].to("meta"))
-    assert not can_use_residuals(a[0].to(torch.complex64), *a[1:])
 
 
 def test_a_tile_given_by_hand_is_the_one_that_is_launched(monkeypatch):
@@ -277,7 +269,7 @@ def test_a_tile_given_by_hand_is_the_one_that_is_launched(monkeypatch):
 def test_error_is_at_most_twice_that_of_torch(dtypes, precision):
     a = arguments(4, 200, 700, 120, dtypes)
     unit = {"ieee": 2**-24, "tf32x3": 2**-22, "tf32": 2**-11}[precision]  # rounding of an operand
-    *plain, _ = torch_ops.residuals(*(a[k].float() for k in NAMES), *SETTINGS.values(), None)
+    *plain, _ = TorchPrimitives(True).residuals(*(a[k].float() for k in NAMES), *SETTINGS.values(), None)
     values, sizes = truth(a, **SETTINGS)
     for x, y, value, size in zip(call(a, precision=precision), plain, values, sizes, strict=False):
         rounding = max(unit, torch.finfo(x.dtype).eps / 2)  # the plain momentum is not rounded to its dtype

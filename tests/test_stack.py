@@ -9,10 +9,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from prokl.addresses import Addresses
+from prokl.backends.pointers import PointerTable
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
-from prokl.kernels.stack import TILES, TILES_FP64, can_use_stack, stack
+from prokl.kernels.stack import TILES, TILES_FP64, stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(1, 1), (1, 200), (5, 3), (64, 64), (70, 130), (48, 160)]
@@ -58,7 +58,7 @@ class Bucket:
             self.counts.append(count)
         self.matrices.append(None)
         self.counts.append(2)
-        self.addresses = Addresses(sum(self.counts), DEVICE)
+        self.addresses = PointerTable(sum(self.counts), DEVICE)
         self.addresses.update(self.matrices, self.counts)
 
     @property
@@ -134,7 +134,7 @@ def test_an_expanded_gradient():
     one = torch.full((), 3.0, device=DEVICE)
     row = torch.arange(20.0, device=DEVICE)
     matrices = [one.expand(1, 9, 20), row.expand(2, 9, 20), row[:9, None].expand(1, 9, 20)]
-    addresses = Addresses(4, DEVICE)
+    addresses = PointerTable(4, DEVICE)
     addresses.update(matrices, [1, 2, 1])
     G, _ = stack(addresses.table, 9, 20, dtype=torch.float32)
     assert torch.equal(G, torch.cat(matrices))
@@ -151,7 +151,7 @@ def test_what_is_not_finite_shows_in_its_own_norm_only(bad):
 
 def test_squares_of_half_precision_do_not_overflow():
     t = torch.full((1, 8, 8), 6e4, dtype=torch.float16, device=DEVICE)
-    addresses = Addresses(1, DEVICE)
+    addresses = PointerTable(1, DEVICE)
     addresses.update([t], [1])
     assert_energy(stack(addresses.table, 8, 8, dtype=torch.float16)[1], t)
 
@@ -169,7 +169,7 @@ def test_offsets_beyond_32_bits():
     base = torch.empty(2 * stride + 16, dtype=torch.float16, device=DEVICE)  # virtual memory: few pages are touched
     values = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     rows = base.as_strided((1, 3, 5), (0, stride, 1)).copy_(values)
-    addresses = Addresses(1, DEVICE)
+    addresses = PointerTable(1, DEVICE)
     addresses.update([rows], [1])
     assert torch.equal(stack(addresses.table, 3, 5, dtype=torch.float16)[0], values)
     addresses.update([rows.mT], [1])
@@ -178,7 +178,7 @@ def test_offsets_beyond_32_bits():
 
 def test_no_matrices_start_no_kernel(monkeypatch):
     monkeypatch.setattr(launch, "start", None)
-    G, energy = stack(Addresses(0, DEVICE).table, 5, 9, dtype=torch.bfloat16)
+    G, energy = stack(PointerTable(0, DEVICE).table, 5, 9, dtype=torch.bfloat16)
     assert G.shape == (0, 5, 9) and G.dtype == torch.bfloat16 and energy.shape == (0,)
 
 
@@ -201,17 +201,9 @@ def test_what_is_wrong_is_named(change, message):
         stack(**arguments)
 
 
-def test_the_predicate_says_what_the_launcher_takes():
-    table = torch.zeros((3, 4), dtype=torch.int64, device=DEVICE)
-    assert can_use_stack(table, torch.bfloat16)
-    assert not can_use_stack(table, torch.int8)
-    assert not can_use_stack(table.int(), torch.float32)
-    assert not can_use_stack(table.to("meta"), torch.float32)
-
-
 @pytest.mark.gpu
 def test_a_captured_graph_follows_matrices_that_move():
-    addresses = Addresses(1, DEVICE)
+    addresses = PointerTable(1, DEVICE)
     first, second = torch.randn(2, 1, 70, 130, device=DEVICE)
     addresses.update([first], [1])
     stack(addresses.table, 70, 130, dtype=torch.float32)  # compiled before the capture

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import prokl
-from prokl import reference
-from prokl.shapes import ceiling
+from prokl.algorithm import reference
+from prokl.algorithm.shapes import ceiling
 from tests.theory import normal
 
 SHAPES = [(6, 9), (12, 5), (8, 8), (1, 2), (40, 30)]

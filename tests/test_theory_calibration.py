@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from prokl import reference
+from prokl.algorithm import reference
 from prokl.diagnostics import alpha_kl_bracket
 from tests.theory import normal, orthogonal, population, restricted_optimum, wishart
 

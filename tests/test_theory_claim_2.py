@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import prokl
-from prokl import reference
-from prokl.hyper import ProHyper
+from prokl.algorithm import reference
+from prokl.algorithm.settings import ProHyper
 from tests.theory import (
     Restricted,
     covariance,

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from prokl import reference
+from prokl.algorithm import reference
 from tests.theory import (
     best_subset,
     best_subspace,

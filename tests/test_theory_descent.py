@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from prokl import reference
+from prokl.algorithm import reference
 from tests.theory import normal
 
 M, N, R = 4, 7, 2

@@ -1,7 +1,7 @@
 """The scalar gauge (c L, R / c): free in the objective and in the equations, bounded by the clip of the eigenvalues.
 
 The gradients are A^1/2 Z B^1/2 with diagonal A and B, in whose eigenbases the expected statistics are closed forms.
-These go through the step's own eigenvalue EMA, `torch_ops.eigenvalue_ema`.
+These go through the step's own eigenvalue EMA, `TorchPrimitives.eigenvalue_ema`.
 """
 
 import math
@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from prokl import torch_ops
-from prokl.shapes import ceiling
+from prokl.algorithm.shapes import ceiling
+from prokl.backends.torch_ops import TorchPrimitives
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
 
 A = torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64)
@@ -30,7 +30,7 @@ def at_gauge(c):
 
 def expected_step(lambda_L, lambda_S, mu, ceilings):
     """One step of the eigenvalue EMA with the statistics' expectations."""
-    s_L, s_S, s_mu = torch_ops.eigenvalue_ema(
+    s_L, s_S, s_mu = TorchPrimitives(True).eigenvalue_ema(
         lambda_L.rsqrt()[None],
         lambda_S.rsqrt()[None],
         mu.rsqrt()[None],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prokl import reference
+from prokl.algorithm import reference
 from tests.theory import covariance, full_optimum, normal, orthogonal, population, wishart
 
 SHAPES = [(4, 9, 3), (4, 7, 3), (6, 8, 5), (5, 5, 2), (1, 4, 2)]  # m, n, r: n - r above, at and below m

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.kernels import launch
+from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,8 +22,7 @@ STEPS = 7
 def branching(request, monkeypatch):
     """Take from the step, unless it may branch, the knowledge that reading a CPU tensor is free."""
     if not request.param:
-        for module in ("qr", "buckets"):
-            monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+        forbid_host_reads(monkeypatch)
     return request.param
 
 
@@ -126,8 +126,7 @@ def work_of_a_step(weights, cls, kwargs, monkeypatch):
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, monkeypatch):
-    for module in ("qr", "buckets"):
-        monkeypatch.setattr(f"prokl.{module}.may_branch", lambda t: False)
+    forbid_host_reads(monkeypatch)
     few, many = (work_of_a_step(n, cls, kwargs, monkeypatch) for n in (3, 17))
     assert few == many
     ordinary, refresh = few

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from prokl.shapes import MatrixShape, effective_rank
+from prokl.algorithm.shapes import MatrixShape, effective_rank
 
 
 def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from prokl.base import MatrixOptimizer
+from prokl.algorithm.shapes import effective_rank
 from prokl.diagnostics.report import scalars, spectra
-from prokl.shapes import effective_rank
+from prokl.engine.base import MatrixOptimizer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl.algorithm.initial import RESCALE_STEPS, rescale_early_state
+from prokl.algorithm.newton_schulz import gram_factor
+from prokl.algorithm.primitives import Direction
+from prokl.algorithm.settings import ProHyper
+from prokl.backends.device import on_device
+from prokl.backends.torch_ops import TorchPrimitives
 from prokl.diagnostics.weights import Batch
-from prokl.hyper import ProHyper
-from prokl.initial import YOUNG, fitted
-from prokl.links import on_device
-from prokl.ops import TORCH
-from prokl.polar import gram_factor
-from prokl.torch_ops import Direction
-from prokl.update import Call
+
+OPS = TorchPrimitives(host_readable=False)
+"""PyTorch's primitives, which run on any device."""
 
 BASES = ("U", "Q_L", "Q_S", "Q_R")
 
@@ -67,7 +69,7 @@ def polar_error(X: Tensor, U: Tensor) -> Tensor:
     Y = torch.baddbmm(X, X @ U, U.mT, alpha=-1)
     R = Y @ Y.mT
     R = (R + R.mT) / 2
-    nuclear = (gram_factor(R, TO_ISOMETRY, (1.5, -0.5, 0.0)) * R).sum(dim=(-2, -1))
+    nuclear = (gram_factor(R, TO_ISOMETRY, (1.5, -0.5, 0.0), OPS) * R).sum(dim=(-2, -1))
     squares = torch.linalg.vector_norm(X, dim=(-2, -1)).square()
     error = ((squares - 2 * nuclear + k).clamp(min=0) / k).sqrt()
     return error.masked_fill(squares == 0, torch.nan)
@@ -92,25 +94,23 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     found["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
     found["update_norm"] = operator_norm(D)
     h = batch.method.hyper(batch.group)
-    if isinstance(h, ProHyper) and h.orthogonalizes:
+    if isinstance(h, ProHyper) and h.orthogonalises:
         output = Direction(direction.X, direction.Q).dense().to(D.dtype)
         found["polar_error"] = polar_error(output, batch.state["U"])
     return {key: value.masked_fill(~usable, torch.nan) for key, value in found.items()}
 
 
 def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:
-    """D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, by PyTorch's primitives.
+    """Return D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, by PyTorch's primitives.
 
     G and the batch's M may be overwritten.
     """
     state = batch.state
-    if "lambda_0" in state:  # a young "auto" start that the gradient has outgrown is rescaled before its step
-        young = on_device([step < YOUNG for step in batch.steps], torch.bool, G.device)
-        state = fitted(G, state, young)
+    if "lambda_0" in state:  # an early "auto" start that underestimates the gradient is rescaled before its step
+        early = on_device([step < RESCALE_STEPS for step in batch.steps], torch.bool, G.device)
+        state = rescale_early_state(G, state, early)
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
-    call = Call(scales, None, usable, 1.0)
-    direction, _ = batch.method.step(G, state, batch.method.hyper(batch.group), call, TORCH)
-    return direction
+    return batch.method.direction(G, state, batch.method.hyper(batch.group), scales, usable, OPS)
 
 
 def _trace(A: Tensor) -> Tensor:

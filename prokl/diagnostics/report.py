@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from prokl.base import MatrixOptimizer
+from prokl.algorithm.shapes import effective_rank
 from prokl.diagnostics import measures
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
 from prokl.diagnostics.weights import Batch, batches, check_optimizer
-from prokl.shapes import effective_rank
+from prokl.engine.base import MatrixOptimizer
 
 FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
 """Factors, and what an optimizer keeps of each: an inverse square root for every eigenvalue."""

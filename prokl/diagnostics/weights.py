@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prokl.base import MatrixOptimizer
-from prokl.buckets import Method, split, state_dtype
-from prokl.shapes import MatrixShape, compute_dtype
+from prokl.algorithm.method import Method
+from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.engine.base import MatrixOptimizer
+from prokl.engine.bucket import split, state_dtype
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Batch:
     state: dict[str, Tensor]
     """What was asked for, keys as in :mod:`prokl.reference`, each with a leading B."""
     group: dict[str, Any]
-    method: Method
+    method: Method[Any]
 
     @property
     def m(self) -> int:
@@ -79,7 +80,7 @@ def batches(
         for i, p in enumerate(group["params"]):
             if _begun(optimizer, p):
                 shape = MatrixShape.of(p)
-                key = index, shape.m, shape.n, optimizer.rank_of(group, shape), p.dtype, p.device
+                key = index, shape.m, shape.n, optimizer.method.rank(group, shape.m, shape.n), p.dtype, p.device
                 name = names[i] if names else known.get(p) or _placed(index, i, model)
                 found.setdefault(key, []).append((p, name))
     for (index, m, n, rank, dtype, _), members in found.items():

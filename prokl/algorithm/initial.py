@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prokl.shapes import ceiling
+from prokl.algorithm.shapes import ceiling
 
 InitEigenvalue = float | Literal["auto"]
 
 
 def svd_with_sign_rule(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thin SVD ``G = X diag(sigma) Yt`` (B,m,n), the largest entry of every column of X made positive."""
+    """Compute the thin SVD ``G = X diag(sigma) Yt`` (B,m,n), the largest entry of every column of X made positive."""
     X, sigma, Yt = torch.linalg.svd(G, full_matrices=False)
     peak = X.gather(-2, X.abs().argmax(dim=-2, keepdim=True))
     sign = torch.where(peak < 0, -1.0, 1.0).to(X.dtype)
@@ -24,7 +24,7 @@ def svd_with_sign_rule(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
-    """lambda_0 per matrix (B,): the number given, or the gradient's rms for ``"auto"``."""
+    """Return lambda_0 per matrix (B,): the number given, or the gradient's rms for ``"auto"``."""
     if init_eigenvalue == "auto":
         m, n = G.shape[-2:]
         return torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
@@ -32,7 +32,7 @@ def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
 
 
 def ceiling_scale(state: dict[str, Tensor]) -> Tensor | float:
-    """Factor of the ceilings: 1 for an absolute start value, ``lambda_0**-0.5`` (B,) for ``"auto"``."""
+    """Return the factor of the ceilings: 1 for an absolute start value, ``lambda_0**-0.5`` (B,) for ``"auto"``."""
     return state["lambda_0"].rsqrt() if "lambda_0" in state else 1.0
 
 
@@ -42,7 +42,7 @@ def _start(scale: Tensor | float, lambda_0: Tensor, width: int, dim: int) -> Ten
 
 
 def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
-    """Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
+    """Make Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
 
     With G = X diag(sigma) Y^T: U = Y[:, :r], Q_L = X (all m columns, which also fixes the null space of the
     rank-r initial L), Q_S = I; L = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = G U.
@@ -81,7 +81,7 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
 
 
 def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
-    """KL-Shampoo's state from the initialising gradient: both factors whole.
+    """Make KL-Shampoo's state from the initialising gradient: both factors whole.
 
     L = (1-beta2)/n G G^T and R = (1-beta2)/m G^T G with their descending eigenvectors; Q_R is Y of the thin
     SVD completed to a basis. Arguments and "auto" as in :func:`initialise`.
@@ -109,16 +109,16 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     return state
 
 
-YOUNG = 20
+RESCALE_STEPS = 20
 """Steps in which an "auto" start may still be corrected: the memory of the default EMA, 1/(1 - beta2)."""
 
-OUTGROWN = 10.0
-"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which a young "auto" state is rescaled.
+RESCALE_RATIO = 10.0
+"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which an early "auto" state is rescaled.
 Gradients of one weight differ by less from step to step; a closed gate or rounding noise is orders below."""
 
 
-def outgrown(G: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Factor (...) by which the eigenvalues must grow before G (..., m, n) may step; mostly exactly 1.
+def underestimation(G: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Return the factor (...) by which the eigenvalues must grow before G (..., m, n) may step; mostly exactly 1.
 
     The factors predict an rms of sqrt(mean(lambda_L) mean(lambda_R)). The direction divides by them as they were
     before G, so a start from an unrepresentative gradient would turn the first real one into an enormous step.
@@ -127,11 +127,11 @@ def outgrown(G: Tensor, state: dict[str, Tensor]) -> Tensor:
     left = (state["inv_sqrt_lambda_L"] ** -2).mean(dim=-1)
     predicted = left.sqrt() * (long_side(state) ** -2).mean(dim=-1).sqrt()
     found = torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
-    return torch.where(found > OUTGROWN * predicted, found / predicted, torch.ones_like(found))
+    return torch.where(found > RESCALE_RATIO * predicted, found / predicted, torch.ones_like(found))
 
 
 def rescaled(state: dict[str, Tensor], k: Tensor) -> dict[str, Tensor]:
-    """The state that gradients k (...) times as large would have led to, momentum and bases aside."""
+    """Return the state that gradients k (...) times as large would have led to, momentum and bases aside."""
     scaled = dict(state)
     for key, value in state.items():
         factor = k.reshape([*k.shape, *[1] * (value.ndim - k.ndim)])
@@ -143,7 +143,7 @@ def rescaled(state: dict[str, Tensor], k: Tensor) -> dict[str, Tensor]:
 
 
 def long_side(state: dict[str, Tensor]) -> Tensor:
-    """lambda^-1/2 of the long side with multiplicity (..., n): lambda_S with n - r times mu_perp, or lambda_R."""
+    """Return lambda^-1/2 of the long side (..., n): lambda_S with n - r times mu_perp, or lambda_R."""
     if "inv_sqrt_lambda_R" in state:
         return state["inv_sqrt_lambda_R"]
     n, r = state["U"].shape[-2:]
@@ -151,9 +151,10 @@ def long_side(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state["inv_sqrt_lambda_S"], tail.expand(*tail.shape[:-1], n - r)], dim=-1)
 
 
-def fitted(G: Tensor, state: dict[str, Tensor], young: Tensor) -> dict[str, Tensor]:
-    """The "auto" state to step G (B,m,n) with: rescaled for the ``young`` (B,) matrices that G has outgrown.
+def rescale_early_state(G: Tensor, state: dict[str, Tensor], early: Tensor) -> dict[str, Tensor]:
+    """Return an "auto" state whose eigenvalues do not underestimate G (B,m,n) by more than RESCALE_RATIO.
 
-    Only while they are young: later on a gradient out of all proportion is an outlier, and passes.
+    Only for the matrices ``early`` (B,) in their life: later on a gradient out of all proportion is an outlier, and
+    passes.
     """
-    return rescaled(state, torch.where(young, outgrown(G, state), 1.0))
+    return rescaled(state, torch.where(early, underestimation(G, state), 1.0))

@@ -1,7 +1,7 @@
-"""QR of a batch: Householder on a CPU, elsewhere without Householder; R's diagonal is positive throughout.
+"""QR of a batch: by Householder for a CPU, and without Householder for a GPU; R's diagonal is positive throughout.
 
 Q of a QR does not change when the matrix is multiplied on the right by an upper-triangular matrix with a
-positive diagonal. Both factorisations here come with such a matrix for nearly nothing, which makes their
+positive diagonal. The step's factorisations come with such a matrix for nearly nothing, which makes their
 columns nearly orthonormal; Cholesky QR then finishes, in batched operations alone. A CPU factors one matrix after
 another at no disadvantage. Measured there (AMD EPYC with AVX-512, one thread): LAPACK's QR took 0.2 to 0.8 of the time
 of the Cholesky form for n from 128 to 3072 and r from 8 to 128, and as long for 2048 x 32.
@@ -25,19 +25,14 @@ Product = Callable[[Tensor, Tensor], Tensor]
 that a table on a GPU brings its own."""
 
 
-def may_branch(t: Tensor) -> bool:
-    """Whether reading ``t`` on the host costs no device synchronisation."""
-    return t.device.type == "cpu"
-
-
 def householder_qr(A: Tensor) -> Tensor:
-    """Q (B,n,r) of A (B,n,r) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
+    """Return Q (B,n,r) of A (B,n,r) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
     Q, R = torch.linalg.qr(A)
     return Q * torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype).unsqueeze(-2)
 
 
 def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:
-    """(C^-T, ok) with K = C C^T (B,r,r); ok (B,) is False where K is not positive definite."""
+    """Return (C^-T, ok) with K = C C^T (B,r,r); ok (B,) is False where K is not positive definite."""
     C, info = torch.linalg.cholesky_ex(K)
     eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device).expand_as(K)
     T = torch.linalg.solve_triangular(C.mT, eye, upper=True)
@@ -45,7 +40,7 @@ def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cholesky_pass(W: Tensor, mm: Product) -> tuple[Tensor, Tensor, Tensor]:
-    """One Cholesky QR pass: (Q, ok, deviation of W^T W from I)."""
+    """Do one Cholesky QR pass: (Q, ok, deviation of W^T W from I)."""
     N = mm(W.mT, W)
     T, ok = _inverse_transposed_cholesky(N)
     eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
@@ -53,7 +48,7 @@ def _cholesky_pass(W: Tensor, mm: Product) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _orthonormalise(W: Tensor, ok: Tensor, mm: Product) -> tuple[Tensor, Tensor]:
-    """Cholesky QR of nearly orthonormal columns in two passes."""
+    """Do Cholesky QR of nearly orthonormal columns in two passes."""
     Q, first, _ = _cholesky_pass(W, mm)
     Q, second, deviation = _cholesky_pass(Q, mm)
     return Q, ok & first & second & (deviation <= ONE_PASS)
@@ -64,7 +59,7 @@ def _where(ok: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def shift_of(K: Tensor) -> Tensor:
-    """A shift delta (B,1,1) that makes a rounded positive semi-definite K (B,r,r) safely positive definite.
+    """Return a shift delta (B,1,1) that makes a rounded positive semi-definite K (B,r,r) safely positive definite.
 
     delta = 4 sqrt(r) eps ||K||_F lies above the rounding noise, and keeps ||delta U||_F within 4 r eps ||V||_F where
     K = U^T V: the backward error of a QR with a shift is no larger than one without may be.
@@ -73,12 +68,12 @@ def shift_of(K: Tensor) -> Tensor:
     return 4 * K.shape[-1] ** 0.5 * torch.finfo(K.dtype).eps * size
 
 
-def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Q of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (subspace tracking, Algorithm 2 (4)).
+def cholesky_tracking(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> Tensor:
+    """Return Q of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (Algorithm 2 (4)).
 
-    On a CPU it is Householder's. Elsewhere, without reading anything on the host: K is r x r, symmetric and nearly
-    free; V chol(K)^-T is nearly orthonormal. Where a Cholesky fails, (Phi + delta I) U is factored, which has the same
-    invariant subspaces and full rank; where even that fails U itself is kept.
+    Nothing is read on the host: K is r x r, symmetric and nearly free; V chol(K)^-T is nearly orthonormal. Where a
+    Cholesky fails, (Phi + delta I) U is factored, which has the same invariant subspaces and full rank; where even
+    that fails U itself is kept.
 
     Args:
         V: (B,n,r). K: (B,r,r). U: (B,n,r), the orthonormal columns that V and K were formed with.
@@ -87,8 +82,6 @@ def tracking_qr(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmul) -> 
     Returns:
         (B,n,r) with orthonormal columns.
     """
-    if may_branch(V):
-        return householder_qr(V)
     T, ok = _inverse_transposed_cholesky(K)
     Q, ok = _orthonormalise(mm(V, T), ok, mm)
     delta = shift_of(K)
@@ -108,7 +101,7 @@ def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float, mm: Product) 
 
 
 def cholesky_refresh(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
+    """Return Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
 
     B = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
     basis is re-orthonormalised first, so that one rounded to half precision in storage does as well. Where
@@ -120,24 +113,13 @@ def cholesky_refresh(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor
     return _where(ok, fresh, _where(shifted_ok, shifted, Q))
 
 
-def refresh_basis(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Q of qr(L Q) (Algorithm 2 (5)); L and Q (B,m,m).
+def cholesky_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
+    """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r): Q_S between refreshes is no basis.
 
-    On a CPU LAPACK's QR of 256 x 256 took as long as 5.4 products of that size (AMD EPYC, two cores), no more than
-    what the Cholesky form consists of; on an accelerator QR would factor the batch one matrix after another.
+    Q = O R with O orthogonal, hence qr(S Q).Q = qr(S O).Q. O comes from Cholesky QR of Q's unit columns, the first of
+    its three passes shifted. Where Q is singular to working precision (a tracked direction was replaced as a whole) O
+    is the identity.
     """
-    return householder_qr(mm(L, Q)) if may_branch(L) else cholesky_refresh(L, Q, mm)
-
-
-def refresh_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Q of qr(S Q) for symmetric S (B,r,r) and any invertible Q (B,r,r): Q_S between refreshes is no basis.
-
-    Without Householder: Q = O R with O orthogonal, hence qr(S Q).Q = qr(S O).Q. O comes from Cholesky QR of Q's
-    unit columns, the first of its three passes shifted. Where Q is singular to working precision (a tracked
-    direction was replaced as a whole) O is the identity.
-    """
-    if may_branch(S):
-        return householder_qr(mm(S, Q))
     Q = Q / torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
     N = mm(Q.mT, Q)
     eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)

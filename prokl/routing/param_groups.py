@@ -16,7 +16,8 @@ from typing import Any, get_args
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.routing_rules import (
+from prokl.algorithm.shapes import MatrixShape, effective_rank
+from prokl.routing.rules import (
     Algorithm,
     Choice,
     Owner,
@@ -26,7 +27,6 @@ from prokl.routing_rules import (
     unfit,
     without_wrappers,
 )
-from prokl.shapes import MatrixShape, effective_rank
 
 
 @dataclass(frozen=True)

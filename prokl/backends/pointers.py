@@ -1,4 +1,4 @@
-"""Where the matrices of a bucket lie in memory, as a device tensor that kernels read.
+"""A table on the device of where the matrices of a bucket lie in memory, which kernels read.
 
 Weights and gradients are allocations of their own. A kernel that finds them through a table serves any number of
 them in one launch, and a captured CUDA graph follows gradients that move: the table is rewritten before the replay.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-class Addresses:
-    """Addresses and strides of B matrices; the caller keeps what they point at alive.
+class PointerTable:
+    """Holds addresses and strides of B matrices; the caller keeps what they point at alive.
 
     Args:
         count: B.
@@ -54,7 +54,7 @@ class Addresses:
         self._seen = seen
 
     def _rows(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> list[list[int]]:
-        """The table as lists."""
+        """Return the table as lists."""
         total = self.table.shape[1]
         if len(counts) != len(matrices) or sum(counts) != total:
             raise ValueError(

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prokl.hyper import ProHyper
-from prokl.initial import ceiling_scale
-from prokl.shapes import ceiling
+from prokl.algorithm.initial import ceiling_scale
+from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.shapes import ceiling
 
 State = dict[str, Tensor]
 
@@ -84,7 +84,7 @@ def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale
     """(2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp. G^perp (m,n) -> (m,n)."""
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
-    if h.orthogonalizes:
+    if h.orthogonalises:
         return aspect_scale * newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
     return damped(state["inv_sqrt_mu"], state, h.eps) * whitened
 

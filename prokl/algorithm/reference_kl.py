@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prokl.hyper import Hyper
-from prokl.initial import ceiling_scale
-from prokl.reference import State, eigenvalue_ema, positive_qr
-from prokl.shapes import ceiling
+from prokl.algorithm.initial import ceiling_scale
+from prokl.algorithm.reference import State, eigenvalue_ema, positive_qr
+from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import ceiling
 
 
 def direction(M: Tensor, state: State, eps: float) -> Tensor:

@@ -10,7 +10,8 @@ from types import ModuleType
 
 import torch
 
-from prokl import toolkit
+from prokl.backends import toolkit
+from prokl.backends.device import gpu_unsupported_reason
 
 NAME = "prokl._C"
 HOST = "host"
@@ -19,7 +20,7 @@ HOST = "host"
 
 @cache
 def load() -> tuple[ModuleType | None, str | None]:
-    """The extension, or None and why there is none."""
+    """Return the extension, or None and why there is none."""
     if importlib.util.find_spec(NAME) is None:
         return None, _absence()
     try:
@@ -29,14 +30,14 @@ def load() -> tuple[ModuleType | None, str | None]:
 
 
 def _absence() -> str:
-    others = sorted(path.name for path in Path(__file__).parent.glob("_C.*.so"))
+    others = sorted(path.name for path in Path(__file__).parents[1].glob("_C.*.so"))
     if others:
         return f"the CUDA extension was built for another Python ({', '.join(others)}): install prokl under this one"
     return "the CUDA extension is not built: install prokl with PROKL_BUILD_CUDA=1 where nvcc is"
 
 
-def obstacle(device: torch.device) -> str | None:
-    """Why the extension cannot run on ``device``; None when it can."""
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why the extension cannot run on ``device``; None when it can."""
     module, reason = load()
     if module is None:
         return reason
@@ -44,15 +45,11 @@ def obstacle(device: torch.device) -> str | None:
         return None if device.type == "cpu" else f"the extension was built for the tests: CPU tensors, not {device}"
     if device.type != "cuda":
         return f"the CUDA extension runs on CUDA devices, not on {device}"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if torch.version.hip is not None:
-        return "the CUDA extension is for NVIDIA GPUs"
-    return _outdated(module) or _uncovered(device, module.architectures)
+    return gpu_unsupported_reason(device) or _outdated(module) or _uncovered(device, module.architectures)
 
 
 def _outdated(module: ModuleType) -> str | None:
-    """Why the driver cannot run it: within a major version any driver runs what any toolkit built."""
+    """Return why the driver cannot run it: within a major version any driver runs what any toolkit built."""
     built, known = module.built_with(), module.driver_knows()
     if built // 1000 <= known // 1000:
         return None
@@ -63,11 +60,11 @@ def _outdated(module: ModuleType) -> str | None:
 
 
 def _uncovered(device: torch.device, architectures: str) -> str | None:
-    capability = torch.cuda.get_device_capability(device)
-    if toolkit.covers(architectures.split(";"), capability):
+    """Return that it was built for other GPUs; None where it was built for this one."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if toolkit.covers(architectures.split(";"), (major, minor)):
         return None
-    here = 10 * capability[0] + capability[1]
-    problem = f"{device} has compute capability {capability[0]}.{capability[1]}"
-    if here < toolkit.OLDEST:
-        return f"{problem}; must be at least {toolkit.OLDEST // 10}.{toolkit.OLDEST % 10}"
-    return f"{problem}; the CUDA extension was built for {architectures}: build it with PROKL_CUDA_ARCHS={here}"
+    return (
+        f"{device} has compute capability {major}.{minor}; the CUDA extension was built for {architectures}: build it "
+        f"with PROKL_CUDA_ARCHS={10 * major + minor}"
+    )

@@ -22,7 +22,7 @@ class ToolkitError(Exception):
 
 
 def find_nvcc(environ: Mapping[str, str]) -> str | None:
-    """The path of nvcc: $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, $PATH, then the usual place; None without one.
+    """Find nvcc: $CUDACXX, $CUDA_HOME/bin, $CUDA_PATH/bin, $PATH, then the usual place; None without one.
 
     Raises:
         ToolkitError: CUDACXX names no program.
@@ -43,7 +43,7 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
 
 
 def ask(nvcc: str, *arguments: str) -> str:
-    """What nvcc prints.
+    """Run nvcc and return what it prints.
 
     Raises:
         ToolkitError: it cannot be run, or fails.
@@ -59,7 +59,7 @@ def ask(nvcc: str, *arguments: str) -> str:
 
 
 def nvcc_version(nvcc: str) -> str:
-    """Its version, such as "13.0.88"."""
+    """Return the version of nvcc, such as "13.0.88"."""
     printed = ask(nvcc, "--version")
     found = re.search(r"\bV(\d+(?:\.\d+)+)", printed)
     if found is None:
@@ -68,18 +68,18 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def number(architecture: str) -> int:
-    """90 of "90" and of "90a"."""
+    """Return 90 for "90" and for "90a"."""
     return int(architecture.rstrip("af"))
 
 
 def forward(architectures: Sequence[str]) -> str | None:
-    """The architecture whose PTX is added for GPUs yet to come: the newest without features of its own."""
+    """Return the architecture whose PTX is added for GPUs yet to come: the newest without features of its own."""
     plain = [name for name in architectures if name.isdigit()]
     return max(plain, key=int) if plain else None
 
 
 def covers(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU of this compute capability runs what was compiled for these architectures.
+    """Return True if a GPU of this compute capability runs what was compiled for these architectures.
 
     Machine code runs on the same major version from its minor one on, PTX from its version on. Code that takes one
     architecture's own features ("90a") runs there only, that of a family's ("100f") like machine code.

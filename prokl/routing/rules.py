@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from prokl.shapes import MatrixShape
-from prokl.validation import PARAMETER_DTYPES
+from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 
 Algorithm = Literal["matrix", "adamw", "frozen"]
 

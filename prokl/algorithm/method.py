@@ -1,0 +1,95 @@
+"""What an algorithm is to the rest of prokl: everything that tells one matrix method from another."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from prokl.algorithm.primitives import Direction, Primitives, State
+from prokl.algorithm.settings import Hyper
+
+H = TypeVar("H", bound=Hyper)
+Group = dict[str, Any]
+"""A parameter group, with all of its hyper-parameters."""
+
+
+class Method(Protocol[H]):
+    """One matrix method: its settings, its state, its batched step and its specification.
+
+    Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
+    """
+
+    fixed: tuple[str, ...]
+    """Hyper-parameters that the state of a weight is made with and that may not change under it."""
+    oversize_remedy: str | None
+    """What to do with a weight whose state is too large for the device's memory; None where memory is not checked."""
+
+    def check(self, group: Group) -> None:
+        """Raise ValueError when a hyper-parameter of a group is out of bounds."""
+        ...
+
+    def hyper(self, group: Group) -> H:
+        """Read the hyper-parameters of a step from a group."""
+        ...
+
+    def rank(self, group: Group, m: int, n: int) -> int:
+        """Return the effective rank of an (m,n) weight; 0 for a method without one."""
+        ...
+
+    def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every state tensor of one matrix, by its key."""
+        ...
+
+    def workspace(self, m: int, n: int, rank: int) -> int:
+        """Return the elements of temporary memory that a step needs for one matrix at most, in any state dtype."""
+        ...
+
+    def initialise(self, G: Tensor, rank: int, group: Group) -> State:
+        """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
+        ...
+
+    def direction(
+        self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
+    ) -> Direction:
+        """Return the direction that the next step takes with G; arguments as in :meth:`step`."""
+        ...
+
+    def step(
+        self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
+    ) -> tuple[Direction, State]:
+        """Do one step after the initialising one, all but the refresh, for B matrices.
+
+        Args:
+            G: gradients (B,m,n). They are the step's own, as the state's M is: both may be overwritten, save the rows
+                of M that are not active.
+            state: stacked state in the arithmetic dtype, M in its own.
+            h: hyper-parameters.
+            aspect_scale: c_a (B,), of the weights' original shapes.
+            active: (B,) bool, the matrices that step; None: all. What comes out for the others may be anything.
+            ops: primitives.
+
+        Returns:
+            The direction (B,m,n) as factors, and what the step changes of the state.
+        """
+        ...
+
+    def refresh_eigenbases(self, state: State, rows: Tensor | None, ops: Primitives) -> State:
+        """Return the refreshed eigenbases (B,...), those of ``rows`` (an index) alone; None refreshes all."""
+        ...
+
+    def reference_step(
+        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool
+    ) -> tuple[Tensor, State]:
+        """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
+        ...
+
+
+def refreshed_rows(state: State, key: str, rows: Tensor | None, fresh: Tensor) -> Tensor:
+    """Return state[key] with ``rows`` replaced by ``fresh``; the tensor that was there stays as it is."""
+    return fresh if rows is None else state[key].index_copy(0, rows, fresh)
+
+
+def select_rows(t: Tensor, rows: Tensor | None) -> Tensor:
+    """Return t[rows], or t itself where ``rows`` is None."""
+    return t if rows is None else t[rows]

@@ -1,0 +1,118 @@
+"""Newton-Schulz orthogonalisation of a batch of wide matrices, in the standard and in the Gram form.
+
+Products in units of m^3 with t = n/m, for five steps, where a symmetric product costs half of a full one:
+
+standard   5 (2t + t + 1): a symmetric X X^T costs t, the polynomial 1, the update of X 2t
+Gram       11 + 9t: 11 symmetric polynomials of Gram matrices, X X^T three times, two restarts X <- QX and the last QX
+
+Dimension key: B matrices, m short side, n long side.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.primitives import Primitives
+
+Coefficients = tuple[float, float, float]
+
+GRAM_RUN = 2
+"""Gram iterations between restarts. In half precision the Gram matrix of a nearly rank-deficient X has spurious
+negative eigenvalues, up to the unit roundoff (2e-3 of its largest in bfloat16), that the quintic multiplies by at
+least a^2 an iteration and turns into divergence beyond about 1. With a = 3.4445 two iterations keep 2e-3 below 0.4;
+three reach 4, and did diverge, by factors up to 1e6, on matrices of rank one plus noise with few rows, or few rows
+that matter. From a restart every two on, the error is the standard form's."""
+
+GRAM_ASPECT = 1.5
+"""n/m from which the Gram form needs fewer multiplications: with five steps and no halved products the standard form
+costs 10 n/m + 5 products of m x m matrices, the Gram form with its restarts 6 n/m + 11."""
+
+
+def use_gram(m: int, n: int) -> bool:
+    """Return True if the Gram form is the cheaper one for an m x n matrix."""
+    return n >= GRAM_ASPECT * m
+
+
+def _gram(X: Tensor, scale: Tensor | None, ops: Primitives) -> Tensor:
+    """Compute scale^2 X X^T (B,m,m); ``scale`` (B,) or None for 1."""
+    return ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
+
+
+def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Primitives) -> Tensor:
+    """Iterate X <- aX + (bA + cA^2)X with A = XX^T, ``steps`` times from scale X (B,m,n) of norm at most 1."""
+    a, b, c = coefficients
+    for _ in range(steps):
+        A = _gram(X, scale, ops)
+        Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
+        if scale is None:
+            X = ops.product(Z, X, C=X, beta=a)
+        else:
+            X = ops.product(Z, X, C=X, alpha=scale, beta=a * scale)
+        scale = None
+    return X
+
+
+def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Primitives) -> Tensor:
+    """Compute Q with (``steps`` iterations from X) = Q X, given R = X X^T. R (B,m,m), symmetric -> Q (B,m,m).
+
+    Every matrix here is a polynomial of R, so all of them are symmetric and commute. aI is never added to Z
+    before a product: in half precision its rounding would swamp Z.
+    """
+    a, b, c = coefficients
+    Q = None
+    for k in range(steps):
+        Z = ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
+        if Q is None:
+            Q = Z.clone()
+            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        else:
+            Q = ops.symmetric_polynomial(Q, Z, C=Q, beta=a)
+        if k + 1 < steps:
+            Y = ops.symmetric_polynomial(R, Z, C=R, beta=a)
+            R = ops.symmetric_polynomial(Z, Y, C=Y, beta=a)
+    assert Q is not None
+    return Q
+
+
+def newton_schulz_factors(
+    X: Tensor,
+    scale: Tensor | None,
+    steps: int,
+    coefficients: Coefficients,
+    ops: Primitives,
+    *,
+    gram: bool | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Compute the Newton-Schulz result of scale X as factors (Q, Y, scale): the result is scale Q Y.
+
+    Leaving the last product to the caller lets it be fused with the subspace term of the update; folding the
+    normalisation into the first products spares a pass over X.
+
+    Args:
+        X: (B,m,n), m <= n, in the dtype of the products.
+        scale: (B,), makes the Frobenius norm of scale X at most 1; 0 for a matrix whose result is to be zero. None:
+            X is normalised. Products of an X that is not must be in the range of its dtype: float16's is too small.
+        steps: number of iterations, at least 1.
+        coefficients: (a, b, c) of the quintic.
+        ops: primitives.
+        gram: form to use; None chooses by :func:`use_gram`.
+
+    Returns:
+        Q (B,m,m) or None for the identity, Y (B,m,n), scale (B,) or None for 1.
+
+    Raises:
+        ValueError: a float16 X that is not normalised.
+    """
+    if scale is not None and X.dtype == torch.float16:
+        raise ValueError("A float16 X came with a scale, without which its products overflow: normalise X before.")
+    if gram is None:
+        gram = use_gram(X.shape[-2], X.shape[-1])
+    if not gram:
+        return None, standard(X, scale, steps, coefficients, ops), None
+    while steps > GRAM_RUN:
+        Q = gram_factor(_gram(X, scale, ops), GRAM_RUN, coefficients, ops)
+        X = ops.product(Q, X, alpha=1.0 if scale is None else scale)
+        scale = None
+        steps -= GRAM_RUN
+    return gram_factor(_gram(X, scale, ops), steps, coefficients, ops), X, scale

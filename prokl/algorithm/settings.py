@@ -1,0 +1,198 @@
+"""Hyper-parameters of a step, read anew from a parameter group at every step, and the bounds of each.
+
+Every message names the argument, the value, the bound and the remedy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+Variant = Literal["pro-klshampoo", "smok-hop", "subspace-only", "complement-only"]
+VARIANTS: tuple[str, ...] = get_args(Variant)
+BACKENDS = ("reference", "torch", "triton")
+"""Values of ``backend``; "reference" is the specification itself, one weight at a time."""
+STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
+NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What both methods share: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
+
+    lr: float | Tensor
+    weight_decay: float
+    momentum: float
+    beta2: float
+    eps: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Hyper:
+        """Read from a parameter group."""
+        return cls(group["lr"], group["weight_decay"], group["momentum"], group["beta2"], group["eps"])
+
+
+@dataclass(frozen=True)
+class ProHyper(Hyper):
+    """Pro-KLShampoo's own: mixing weight, Newton-Schulz and the variant."""
+
+    alpha_kl: float
+    ns_steps: int
+    ns_coefficients: tuple[float, float, float]
+    ns_dtype: torch.dtype | None
+    variant: Variant
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> ProHyper:
+        """Read from a parameter group."""
+        return cls(
+            group["lr"],
+            group["weight_decay"],
+            group["momentum"],
+            group["beta2"],
+            group["eps"],
+            group["alpha_kl"],
+            group["ns_steps"],
+            tuple(group["ns_coefficients"]),
+            group["ns_dtype"],
+            group["variant"],
+        )
+
+    @property
+    def has_subspace(self) -> bool:
+        """True if the update has the subspace part Delta_sub."""
+        return self.variant != "complement-only"
+
+    @property
+    def has_complement(self) -> bool:
+        """True if the update has the complement part Delta_res."""
+        return self.variant != "subspace-only"
+
+    @property
+    def orthogonalises(self) -> bool:
+        """True if the complement part goes through Newton-Schulz."""
+        return self.variant in ("pro-klshampoo", "complement-only")
+
+    @property
+    def subspace_weight(self) -> float:
+        """alpha_kl; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2)."""
+        return 1.0 if self.variant == "smok-hop" else self.alpha_kl
+
+    @property
+    def gradient_weights(self) -> tuple[float, float, float]:
+        """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M.
+
+        Nesterov lookahead (P1) for all variants but Smok-Hop, whose momentum is an EMA.
+        """
+        if self.variant == "smok-hop":
+            return 1.0 - self.momentum, 0.0, 1.0
+        return 1.0, 1.0, self.momentum
+
+    def polar_dtype(self, arithmetic: torch.dtype) -> torch.dtype:
+        """Return the dtype of the Newton-Schulz products: bfloat16 as in Muon, float64 for float64 weights."""
+        if self.ns_dtype is not None:
+            return self.ns_dtype
+        return torch.float64 if arithmetic == torch.float64 else torch.bfloat16
+
+
+def _invalid(name: str, value: Any, bound: str) -> ValueError:
+    return ValueError(f"Invalid {name}={value!r}: must be {bound}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any, bound: str, low: float, below: float = math.inf) -> None:
+    if not _is_number(value) or not low <= value < below:
+        raise _invalid(name, value, bound)
+
+
+def check_nonnegative(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a finite number of at least 0."""
+    _number(name, value, "a finite number of at least 0", 0.0)
+
+
+def check_integer(name: str, value: Any, bound: str = "an integer of at least 1") -> None:
+    """Raise ValueError unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise _invalid(name, value, bound)
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if not any(value is choice or value == choice for choice in choices):
+        raise _invalid(name, value, f"one of {choices}")
+
+
+def check_learning_rate(name: str, lr: Any) -> None:
+    """Raise ValueError unless ``lr`` is a finite number of at least 0 or a tensor that holds one."""
+    bound = "a finite number of at least 0, or a tensor with one such element"
+    if not isinstance(lr, Tensor):
+        _number(name, lr, bound, 0.0)
+    elif lr.numel() != 1 or not lr.is_floating_point():
+        raise _invalid(name, lr, bound)
+    elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
+        raise _invalid(name, lr, bound)
+
+
+def check_betas(name: str, betas: Any) -> None:
+    """Raise ValueError unless ``betas`` are AdamW's: two numbers in [0, 1)."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
+        raise _invalid(name, betas, "two numbers in [0, 1)")
+
+
+def check_algorithm(group: dict[str, Any]) -> None:
+    """Raise ValueError unless the group says which algorithm steps it."""
+    check_choice("algorithm", group["algorithm"], ("matrix", "adamw"))
+
+
+def check_common(group: dict[str, Any]) -> None:
+    """Raise ValueError when a hyper-parameter that both matrix methods have is out of bounds."""
+    check_learning_rate("lr", group["lr"])
+    check_nonnegative("weight_decay", group["weight_decay"])
+    _number("momentum", group["momentum"], "in [0, 1)", 0.0, 1.0)
+    _number("beta2", group["beta2"], "in [0, 1)", 0.0, 1.0)
+    check_nonnegative("eps", group["eps"])
+    check_integer("precondition_frequency", group["precondition_frequency"])
+    start = group["init_eigenvalue"]
+    if start != "auto" and not (_is_number(start) and 0 < start < math.inf):
+        raise _invalid("init_eigenvalue", start, '"auto" or a finite number above 0')
+    check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
+    check_choice("backend", group["backend"], (None, *BACKENDS))
+    check_choice("maximize", group["maximize"], (True, False))
+
+
+def check_pro(group: dict[str, Any]) -> None:
+    """Raise ValueError when a hyper-parameter of Pro-KLShampoo is out of bounds."""
+    check_common(group)
+    check_integer("rank", group["rank"])
+    check_nonnegative("alpha_kl", group["alpha_kl"])
+    check_integer("ns_steps", group["ns_steps"])
+    check_choice("variant", group["variant"], VARIANTS)
+    check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
+    coefficients = group["ns_coefficients"]
+    if (
+        not isinstance(coefficients, (tuple, list))
+        or len(coefficients) != 3
+        or not all(_is_number(c) and math.isfinite(c) for c in coefficients)
+    ):
+        raise _invalid("ns_coefficients", coefficients, "three finite numbers (a, b, c)")
+
+
+def check_adamw(group: dict[str, Any]) -> None:
+    """Raise ValueError when a hyper-parameter of a group that AdamW handles is missing or out of bounds."""
+    if "lr" not in group:
+        raise ValueError(
+            'A group with algorithm="adamw" needs its own lr: the matrix method\'s lr is in other units '
+            "(AdamW's is usually around 1e-3)."
+        )
+    check_learning_rate("lr", group["lr"])
+    check_betas("betas", group["betas"])
+    check_nonnegative("eps", group["eps"])
+    check_nonnegative("weight_decay", group["weight_decay"])

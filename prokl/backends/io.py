@@ -1,0 +1,164 @@
+"""How the gradients of a bucket are gathered and its weights written: the interface, and PyTorch's form.
+
+A member of a bucket is a view: some matrices of a parameter, oriented. Nothing but this module and the members
+themselves touches parameters and their gradients.
+
+Dimension key: B matrices, m short side, n long side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.primitives import Direction
+from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import MatrixShape
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter's matrices as a bucket steps them, and the rows of the stacks that are their own."""
+
+    p: Tensor
+    name: str
+    shape: MatrixShape
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """First row that is no longer this member's."""
+        return self.start + self.shape.count
+
+    @property
+    def rows(self) -> range:
+        """Rows of the stacks that are this member's."""
+        return range(self.start, self.stop)
+
+    def part(self, stack: Tensor) -> Tensor:
+        """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
+        return stack[self.start : self.stop] if self.p.ndim == 3 else stack[self.start]
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient, oriented (c,m,n), in the weight's dtype; None where there is none."""
+        g = self.p.grad
+        return None if g is None else self.shape.oriented(g.detach().to(self.p.dtype))
+
+    def weight(self) -> Tensor:
+        """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it."""
+        return self.shape.oriented(self.p.detach())
+
+    def write(self, weight: Tensor) -> None:
+        """Copy an oriented weight (c,m,n) into the parameter, unless it is a view of it."""
+        if weight.data_ptr() != self.p.data_ptr():
+            self.p.copy_(self.shape.restored(weight, self.p))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes and dtypes of one bucket."""
+
+    count: int
+    """B."""
+    m: int
+    n: int
+    dtype: torch.dtype
+    """Arithmetic dtype."""
+    weight_dtype: torch.dtype
+    device: torch.device
+
+
+class BucketIO(Protocol):
+    """Gathers the gradients of one bucket and writes its weights.
+
+    :meth:`locate` is the host's, before a step or a replay; :meth:`gather` and :meth:`apply` are the device's, and
+    where ``capturable`` they do the same whatever lies where, so that a CUDA graph can repeat them.
+    """
+
+    @property
+    def capturable(self) -> bool:
+        """True if a graph that captured :meth:`gather` and :meth:`apply` follows what :meth:`locate` finds next."""
+        ...
+
+    def locate(self, h: Hyper) -> None:
+        """Find gradients and weights, and read lr and weight decay; nothing waits for the device."""
+        ...
+
+    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
+        """Return the gradients as one tensor of the step's own, and their squared norms.
+
+        A missing gradient counts as zero; ``negate`` changes the sign, to ascend.
+
+        Returns:
+            G (B,m,n) and ||G||_F^2 (B,), not finite where G is not.
+        """
+        ...
+
+    def apply(self, direction: Direction, active: Tensor | None) -> None:
+        """Do W <- (1 - lr weight_decay) W - lr D where active, rounding once where W is narrower than D.
+
+        Args:
+            direction: factors of D; says whether the decay comes after the step.
+            active: (B,) bool, or None when all move.
+        """
+        ...
+
+    def release(self) -> None:
+        """Keep no gradient alive until the next step."""
+        ...
+
+
+class TorchIO:
+    """Reads and writes one parameter after another with PyTorch."""
+
+    capturable = False
+
+    def __init__(self, members: Sequence[Member], layout: Layout) -> None:
+        self.members, self.layout = members, layout
+        self.gradients: list[Tensor | None] = []
+
+    def locate(self, h: Hyper) -> None:
+        """Find gradients, and read lr and weight decay."""
+        self.h = h
+        self.gradients = [member.gradient() for member in self.members]
+
+    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
+        """Concatenate the gradients in the arithmetic dtype."""
+        a = self.layout
+        parts = [
+            torch.zeros(member.shape.count, a.m, a.n, dtype=a.dtype, device=a.device) if g is None else g.to(a.dtype)
+            for g, member in zip(self.gradients, self.members, strict=True)
+        ]
+        G = torch.cat(parts)
+        if negate:
+            G = G.neg_()
+        return G, torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+
+    def apply(self, direction: Direction, active: Tensor | None) -> None:
+        """Step one parameter after another; those without a gradient are not touched."""
+        lr, weight_decay = self.h.lr, self.h.weight_decay
+        decay = 1 - lr * weight_decay
+        D = direction.dense()
+        if direction.decay_after:
+            D = decay * D
+        for member, gradient in zip(self.members, self.gradients, strict=True):
+            if gradient is None:
+                continue
+            W, own = member.weight(), D[member.start : member.stop]
+            moves = None if active is None else active[member.start : member.stop]
+            if moves is None and W.dtype == D.dtype:
+                if weight_decay != 0:
+                    W.mul_(decay)
+                W.sub_(lr * own) if isinstance(lr, Tensor) else W.sub_(own, alpha=lr)
+            else:
+                new = W.to(D.dtype) * decay - lr * own
+                W.copy_(new if moves is None else torch.where(moves[:, None, None], new, W))
+            member.write(W)
+
+    def release(self) -> None:
+        """Keep no gradient alive until the next step."""
+        self.gradients = []

@@ -1,0 +1,129 @@
+"""The choice of a backend, and one line that explains it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from prokl.algorithm.primitives import Primitives
+from prokl.algorithm.settings import BACKENDS
+from prokl.backends import extension
+from prokl.backends.device import gpu_unsupported_reason, is_host_readable
+from prokl.backends.io import BucketIO, Layout, Member, TorchIO
+from prokl.backends.torch_ops import TorchPrimitives
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Everything that a bucket needs of a backend on one kind of device."""
+
+    name: str
+    ops: Primitives | None
+    """None: the specification itself, one matrix at a time."""
+    io: Callable[[Sequence[Member], Layout], BucketIO]
+    host_readable: bool
+    """True if reading a result on the host does not wait for a device."""
+    graphs: bool
+    """True if CUDA graphs can capture its steps."""
+
+
+@cache
+def _torch_backend(host_readable: bool) -> Backend:
+    return Backend("torch", TorchPrimitives(host_readable), TorchIO, host_readable, graphs=False)
+
+
+@cache
+def _reference_backend(host_readable: bool) -> Backend:
+    return Backend("reference", None, TorchIO, host_readable, graphs=False)
+
+
+@cache
+def _triton_backend(use_cuda_qr: bool, host_readable: bool) -> Backend:
+    from prokl.backends.triton_ops import TritonIO, TritonPrimitives  # with kernels.launch the only imports of Triton
+
+    ops = TritonPrimitives(use_cuda_qr, host_readable)
+    return Backend("triton", ops, TritonIO, host_readable, graphs=not host_readable)
+
+
+def _interpreted() -> bool:
+    """Return True if the kernels, once defined, run in Triton's interpreter."""
+    from prokl.kernels.launch import INTERPRETED
+
+    return INTERPRETED
+
+
+def _unsupported_reason(device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run on ``device``; None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: install the one that belongs to this torch"
+    if device.type == "cuda":
+        return gpu_unsupported_reason(device)
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return (
+        f"the kernels run on CUDA devices, not on {device}, unless TRITON_INTERPRET=1, set before Python starts, "
+        "interprets them on a CPU"
+    )
+
+
+def select(backend: str | None, device: torch.device) -> Backend:
+    """Return the backend that ``backend`` means on ``device``.
+
+    ``backend=None`` chooses: Triton's on a CUDA device that runs it, PyTorch's elsewhere; :func:`explain` says which.
+    Triton's takes QR from the CUDA extension where that runs, as :func:`explain_qr` says, and otherwise from the same
+    methods in PyTorch.
+
+    Raises:
+        ValueError: an unknown backend, or "triton" where the kernels cannot run.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
+    readable = is_host_readable(device)
+    if backend == "reference":
+        return _reference_backend(readable)
+    if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
+        return _torch_backend(readable)
+    reason = _unsupported_reason(device)
+    if reason is not None:
+        raise ValueError(f'Invalid backend={backend!r}: {reason}. Use backend="torch", or None to choose.')
+    if device.type == "cpu" and not _interpreted():
+        raise ValueError(
+            f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
+            "Python starts."
+        )
+    return _triton_backend(extension.unsupported_reason(device) is None, readable)
+
+
+def explain(backend: str | None, device: torch.device | str) -> str:
+    """Return one line: which backend ``backend`` means on ``device``, and why.
+
+    Raises:
+        ValueError: as :func:`select`.
+    """
+    device = torch.device(device)
+    name = select(backend, device).name
+    if backend is not None:
+        return f"{name}: asked for"
+    if name == "triton":
+        return f"triton: {device} runs the kernels"
+    reason = _unsupported_reason(device) or "a CPU takes the PyTorch form; backend=triton would interpret the kernels"
+    return f"torch: {reason}"
+
+
+def explain_qr(device: torch.device | str, backend: str | None = None) -> str:
+    """Return one line: where the QR of that backend's steps on ``device`` comes from, and why.
+
+    Raises:
+        ValueError: as :func:`select`.
+    """
+    device = torch.device(device)
+    name = select(backend, device).name
+    if name != "triton":
+        return f"PyTorch: the {name} backend calls no kernels"
+    reason = extension.unsupported_reason(device)
+    return f"PyTorch: {reason}" if reason is not None else f"CUDA extension: it runs on {device}"

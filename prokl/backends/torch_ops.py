@@ -1,0 +1,147 @@
+"""The primitives of the batched step in plain PyTorch: for a CPU, for a GPU without Triton, and to test kernels by.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.primitives import Primitives, clipped_ema, damp, mask_inactive
+from prokl.backends import qr
+
+
+def _per_matrix(scale: float | Tensor) -> float | Tensor:
+    """Return a scale so that it broadcasts over matrices."""
+    return scale[:, None, None] if isinstance(scale, Tensor) else scale
+
+
+class TorchPrimitives(Primitives):
+    """PyTorch's form of every primitive.
+
+    Args:
+        host_readable: True if reading a value on the host costs nothing (a CPU); QR is then LAPACK's Householder,
+            which elsewhere would factor one matrix after another.
+    """
+
+    name = "torch"
+
+    def __init__(self, host_readable: bool) -> None:
+        self.host_readable = host_readable
+
+    def product(
+        self,
+        left: Tensor,
+        right: Tensor,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Return alpha left right + beta C."""
+        if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+            D = (left @ right) * _per_matrix(alpha)
+            return D if C is None else D + C * _per_matrix(beta)
+        if C is not None:
+            return torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
+        return left @ right if alpha == 1 else alpha * (left @ right)
+
+    def symmetric_product(
+        self, A: Tensor, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+    ) -> Tensor:
+        """Return alpha A A^T + beta C."""
+        return self.product(A, A.mT, C=C, alpha=alpha, beta=beta)
+
+    symmetric_polynomial = product
+
+    def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return G U and M U; zeroes the gradients that are not active."""
+        return mask_inactive(G, active) @ U, M.to(U.dtype) @ U
+
+    def residuals(
+        self,
+        G: Tensor,
+        M: Tensor,
+        G_tilde: Tensor,
+        G_par: Tensor | None,
+        U: Tensor,
+        momentum: float,
+        weights: tuple[float, float, float],
+        active: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Update the momentum and form both residuals.
+
+        A CPU pays more for fresh memory than for arithmetic on it, so that G and, where all step and the dtype is
+        G's, M are overwritten.
+        """
+        g, a, b = weights
+        mask_inactive(G, active)
+        if active is not None or M.dtype != G.dtype:
+            M = M.to(G.dtype, copy=True)
+        M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)
+        G_hat_perp = negligible = None
+        if G_par is not None:
+            G_hat = torch.add(G if a == 1 else a * G, M, alpha=b) if a else b * M
+            G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+            size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
+            negligible = size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
+        return M, G.baddbmm_(G_tilde, U.mT, alpha=-1), G_hat_perp, negligible
+
+    def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
+        return alpha * (P @ (((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT))
+
+    def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return P G_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
+        X = P @ G_perp
+        norm = torch.linalg.vector_norm(X, dim=(-2, -1))
+        inverse = torch.where(negligible | (norm == 0), 0.0, 1 / norm)
+        return X.mul_(inverse[:, None, None]).to(dtype), None
+
+    def eigenvalue_ema(
+        self,
+        inv_sqrt_lambda_L: Tensor,
+        inv_sqrt_lambda_S: Tensor,
+        inv_sqrt_mu: Tensor,
+        ell: Tensor,
+        rho: Tensor,
+        e_res: Tensor,
+        *,
+        beta2: float,
+        n: int,
+        eps: Tensor,
+        ceiling_L: Tensor,
+        ceiling_S: Tensor,
+        ceiling_mu: Tensor,
+        active: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Update the eigenvalues with clip."""
+        m, r = inv_sqrt_lambda_L.shape[1], inv_sqrt_lambda_S.shape[1]
+        a_mu = damp(inv_sqrt_mu, eps)[:, None]
+        s_L = clipped_ema(inv_sqrt_lambda_L, (ell + a_mu**2 * e_res) / n, beta2, ceiling_L[:, None])
+        s_S = clipped_ema(inv_sqrt_lambda_S, rho, beta2, ceiling_S[:, None])
+        tail = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
+        s_mu = clipped_ema(inv_sqrt_mu, tail, beta2, ceiling_mu)
+        if active is not None:
+            s_L = torch.where(active[:, None], s_L, inv_sqrt_lambda_L)
+            s_S = torch.where(active[:, None], s_S, inv_sqrt_lambda_S)
+            s_mu = torch.where(active, s_mu, inv_sqrt_mu)
+        return s_L, s_S, s_mu
+
+    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
+        """Return Q of qr(V): Householder's on a CPU, elsewhere Cholesky QR preconditioned by K."""
+        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U)
+
+    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(L Q).
+
+        On a CPU LAPACK's QR of 256 x 256 took as long as 5.4 products of that size (AMD EPYC, two cores), no more than
+        what the Cholesky form consists of.
+        """
+        return qr.householder_qr(L @ Q) if self.host_readable else qr.cholesky_refresh(L, Q)
+
+    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(S Q)."""
+        return qr.householder_qr(S @ Q) if self.host_readable else qr.cholesky_coordinates(S, Q)

@@ -1,0 +1,172 @@
+"""The primitives of the batched step as Triton launches, and the reading and writing of a bucket through tables.
+
+Products of float32 are split into three of TF32 (``tf32x3``), about as exact as float32 and several times as fast on
+a GPU; torch's own TF32 switches touch none of them.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.primitives import Direction, Primitives
+from prokl.algorithm.settings import Hyper
+from prokl.backends import cuda_qr, qr
+from prokl.backends.io import Layout, Member
+from prokl.backends.pointers import PointerTable
+from prokl.kernels.apply import apply
+from prokl.kernels.eigenvalue_ema import eigenvalue_ema
+from prokl.kernels.precondition import can_use_precondition, precondition
+from prokl.kernels.product import product
+from prokl.kernels.project import project
+from prokl.kernels.residuals import residuals
+from prokl.kernels.stack import stack
+from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
+
+
+class TritonPrimitives(Primitives):
+    """Fused kernels; QR by the CUDA extension, or by the same methods in PyTorch where that does not run.
+
+    Args:
+        use_cuda_qr: True if the extension runs on this device.
+        host_readable: True if reading a value on the host costs nothing (an interpreting CPU).
+    """
+
+    name = "triton"
+    # The launchers are the entries: they take a tile and a precision besides.
+    product = staticmethod(product)
+    symmetric_product = staticmethod(symmetric_product)
+    symmetric_polynomial = staticmethod(symmetric_polynomial)
+    project = staticmethod(project)
+    eigenvalue_ema = staticmethod(eigenvalue_ema)
+
+    def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
+        self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
+
+    def residuals(
+        self,
+        G: Tensor,
+        M: Tensor,
+        G_tilde: Tensor,
+        G_par: Tensor | None,
+        U: Tensor,
+        momentum: float,
+        weights: tuple[float, float, float],
+        active: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Form both residuals; M is updated in place and returned."""
+        G_perp, G_hat_perp, size, whole = residuals(
+            G, M, G_tilde, G_par, U, momentum=momentum, weights=weights, active=active
+        )
+        if size is None or whole is None:
+            return M, G_perp, None, None
+        return M, G_perp, G_hat_perp, size <= (100 * torch.finfo(G_perp.dtype).eps) ** 2 * whole
+
+    def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par S^-1/2: one launch, or four products where r x r does not fit one program."""
+        if can_use_precondition(P, G_par, Q_S, a_S):
+            return precondition(P, G_par, Q_S, a_S, alpha)
+        return product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
+
+    def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return X = P G_perp and the inverse of its norm, which comes with the product and is left to the next."""
+        X, energy = product(P, G_perp, out_dtype=torch.bfloat16 if dtype == torch.bfloat16 else None, energy=True)
+        # Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
+        vanishing = energy < torch.finfo(energy.dtype).tiny
+        inverse = torch.where(negligible | vanishing, 0.0, energy.rsqrt())
+        return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
+
+    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
+        """Return Q of qr(V)."""
+        if self.use_cuda_qr:
+            return cuda_qr.track(V, K, U)
+        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, product)
+
+    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(L Q)."""
+        if self.use_cuda_qr:
+            return cuda_qr.refresh_basis(L, Q, product)
+        return qr.householder_qr(product(L, Q)) if self.host_readable else qr.cholesky_refresh(L, Q, product)
+
+    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(S Q)."""
+        if self.use_cuda_qr:
+            return cuda_qr.refresh_coordinates(S, Q, product)
+        return qr.householder_qr(product(S, Q)) if self.host_readable else qr.cholesky_coordinates(S, Q, product)
+
+
+class TritonIO:
+    """Reads gradients and writes weights in one launch each, through device tables of where they lie.
+
+    The tables, lr and weight decay are tensors that stay where they are, so that a captured CUDA graph follows what is
+    written into them.
+    """
+
+    def __init__(self, members: Sequence[Member], layout: Layout) -> None:
+        self.members, self.layout = members, layout
+        self.counts = [member.shape.count for member in members]
+        self.gradient_table = PointerTable(layout.count, layout.device)
+        self.weight_table = PointerTable(layout.count, layout.device)
+        self.lr = torch.zeros(1, dtype=torch.float64, device=layout.device)
+        self.weight_decay = torch.zeros(1, dtype=torch.float64, device=layout.device)
+        self._written: dict[int, float] = {}
+        self._gradients: list[Tensor | None] = []
+        self._copied: list[tuple[Member, Tensor]] = []
+
+    @property
+    def capturable(self) -> bool:
+        """True unless a weight had to be copied: its copy would be another one at every step."""
+        return not self._copied
+
+    def locate(self, h: Hyper) -> None:
+        """Write into the tables what has changed since the last call."""
+        self._gradients = [member.gradient() for member in self.members]
+        weights = [member.weight() for member in self.members]
+        pairs = zip(self.members, weights, strict=True)
+        self._copied = [(member, weight) for member, weight in pairs if weight.data_ptr() != member.p.data_ptr()]
+        self.gradient_table.update(self._gradients, self.counts)
+        self.weight_table.update(weights, self.counts)
+        self._write(self.lr, h.lr)
+        self._write(self.weight_decay, h.weight_decay)
+
+    def _write(self, scalar: Tensor, value: float | Tensor) -> None:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            scalar.copy_(value.reshape(1))
+            self._written.pop(id(scalar), None)
+        elif self._written.get(id(scalar)) != (number := float(value)):
+            scalar.fill_(number)  # the value travels in the launch: no copy from the host
+            self._written[id(scalar)] = number
+
+    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
+        """Read the gradients in the weights' dtype, in one launch."""
+        a = self.layout
+        return stack(self.gradient_table.table, a.m, a.n, dtype=a.weight_dtype, negate=negate)
+
+    def apply(self, direction: Direction, active: Tensor | None) -> None:
+        """Step all weights in one launch, straight into their memory."""
+        X = direction.X
+        if direction.decay_after:
+            assert X is not None and direction.left is None
+            X = (1 - (self.lr * self.weight_decay).to(self.layout.dtype)) * X
+        apply(
+            self.weight_table.table,
+            X,
+            dtype=self.layout.weight_dtype,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            scale=direction.scale,
+            Q=direction.Q,
+            left=direction.left,
+            right=direction.right,
+            active=active,
+        )
+        for member, weight in self._copied:
+            member.write(weight)
+
+    def release(self) -> None:
+        """Keep no gradient and no copy of a weight alive until the next step."""
+        self._gradients, self._copied = [], []

@@ -1,0 +1,295 @@
+"""One bucket: the stacked state of all weights of one oriented shape, and one step of them.
+
+A step has three phases, which the optimizer visits once each, in this order, for all buckets:
+
+* :meth:`Bucket.decide`, on the host: clocks say which matrices begin, step and refresh; the I/O finds gradients and
+  weights and writes its tables. Nothing waits for the device.
+* :meth:`Bucket.execute`, on the device: the linear algebra of :mod:`prokl.algorithm`. What a CUDA graph captures.
+* :meth:`Bucket.commit`, on the host: clocks move last of all, so that a step that fails on the way is not counted.
+
+A bucket owns the stacks; ``optimizer.state[p]`` holds views into them.
+
+Dimension key: B matrices (a 3-D parameter is several), m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.initial import rescale_early_state
+from prokl.algorithm.method import Group, Method
+from prokl.algorithm.primitives import Primitives, State
+from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.backends.device import on_device
+from prokl.backends.io import Layout, Member
+from prokl.backends.select import Backend, select
+from prokl.engine.schedule import Plan, Schedule
+
+NEVER_MOVED_AFTER = 100
+"""Calls with a gradient after which a weight that has never moved is warned about."""
+
+WORKSPACE = 2 * 2**30
+"""Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
+several; one parameter is never split."""
+
+
+class Bucket:
+    """Weights of one group, oriented shape, rank, dtype and device.
+
+    Args:
+        members: (parameter, name) pairs in the order of their group.
+        states: what ``optimizer.state`` holds for each: empty for a parameter that has none yet.
+        method: the matrix method.
+        rank: effective rank.
+        group: the parameter group.
+        idle: calls with a gradient in which a parameter did not move, -1 once it has; outlives the bucket.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[Tensor, str]],
+        states: Sequence[dict[str, Any]],
+        method: Method[Any],
+        rank: int,
+        group: Group,
+        idle: dict[Tensor, int],
+    ) -> None:
+        self.method, self.rank, self.group, self.idle = method, rank, group, idle
+        self.members: list[Member] = []
+        for p, name in members:
+            start = self.members[-1].stop if self.members else 0
+            self.members.append(Member(p, name, MatrixShape.of(p), start))
+        first, count = self.members[0], self.members[-1].stop
+        m, n, device = first.shape.m, first.shape.n, first.p.device
+        self.layout = Layout(
+            count, m, n, compute_dtype(first.p.dtype, state_dtype(group, first.p)), first.p.dtype, device
+        )
+        self.dtype = self.layout.dtype
+        self.stacks: dict[str, Tensor] = {}
+        for key, shape in method.state_shapes(m, n, rank, group).items():
+            dtype = self.dtype if key == "lambda_0" else state_dtype(group, first.p)
+            self.stacks[key] = torch.zeros((count, *shape), dtype=dtype, device=device)
+        self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
+        self.views: list[dict[str, Tensor]] = []
+        self.schedule = Schedule(
+            [member.rows for member in self.members],
+            [step for member, state in zip(self.members, states, strict=True) for step in _steps_of(member, state)],
+            "lambda_0" in self.stacks,
+        )
+        for i, state in enumerate(states):
+            self._adopt(i, state)
+        self.backend: Backend | None = None
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+        owners = [i for i, member in enumerate(self.members) for _ in member.rows]
+        self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
+        self.first = torch.tensor([member.start for member in self.members], device=device)
+        scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
+        self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
+
+    def _adopt(self, i: int, state: dict[str, Any]) -> None:
+        """Copy a parameter's state into the stacks and leave views of them in its place."""
+        member = self.members[i]
+        if state:
+            self.skipped[i] = state["skipped"]
+            for key, stack in self.stacks.items():
+                member.part(stack).copy_(state[key])
+        state.clear()
+        state.update({"step": self._clock(member), "skipped": self.skipped[i]})
+        state.update((key, member.part(stack)) for key, stack in self.stacks.items())
+        self.views.append({key: value for key, value in state.items() if key != "step"})
+
+    def holds(self, states: Sequence[dict[str, Any]]) -> bool:
+        """Return True if the weights and the views handed out are still what they were when the bucket was made."""
+        return all(
+            member.p.dtype == self.layout.weight_dtype
+            and member.p.device == self.layout.device
+            and all(state.get(key) is view for key, view in views.items())
+            for member, state, views in zip(self.members, states, self.views, strict=True)
+        )
+
+    def _clock(self, member: Member) -> int | list[int]:
+        steps = self.schedule.steps[member.start : member.stop]
+        return steps if member.p.ndim == 3 else steps[0]
+
+    def decide(self) -> Plan | None:
+        """Return what this step does, with the I/O ready for it; None when there is no gradient."""
+        has_grad = [member.p.grad is not None for member in self.members]
+        plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
+        if plan is not None:
+            backend = select(self.group["backend"], self.layout.device)
+            if backend is not self.backend:
+                self.backend, self.io = backend, backend.io(self.members, self.layout)
+            self.io.locate(self.method.hyper(self.group))
+        return plan
+
+    def execute(self, plan: Plan) -> tuple[int, ...]:
+        """Do the device's work of one step, after :meth:`decide`.
+
+        Returns:
+            The matrices that moved, as far as the host knows.
+        """
+        assert self.backend is not None
+        G, sq_norm = self.io.gather(self.group["maximize"])
+        finite = self._finite_members(sq_norm.float().isfinite())
+        # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
+        known = None
+        if self.backend.host_readable or plan.initialising:
+            known = torch.stack([finite, sq_norm > 0]).tolist()
+            self._initialise([b for b in plan.initialising if known[0][b] and known[1][b]], G)
+        moving = tuple(b for b in plan.stepping if known is None or known[0][b])
+        if moving:
+            self._step(G, plan, moving, finite if known is None else None, self.backend.ops)
+        self._count_skipped(plan.has_grad, finite)
+        return moving
+
+    def commit(self, plan: Plan, moved: Sequence[int], states: Sequence[dict[str, Any]]) -> list[str]:
+        """Move the clocks, last of all. M may have gone ahead of them where a step failed on the way.
+
+        Returns:
+            Warnings about weights that never move.
+        """
+        self.io.release()
+        rows = set(moved)
+        moved_members = [not rows.isdisjoint(member.rows) for member in self.members]
+        # A kernel writes past autograd's own count.
+        torch.autograd.graph.increment_version(
+            [member.p for member, own in zip(self.members, moved_members, strict=True) if own]
+        )
+        self.schedule.advance(plan)
+        messages = []
+        for member, state, has_grad, own in zip(self.members, states, plan.has_grad, moved_members, strict=True):
+            state["step"] = self._clock(member)
+            if has_grad and self._never_moves(member, own):
+                messages.append(
+                    f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
+                    "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss scale "
+                    "and whether the weight is used."
+                )
+        return messages
+
+    def _never_moves(self, member: Member, moved: bool) -> bool:
+        """Return True once, when a weight has had gradients for long and has never moved."""
+        count = self.idle.get(member.p, 0)
+        if count < 0:
+            return False
+        last = count + 1 == NEVER_MOVED_AFTER
+        self.idle[member.p] = -1 if moved or last else count + 1
+        return last and not moved
+
+    def _finite_members(self, finite: Tensor) -> Tensor:
+        """Return (B,), False for every matrix of a parameter that has one non-finite matrix."""
+        if self.owner is None:
+            return finite
+        bad = torch.zeros_like(self.skipped).index_add_(0, self.owner, (~finite).long())
+        return (bad == 0)[self.owner]
+
+    def _count_skipped(self, has_grad: tuple[bool, ...], finite: Tensor) -> None:
+        bad = ~(finite if self.owner is None else finite[self.first])
+        if not all(has_grad):
+            bad = bad & on_device(has_grad, torch.bool, bad.device)
+        self.skipped += bad
+
+    def _initialise(self, rows: list[int], G: Tensor) -> None:
+        if not rows:
+            return
+        for key, value in self.method.initialise(G[rows].to(self.dtype), self.rank, self.group).items():
+            self.stacks[key][rows] = value.to(self.stacks[key].dtype)
+        self.schedule.begin(rows)
+
+    def _step(
+        self, G: Tensor, plan: Plan, moving: tuple[int, ...], finite: Tensor | None, ops: Primitives | None
+    ) -> None:
+        """Step the ``moving`` matrices, of which ``finite`` (B,) masks those that the host cannot know of."""
+        h = self.method.hyper(self.group)
+        state = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}
+        early = [b for b in plan.can_rescale if b in moving]
+        if early:
+            state = rescale_early_state(G.to(self.dtype), state, self._mask(early))
+        if ops is None:
+            self._reference_step(G, state, h, moving, set(plan.refreshing))
+            return
+        active = self._active(moving, finite)
+        direction, new = self.method.step(G, state, h, self.aspect_scale, active, ops)
+        if early:
+            new["lambda_0"] = state["lambda_0"]
+        if plan.refreshing:
+            new |= self.method.refresh_eigenbases(state | new, self._index(plan.refreshing), ops)
+        self.io.apply(direction, active)
+        for key, value in new.items():
+            self._store(self.stacks[key], value, active)
+
+    def _active(self, moving: tuple[int, ...], finite: Tensor | None) -> Tensor | None:
+        """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
+        if len(moving) == self.layout.count:
+            return finite
+        mask = self._mask(moving)
+        return mask if finite is None else mask & finite
+
+    def _mask(self, rows: Sequence[int]) -> Tensor:
+        chosen = set(rows)
+        return on_device([b in chosen for b in range(self.layout.count)], torch.bool, self.layout.device)
+
+    def _index(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return ``rows`` on the device, None for all; kept, so that a captured graph finds it again."""
+        if len(rows) == self.layout.count:
+            return None
+        if rows not in self._indices:
+            self._indices[rows] = on_device(rows, torch.int64, self.layout.device)
+        return self._indices[rows]
+
+    def _store(self, stack: Tensor, value: Tensor, active: Tensor | None) -> None:
+        if value is stack:
+            return
+        if active is None:
+            stack.copy_(value)
+        else:
+            mask = active.reshape(-1, *[1] * (value.ndim - 1))
+            stack.copy_(torch.where(mask, value.to(stack.dtype), stack))
+
+    def _reference_step(
+        self, G: Tensor, state: State, h: Any, moving: tuple[int, ...], refreshing: set[int]
+    ) -> None:  # fmt: skip
+        W = torch.cat([member.weight().to(self.dtype) for member in self.members])
+        for b in moving:
+            own = {key: value[b].to(self.dtype) for key, value in state.items()}
+            scale = float(self.aspect_scale[b])
+            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=b in refreshing)
+            for key, value in own.items():
+                self.stacks[key][b] = value.to(self.stacks[key].dtype)
+        rows = set(moving)
+        for member in self.members:
+            if not rows.isdisjoint(member.rows):
+                member.write(W[member.start : member.stop])
+
+
+def _steps_of(member: Member, state: dict[str, Any]) -> list[int]:
+    """Return the clock of every matrix of a parameter, as its state holds it."""
+    steps = state.get("step", -1)
+    return list(steps) if isinstance(steps, (list, tuple)) else [steps] * member.shape.count
+
+
+def split(members: Sequence[tuple[Tensor, str]], elements: int, itemsize: int) -> list[list[tuple[Tensor, str]]]:
+    """Return ``members`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
+    most = max(1, WORKSPACE // (elements * itemsize))
+    runs: list[list[tuple[Tensor, str]]] = [[]]
+    count = 0
+    for p, name in members:
+        own = MatrixShape.of(p).count
+        if runs[-1] and count + own > most:
+            runs.append([])
+            count = 0
+        runs[-1].append((p, name))
+        count += own
+    return runs
+
+
+def state_dtype(group: Group, p: Tensor) -> torch.dtype:
+    """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
+    if group["state_dtype"] is not None:
+        dtype: torch.dtype = group["state_dtype"]
+        return dtype
+    return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,0 +1,85 @@
+"""CUDA graphs of a bucket's device work: one launch instead of a few dozen.
+
+A graph fixes everything the host decided while it was recorded, so a bucket has one for every plan that comes up
+(ordinary steps, refresh steps) and every set of hyper-parameters other than lr and weight decay. What changes from
+step to step on the device is reached through the bucket's I/O, which is written before each replay. A graph is one
+bucket's alone, so that its work can be waited for by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from prokl.engine.bucket import Bucket
+from prokl.engine.schedule import Plan
+
+
+def record(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], None]:
+    """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed."""
+    with torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        # The default stream of captures lies on whichever device captured first. Other threads (a data loader that
+        # pins memory) may use CUDA meanwhile.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+    return graph.replay
+
+
+KEPT = 8
+"""Graphs kept of one bucket; the oldest go first. A momentum that changes at every step would need one a step."""
+
+
+class Graphs:
+    """The graphs of one optimizer."""
+
+    def __init__(self) -> None:
+        self.replays: dict[Bucket, dict[Hashable, Callable[[], None] | None]] = {}
+        self.pools: dict[torch.device, Any] = {}
+
+    def execute(self, bucket: Bucket, plan: Plan) -> tuple[int, ...]:
+        """Do the device's work of a bucket's step, from a graph where one can capture it.
+
+        A graph is recorded when its kind of step comes up for the second time. The first time it just runs, which
+        compiles the kernels and creates the libraries' workspaces.
+
+        Returns:
+            The matrices that move, as far as the host knows.
+        """
+        if not capturable(bucket, plan):
+            return bucket.execute(plan)
+        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket))
+        if key not in replays:
+            bucket.execute(plan)
+            replays[key] = None
+            if len(replays) > KEPT:
+                del replays[next(iter(replays))]
+            return plan.stepping
+        replay = replays[key]
+        if replay is None:
+            device = bucket.layout.device
+            replay = replays[key] = record(partial(bucket.execute, plan), device, self._pool(device))
+        replay()
+        return plan.stepping
+
+    def _pool(self, device: torch.device) -> Any:
+        # One pool: replays follow each other on one stream, and nothing in it outlives a replay.
+        if device not in self.pools:
+            self.pools[device] = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        return self.pools[device]
+
+
+def capturable(bucket: Bucket, plan: Plan) -> bool:
+    """Return True if a graph can do this step: no host decision depends on values, and the I/O can be replayed."""
+    return plan.steady and bucket.backend is not None and bucket.backend.graphs and bucket.io.capturable
+
+
+def _captured_settings(bucket: Bucket) -> Hashable:
+    """Return the hyper-parameters that a graph fixes: all but lr and weight decay."""
+    h = bucket.method.hyper(bucket.group)
+    return replace(h, lr=0.0, weight_decay=0.0), bucket.group["maximize"]

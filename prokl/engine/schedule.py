@@ -1,0 +1,70 @@
+"""The clocks of one bucket's matrices, and what the host decides from them about one step; plain Python.
+
+``step`` of a matrix is -1 until its initialising gradient, 0 then, and one more at every later call with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prokl.algorithm.initial import RESCALE_STEPS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The host's decisions about one step of a bucket; equal plans do the same work on the device."""
+
+    has_grad: tuple[bool, ...]
+    """By member."""
+    initialising: tuple[int, ...]
+    """Matrices whose state this gradient initialises, if it is finite and not zero."""
+    stepping: tuple[int, ...]
+    """Matrices that have begun and have a gradient; those whose gradient is not finite will not move."""
+    can_rescale: tuple[int, ...]
+    """Stepping matrices whose "auto" start may still be corrected."""
+    refreshing: tuple[int, ...]
+    """Stepping matrices whose step is divisible by tau."""
+
+    @property
+    def steady(self) -> bool:
+        """True if every matrix steps and none begins or can be rescaled: what a graph can capture."""
+        return all(self.has_grad) and not self.initialising and not self.can_rescale
+
+
+class Schedule:
+    """Counts the steps of a bucket's matrices.
+
+    Args:
+        members: the rows of every member.
+        steps: the clock of every matrix.
+        rescales: True if an "auto" start is corrected in its first steps.
+    """
+
+    def __init__(self, members: Sequence[range], steps: Sequence[int], rescales: bool) -> None:
+        self.members, self.rescales = list(members), rescales
+        self.steps = list(steps)
+
+    def decide(self, has_grad: Sequence[bool], frequency: int) -> Plan | None:
+        """Return what the next step does; None when there is no gradient."""
+        if not any(has_grad):
+            return None
+        rows = [b for own, given in zip(self.members, has_grad, strict=True) if given for b in own]
+        stepping = tuple(b for b in rows if self.steps[b] >= 0)
+        return Plan(
+            tuple(has_grad),
+            tuple(b for b in rows if self.steps[b] < 0),
+            stepping,
+            tuple(b for b in stepping if self.steps[b] < RESCALE_STEPS) if self.rescales else (),
+            tuple(b for b in stepping if (self.steps[b] + 1) % frequency == 0),
+        )
+
+    def begin(self, rows: Iterable[int]) -> None:
+        """Start the clocks of matrices whose state has been initialised."""
+        for b in rows:
+            self.steps[b] = 0
+
+    def advance(self, plan: Plan) -> None:
+        """Move the clocks of the matrices that had a gradient, skipped ones too."""
+        for b in plan.stepping:
+            self.steps[b] += 1

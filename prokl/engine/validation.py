@@ -1,0 +1,100 @@
+"""Checks of parameters, gradients and memory; every message names parameter, value, bound and remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+
+
+def check_matrix_parameter(p: Tensor, name: str) -> None:
+    """Raise ValueError when the matrix method cannot take ``p``."""
+    remedy = 'put it in a group with algorithm="adamw", as prokl.param_groups(model, lr=..., adamw_lr=...) does'
+    if p.is_complex() or not p.is_floating_point():
+        kind = "complex" if p.is_complex() else "not a floating-point tensor"
+        cure = "optimize its real view" if p.is_complex() else "leave it out of the optimizer"
+        raise ValueError(f"{name} is {kind} (dtype {p.dtype}); the matrix method needs real weights: {cure}.")
+    if p.dtype not in PARAMETER_DTYPES:
+        raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: convert the weight.")
+    if p.layout != torch.strided:
+        raise ValueError(f"{name} has layout {p.layout}; the matrix method needs a dense weight: use p.to_dense().")
+    if hasattr(p, "device_mesh"):
+        raise ValueError(f"{name} is sharded (DTensor); its matrices are not whole on any device: {remedy}.")
+    if p.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}.")
+    if p.numel() == 0:
+        raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")
+    shape = MatrixShape.of(p)
+    if shape.n == 1:
+        raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
+
+
+def check_writable(p: Tensor, name: str) -> None:
+    """Raise ValueError for an expanded weight, which could not be written without a clash."""
+    if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
+        raise ValueError(f"{name} has strides {p.stride()}, so several elements share memory; use p.contiguous().")
+
+
+def check_gradient(p: Tensor, name: str) -> None:
+    """Raise RuntimeError for a sparse gradient, before anything has moved."""
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{name} has a gradient of layout {p.grad.layout}; neither the matrix method nor AdamW takes it "
+            "(nn.Embedding(sparse=False))."
+        )
+
+
+def check_memory(optimizer: str, new_state: Iterable[tuple[Tensor, str, int]], remedy: str) -> None:
+    """Raise MemoryError when new state would not fit into the free memory of its device; nothing is allocated.
+
+    Args:
+        optimizer: its name.
+        new_state: (parameter, name, bytes of its state).
+        remedy: what to do with the largest.
+    """
+    needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
+    for p, name, size in new_state:
+        needed.setdefault(p.device, []).append((size, name, p))
+    for device, sizes in needed.items():
+        free, total = available_bytes(device), sum(size for size, _, _ in sizes)
+        if free is not None and total > free:
+            size, name, p = max(sizes, key=lambda entry: entry[0])
+            raise MemoryError(
+                f"{optimizer} needs {total / 2**30:.1f} GiB of state and {free / 2**30:.1f} GiB are "
+                f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
+                f"{remedy}"
+            )
+
+
+def _container_limit() -> int | None:
+    """Return what the control group of this process may still take, or None without a limit."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            with open("/sys/fs/cgroup/memory.current", encoding="ascii") as used:
+                return int(limit.read()) - int(used.read())
+    except (OSError, ValueError):
+        return None
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Return the free memory of ``device``, or None where it cannot be found out."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "cpu":
+        limit = _container_limit()
+        try:
+            with open("/proc/meminfo", encoding="ascii") as table:
+                fields = dict(line.split(":", 1) for line in table)
+            free = int(fields["MemAvailable"].split()[0]) * 1024
+            return free if limit is None else min(free, limit)
+        except (OSError, KeyError):
+            pass
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (ValueError, OSError, AttributeError):
+            pass
+    return None

@@ -1,0 +1,1 @@
+"""Parameter groups for a whole model; see :func:`prokl.param_groups`."""
