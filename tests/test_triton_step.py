@@ -165,6 +165,7 @@ def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branchin
     assert list(optimizer.skipped().values()) == [1, 0, 1]
 
 
+@pytest.mark.slow
 def test_the_default_half_precision_newton_schulz_errs_about_as_the_reference():
     errors = {"reference": 0.0, "triton": 0.0}
     for seed in range(3):
@@ -179,6 +180,7 @@ def test_the_default_half_precision_newton_schulz_errs_about_as_the_reference():
     assert errors["triton"] <= 2 * errors["reference"], errors  # measured: 0.6
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one():
     stream = [[g.to(DEVICE) for g in gradients] for gradients in gradient_stream([(6, 10), (10, 6)], 8)]
     settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "precondition_frequency": 3}
@@ -213,7 +215,8 @@ def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor):
     assert relative(train("triton"), train("torch")) <= 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-19, 1e-20, 1e-21, 1e-22, 1e-24, 1e-30])
+# Squares are normal numbers, subnormal ones of ever fewer digits, and zero.
+@pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-22, 1e-30])
 def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale):
     stream = gradient_stream([(8, 12), (12, 12)], 3, dtype=torch.float32)
     stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
