@@ -232,7 +232,7 @@ def nearest(tree, mutation):
         core = [tree / "tests" / "test_triton_step.py"]
     elif mutation.file.startswith("csrc"):
         core = []
-    return list(dict.fromkeys([*named, *speaking[:6], *core]))
+    return [test for test in dict.fromkeys([*named, *speaking[:6], *core]) if test.exists()]
 
 
 def pytest(tree, arguments, limit):
@@ -265,6 +265,8 @@ def alone(tree, mutation, arguments, limit):
         path.write_text(text)
     if status == 0:
         return "survived", ""
+    if status in (4, 5):
+        raise RuntimeError(f"pytest ran no test (status {status}):\n{said[-2000:]}")
     return "killed", "time limit" if status is None else (failures(said) or [f"exit status {status}"])[0]
 
 

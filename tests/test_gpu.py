@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import prokl.engine.schedule
-from prokl import KLShampoo, ProKLShampoo, update, update_kl
+from prokl import KLShampoo, ProKLShampoo
 from prokl.kernels import launch
 from prokl.kernels.product import product
 from prokl.kernels.symmetric_product import symmetric_product
@@ -343,7 +343,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device)
         optimizer.step()
         taken.append(requested(device, "peak") - before)
     most = max(taken[young() + 1 :])  # with a refresh among them
-    allowed = count * (update if pro else update_kl).workspace(*shape, rank) * 4
+    allowed = count * cls.method.workspace(*shape, rank) * 4
     print(f"{shape}: {most / allowed:.2f} of the workspace")
     assert most <= allowed + 2**20  # slack: the libraries' lists of pointers
     if is_gpu(device):
