@@ -114,16 +114,27 @@ def test_tile_numbers_decode_at_both_ends_of_every_row_up_to_32_bits(off):
         assert torch.equal(got[2], rows[keep])
 
 
+ADDENDS_AND_SCALES = [
+    lambda C, alpha, beta: {},
+    lambda C, alpha, beta: {"C": C, "alpha": 0.3, "beta": -1.7},
+    lambda C, alpha, beta: {"C": C, "alpha": alpha, "beta": beta},
+    lambda C, alpha, beta: {"C": C, "alpha": alpha, "beta": 0.1},
+]
+# Every pair of a size, dtypes and an addend with scales, but not every three of them.
+CASES = [
+    (*size, dtypes, ADDENDS_AND_SCALES[(i + j) % len(ADDENDS_AND_SCALES)])
+    for i, size in enumerate(SIZES)
+    for j, dtypes in enumerate(DTYPES)
+]
+
+
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
-@pytest.mark.parametrize("B, M, K", SIZES)
-def test_product_with_its_transpose(B, M, K, dtypes):
+@pytest.mark.parametrize("B, M, K, dtypes, options", CASES)
+def test_product_with_its_transpose(B, M, K, dtypes, options):
     A, C = arguments(B, M, K, dtypes)
-    alpha, beta = scales(B)
-    assert_is(symmetric_product(A), A, A)
-    assert_is(symmetric_product(A, C=C, alpha=0.3, beta=-1.7), A, A, C, alpha=0.3, beta=-1.7)
-    assert_is(symmetric_product(A, C=C, alpha=alpha, beta=beta), A, A, C, alpha=alpha, beta=beta)
-    assert_is(symmetric_product(A, C=C, alpha=alpha, beta=0.1, out_dtype=DOUBLE), A, A, C, alpha=alpha, beta=0.1)
+    options = options(C, *scales(B))
+    assert_is(symmetric_product(A, **options), A, A, **options)
+    assert_is(symmetric_product(A, out_dtype=DOUBLE, **options), A, A, **options)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
