@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         name: lambda file=file, table=table: table(frame(RESULTS / file))
         for name, file, table in (
+            ("costs", "step-cpu.csv", partial(timing_tables.costs, names=timing_tables.MAIN)),
             ("steps", "step-cpu.csv", timing_tables.steps),
             ("floors", "step-cpu.csv", timing_tables.floors),
             ("aspects", "step-cpu.csv", timing_tables.aspects),

@@ -12,6 +12,8 @@ from bench.shapes import ASPECTS, PAPER, SMALL
 
 PLAIN = "plain"
 """In the place of the optimizer: a primitive's formula as it is printed."""
+MAIN = ("AdamW", "Muon", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
+"""The optimizers of the README's table."""
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""
 
@@ -39,12 +41,18 @@ def pivot(rows: DataFrame, title: str, index: Sequence[str], columns: Sequence[s
     return table(wide.astype(object).fillna("-").rename_axis(columns=None).rename_axis(title).reset_index(), 1)
 
 
-def steps(rows: DataFrame) -> str:
-    """Return milliseconds a step and ratio to Muon in the same dtype, and why some optimizers have none."""
+def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
+    """Return milliseconds a step and ratio to Muon in the same dtype, of these optimizers or of all that ran."""
     found, _ = steps_on(rows, SMALL)
-    run, absent = found[found["median"].notna()], found[found["median"].isna()]
+    run = found[found["median"].notna()]
     cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], run["ratio"], strict=True)]
-    text = pivot(run.assign(cell=cells), "ms a step (ratio to Muon)", run["name"].unique(), SMALL)
+    return pivot(run.assign(cell=cells), "ms a step (ratio to Muon)", names or run["name"].unique(), SMALL)
+
+
+def steps(rows: DataFrame) -> str:
+    """Return the costs of all optimizers, and why some have none."""
+    found, _ = steps_on(rows, SMALL)
+    text, absent = costs(rows), found[found["median"].isna()]
     reasons = [
         f"- {who}" + ("" if len(own) == len(SMALL) else f" on {', '.join(own['model'])}") + f": {why}."
         for (who, why), own in absent.groupby(["name", "note"], sort=False)
