@@ -52,6 +52,16 @@ def steps(rows: DataFrame) -> str:
     return text + ("\nNot run:\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 
 
+def costs(rows: DataFrame) -> str:
+    """Return the table of :func:`steps` for the optimizers that a first reader chooses among."""
+    found, usual = steps_on(rows, SMALL)
+    chosen = found["optimizer"].isin(["adamw", "muon", "pytorch_optimizer.SOAP", "kl-shampoo"])
+    chosen |= (found["optimizer"] == "pro-klshampoo") & (found["rank"] == 32)
+    found = found[chosen & (found["backend"] != "reference") & (found["dtype"].eq(usual) | ~_in_both(found))]
+    cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(found["median"], found["ratio"], strict=True)]
+    return pivot(found.assign(cell=cells), "ms a step (ratio to Muon)", found["name"].unique(), SMALL)
+
+
 def floors(rows: DataFrame) -> str:
     """Return how many times the predicted floor the steps of this package, Muon and AdamW take."""
     found, usual = steps_on(rows, SMALL)
