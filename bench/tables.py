@@ -19,7 +19,7 @@ from bench.experiments import tables as experiments
 from bench.rows import RESULTS, frame
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "findings.md")
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

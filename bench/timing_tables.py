@@ -12,7 +12,7 @@ from bench.shapes import ASPECTS, PAPER, SMALL
 
 PLAIN = "plain"
 """In the place of the optimizer: a primitive's formula as it is printed."""
-MAIN = ("AdamW", "Muon", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
+MAIN = ("Muon", "AdamW", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
 """The optimizers of the README's table."""
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""

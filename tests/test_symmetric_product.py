@@ -327,10 +327,7 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda A, S: symmetric_product(A[..., :0]),
-            r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1",
-        ),
+        (lambda A, S: symmetric_product(A[..., :0]), r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
         (lambda A, S: symmetric_product(A, C=A), r"C has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
         (lambda A, S: symmetric_product(A, precision="high"), r"Invalid precision='high'"),
         (lambda A, S: symmetric_product(A, out_dtype=torch.int32), r"Invalid out_dtype=torch.int32"),
