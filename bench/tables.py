@@ -19,7 +19,7 @@ from bench.experiments import tables as experiments
 from bench.rows import RESULTS, frame
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "experiments.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "findings.md")
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         name: lambda file=file, table=table: table(frame(RESULTS / file))
         for name, file, table in (
+            ("costs", "step-cpu.csv", partial(timing_tables.costs, names=timing_tables.MAIN)),
             ("steps", "step-cpu.csv", timing_tables.steps),
             ("floors", "step-cpu.csv", timing_tables.floors),
             ("aspects", "step-cpu.csv", timing_tables.aspects),

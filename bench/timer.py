@@ -6,7 +6,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 FEWEST = 3
-"""Calls timed at least."""
+"""Figures at least."""
 
 
 def call_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
@@ -21,5 +21,6 @@ def call_seconds(run: Callable[[], object], device: torch.device, seconds: float
         milliseconds: list[float] = do_bench(run, rep=1e3 * seconds, return_mode="all")
         return [1e-3 * ms for ms in milliseconds]
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    once = timer.timeit(1).mean
-    return list(timer.blocked_autorange(min_run_time=max(seconds, (FEWEST - 0.5) * once)).times)
+    found = timer.blocked_autorange(min_run_time=seconds)
+    more = range(FEWEST - len(found.times))
+    return [*found.times, *(timer.timeit(found.number_per_run).mean for _ in more)]

@@ -12,6 +12,8 @@ from bench.shapes import ASPECTS, PAPER, SMALL
 
 PLAIN = "plain"
 """In the place of the optimizer: a primitive's formula as it is printed."""
+MAIN = ("Muon", "AdamW", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
+"""The optimizers of the README's table."""
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""
 
@@ -36,15 +38,21 @@ def steps_on(rows: DataFrame, models: Sequence[str]) -> tuple[DataFrame, str]:
 def pivot(rows: DataFrame, title: str, index: Sequence[str], columns: Sequence[str], cells: str = "cell") -> str:
     """Return a table of the cells by name and model, both in the order given; "-" where there is none."""
     wide = rows.pivot(index="name", columns="model", values=cells).reindex(index=index, columns=columns)
-    return table(wide.fillna("-").rename_axis(columns=None).rename_axis(title).reset_index(), 1)
+    return table(wide.astype(object).fillna("-").rename_axis(columns=None).rename_axis(title).reset_index(), 1)
+
+
+def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
+    """Return milliseconds a step and ratio to Muon in the same dtype, of these optimizers or of all that ran."""
+    found, _ = steps_on(rows, SMALL)
+    run = found[found["median"].notna()]
+    cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], run["ratio"], strict=True)]
+    return pivot(run.assign(cell=cells), "ms a step (ratio to Muon)", names or run["name"].unique(), SMALL)
 
 
 def steps(rows: DataFrame) -> str:
-    """Return milliseconds a step and ratio to Muon in the same dtype, and why some optimizers have none."""
+    """Return the costs of all optimizers, and why some have none."""
     found, _ = steps_on(rows, SMALL)
-    run, absent = found[found["median"].notna()], found[found["median"].isna()]
-    cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], run["ratio"], strict=True)]
-    text = pivot(run.assign(cell=cells), "ms a step (ratio to Muon)", run["name"].unique(), SMALL)
+    text, absent = costs(rows), found[found["median"].isna()]
     reasons = [
         f"- {who}" + ("" if len(own) == len(SMALL) else f" on {', '.join(own['model'])}") + f": {why}."
         for (who, why), own in absent.groupby(["name", "note"], sort=False)

@@ -13,7 +13,8 @@ from tests.qr_forms import form_of  # noqa: F401  (a fixture)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Matrices of the tests' sizes gain nothing from threads, which on a busy machine take ten times as long.
+# Matrices of the tests' sizes gain nothing from threads, which on a busy machine, such as one that pytest-xdist uses in
+# full, take ten times as long.
 torch.set_num_threads(1)
 
 

@@ -6,11 +6,11 @@ against the tensor itself. Gradients carry enough noise that no eigenbasis is le
 
 import math
 
-import prokl.reference
 import pytest
 import torch
 
 import prokl
+from prokl.algorithm import reference
 from tests.transcription import (
     VARIANTS,
     ProTranscription,
@@ -234,7 +234,7 @@ def test_idealised_step_follows_algorithm_1(m, n, r):
         expected_W, expected = idealised_step(
             expected_W, expected_W - target, expected, c_a=1.3, refresh=t % 3 == 0, **settings
         )
-        W, state = prokl.reference.idealised_step(
+        W, state = reference.idealised_step(
             W, lambda W, target=target: W - target, state, aspect_scale=1.3, refresh=t % 3 == 0, **settings
         )
         assert relative_error(W, expected_W) < TOLERANCE

@@ -42,12 +42,25 @@ BAD_PRO = {
     "ns_coefficients": ((1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, INF), (1.0, 2.0, True), "abc", 3.0, None),
     "variant": ("muon", "Pro-KLShampoo", 1, None),
 }
-BAD = [
-    pytest.param(cls, name, value, id=f"{cls.__name__}-{name}-{str(value)[:16]}")
-    for cls, table in ((PRO, BAD_COMMON | BAD_PRO), (KL, BAD_COMMON))
-    for name, values in table.items()
-    for value in values
-]
+
+
+def cases(table, cls):
+    """List (class, name, value) for every bad value of the table."""
+    return [
+        pytest.param(cls, name, value, id=f"{cls.__name__}-{name}-{str(value)[:16]}")
+        for name, values in table.items()
+        for value in values
+    ]
+
+
+def one_each(table, cls):
+    """List (class, name, value) for one value of every parameter, in turn another place of its list."""
+    return cases({name: [values[i % len(values)]] for i, (name, values) in enumerate(table.items())}, cls)
+
+
+# A value is judged by the same lines wherever it comes from: every value once, every parameter wherever it is read.
+EVERY_VALUE = [*cases(BAD_COMMON | BAD_PRO, PRO), *one_each(BAD_COMMON, KL)]
+EVERY_NAME = [*one_each(BAD_COMMON | BAD_PRO, PRO), *one_each(BAD_COMMON, KL)]
 
 
 def complaint(name, value):
@@ -55,7 +68,7 @@ def complaint(name, value):
     return rf"(?s)\b{name}\b.*{re.escape(repr(value))}"
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_VALUE)
 def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, name, value):
     with pytest.raises(ValueError, match=complaint(name, value)):
         cls([weight(4, 6)], **{name: value})
@@ -63,7 +76,7 @@ def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, nam
         cls([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)], name: value}])
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_NAME)
 def test_bad_hyperparameter_in_an_added_group_leaves_the_optimizer_as_it_was(cls, name, value):
     w, late = weight(4, 6), weight(4, 6, seed=1)
     optimizer = cls([w])
@@ -75,7 +88,7 @@ def test_bad_hyperparameter_in_an_added_group_leaves_the_optimizer_as_it_was(cls
     optimizer.add_param_group({"params": [late]})
 
 
-@pytest.mark.parametrize("cls, name, value", BAD)
+@pytest.mark.parametrize("cls, name, value", EVERY_NAME)
 def test_bad_hyperparameter_set_by_hand_raises_before_anything_moves(cls, name, value):
     weights = [weight(4, 6, seed=i) for i in range(2)]
     optimizer = cls([{"params": [w]} for w in weights])
@@ -113,8 +126,7 @@ BAD_ADAMW = {
 }
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD_ADAMW.items() for value in values])
+@pytest.mark.parametrize("cls, name, value", [*cases(BAD_ADAMW, PRO), *one_each(BAD_ADAMW, KL)])
 def test_bad_adamw_hyperparameter_raises_everywhere(cls, name, value):
     w, bias = weight(4, 6), weight(6)
     good = {"params": [bias], "algorithm": "adamw", "lr": 1e-3}
@@ -287,7 +299,7 @@ def test_an_expanded_weight_is_refused_before_anything_moves():
 def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, floats, dtype, fits):
     # The eigenvalues and lambda_0 are 11 numbers more; a tenth of the state leaves room for them.
     free = int(4 * floats * (KL_FLOATS + 11))
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: free)
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: free)
     if fits:
         KL([weight(4, 6)], state_dtype=dtype)
     else:
@@ -296,12 +308,12 @@ def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, fl
 
 
 def test_klshampoo_counts_all_its_groups_together(monkeypatch):
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: 4 * int(1.5 * KL_FLOATS))
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: 4 * int(1.5 * KL_FLOATS))
     KL([{"params": [weight(4, 6)]}])
     with pytest.raises(MemoryError):
         KL([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)]}])
 
 
 def test_klshampoo_works_where_free_memory_cannot_be_told(monkeypatch):
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: None)
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: None)
     KL([weight(4, 6)])

@@ -11,15 +11,12 @@ import pickle
 import pytest
 import torch
 
-import prokl
+from tests.inputs import BACKENDS, KL, PRO, VARIANTS, changed, normal, same_bits
 
-PRO, KL = prokl.ProKLShampoo, prokl.KLShampoo
-VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
 METHODS = {
     **{variant: (PRO, {"variant": variant, "rank": 5}) for variant in VARIANTS},
     "klshampoo": (KL, {}),
 }
-BACKENDS = ("reference", "torch")
 # (dtype of the weights, state_dtype)
 DTYPES = {
     "float32": (torch.float32, None),
@@ -41,10 +38,6 @@ CASES = [
 @pytest.fixture(params=METHODS)
 def method(request):
     return METHODS[request.param]
-
-
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 SHAPES = {"a": (12, 20), "late": (20, 12), "b": (12, 20), "stack": (3, 6, 9), "conv": (6, 2, 3, 3)}
@@ -106,21 +99,10 @@ class Run:
         }
 
 
-def bits(t):
-    return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def same(a, b):
-    if torch.is_tensor(a):
-        return torch.is_tensor(b) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-    return type(a) is type(b) and a == b
-
-
 def differences(a, b):
     """(weight, key) of what differs, bit for bit."""
     assert a.keys() == b.keys()
-    assert all(a[name].keys() == b[name].keys() for name in a)
-    return {(name, k) for name in a for k, v in a[name].items() if not same(v, b[name][k])}
+    return {(name, k) for name in a for k in changed(a[name], b[name])}
 
 
 def snapshot(run):
@@ -420,10 +402,9 @@ def assert_refused(optimizer, twin, state, message):
     train(optimizer, range(3, 6))
     train(twin, range(3, 6))
     for p, q in zip(*([p for g in o.param_groups for p in g["params"]] for o in (optimizer, twin)), strict=True):
-        assert same(p, q)
+        assert same_bits(p, q)
         a, b = optimizer.state[p], twin.state[q]
-        assert a.keys() == b.keys()
-        assert all(same(a[k], b[k]) for k in a)
+        assert changed(a, b) == set()
 
 
 @pytest.mark.parametrize("state, name", WRONG.values(), ids=WRONG)

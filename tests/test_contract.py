@@ -12,20 +12,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import prokl
+from tests.inputs import KL, PRO, changed, everything, normal, same_bits, step, weight
 
-PRO, KL = prokl.ProKLShampoo, prokl.KLShampoo
-VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
-METHODS = {
-    **{variant: (PRO, {"variant": variant, "rank": 3}) for variant in VARIANTS},
-    "klshampoo": (KL, {}),
-}
 SHAPES = [(6, 10), (10, 6), (6, 10), (2, 4, 5), (7, 7)]
-
-
-@pytest.fixture(params=METHODS)
-def method(request):
-    return METHODS[request.param]
 
 
 @pytest.fixture(params=["reference", "torch"])
@@ -33,12 +22,8 @@ def backend(request):
     return request.param
 
 
-def normal(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def make(shapes=SHAPES, dtype=torch.float32):
-    return [torch.nn.Parameter(normal(*s, seed=1000 + i, dtype=dtype)) for i, s in enumerate(shapes)]
+    return [weight(*s, seed=i, dtype=dtype) for i, s in enumerate(shapes)]
 
 
 def copies(weights):
@@ -49,12 +34,6 @@ def gradients(weights, call):
     return [normal(*w.shape, seed=100 * call + i, dtype=w.dtype) for i, w in enumerate(weights)]
 
 
-def step(optimizer, weights, grads):
-    for p, g in zip(weights, grads, strict=True):
-        p.grad = None if g is None else g.clone()
-    optimizer.step()
-
-
 def train(optimizer, weights, calls, missing=()):
     """Step over the gradients of the calls; `missing` lists (call, weight) without a gradient."""
     for call in calls:
@@ -63,34 +42,9 @@ def train(optimizer, weights, calls, missing=()):
     return optimizer
 
 
-def bits(t):
-    return t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
-def contents(optimizer):
-    """Weights and state of all parameters, copied, in the order of the groups."""
-    return [
-        {"W": p.detach().clone()}
-        | {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ]
-
-
 def differences(a, b):
     """(index, key) of what differs, bit for bit."""
-    assert len(a) == len(b)
-    found = set()
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        assert x.keys() == y.keys()
-        for k, v in x.items():
-            if not (same_bits(v, y[k]) if torch.is_tensor(v) else type(v) is type(y[k]) and v == y[k]):
-                found.add((i, k))
-    return found
+    return {(i, k) for i, (x, y) in enumerate(zip(a, b, strict=True)) for k in changed(x, y)}
 
 
 def assert_close(a, b, start, tolerance=1e-9):
@@ -134,7 +88,7 @@ def test_maximize_equals_minimising_the_negated_gradient(method, backend):
         grads = gradients(a, call)
         step(up, a, grads)
         step(down, b, [-g for g in grads])
-    assert differences(contents(up), contents(down)) == set()
+    assert differences(everything(up), everything(down)) == set()
 
 
 def test_zero_grad_clears_the_gradients(method):
@@ -182,9 +136,9 @@ def test_weights_without_a_gradient_are_skipped_entirely(method, backend):
     assert same_bits(weights[2], make()[2])
     train(optimizer, weights, range(3, 6))
     assert (optimizer.state[weights[0]]["step"], optimizer.state[weights[2]]["step"]) == (5, 2)
-    before = contents(optimizer)
+    before = everything(optimizer)
     train(optimizer, weights, range(6, 9), missing=[(t, i) for t in range(6, 9) for i in (0, 3)])
-    assert {i for i, _ in differences(before, contents(optimizer))} == {1, 2, 4}
+    assert {i for i, _ in differences(before, everything(optimizer))} == {1, 2, 4}
 
 
 def test_weights_without_a_gradient_are_not_written(method, backend):
@@ -204,11 +158,11 @@ def test_weights_frozen_later_stay_as_they_are(method):
     for call in range(6):
         if call == 3:
             model[0].weight.requires_grad_(False)
-            before = contents(optimizer)
+            before = everything(optimizer)
         optimizer.zero_grad()
         model(normal(8, 6, seed=call)).square().mean().backward()
         optimizer.step()
-    assert {i for i, _ in differences(before, contents(optimizer))} == {1}
+    assert {i for i, _ in differences(before, everything(optimizer))} == {1}
     assert [p.requires_grad for p in model.parameters()] == [False, True]
 
 
@@ -235,9 +189,9 @@ def test_a_late_starter_equals_an_optimizer_started_then(method, backend):
         if call >= 4:
             step(fresh, late, grads[1:2])
     # In float64: a product may round differently in a batch of another size.
-    assert_close(contents(fresh), contents(optimizer)[1:2], [make([(6, 10)] * 3, torch.float64)[1]])
+    assert_close(everything(fresh), everything(optimizer)[1:2], [make([(6, 10)] * 3, torch.float64)[1]])
     if backend == "reference":
-        assert differences(contents(fresh), contents(optimizer)[1:2]) == set()
+        assert differences(everything(fresh), everything(optimizer)[1:2]) == set()
 
 
 def test_the_scale_of_the_loss_does_not_matter_with_auto(method, backend):
@@ -269,7 +223,7 @@ def test_an_added_group_trains_like_an_optimizer_of_its_own(method, backend):
         step(one, apart[:2], grads[:2])
         if call >= 2:
             step(two, apart[2:], grads[2:])
-    assert differences(contents(optimizer), contents(one) + contents(two)) == set()
+    assert differences(everything(optimizer), everything(one) + everything(two)) == set()
 
 
 GROUPS = {
@@ -303,8 +257,8 @@ def test_groups_that_differ_equal_optimizers_that_differ(cls):
         step(together, weights, grads)
         for optimizer, i in zip(separate, pairs, strict=True):
             step(optimizer, apart[i], grads[i])
-    expected = [c for optimizer in separate for c in contents(optimizer)]
-    assert differences(contents(together), expected) == set()
+    expected = [c for optimizer in separate for c in everything(optimizer)]
+    assert differences(everything(together), expected) == set()
 
 
 def test_named_parameters_are_taken_and_shown(method):
@@ -341,7 +295,7 @@ def test_a_group_taken_out_by_hand_leaves_the_others_their_hyperparameters(metho
     train(optimizer, weights, range(3, 6))
     train(twin, [p for g in twin.param_groups for p in g["params"]], range(3, 6))
     assert same_bits(weights[0], before)
-    assert differences(contents(optimizer), contents(twin)[1:]) == set()
+    assert differences(everything(optimizer), everything(twin)[1:]) == set()
 
 
 def test_repr_shows_the_groups(method):
@@ -385,7 +339,7 @@ def test_adamw_groups_equal_torch_adamw(cls, dtype, options):
             optimizer.param_groups[1]["weight_decay"] = expected.param_groups[0]["weight_decay"] = 0.25
         train(optimizer, [*ours, *matrix], [call], missing)
         train(expected, theirs, [call], missing)
-    assert differences(contents(optimizer)[1:], contents(expected)) == set()
+    assert differences(everything(optimizer)[1:], everything(expected)) == set()
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])
@@ -397,7 +351,7 @@ def test_adamw_groups_have_the_documented_defaults_and_inherit_maximize(cls):
     for call in range(10):
         train(optimizer, [*ours, *matrix], [call])
         train(expected, theirs, [call])
-    assert differences(contents(optimizer)[1:], contents(expected)) == set()
+    assert differences(everything(optimizer)[1:], everything(expected)) == set()
 
 
 def test_one_optimizer_trains_a_model_with_embedding_matrices_and_biases(method):
@@ -454,11 +408,11 @@ def test_a_changed_hyperparameter_takes_effect_at_the_very_next_step(cls, name, 
     optimizer.param_groups[0][name] = value
     for call in (4, 5):
         train(unchanged, same, [call])
-        assert {i for i, _ in differences(contents(optimizer), contents(unchanged))}
+        assert {i for i, _ in differences(everything(optimizer), everything(unchanged))}
         train(optimizer, weights, [call])
         train(changed, others, [call])
-        assert differences(contents(optimizer), contents(changed)) == set()
-        assert {i for i, _ in differences(contents(optimizer), contents(unchanged))} == set(range(len(weights)))
+        assert differences(everything(optimizer), everything(changed)) == set()
+        assert {i for i, _ in differences(everything(optimizer), everything(unchanged))} == set(range(len(weights)))
 
 
 def test_the_backend_may_change_between_steps(method):
@@ -470,7 +424,7 @@ def test_the_backend_may_change_between_steps(method):
         for call, name in enumerate(backends):
             optimizer.param_groups[0]["backend"] = name
             train(optimizer, weights, [call])
-        runs.append(contents(optimizer))
+        runs.append(everything(optimizer))
     assert_close(*runs, make(dtype=torch.float64))
 
 
@@ -487,7 +441,7 @@ def test_lr_may_be_a_tensor_and_its_value_is_read_at_every_step(method, backend,
             b.param_groups[0]["lr"].fill_(0.125)
         train(a, number, [call])
         train(b, tensor, [call])
-    assert differences(contents(a), contents(b)) == set()
+    assert differences(everything(a), everything(b)) == set()
 
 
 SCHEDULERS = {
@@ -526,7 +480,7 @@ def test_schedulers_take_effect_at_once(cls, name):
     assert len(seen) >= 4
     if name in ("OneCycleLR", "CyclicLR"):
         assert len({momentum for _, momentum in seen}) >= 4
-    assert differences(contents(optimizer), contents(manual)) == set()
+    assert differences(everything(optimizer), everything(manual)) == set()
 
 
 def test_a_scheduler_fills_an_lr_tensor_in_place():
@@ -574,14 +528,14 @@ def test_changing_what_the_state_was_made_with_raises_and_moves_nothing(case, li
     weights = make()
     optimizer = life(train(cls(weights, lr=0.1), weights, range(2)))
     weights = optimizer.param_groups[0]["params"]
-    before, old = contents(optimizer), optimizer.param_groups[0][name]
+    before, old = everything(optimizer), optimizer.param_groups[0][name]
     optimizer.param_groups[0][name] = value
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         train(optimizer, weights, [2])
-    assert differences(before, contents(optimizer)) == set()
+    assert differences(before, everything(optimizer)) == set()
     optimizer.param_groups[0][name] = old
     train(optimizer, weights, [2])
-    assert {i for i, _ in differences(before, contents(optimizer))} == set(range(len(weights)))
+    assert {i for i, _ in differences(before, everything(optimizer))} == set(range(len(weights)))
 
 
 @pytest.mark.parametrize("case", FIXED)
@@ -592,7 +546,7 @@ def test_changing_it_before_there_is_state_is_as_good_as_passing_it(case):
     optimizer = cls(a)
     optimizer.param_groups[0][name] = value
     train(optimizer, a, range(3))
-    assert differences(contents(optimizer), contents(train(cls(b, **{name: value}), b, range(3)))) == set()
+    assert differences(everything(optimizer), everything(train(cls(b, **{name: value}), b, range(3)))) == set()
 
 
 @pytest.mark.parametrize("life", ["instance", "global"])
@@ -633,7 +587,7 @@ def test_the_default_dtype_does_not_matter(method, backend):
             train(optimizer, weights, range(5), missing=[(0, 2), (1, 2)])
         finally:
             torch.set_default_dtype(torch.float32)
-        runs.append(contents(optimizer))
+        runs.append(everything(optimizer))
     assert differences(runs[0], runs[1]) == differences(runs[0], runs[2]) == set()
 
 
@@ -651,7 +605,7 @@ def test_steps_under_no_grad_and_inference_elsewhere_change_nothing(method):
                     (weights[0] @ weights[1]).sum()
             else:
                 train(optimizer, weights, [call])
-        runs.append(contents(optimizer))
+        runs.append(everything(optimizer))
     assert differences(*runs) == set()
 
 
@@ -670,11 +624,11 @@ def test_grad_scaler_skips_an_overflow_and_goes_on(method):
         scaler.scale(loss).backward()
         if call == 4:
             model[0].weight.grad[0, 0] = float("inf")
-            before = contents(optimizer)
+            before = everything(optimizer)
         scaler.step(optimizer)
         scaler.update()
         if call == 4:
-            assert differences(before, contents(optimizer)) == set()
+            assert differences(before, everything(optimizer)) == set()
             assert scaler.get_scale() == 512.0
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[5] < losses[0]

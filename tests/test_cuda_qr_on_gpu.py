@@ -7,6 +7,7 @@ from prokl import ProKLShampoo, ops
 from prokl.backends import cuda_qr, extension
 from prokl.backends.select import select
 from prokl.cuda_qr import Used
+from tests import test_qr_problems
 from tests.inputs import same_bits
 from tests.problems import gradient_stream, relative, run, state_tensors
 from tests.qr_bounds import assert_is_qr
@@ -16,8 +17,7 @@ from tests.test_cuda_qr import draw, mixture
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-SIZES = [((3, 60, 12), torch.float32), ((3, 60, 12), torch.float64), ((4, 150, 70), torch.float32)]
-CASES = [(operation, name) for operation, classes in CLASSES.items() for name in classes]
+CASES = [(operation, *rest) for operation, form, *rest in test_qr_problems.CASES if form == "extension"]
 TALL = [(300, 768, 128), (6, 3072, 128), (4, 4096, 128), (2, 16384, 128), (2, 4096, 300)]
 SQUARE = [(72, 768, 768), (2, 1024, 1024), (1, 4096, 4096), (144, 128, 128)]
 TALL_CLASSES = {"qr": ["random", "condition 1e+06"], "tracking": ["condition 1e+04, moving", "rank-deficient, fresh"]}
@@ -41,8 +41,7 @@ def on_gpu(inputs):
     return tuple(t.to(CUDA) for t in inputs)
 
 
-@pytest.mark.parametrize("size, dtype", SIZES, ids=words)
-@pytest.mark.parametrize("operation, name", CASES, ids=words)
+@pytest.mark.parametrize("operation, name, size, dtype", CASES, ids=words)
 def test_the_extension_is_a_qr_of_every_class_on_the_device(operation, name, size, dtype):
     inputs = draw(operation, name, size, dtype)
     assert_is_qr(operation, inputs, FORMS[operation]["extension"].function(*on_gpu(inputs)).cpu())

@@ -52,9 +52,8 @@ def reversed_by(probes, synchronised, blocks=3, threads=256):
     return data
 
 
-@pytest.mark.parametrize("kind, seed", ORDERS)
-@pytest.mark.parametrize("threads", [1, 31, 256, 1000, 1024])
-def test_what_threads_wrote_before_a_barrier_is_there_after_it(probes, threads, kind, seed):
+@pytest.mark.parametrize("kind, seed, threads", [("forward", 0, 31), ("reversed", 0, 1024), ("shuffled", 1, 1000)])
+def test_what_threads_wrote_before_a_barrier_is_there_after_it(probes, kind, seed, threads):
     with order(probes.library, threads=kind, seed=seed):
         data = reversed_by(probes, True, threads=threads)
     assert torch.equal(data, torch.arange(3.0 * threads).view(3, threads).flip(1))
@@ -96,9 +95,8 @@ def test_two_barriers_in_two_branches_are_divergent(probes):
     assert said.startswith("Divergent threads: ") and len(set(lines)) == 2, said
 
 
-@pytest.mark.parametrize("name", ["barrier_and_warp", "two_masks"])
-def test_lanes_that_wait_for_different_things_are_divergent(probes, name):
-    said = probes(name)
+def test_lanes_that_wait_for_different_things_are_divergent(probes):
+    said = probes("two_masks")
     assert said.startswith("Divergent threads: ") and "__syncwarp with mask 0x" in said, said
 
 
@@ -111,11 +109,10 @@ def test_a_lane_outside_its_own_mask_is_refused(probes):
     assert probes("foreign_mask").startswith("Lane 1 is not in its own mask at __syncwarp with mask 0x1;")
 
 
-@pytest.mark.parametrize("kind, seed", ORDERS)
 @pytest.mark.parametrize("name, dtype", [("float", torch.float32), ("double", torch.float64), ("int", torch.int32)])
-def test_shuffles_move_and_sum_a_warps_values(probes, name, dtype, kind, seed):
+def test_shuffles_move_and_sum_a_warps_values(probes, name, dtype):
     out = torch.zeros(96, 5, dtype=dtype)
-    with order(probes.library, threads=kind, seed=seed):
+    with order(probes.library, threads="shuffled", seed=1):
         assert probes(f"warp_{name}", out, 96) == "no error"
     thread = torch.arange(96).to(dtype)
     first = thread // 32 * 32
@@ -127,10 +124,9 @@ def test_shuffles_move_and_sum_a_warps_values(probes, name, dtype, kind, seed):
     assert torch.equal(out[:, 4], torch.where(thread % 8 < 6, thread + 2, thread))
 
 
-@pytest.mark.parametrize("kind, seed", ORDERS)
-def test_votes_gather_the_lanes_of_their_mask(probes, kind, seed):
+def test_votes_gather_the_lanes_of_their_mask(probes):
     out = torch.zeros(64, 3, dtype=torch.int32)
-    with order(probes.library, threads=kind, seed=seed):
+    with order(probes.library, threads="shuffled", seed=1):
         assert probes("vote", out, 64) == "no error"
     thread = torch.arange(64)
     assert set(out[:, 0].tolist()) == {sum(1 << lane for lane in range(0, 32, 3))}
@@ -144,8 +140,7 @@ def test_lanes_that_returned_are_not_waited_for_and_give_nan(probes):
     assert torch.equal(out[:16:2], torch.ones(8)) and out[16::2].isnan().all()
 
 
-@pytest.mark.parametrize("name, dtype", [("float", torch.float32), ("double", torch.float64)])
-@pytest.mark.parametrize("offset", [0, 64], ids=["within", "beyond"])
+@pytest.mark.parametrize("name, dtype, offset", [("float", torch.float32, 64), ("double", torch.float64, 0)])
 def test_shared_memory_that_nobody_wrote_reads_nan(probes, name, dtype, offset):
     reversed_by(probes, True)  # leaves numbers behind
     out = torch.zeros(32, dtype=dtype)
@@ -153,7 +148,7 @@ def test_shared_memory_that_nobody_wrote_reads_nan(probes, name, dtype, offset):
     assert out.isnan().all()
 
 
-@pytest.mark.parametrize("shared, byte", [(0, 0), (1023, 1023), (1024, 150_000), (232_448, 232_448)])
+@pytest.mark.parametrize("shared, byte", [(0, 0), (1024, 150_000)])
 def test_a_write_beyond_shared_memory_raises_and_says_where(probes, shared, byte):
     assert probes("overrun", shared, byte, 2) == (
         f"Shared memory was written at byte {byte}, beyond dynamicSmemBytes={shared}; "
@@ -181,19 +176,11 @@ def test_shared_memory_above_48_kib_has_to_be_asked_for(probes):
 @pytest.mark.parametrize(
     "grid, block, accepted",
     [
-        ((1, 1, 1), (1024, 1, 1), True),
-        ((1, 1, 1), (4, 4, 64), True),
-        ((1, 65535, 1), (1, 1, 1), True),
         ((70000, 1, 1), (1, 1, 1), True),
-        ((1, 1, 1), (1025, 1, 1), False),
+        ((1, 1, 1), (4, 4, 64), True),
         ((1, 1, 1), (32, 33, 1), False),
-        ((1, 1, 1), (1, 1, 65), False),
-        ((1, 1, 1), (1, 0, 1), False),
         ((0, 1, 1), (1, 1, 1), False),
-        ((1, 1, 0), (1, 1, 1), False),
-        ((1, 65536, 1), (1, 1, 1), False),
         ((1, 1, 65536), (1, 1, 1), False),
-        ((2**31, 1, 1), (1, 1, 1), False),
     ],
 )
 def test_only_launches_that_a_gpu_takes_are_accepted(probes, grid, block, accepted):
@@ -201,11 +188,10 @@ def test_only_launches_that_a_gpu_takes_are_accepted(probes, grid, block, accept
     assert said == ("no error" if accepted else "invalid configuration argument")
 
 
-@pytest.mark.parametrize("kind, seed", ORDERS)
-def test_every_thread_of_every_block_runs_once(probes, kind, seed):
+def test_every_thread_of_every_block_runs_once(probes):
     grid, block = (3, 2, 4), (5, 3, 7)
     out = torch.zeros(*grid[::-1], *block[::-1], 7, dtype=torch.int32)
-    with order(probes.library, threads=kind, blocks=kind, seed=seed):
+    with order(probes.library, threads="shuffled", blocks="shuffled", seed=1):
         assert probes("visit", out, triple(*grid), triple(*block)) == "no error"
     bz, by, bx, tz, ty, tx = torch.meshgrid(*map(torch.arange, out.shape[:-1]), indexing="ij")
     assert torch.equal(out, torch.stack([bx, by, bz, tx, ty, tz, torch.ones_like(bx)], -1).int())
@@ -231,11 +217,10 @@ def test_threads_and_blocks_run_in_the_chosen_order(probes):
     assert sequence(probes, 1, 40)[1] == ascending  # the order ends with its context
 
 
-@pytest.mark.parametrize("kind, seed", ORDERS)
-def test_atomic_max_keeps_the_largest_and_gives_what_was_there(probes, kind, seed):
+def test_atomic_max_keeps_the_largest_and_gives_what_was_there(probes):
     largest, bits = torch.tensor([-1000], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     seen = torch.zeros(64, dtype=torch.int32)
-    with order(probes.library, blocks=kind, seed=seed):
+    with order(probes.library, blocks="shuffled", seed=1):
         assert probes("maximum", largest, bits, seen) == "no error"
     assert largest == -37 and bits.view(torch.float32) == 63
     assert seen.min() == -1000 and seen.max() <= -37

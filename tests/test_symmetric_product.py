@@ -114,16 +114,27 @@ def test_tile_numbers_decode_at_both_ends_of_every_row_up_to_32_bits(off):
         assert torch.equal(got[2], rows[keep])
 
 
+ADDENDS_AND_SCALES = [
+    lambda C, alpha, beta: {},
+    lambda C, alpha, beta: {"C": C, "alpha": 0.3, "beta": -1.7},
+    lambda C, alpha, beta: {"C": C, "alpha": alpha, "beta": beta},
+    lambda C, alpha, beta: {"C": C, "alpha": alpha, "beta": 0.1},
+]
+# Every pair of a size, dtypes and an addend with scales, but not every three of them.
+CASES = [
+    (*size, dtypes, ADDENDS_AND_SCALES[(i + j) % len(ADDENDS_AND_SCALES)])
+    for i, size in enumerate(SIZES)
+    for j, dtypes in enumerate(DTYPES)
+]
+
+
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
-@pytest.mark.parametrize("B, M, K", SIZES)
-def test_product_with_its_transpose(B, M, K, dtypes):
+@pytest.mark.parametrize("B, M, K, dtypes, options", CASES)
+def test_product_with_its_transpose(B, M, K, dtypes, options):
     A, C = arguments(B, M, K, dtypes)
-    alpha, beta = scales(B)
-    assert_is(symmetric_product(A), A, A)
-    assert_is(symmetric_product(A, C=C, alpha=0.3, beta=-1.7), A, A, C, alpha=0.3, beta=-1.7)
-    assert_is(symmetric_product(A, C=C, alpha=alpha, beta=beta), A, A, C, alpha=alpha, beta=beta)
-    assert_is(symmetric_product(A, C=C, alpha=alpha, beta=0.1, out_dtype=DOUBLE), A, A, C, alpha=alpha, beta=0.1)
+    options = options(C, *scales(B))
+    assert_is(symmetric_product(A, **options), A, A, **options)
+    assert_is(symmetric_product(A, out_dtype=DOUBLE, **options), A, A, **options)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -316,12 +327,12 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda A, S: symmetric_product(A[..., :0]), r"A has shape \(3, 5, 0\); must be \(B, m, k\) with m, k >= 1"),
+        (lambda A, S: symmetric_product(A[..., :0]), r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
         (lambda A, S: symmetric_product(A, C=A), r"C has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
         (lambda A, S: symmetric_product(A, precision="high"), r"Invalid precision='high'"),
         (lambda A, S: symmetric_product(A, out_dtype=torch.int32), r"Invalid out_dtype=torch.int32"),
         (lambda A, S: symmetric_product(A, alpha=S[0, 0]), r"alpha has shape \(5,\); must be \(3,\)"),
-        (lambda A, S: symmetric_polynomial(A, S), r"A has shape \(3, 5, 6\); must be \(B, m, m\) with m >= 1"),
+        (lambda A, S: symmetric_polynomial(A, S), r"A has shape \(3, 5, 6\); must be \(batch, m, m\) with m >= 1"),
         (lambda A, S: symmetric_polynomial(S, A), r"B has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
         (lambda A, S: symmetric_polynomial(S, S, precision="high"), r"Invalid precision='high'"),
         (lambda A, S: symmetric_product(A, tile=Tile(64, 32, 32, 4, 2)), r"Invalid tile=Tile\(m=64, n=32"),

@@ -12,21 +12,22 @@ from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Two of one shape, its transpose, a stack, vectors, and a wide one that is a flattened convolution.
-SHAPES = [(6, 10), (6, 10), (10, 6), (5, 1), (3, 6, 10), (1, 5), (16, 36)]
+# One shape, its transpose, a stack of it, vectors, and a wide one that is a flattened convolution.
+SHAPES = [(6, 10), (10, 6), (3, 1), (2, 6, 10), (1, 3), (16, 36)]
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 4}) for v in VARIANTS] + [(KLShampoo, {})]
-STEPS = 12
+STEPS = 7
 
 
-@pytest.fixture(params=[True, False], ids=["host-branches", "device-only"])
+@pytest.fixture
 def branching(request, monkeypatch):
+    """Take from the step, unless it may branch, the knowledge that reading a CPU tensor is free."""
     if not request.param:
         forbid_host_reads(monkeypatch)
     return request.param
 
 
 def late_and_missing(i: int, t: int) -> bool:
-    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 7)
+    return (i == 1 and t < 4) or (i == 2 and t % 5 == 2) or (i == 3 and t == 5)
 
 
 def stream_of(dtype):
@@ -35,7 +36,7 @@ def stream_of(dtype):
 
 
 def both(cls, dtype, **kwargs):
-    settings = {"precondition_frequency": 5, "weight_decay": 0.1, "absent": late_and_missing, "dtype": dtype}
+    settings = {"precondition_frequency": 3, "weight_decay": 0.1, "absent": late_and_missing, "dtype": dtype}
     if cls is ProKLShampoo:
         settings["ns_dtype"] = dtype
     stream = stream_of(dtype)
@@ -43,11 +44,13 @@ def both(cls, dtype, **kwargs):
     return slow, run(cls, stream, backend="triton", **settings, **kwargs)
 
 
+# Where the host branches, two methods are enough: the torch backend runs them all that way.
+BOTH_WAYS = [*((*method, False) for method in METHODS), (*METHODS[0], True), (*METHODS[4], True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("cls, kwargs, branching", BOTH_WAYS, indirect=["branching"])
 def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching):
-    if branching and kwargs.get("variant") in ("subspace-only", "complement-only"):
-        pytest.skip("parts of the other variants, which run both ways")
     (slow, reference), (fast, triton) = both(cls, torch.float64, **kwargs)
     for p, q in zip(slow, fast, strict=True):
         assert relative(q, p) <= 1e-9, p.shape  # as the PyTorch table
@@ -59,7 +62,7 @@ def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching
 
 def error_against_float64(cls, seed, backend, **kwargs):
     """Mean over the weights of the error in the distance moved, against the float64 reference."""
-    stream = gradient_stream([(6, 10), (10, 6), (16, 36)], 8, seed=seed, dtype=torch.float32)
+    stream = gradient_stream([(6, 10), (16, 36)], 6, seed=seed, dtype=torch.float32)
     stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
     kwargs = {"precondition_frequency": 3, **kwargs}
     exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **{**kwargs, "state_dtype": None})
@@ -70,8 +73,9 @@ def error_against_float64(cls, seed, backend, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[1], METHODS[4]])
+@pytest.mark.parametrize(
+    "cls, kwargs, state_dtype", [(*METHODS[0], None), (*METHODS[1], torch.bfloat16), (*METHODS[4], torch.bfloat16)]
+)
 def test_float32_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
     kwargs = {**kwargs, "state_dtype": state_dtype}
     if cls is ProKLShampoo:
@@ -129,10 +133,16 @@ def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, monkeypatc
     assert 3 <= ordinary[0] <= 60 and ordinary[0] < refresh[0] <= 100
 
 
-@pytest.mark.parametrize("step", [0, 2, 4], ids=["first", "ordinary", "refresh"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step, branching",
+    [(0, False), (3, False), (3, True)],
+    ids=["first, device-only", "refresh, device-only", "refresh, host-branches"],
+    indirect=["branching"],
+)
 def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branching):
     shapes = [(6, 10), (10, 6), (2, 6, 10)]
-    stream = gradient_stream(shapes, 6, dtype=torch.float32)
+    stream = gradient_stream(shapes, 5, dtype=torch.float32)
     stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
     bad = [[g.clone() for g in gradients] for gradients in stream]
     bad[step][0][2, 3] = float("nan")
@@ -144,7 +154,7 @@ def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branchin
             state = {k: v.clone() for k, v in state_tensors(optimizer.state[parameters[i]]).items()}
             kept[t, i] = {"W": parameters[i].detach().clone(), **state}
 
-    settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "precondition_frequency": 4}
+    settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "precondition_frequency": 3}
     settings["ns_dtype"] = torch.float32
     spoiled, optimizer = run(ProKLShampoo, bad, observe=observe, **settings)
     clean, _ = run(ProKLShampoo, stream, absent=lambda i, t: i != 1 and t == step, **settings)
@@ -155,6 +165,7 @@ def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branchin
     assert list(optimizer.skipped().values()) == [1, 0, 1]
 
 
+@pytest.mark.slow
 def test_the_default_half_precision_newton_schulz_errs_about_as_the_reference():
     errors = {"reference": 0.0, "triton": 0.0}
     for seed in range(3):
@@ -169,6 +180,7 @@ def test_the_default_half_precision_newton_schulz_errs_about_as_the_reference():
     assert errors["triton"] <= 2 * errors["reference"], errors  # measured: 0.6
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one():
     stream = [[g.to(DEVICE) for g in gradients] for gradients in gradient_stream([(6, 10), (10, 6)], 8)]
     settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "precondition_frequency": 3}
@@ -203,7 +215,8 @@ def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor):
     assert relative(train("triton"), train("torch")) <= 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-19, 1e-20, 1e-21, 1e-22, 1e-24, 1e-30])
+# Squares are normal numbers, subnormal ones of ever fewer digits, and zero.
+@pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-22, 1e-30])
 def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale):
     stream = gradient_stream([(8, 12), (12, 12)], 3, dtype=torch.float32)
     stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]

@@ -4,7 +4,9 @@ Every form of every group is a test. Where its results are wrong it fails, and n
 the time on a GPU and PyTorch's on a CPU; pytest-benchmark shows it.
 """
 
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
 
-from bench.micro.case import complaint, flat, traffic  # noqa: E402
-from bench.micro.groups import Form, Group, Results, fitted, fresh, groups, measured, row  # noqa: E402
+from bench.micro.case import complaint, flat, numbers, traffic  # noqa: E402
+from bench.micro.groups import Form, Group, Results, fitted, groups, measured, row  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from bench.timer import call_seconds  # noqa: E402
 
@@ -59,17 +61,17 @@ def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: R
     ops = form.primitives(device)
     # In half precision a good form is some percent off, and so may a bad one be: float32 tells them apart.
     exact = replace(d, polar=torch.float32) if form.case.polar_flops(group.sizes) else d
-    for own in dict.fromkeys((d, exact)):
-        wrong = complaint(form.case, ops, lambda own=own: fresh(form, group, own, device))
+    for own in dict.fromkeys((exact, d)):
+        inputs = form.case.inputs(group.sizes, own, numbers(device))
+        wrong = complaint(form.case, ops, partial(deepcopy, inputs))
         if wrong:
             results.fail(group.name)
         assert not wrong, f"{group.name}, {form.name} {form.backend}: {wrong}"
-    i = fresh(form, group, d, device)
-    run = form.case.bind(i, ops) if ops else lambda: form.case.reference(i)
+    run = form.case.bind(inputs, ops) if ops else partial(form.case.reference, inputs)
     if rates is None:
         benchmark(run)  # disabled: called once
         return
-    moved = traffic(i, flat(run()))
+    moved = traffic(inputs, flat(run()))
     found = row(form, group, d, device)
     took = min(call_seconds(run, device, 0.0))
     if took > SLOW:

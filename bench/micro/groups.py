@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench import costs, rows
-from bench.micro.case import Case, Dtypes, Inputs, Sizes, numbers
+from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS, PRIMITIVES
 from bench.micro.stages import STAGES
 from bench.rates import Rates, machine_rates
@@ -101,11 +101,6 @@ def fitted(d: Dtypes, device: torch.device, rates: Rates | None) -> Dtypes:
     """Return the dtypes with Newton-Schulz in the one that is faster here: on a CPU not always bfloat16."""
     half = device.type == "cuda" or (rates is not None and rates.half > rates.single)
     return d if half else replace(d, polar=torch.float32)
-
-
-def fresh(form: Form, g: Group, d: Dtypes, device: torch.device) -> Inputs:
-    """Return the inputs of a form, always the same."""
-    return form.case.inputs(g.sizes, d, numbers(device))
 
 
 def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:

@@ -68,7 +68,7 @@ def io(i: Inputs, ops: Primitives) -> BucketIO:
     for p, W in zip(parameters, i["weights"], strict=True):
         p.grad = W
     W = parameters[0]
-    members = [Member(p, "", MatrixShape(1, *W.shape), b) for b, p in enumerate(parameters)]
+    members = [Member(p, "", MatrixShape(1, *W.shape), range(b, b + 1)) for b, p in enumerate(parameters)]
     arithmetic = torch.float64 if W.dtype == torch.float64 else torch.float32
     layout = Layout(len(members), W.shape[0], W.shape[1], arithmetic, W.dtype, W.device)
     if ops.name == "triton":
