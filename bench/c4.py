@@ -33,18 +33,12 @@ Encode = Callable[[list[str]], list[list[int]]]
 class Options:
     """Write C4 as token shards, which --data of the benchmarks reads."""
 
-    out: Path
-    """Folder for the shards."""
-    tokens: int
-    """To train on, such as 5000000000."""
-    validation_tokens: int = VALIDATION
-    """Of C4's validation split."""
-    tokenizer: str = TOKENIZER
-    """On the hub, or a tokenizer.json file."""
-    vocabulary: int = LLAMA_VOCABULARY
-    """Tokens of the model."""
-    shard_tokens: int = SHARD
-    """Per file."""
+    out: Path  # Folder for the shards
+    tokens: int  # To train on, such as 5000000000
+    validation_tokens: int = VALIDATION  # Of C4's validation split
+    tokenizer: str = TOKENIZER  # On the hub, or a tokenizer.json file
+    vocabulary: int = LLAMA_VOCABULARY  # Tokens of the model
+    shard_tokens: int = SHARD  # Per file
 
     def __post_init__(self) -> None:
         counts = ("tokens", "validation_tokens", "vocabulary", "shard_tokens")

@@ -33,25 +33,18 @@ LLAMA_VOCABULARY = 32000  # tokens of T5's tokenizer, which GaLore takes, withou
 class ModelConfig:
     """The dimensions of a model.
 
-    Attributes:
-        family: "gpt2", "llama", or "byte-gpt" for the model of ``bench.pretrain``.
-        mlp_width: columns between the MLP's matrices.
-        vocabulary: tokens that the embedding knows.
-        context: positions at most.
-        tied: whether the head is the embedding.
-
     Raises:
         ValueError: If the family is unknown, or the heads do not have an even width each.
     """
 
-    family: str
+    family: str  # "gpt2", "llama", or "byte-gpt" for the model of ``bench.pretrain``
     layers: int
     width: int
     heads: int
-    mlp_width: int
-    vocabulary: int
-    context: int
-    tied: bool
+    mlp_width: int  # columns between the MLP's matrices
+    vocabulary: int  # tokens that the embedding knows
+    context: int  # positions at most
+    tied: bool  # whether the head is the embedding
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -109,23 +102,14 @@ def _start_llama(model: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The traits that models of one family share.
+    """The traits that models of one family share."""
 
-    Attributes:
-        activation: of the MLP.
-        gated: whether a second matrix gates it (SwiGLU).
-        norm_weights: whether norms have learnt scales.
-        norm_eps: None is the dtype's epsilon.
-        qk_norm: whether queries and keys are normalised per head.
-        start: draws the initial weights, from torch's generator.
-    """
-
-    activation: Callable[[Tensor], Tensor]
-    gated: bool
-    norm_weights: bool
-    norm_eps: float | None
-    qk_norm: bool
-    start: Callable[[nn.Module, ModelConfig], None]
+    activation: Callable[[Tensor], Tensor]  # of the MLP
+    gated: bool  # whether a second matrix gates it (SwiGLU)
+    norm_weights: bool  # whether norms have learnt scales
+    norm_eps: float | None  # None is the dtype's epsilon
+    qk_norm: bool  # whether queries and keys are normalised per head
+    start: Callable[[nn.Module, ModelConfig], None]  # draws the initial weights, from torch's generator
 
 
 FAMILIES = {

@@ -21,45 +21,27 @@ COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one optimizer is built with; what its method does not take is None.
+    """What one optimizer is built with; what its method does not take is None."""
 
-    Attributes:
-        method: a key of :data:`OPTIMIZERS`.
-        lr: of the matrices; under AdamW, of everything.
-        adamw_lr: of embedding, head and norms under every other method.
-        weight_decay: of the matrices; under AdamW, also of embedding and head.
-        adamw_weight_decay: of embedding and head under every other method.
-        rank: of the tracked subspace.
-        alpha_kl: Pro-KLShampoo's mixing weight.
-        init_eigenvalue: start of the preconditioner's eigenvalues, a number or "auto".
-    """
-
-    method: str
-    lr: float
-    adamw_lr: float | None = None
-    weight_decay: float = 0.0
-    adamw_weight_decay: float = 0.0
-    rank: int | None = None
-    alpha_kl: float | None = None
-    init_eigenvalue: str | float | None = None
+    method: str  # a key of :data:`OPTIMIZERS`
+    lr: float  # of the matrices; under AdamW, of everything
+    adamw_lr: float | None = None  # of embedding, head and norms under every other method
+    weight_decay: float = 0.0  # of the matrices; under AdamW, also of embedding and head
+    adamw_weight_decay: float = 0.0  # of embedding and head under every other method
+    rank: int | None = None  # of the tracked subspace
+    alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
+    init_eigenvalue: str | float | None = None  # start of the preconditioner's eigenvalues, a number or "auto"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        label: in tables and figures.
-        colour: of its lines.
-        lr: the best of the range in the row's comment, on the default run of ``bench.pretrain``, seed 0.
-        make: builds the optimizer of matrix weights, with its own settings by name.
-        settings: of ``make`` that have a field of :class:`Hyper`, apart from rates, and from a rank in a group.
-    """
-
-    label: str
-    colour: str
-    lr: float
-    make: Callable[..., torch.optim.Optimizer]
+    label: str  # in tables and figures
+    colour: str  # of its lines
+    lr: float  # the best of the range in the row's comment, on the default run of ``bench.pretrain``, seed 0
+    make: Callable[..., torch.optim.Optimizer]  # builds the optimizer of matrix weights, with its own settings by name
+    # of ``make`` that have a field of :class:`Hyper`, apart from rates, and from a rank in a group
     settings: tuple[str, ...] = ()
 
 

@@ -19,50 +19,32 @@ Key = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Preset:
-    """Hyper-parameters that the paper selected.
+    """Hyper-parameters that the paper selected."""
 
-    Attributes:
-        lr: of the method's weights.
-        weight_decay: of the method's weights.
-        alpha_kl: None where the method has none.
-        adamw_lr: of embedding, head and norms.
-        adamw_weight_decay: of embedding, head and norms.
-    """
-
-    lr: float
-    weight_decay: float
-    alpha_kl: float | None
-    adamw_lr: float
-    adamw_weight_decay: float
+    lr: float  # of the method's weights
+    weight_decay: float  # of the method's weights
+    alpha_kl: float | None  # None where the method has none
+    adamw_lr: float  # of embedding, head and norms
+    adamw_weight_decay: float  # of embedding, head and norms
 
 
 @dataclass(frozen=True)
 class Range:
-    """Hyper-parameters that the paper tried, each value with each; one value where it did not sweep.
-
-    Attributes:
-        alpha_kl: empty where the method has none.
-    """
+    """Hyper-parameters that the paper tried, each value with each; one value where it did not sweep."""
 
     lr: tuple[float, ...]
     weight_decay: tuple[float, ...]
-    alpha_kl: tuple[float, ...] = ()
+    alpha_kl: tuple[float, ...] = ()  # empty where the method has none
 
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a model is trained.
-
-    Attributes:
-        batch: sequences of a step, over all devices.
-        context: tokens of a sequence.
-        data: what the paper trained on.
-    """
+    """How long a model is trained."""
 
     steps: int
-    batch: int
-    context: int
-    data: str
+    batch: int  # sequences of a step, over all devices
+    context: int  # tokens of a sequence
+    data: str  # what the paper trained on
 
     @property
     def tokens(self) -> int:

@@ -41,31 +41,22 @@ class Options(Training):
     Ctrl-C keeps what was done; the same command goes on bit for bit. Several rates of one optimizer train side by side.
     """
 
-    out: Path = Path("runs/pretrain")
-    steps: int = DEMO.steps
-    batch: int = DEMO.batch
-    evaluations: int = DEMO.evaluations
-    eval_windows: int = DEMO.eval_windows
+    out: Path = Path("runs/pretrain")  # Results folder
+    steps: int = DEMO.steps  # Of every run
+    batch: int = DEMO.batch  # Sequences a step
+    evaluations: int = DEMO.evaluations  # Of the validation loss, along a run
+    eval_windows: int = DEMO.eval_windows  # Validation contexts
     optimizers: tuple[Literal[tuple(OPTIMIZERS)], ...] = ("adamw", "muon", "kl-shampoo", PRO)  # type: ignore[valid-type]
     """Side by side."""
-    adamw_lr: float = OPTIMIZERS["adamw"].lr
-    """Of AdamW, and of embedding, head and norms under every optimizer."""
-    rank: int = DEMO.largest
-    """Of the tracked subspace."""
-    alpha_kl: float = 0.01
-    """Pro-KLShampoo's mixing weight."""
-    init_eigenvalue: Literal["auto"] | float = AUTO
-    """Start of the preconditioner's eigenvalues; the paper's is 0.1."""
-    threads: int = command.cores()
-    """CPU threads."""
-    layers: int = SHAPE.layers
-    """Transformer layers."""
-    width: int = SHAPE.width
-    """Of the residual stream."""
-    heads: int = SHAPE.heads
-    """Attention heads."""
-    context: int = SHAPE.context
-    """Bytes per sequence."""
+    adamw_lr: float = OPTIMIZERS["adamw"].lr  # Of AdamW, and of embedding, head and norms under every optimizer
+    rank: int = DEMO.largest  # Of the tracked subspace
+    alpha_kl: float = 0.01  # Pro-KLShampoo's mixing weight
+    init_eigenvalue: Literal["auto"] | float = AUTO  # Start of the preconditioner's eigenvalues; the paper's is 0.1
+    threads: int = command.cores()  # CPU threads
+    layers: int = SHAPE.layers  # Transformer layers
+    width: int = SHAPE.width  # Of the residual stream
+    heads: int = SHAPE.heads  # Attention heads
+    context: int = SHAPE.context  # Bytes per sequence
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,8 +57,7 @@ TABLES: dict[str, Callable[[], str]] = {
 class Options:
     """Rewrite the documents' tables and the plots from the recorded rows, or check the documents."""
 
-    check: bool = False
-    """Write nothing; fail if a document differs from the rows."""
+    check: bool = False  # Write nothing; fail if a document differs from the rows
 
 
 def rendered(text: str) -> str:

@@ -18,21 +18,14 @@ Claims = list[tuple[Kind, Kind]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of the paper with its curves.
+    """A table of the paper with its curves."""
 
-    Attributes:
-        name: of the command, and how its files begin.
-        kinds: what is trained, by scale and start; none for a model on which the paper has no such comparison.
-        claims: pairs that the paper found in this order, the lower loss first.
-        table: Markdown from rows.
-        timed: whether it compares times, so that all have to train side by side.
-    """
-
-    name: str
+    name: str  # of the command, and how its files begin
+    # what is trained, by scale and start; none for a model on which the paper has no such comparison
     kinds: Callable[[Scale, str | float], list[Kind]]
-    claims: Callable[[Scale, str | float], Claims]
-    table: Callable[[DataFrame], str]
-    timed: bool = False
+    claims: Callable[[Scale, str | float], Claims]  # pairs that the paper found in this order, the lower loss first
+    table: Callable[[DataFrame], str]  # Markdown from rows
+    timed: bool = False  # whether it compares times, so that all have to train side by side
 
     def possible(self, scales: Sequence[Scale], starts: Sequence[str | float], search: bool) -> tuple[Scale, ...]:
         """Return the models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.

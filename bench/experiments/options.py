@@ -36,24 +36,15 @@ class Training:
 
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
     """One final run for each; sweeps and spectra have the first."""
-    lr: tuple[str, ...] = ()
-    """Learning rates by optimizer, as in muon=0.02 or muon=0.01,0.02."""
-    data: Path | None = None
-    """Text or token shards; if not given, Python's standard library, as bytes."""
-    out: Path
-    """Results folder."""
-    steps: int | None = None
-    """Of every run; what is given from here to --micro-batch stands in place of the scale's."""
-    batch: int | None = None
-    """Sequences a step."""
-    evaluations: int | None = None
-    """Of the validation loss, along a run."""
-    eval_windows: int | None = None
-    """Validation contexts."""
-    micro_batch: int | None = None
-    """Sequences in one forward pass on one device."""
-    checkpoint_seconds: float = 60.0
-    """Between checkpoints."""
+    lr: tuple[str, ...] = ()  # Learning rates by optimizer, as in muon=0.02 or muon=0.01,0.02
+    data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
+    out: Path  # Results folder
+    steps: int | None = None  # Of every run; what is given from here to --micro-batch stands in place of the scale's
+    batch: int | None = None  # Sequences a step
+    evaluations: int | None = None  # Of the validation loss, along a run
+    eval_windows: int | None = None  # Validation contexts
+    micro_batch: int | None = None  # Sequences in one forward pass on one device
+    checkpoint_seconds: float = 60.0  # Between checkpoints
 
     def __post_init__(self) -> None:
         at_least(0, seeds=self.seeds)
@@ -104,20 +95,16 @@ class Options(Training):
         tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items())),
     ]
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0, 1, 2)
-    out: Path = Path("runs/experiments")
+    out: Path = Path("runs/experiments")  # Results folder
     scale: Literal["demo", "tiny", "small", "paper"] | None = None
     """demo: bench.pretrain's model; tiny: two cores; small: a GPU; paper: GPUs, days. Without it tiny or, where nothing
     trains, all there are."""
-    model: str = ""
-    """Only models whose name begins so: gpt2, llama, gpt2-350m."""
+    model: str = ""  # Only models whose name begins so: gpt2, llama, gpt2-350m
     starts: tuple[Literal["auto"] | float, ...] = ()
     """Of eigenvalues, auto 0.1 if not given (paper: 0.1); spectra and phi have one, by default the first."""
-    tune: bool = False
-    """At scale paper, sweep again instead of taking the paper's values."""
-    jobs: int | None = None
-    """Runs at a time, each on one thread; if not given, the cores, or 1 on a GPU."""
-    device: Literal["cpu", "cuda"] | None = None
-    """If not given, cpu at scales demo and tiny, otherwise cuda."""
+    tune: bool = False  # At scale paper, sweep again instead of taking the paper's values
+    jobs: int | None = None  # Runs at a time, each on one thread; if not given, the cores, or 1 on a GPU
+    device: Literal["cpu", "cuda"] | None = None  # If not given, cpu at scales demo and tiny, otherwise cuda
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -41,15 +41,10 @@ def _run_in_worker(task: Task) -> dict[str, Result] | None:
 
 @dataclass
 class Runner:
-    """The tasks of one scale's experiments, in this process or in others.
+    """The tasks of one scale's experiments, in this process or in others."""
 
-    Attributes:
-        place: of tasks that run in this process.
-        workers: the other processes, if there are any.
-    """
-
-    place: Place
-    workers: ProcessPoolExecutor | None = None
+    place: Place  # of tasks that run in this process
+    workers: ProcessPoolExecutor | None = None  # the other processes, if there are any
 
     def run(self, tasks: Sequence[Task], what: str) -> list[dict[str, Result]]:
         """Return the results of every task, in their order.

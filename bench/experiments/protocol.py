@@ -31,8 +31,7 @@ class Kind:
     method: str
     rank: int | None = None
     start: str | float | None = None
-    lr: float | None = None
-    """Set if several rates of one method are compared."""
+    lr: float | None = None  # Set if several rates of one method are compared
 
     @property
     def key(self) -> str:

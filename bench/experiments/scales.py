@@ -17,36 +17,25 @@ AUTO, PAPER_START = "auto", 0.1
 
 @dataclass(frozen=True)
 class Scale:
-    """One model's experiment.
+    """One model's experiment."""
 
-    Attributes:
-        name: of the model.
-        config: of the model; data of another vocabulary overrule its own where it is a scaled-down one.
-        paper: the model of the paper whose ranges, or selected values, are taken.
-        ranks: in the places of the paper's 32, 64 and 128.
-        micro_batch: sequences in one forward pass at most; None is all of a step's.
-        together: whether a seed's trainees take turns step by step, which makes their times comparable on a machine
-            that does other things too; otherwise one after another, so that one model at a time is in memory.
-        smok_hop: whether the main table has Smok-Hop, too, which the paper has in its ablations only.
-        threads: of a process that trains.
-        lr: rates to try in place of the paper's, by method.
-    """
-
-    name: str
-    config: ModelConfig
-    paper: str
-    ranks: tuple[int, ...]
+    name: str  # of the model
+    config: ModelConfig  # of the model; data of another vocabulary overrule its own where it is a scaled-down one
+    paper: str  # the model of the paper whose ranges, or selected values, are taken
+    ranks: tuple[int, ...]  # in the places of the paper's 32, 64 and 128
     steps: int
     evaluations: int
     eval_windows: int
     batch: int
-    micro_batch: int | None = None
+    micro_batch: int | None = None  # sequences in one forward pass at most; None is all of a step's
+    # whether a seed's trainees take turns step by step, which makes their times comparable on a machine that
+    # does other things too; otherwise one after another, so that one model at a time is in memory
     together: bool = True
     autocast: bool = False
     state_dtype: str | None = None
-    smok_hop: bool = False
-    threads: int = 1
-    lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    smok_hop: bool = False  # whether the main table has Smok-Hop, too, which the paper has in its ablations only
+    threads: int = 1  # of a process that trains
+    lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # rates to try in place of the paper's, by method
 
     @property
     def largest(self) -> int:

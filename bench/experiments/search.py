@@ -29,14 +29,11 @@ class Search:
     """One method's search: all of the ranges, then the neighbours of the best until none of them is better.
 
     Ranges grow along learning rate and alpha_kl. One of a single value is not searched, and does not grow.
-
-    Attributes:
-        base: what is not searched.
-        tried: final validation loss by what was tried; nan where it diverged.
     """
 
-    base: Hyper
+    base: Hyper  # what is not searched
     ranges: Range
+    # final validation loss by what was tried; nan where it diverged
     tried: dict[Hyper, float] = field(default_factory=dict)
 
     def pending(self) -> list[Hyper]:

@@ -28,21 +28,13 @@ SHARES = (0.25, 0.5, 1.0)  # of the run, at whose ends is looked
 
 @dataclass(frozen=True)
 class Watching:
-    """One of the two experiments.
+    """One of the two experiments."""
 
-    Attributes:
-        file: of the results, without the model.
-        method: that is trained, at the largest rank.
-        watch: collects eigenvalues under "STEP".
-        of: the figure's title.
-        factors: rows of the figure.
-    """
-
-    file: str
-    method: str
-    watch: Watch
-    of: str
-    factors: tuple[str, ...]
+    file: str  # of the results, without the model
+    method: str  # that is trained, at the largest rank
+    watch: Watch  # collects eigenvalues under "STEP"
+    of: str  # the figure's title
+    factors: tuple[str, ...]  # rows of the figure
 
     def run(self, study: Study, start: str | float, out: Path) -> Path | None:
         """Train, and write the figure and a CSV file of the tails; return the figure's path in the first process.

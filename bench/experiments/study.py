@@ -15,22 +15,14 @@ from bench.training.run import Watch, nothing
 
 @dataclass
 class Study:
-    """The runs of one model.
-
-    Attributes:
-        runner: does them.
-        folder: of all results.
-        seeds: of the final runs; the sweeps have the first.
-        search: whether hyper-parameters are searched also where the paper's would fit.
-        device: "cpu" or "cuda".
-    """
+    """The runs of one model."""
 
     scale: Scale
-    runner: Runner
-    folder: Path
-    seeds: tuple[int, ...]
-    search: bool
-    device: str
+    runner: Runner  # does them
+    folder: Path  # of all results
+    seeds: tuple[int, ...]  # of the final runs; the sweeps have the first
+    search: bool  # whether hyper-parameters are searched also where the paper's would fit
+    device: str  # "cpu" or "cuda"
     swept: dict[Hyper, Result] = field(default_factory=dict)
 
     def tune(self, kinds: Sequence[Kind]) -> Tuning:

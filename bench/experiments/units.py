@@ -22,57 +22,36 @@ from bench.training.sources import Source
 
 @dataclass(frozen=True)
 class Task:
-    """Optimizers that one process trains side by side, on one seed.
+    """Optimizers that one process trains side by side, on one seed."""
 
-    Attributes:
-        folder: of the results, so that a sweep's units, which may share a machine, are not those that are timed.
-        settings: of them all.
-        timed: whether their times are compared, so that results count only of those that trained together: where one
-            is missing, or was trained beside others, all train.
-        watch: what is collected along the run.
-    """
-
-    folder: Path
-    settings: Settings
+    folder: Path  # of the results, so that a sweep's units, which may share a machine, are not those that are timed
+    settings: Settings  # of them all
     seed: int
+    # whether their times are compared, so that results count only of those that trained together: where one
+    # is missing, or was trained beside others, all train
     timed: bool = False
-    watch: Watch = nothing
+    watch: Watch = nothing  # what is collected along the run
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a unit.
+    """The result of a unit."""
 
-    Attributes:
-        record: what it did.
-        peak_bytes: of memory on the GPU, with nothing else trained in the process; 0 otherwise.
-        environment: where and with what it ran.
-        together: digest of all that trained side by side with it.
-    """
-
-    record: Record
-    peak_bytes: int
-    environment: dict[str, str]
-    together: str
+    record: Record  # what it did
+    peak_bytes: int  # of memory on the GPU, with nothing else trained in the process; 0 otherwise
+    environment: dict[str, str]  # where and with what it ran
+    together: str  # digest of all that trained side by side with it
 
 
 @dataclass(frozen=True)
 class Place:
-    """The circumstances under which tasks run.
+    """The circumstances under which tasks run."""
 
-    Attributes:
-        source: what they train on.
-        stop: asked after every step.
-        checkpoint_seconds: between two checkpoints.
-        processes: that run them together.
-        shown: whether to show how far a run is.
-    """
-
-    source: Source
-    stop: Callable[[], bool]
-    checkpoint_seconds: float
-    processes: Processes = ALONE
-    shown: bool = False
+    source: Source  # what they train on
+    stop: Callable[[], bool]  # asked after every step
+    checkpoint_seconds: float  # between two checkpoints
+    processes: Processes = ALONE  # that run them together
+    shown: bool = False  # whether to show how far a run is
 
 
 def fingerprint(task: Task, hyper: Hyper, place: Place) -> dict[str, Any]:

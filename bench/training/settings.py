@@ -9,28 +9,20 @@ from bench.optimizers import Hyper
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the numbers of a run; a checkpoint is continued only when all of it is equal.
+    """Everything that decides the numbers of a run; a checkpoint is continued only when all of it is equal."""
 
-    Attributes:
-        hyper: by key, which names an optimizer among those of the run.
-        batch: sequences a step, of all processes together.
-        micro_batch: sequences that a process takes through the model at once; None takes all of its share.
-        device: torch's name of the device that trains.
-        autocast: whether the model runs under bfloat16 autocast.
-        state_dtype: in which KL-Shampoo and Pro-KLShampoo keep their state; None is the weights' own.
-    """
-
-    hyper: dict[str, Hyper]
+    hyper: dict[str, Hyper]  # by key, which names an optimizer among those of the run
     model: ModelConfig
     steps: int
     eval_every: int
     eval_windows: int
-    batch: int
+    batch: int  # sequences a step, of all processes together
     threads: int
+    # sequences that a process takes through the model at once; None takes all of its share
     micro_batch: int | None = None
-    device: str = "cpu"
-    autocast: bool = False
-    state_dtype: str | None = None
+    device: str = "cpu"  # torch's name of the device that trains
+    autocast: bool = False  # whether the model runs under bfloat16 autocast
+    state_dtype: str | None = None  # in which KL-Shampoo and Pro-KLShampoo keep their state; None is the weights' own
 
     @property
     def context(self) -> int:

@@ -60,23 +60,15 @@ class Windows:
 
 @dataclass(frozen=True)
 class Source:
-    """Tokens to train on and to validate with.
+    """Tokens to train on and to validate with."""
 
-    Attributes:
-        name: for a reader.
-        sha256: of all tokens and of how they are split, so that two runs can be known to have the same.
-        vocabulary: every token is below it.
-        train: pieces of tokens, one-dimensional.
-        validation: likewise, held out.
-        epochs: whether windows follow each other, the last target of one being the first input of the next, and every
-            epoch sees each once in an order of its own; otherwise they begin anywhere, drawn with replacement.
-    """
-
-    name: str
-    sha256: str
-    vocabulary: int
-    train: Sequence[np.ndarray]
-    validation: Sequence[np.ndarray]
+    name: str  # for a reader
+    sha256: str  # of all tokens and of how they are split, so that two runs can be known to have the same
+    vocabulary: int  # every token is below it
+    train: Sequence[np.ndarray]  # pieces of tokens, one-dimensional
+    validation: Sequence[np.ndarray]  # likewise, held out
+    # whether windows follow each other, the last target of one being the first input of the next, and every
+    # epoch sees each once in an order of its own; otherwise they begin anywhere, drawn with replacement
     epochs: bool
 
     @property
