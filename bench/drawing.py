@@ -13,13 +13,13 @@ __all__ = ["plt", "save", "tidy"]
 
 
 def tidy(axes: Axes, *, grid: bool = True) -> None:
-    """No frame above and on the right, and a faint grid."""
+    """Leave no frame above and on the right, and a faint grid."""
     axes.spines[["top", "right"]].set_visible(False)
     if grid:
         axes.grid(alpha=0.25, lw=0.5)
 
 
 def save(figure: plt.Figure, path: Path) -> None:
-    """Writes the file, and forgets the figure."""
+    """Write the file, and forget the figure."""
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -31,7 +31,7 @@ LLAMA_VOCABULARY = 32000  # tokens of T5's tokenizer, which GaLore takes, withou
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a model is made of.
+    """The dimensions of a model.
 
     Attributes:
         family: "gpt2", "llama", or "byte-gpt" for the model of ``bench.pretrain``.
@@ -64,25 +64,25 @@ class ModelConfig:
 
 
 def rotary_angles(context: int, head_width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary position embeddings (arXiv 2104.09864), each (context, head_width / 2)."""
+    """Return cosines and sines of rotary position embeddings (arXiv 2104.09864), each (context, head_width / 2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2) / head_width)
     angle = torch.outer(torch.arange(context), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates (B, H, T, W/H) queries or keys by their positions' angles, in x's dtype."""
+    """Rotate (B, H, T, W/H) queries or keys by their positions' angles, in x's dtype."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)^2, elementwise (arXiv 2109.08668)."""
+    """Return max(x, 0)^2, elementwise (arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
 def _start_byte_gpt(model: nn.Module, config: ModelConfig) -> None:
-    """Deviation 1/sqrt(inputs); GPT-2's rule where 2 * layers branches add up to a stream of the embedding's size."""
+    """Draw with deviation 1/sqrt(inputs); less where 2 * layers branches add up to a stream of the embedding's size."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             std = module.in_features**-0.5
@@ -94,14 +94,14 @@ def _start_byte_gpt(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _start_gpt2(model: nn.Module, config: ModelConfig) -> None:
-    """torch's defaults, but every branch begins as zero."""
+    """Keep torch's defaults, but begin every branch as zero."""
     for name, module in model.named_modules():
         if name.endswith(("o_proj", "down_proj")):
             nn.init.zeros_(module.weight)
 
 
 def _start_llama(model: nn.Module, config: ModelConfig) -> None:
-    """Deviation 0.02 everywhere, whatever the width."""
+    """Draw with deviation 0.02 everywhere, whatever the width."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
@@ -109,7 +109,7 @@ def _start_llama(model: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one family share.
+    """The traits that models of one family share.
 
     Attributes:
         activation: of the MLP.
@@ -155,7 +155,7 @@ class Block(nn.Module):
         self.down_proj = nn.Linear(config.mlp_width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, W) -> (B, T, W)."""
+        """Map (B, T, W) to (B, T, W)."""
         x = x + self._attention(self.attention_norm(x), cos, sin)
         return x + self._mlp(self.mlp_norm(x))
 
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
         family.start(self, config)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) int64 tokens -> (B, T, V) logits.
+        """Map (B, T) int64 tokens to (B, T, V) logits.
 
         Raises:
             ValueError: If T is more than the configuration's context.
@@ -210,19 +210,19 @@ class Transformer(nn.Module):
 
 
 def gpt2(layers: int, width: int, heads: int, vocabulary: int = BYTES, context: int = 1024) -> ModelConfig:
-    """A GPT-2 whose MLP is four times as wide as the stream."""
+    """Return a GPT-2 whose MLP is four times as wide as the stream."""
     return ModelConfig("gpt2", layers, width, heads, 4 * width, vocabulary, context, tied=True)
 
 
 def llama(
     layers: int, width: int, heads: int, mlp_width: int, vocabulary: int = BYTES, context: int = 1024
 ) -> ModelConfig:
-    """A LLaMA."""
+    """Return a LLaMA."""
     return ModelConfig("llama", layers, width, heads, mlp_width, vocabulary, context, tied=False)
 
 
 def byte_gpt(layers: int, width: int, heads: int, context: int) -> ModelConfig:
-    """The byte-level GPT of ``bench.pretrain``; its recorded results hold for this architecture."""
+    """Return the byte-level GPT of ``bench.pretrain``; its recorded results hold for this architecture."""
     return ModelConfig("byte-gpt", layers, width, heads, 4 * width, BYTES, context, tied=False)
 
 
@@ -241,5 +241,5 @@ CONFIGS: dict[str, ModelConfig] = {
 
 
 def build(config: ModelConfig) -> nn.Module:
-    """The model in float32 on the CPU, its weights drawn from torch's generator (seed with ``torch.manual_seed``)."""
+    """Return the model in float32 on the CPU, its weights drawn from torch's generator (``torch.manual_seed``)."""
     return Transformer(config)

@@ -19,7 +19,7 @@ Key = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Preset:
-    """What the paper selected.
+    """Hyper-parameters that the paper selected.
 
     Attributes:
         lr: of the method's weights.
@@ -38,7 +38,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Range:
-    """What the paper tried, each value with each; one value where it did not sweep.
+    """Hyper-parameters that the paper tried, each value with each; one value where it did not sweep.
 
     Attributes:
         alpha_kl: empty where the method has none.
@@ -66,7 +66,7 @@ class RunLength:
 
     @property
     def tokens(self) -> int:
-        """Seen in the whole run."""
+        """Tokens seen in the whole run."""
         return self.steps * self.batch * self.context
 
 

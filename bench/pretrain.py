@@ -123,7 +123,7 @@ def run(o: Options) -> str:
     what = f"{o.steps} steps of {o.batch} x {o.context} bytes, seeds {' '.join(map(str, o.seeds))}"
     table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.pretrain_table(rows)}"
     (o.out / "table.md").write_text(table, encoding="utf-8")
-    return table + _best(selected, rows)
+    return table
 
 
 def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
@@ -135,20 +135,6 @@ def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
         sides = ("R" if kind.method == "kl-shampoo" else "S", "L")
         title = f"Eigenvalues of {label(kind.method)}'s preconditioners after {step} steps"
         draw(o.out / "spectrum.png", {"": found}, sides, o.rank, title)
-
-
-def _best(selected: Mapping[Kind, Hyper], rows) -> str:
-    """Say which of several rates was best; one at their edge is no optimum yet."""
-    said = []
-    for method in dict.fromkeys(kind.method for kind in selected if kind.lr):
-        own = rows[rows["optimizer"] == method].dropna(subset="validation_loss")
-        if own.empty:
-            said.append(f"Every rate of {label(method)} diverged; give lower ones.")
-            continue
-        best, tried = own.loc[own["validation_loss"].idxmin(), "lr"], rows[rows["optimizer"] == method]["lr"]
-        edge = "; it is the lowest or highest, so give wider ones" if best in (tried.min(), tried.max()) else ""
-        said.append(f"Best for {label(method)}: lr {best:g}{edge}.")
-    return "".join(f"\n{line}\n" for line in said)
 
 
 @command.command

@@ -27,13 +27,6 @@ def test_rows_measured_anew_take_the_place_of_those_of_the_same_key(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
 
 
-def test_a_key_of_several_columns_is_compared_as_it_is_written(tmp_path):
-    path = tmp_path / "rows.csv"
-    rows.write(path, [row("a", 1.0, rank=8), row("a", 2.0)])
-    rows.upsert(path, [row("a", 3.0, rank=8), row("a", 4.0, rank=None)], ("model", "rank"))
-    assert [r["median"] for r in rows.read(path)] == ["3", "4"]
-
-
 def test_a_file_has_the_columns_of_its_rows_and_no_nan(tmp_path):
     path = tmp_path / "rows.csv"
     rows.write(path, [row("a", math.nan, rank=None), {"note": "x", "model": "b", "lr": 1 / 3, "rounds": 7}])
@@ -88,13 +81,6 @@ def test_a_key_is_measured_when_commit_versions_and_machine_are_the_same(change,
     assert not rows.measured(path, {"model": "b"}, HERE | change)
     rows.write(path, [row("a", 1.0) | HERE, {"model": "a", "note": "wrong: NaN"} | HERE])
     assert not rows.measured(path, {"model": "a"}, HERE | change)
-
-
-@pytest.mark.parametrize("commit", ["", "0" * 40 + "-dirty"])
-def test_a_changed_or_unknown_tree_is_never_measured_already(commit, tmp_path):
-    path = tmp_path / "rows.csv"
-    rows.write(path, [row("a", 1.0) | HERE | {"commit": commit}])
-    assert not rows.measured(path, {"model": "a"}, HERE | {"commit": commit})
 
 
 def test_the_environment_fills_its_columns():

@@ -119,13 +119,6 @@ def test_too_few_tokens_are_refused(folder):
         open_source(folder, CONTEXT)
 
 
-def test_a_single_shard_is_a_source_and_other_files_beside_shards_are_not_read(folder):
-    (folder / "notes.txt").touch()
-    (folder / "c.bin").mkdir()
-    assert [path.name for path in shards.find(folder)] == ["x_train_1.bin", "x_train_2.bin", "x_val_0.bin"]
-    assert open_source(folder / "x_train_1.bin", 1).train_tokens == 27 - 27 // 10
-
-
 # Shards, byte by byte.
 
 
@@ -146,13 +139,6 @@ def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
     write_shard(tmp_path / "empty.bin", np.array([], dtype=np.int64))
     assert len(shards.open_shard(tmp_path / "empty.bin").tokens) == 0
-
-
-@pytest.mark.parametrize("token", [-1, 65536])
-def test_tokens_that_do_not_fit_are_not_written(tmp_path, token):
-    with pytest.raises(ValueError, match="do not fit into uint16, 0 to 65535; use a tokenizer"):
-        write_shard(tmp_path / "a.bin", np.array([5, token]))
-    assert not (tmp_path / "a.bin").exists()
 
 
 @pytest.mark.parametrize(
@@ -176,14 +162,6 @@ def test_wrong_headers_are_refused_with_what_was_found_and_expected(tmp_path, wr
         shards.open_shard(tmp_path / "none.bin")
 
 
-def test_hash_of_shards_names_tokens_and_where_they_end(tmp_path):
-    def digest(*parts):
-        files = [written(tmp_path / f"{i}.bin", part) for i, part in enumerate(parts)]
-        return shards.check([shards.open_shard(file) for file in files], 100)
-
-    assert len({digest([1, 2, 3, 4]), digest([1, 2], [3, 4]), digest([1], [2, 3, 4]), digest([1, 2, 3, 5])}) == 4
-
-
 # Text.
 
 
@@ -202,22 +180,10 @@ def test_a_folder_is_read_in_name_order_and_every_tenth_file_is_held_out(tmp_pat
     assert train == b"".join(f"{i:02d}-".encode() for i in range(20) if i % 10 != 9)
 
 
-def test_a_single_file_holds_out_its_last_tenth(tmp_path):
-    files_in(tmp_path, {"text.txt": bytes(range(1, 201))})
-    assert corpus.read(tmp_path / "text.txt")[1:] == (bytes(range(1, 181)), bytes(range(181, 201)))
-
-
 def test_binary_hidden_and_empty_files_are_left_out_and_names_do_not_count(tmp_path):
     one = files_in(tmp_path / "one", {"a.txt": b"x" * 60, "b.dat": b"\0" * 60, ".git/c": b"y" * 60, "d.txt": b""})
     two = files_in(tmp_path / "two", {"renamed": b"x" * 60})
     assert open_source(one, 2).sha256 == open_source(two, 2).sha256
-
-
-def test_reading_stops_at_the_cap(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "CAP", 100)
-    name, train, validation = corpus.read(files_in(tmp_path, {"a": b"a" * 70, "b": b"b" * 70, "c": b"c" * 70}))
-    assert train + validation == b"a" * 70 + b"b" * 30
-    assert name.startswith("folder ") and name.endswith(", its first 9.54e-05 MiB")
 
 
 @pytest.mark.parametrize(

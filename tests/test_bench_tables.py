@@ -15,20 +15,20 @@ def test_the_documents_show_what_the_rows_give(capsys):
 
 
 def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, capsys):
-    readme = tmp_path / "README.md"
-    shown = tables.DOCUMENTS[0].read_text(encoding="utf-8")
-    changed = shown.replace("1.5040", "1.4040")
-    assert changed != shown
-    readme.write_text(changed, encoding="utf-8")
-    monkeypatch.setattr(tables, "DOCUMENTS", (readme,))
+    document = tmp_path / "document.md"
+    right = tables.rendered("Before.\n\n<!-- table pretrain -->\n<!-- end -->\n\nAfter.\n")
+    wrong = right.replace("Muon  ", "Noum  ", 1)
+    assert wrong != right
+    document.write_text(wrong, encoding="utf-8")
+    monkeypatch.setattr(tables, "DOCUMENTS", (document,))
     drawn = []
     monkeypatch.setattr(tables, "draw", lambda: drawn.append(True))
     assert tables.main(["--check"]) == 1
     printed = capsys.readouterr().out
-    assert "-| Pro-KLShampoo" in printed and "+| Pro-KLShampoo" in printed
-    assert readme.read_text(encoding="utf-8") == changed
+    assert "-| Noum" in printed and "+| Muon" in printed
+    assert document.read_text(encoding="utf-8") == wrong
     assert not drawn and tables.main([]) == 0 and drawn
-    assert " 1.5040" in readme.read_text(encoding="utf-8")
+    assert document.read_text(encoding="utf-8") == right
 
 
 def test_a_table_that_there_is_not_is_an_error():

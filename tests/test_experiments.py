@@ -12,9 +12,7 @@ import time
 import pytest
 import torch
 
-from bench.command import UsageError
 from bench.experiments import __main__ as command
-from bench.experiments import pool
 from bench.experiments.comparisons import draw
 from bench.experiments.options import STILL
 from bench.experiments.protocol import Tuning
@@ -23,7 +21,6 @@ from bench.experiments.spectra import WATCHINGS
 from bench.experiments.study import Study
 from bench.optimizers import Hyper
 from bench.rows import frame
-from bench.training.loop import Interrupt
 from bench.training.run import Run
 from tests.commands import ROOT
 from tests.experiments import MICRO
@@ -246,22 +243,6 @@ def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
     assert process.returncode == 130
     assert error.count("\n") <= 4 and "Traceback" not in error
     assert 1 <= len(list(folder.glob("unfinished-*.pt"))) <= 2
-
-
-def test_an_error_stops_the_other_processes_before_it_waits_for_them(text, monkeypatch):
-    stopped = []
-
-    class Workers:
-        def __init__(self, jobs, context, initializer, arguments):
-            self.stopped = arguments[-1]
-
-        def shutdown(self, cancel_futures):
-            stopped.append(self.stopped.is_set())
-
-    monkeypatch.setattr(pool, "ProcessPoolExecutor", Workers)
-    with pytest.raises(UsageError), pool.runner(MICRO, text, 2, Interrupt(), 60.0):
-        raise UsageError("one of them found a damaged file")
-    assert stopped == [True]
 
 
 def test_alpha_and_memory_need_no_training(experiment, tmp_path, capsys):

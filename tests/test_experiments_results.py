@@ -90,12 +90,6 @@ def test_curves_have_the_mean_training_loss_since_the_evaluation_before():
     assert [r["seed"] for r in rows] == [0] * 3 + [1] * 3 + [2] * 3
 
 
-def test_a_row_names_every_commit_and_day_that_its_units_are_of():
-    made = [{"commit": c, "date": d, "cpu": "A B"} for c, d in (("bb", "2"), ("aa", "2"), ("bb", "1"))]
-    found = results.environment_of([Result(Record(), 0, environment, "") for environment in made])
-    assert found == {"commit": "aa bb", "date": "1 2", "cpu": "A B"}
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -154,12 +148,6 @@ def test_the_sweep_table_says_what_was_tried_selected_and_still_open():
     rows = [row(lr=lr, alpha_kl=alpha, selected=selected) for lr, alpha, selected in tried]
     _, body = cells(tables.sweep_table(DataFrame(rows)))
     assert body[2:] == ["Pro-KLShampoo, r = 8", "0.01, 0.02", "0.02", "0.05, 0.1", "0.1 (edge)"]
-
-
-def test_the_orderings_table_says_at_what_level_it_decides():
-    found = ordering([1.0, 2.0, 3.0], [1.2, 2.3, 3.4])
-    head, body = cells(tables.orderings_table(DataFrame([found])))
-    assert head[-1] == "here, at 95%" and body[-2:] == ["0.3000 ± 0.0577", "agrees"]
 
 
 def test_the_table_of_cosmos_has_memory_of_the_gpu_where_it_was_measured():

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.command import UsageError
 from bench.experiments import units
 from bench.experiments.units import Place
 from bench.training.processes import Processes
@@ -51,12 +50,6 @@ def test_a_unit_is_trained_once_and_read_again_as_it_was(tmp_path, place, traine
     assert not list((tmp_path / "a").glob("unfinished*"))
 
 
-def test_only_what_is_missing_is_trained(tmp_path, place, trained):
-    units.run(make_task(tmp_path / "a", "kl"), place)
-    units.run(make_task(tmp_path / "a", "adamw", "kl", "pro"), place)
-    assert trained == [["kl"], ["adamw", "pro"]]
-
-
 def test_where_times_are_compared_all_train_again_unless_they_trained_together(tmp_path, place, trained):
     for key in ("kl", "pro"):
         units.run(make_task(tmp_path / "a", key), place)
@@ -71,13 +64,6 @@ def test_losses_do_not_depend_on_what_trains_beside(tmp_path, place):
     together = _losses(units.run(make_task(tmp_path / "together"), place))
     for key in HYPERS:
         assert _losses(units.run(make_task(tmp_path / "alone", key), place)) == {key: together[key]}
-
-
-def test_a_sweeps_loss_is_that_of_the_curve_at_its_end(tmp_path, place):
-    curve = units.run(make_task(tmp_path / "a", "pro"), place)["pro"].record
-    sweep = units.run(make_task(tmp_path / "a", "pro", curve=False), place)["pro"].record
-    assert len(sweep.validation) == 2 < len(curve.validation)
-    assert sweep.final_loss == curve.final_loss
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [60.0, 1e-9])
@@ -115,24 +101,6 @@ def test_what_decides_the_losses_decides_the_file(tmp_path, place):
     assert units.path_of(with_others, hyper, place) == paths[0]
 
 
-def test_all_gpus_of_a_run_have_one_file(tmp_path, place):
-    task = make_task(tmp_path, "pro")
-    on = {
-        device: units.path_of(replace(task, settings=replace(task.settings, device=device)), HYPERS["pro"], place)
-        for device in ("cpu", "cuda", "cuda:0", "cuda:1")
-    }
-    assert on["cuda"] == on["cuda:0"] == on["cuda:1"] != on["cpu"]
-
-
-def test_a_damaged_result_is_named(tmp_path, place):
-    task = make_task(tmp_path / "a", "adamw")
-    units.run(task, place)
-    path = units.path_of(task, HYPERS["adamw"], place)
-    path.write_text("{}")
-    with pytest.raises(UsageError, match=rf"{path.name} is not readable .*remove it"):
-        units.run(task, place)
-
-
 def test_a_diverged_unit_is_a_result_too(tmp_path, place):
     task = make_task(tmp_path / "a", "muon")
     hyper = replace(HYPERS["muon"], lr=1e30)
@@ -166,7 +134,7 @@ def _assert_equal_to_rounding(found, whole):
         assert found_here.shape == expected.shape and difference <= ROUNDING[key], f"{key}: {difference}"
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [1, 3])
 def test_parts_of_a_batch_give_what_the_batch_gives(tmp_path, place, micro_batch):
     whole = units.run(make_task(tmp_path / "whole"), place)
     parts = units.run(make_task(tmp_path / "parts", micro_batch=micro_batch), place)
@@ -187,18 +155,6 @@ def test_processes_under_torchrun_give_what_one_gives_and_go_on_where_they_stopp
         assert not list(task.folder.glob("unfinished*"))
     assert _losses(found["halves"]) == _losses(found["whole"])
     _assert_equal_to_rounding(found["whole"], units.run(make_task(tmp_path / "one"), place))
-
-
-def test_half_precision_trains_about_alike_and_halves_the_state(tmp_path, place):
-    keys = ("kl", "pro")
-    whole = units.run(make_task(tmp_path / "whole", *keys), place)
-    task = make_task(tmp_path / "half", *keys)
-    task = replace(task, settings=replace(task.settings, autocast=True, state_dtype="bfloat16"))
-    half = units.run(task, place)
-    for key in keys:
-        a, b = whole[key].record, half[key].record
-        assert 0 < abs(a.final_loss - b.final_loss) < 0.005 * a.final_loss  # measured: 5e-5 and 1.2e-3 of it
-        assert b.state_bytes < 0.8 * a.state_bytes  # AdamW's part is whole
 
 
 @pytest.mark.gpu

@@ -14,7 +14,6 @@ from bench.shapes import PAPER
 from prokl.algorithm.shapes import MatrixShape
 from prokl.diagnostics import alpha_kl_bracket
 
-HAVING = ("paper", "small", "tiny")  # scales
 SWEPT = (0.005, 0.01, 0.015)  # the paper's
 
 

@@ -20,7 +20,6 @@ from bench.rows import Row, frame, write
 from bench.shapes import SETS, ParameterSet
 from prokl.algorithm.shapes import effective_rank
 
-HAVING = ("paper",)  # scales
 OPERATIONS = {
     "products": lambda t: t.kind != "factorisation" and not t.newton_schulz,
     "newton_schulz": lambda t: t.newton_schulz,

@@ -28,12 +28,11 @@ NAMES = {
     "alpha": "the brackets on alpha_kl, without training",
     "memory": "state and operations of a step on the paper's models, without training",
 }
-NAME = Literal["main", "ablation", "cosmos", "spectra", "phi", "alpha", "memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What every command that trains takes."""
+    """Options of every command that trains."""
 
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
     """One final run for each; sweeps and spectra have the first."""
@@ -61,11 +60,13 @@ class Training:
         at_least(1, **self.given)
         positive(checkpoint_seconds=self.checkpoint_seconds)
         distinct(seeds=self.seeds)
-        self.rates  # noqa: B018
+        for rates in self.rates.values():
+            positive(lr=rates)
+            distinct(lr=rates)
 
     @property
     def given(self) -> dict[str, int]:
-        """What stands in place of the scale's own."""
+        """Values in place of the scale's own."""
         names = ("steps", "batch", "evaluations", "eval_windows", "micro_batch")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
@@ -75,7 +76,7 @@ class Training:
         """Learning rates by optimizer.
 
         Raises:
-            UsageError: If one is not written as in muon=0.01,0.02, or is not a rate.
+            UsageError: If they are not written as in muon=0.01,0.02.
         """
         found: dict[str, tuple[float, ...]] = {}
         for text in self.lr:
@@ -86,8 +87,6 @@ class Training:
                 found[name] = tuple(map(float, values.split(",")))
             except ValueError:
                 raise UsageError(f"--lr {text}: {values!r} is no learning rate; write it as in muon=0.02") from None
-            positive(lr=found[name])
-            distinct(lr=found[name])
         return found
 
 
@@ -101,7 +100,8 @@ class Options(Training):
     """
 
     name: Annotated[
-        tyro.conf.Positional[NAME], tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items()))
+        tyro.conf.Positional[Literal[tuple(NAMES)]],  # type: ignore[valid-type]
+        tyro.conf.arg(help="; ".join(f"{name}: {what}" for name, what in NAMES.items())),
     ]
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0, 1, 2)
     out: Path = Path("runs/experiments")
@@ -139,7 +139,7 @@ class Options(Training):
 
     def _check_training(self) -> None:
         if self.name in WATCHING:
-            if len(self.starts) > 1 or self.seeds != (0, 1, 2) and len(self.seeds) > 1:
+            if len(self.starts) > 1 or self.seeds != Options.seeds and len(self.seeds) > 1:
                 raise UsageError(f"{self.name} trains once; give one of --starts and one of --seeds")
             if self.steps == 1:
                 raise UsageError(f"--steps 1: {self.name} looks at several steps; give at least 2")
@@ -179,12 +179,12 @@ class Options(Training):
 
     @property
     def alone(self) -> bool:
-        """Whether runs go one after another."""
+        """True if runs go one after another."""
         return self.place == "cuda" or _processes() > 1
 
     @property
     def runs_at_a_time(self) -> int:
-        """How many."""
+        """Number of processes, each with one run."""
         return self.jobs or (1 if self.alone else cores())
 
     @property
@@ -200,11 +200,10 @@ def _processes() -> int:
 
 def _check_share(scale: Scale) -> None:
     """Refuse a batch that the processes cannot share evenly, for some of its sequences would not be trained on."""
-    count = _processes()
-    if scale.batch % count:
-        below, above = scale.batch // count * count, (scale.batch // count + 1) * count
-        choice = f"--batch {below} or {above}" if below else f"--batch {above}"
+    count, low = _processes(), scale.batch // _processes() * _processes()
+    if scale.batch != low:
+        choice = " or ".join(str(batch) for batch in (low, low + count) if batch)
         raise UsageError(
             f"a batch of {scale.batch} sequences, as {scale.name} has, is no multiple of WORLD_SIZE = {count}, the "
-            f"processes that share it; give {choice}, or start another number of processes"
+            f"processes that share it; give --batch {choice}, or start another number of processes"
         )

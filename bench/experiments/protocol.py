@@ -32,7 +32,7 @@ class Kind:
     rank: int | None = None
     start: str | float | None = None
     lr: float | None = None
-    """Where several rates of one method are compared."""
+    """Set if several rates of one method are compared."""
 
     @property
     def key(self) -> str:
@@ -53,7 +53,7 @@ def kind(method: str, rank: int, start: str | float) -> Kind:
 
 @dataclass
 class Tuning:
-    """What was selected for a model, and the searches behind it; no searches where the paper's values were taken."""
+    """The values selected for a model, and the searches behind them; no searches where the paper's were taken."""
 
     selected: dict[Kind, Hyper] = field(default_factory=dict)
     searches: dict[Kind, Search] = field(default_factory=dict)

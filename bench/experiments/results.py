@@ -147,7 +147,7 @@ def curve_rows(study: Study, results: Found, timed: bool) -> list[Row]:
             before = 0
             for step, loss in result.record.validation:
                 since = result.record.losses[before:step]
-                own = {"lr": kind.lr, "seed": seed, "step": step, "validation_loss": loss}
+                own = {"seed": seed, "step": step, "validation_loss": loss} | ({"lr": kind.lr} if kind.lr else {})
                 own["train_loss"] = fmean(since) if since else None
                 rows.append(named | own | ({"seconds": result.record.seconds(step)} if timed else {}))
                 before = step

@@ -55,7 +55,7 @@ class Scale:
 
     @property
     def is_paper(self) -> bool:
-        """Whether this is a run of the paper itself, so that the paper's selected values are its own."""
+        """True if this is a run of the paper itself, so that the paper's selected values are its own."""
         return self.name == self.paper
 
     def open(self, data: Path | None) -> Source:

@@ -137,23 +137,15 @@ def watch_phi(trainee: Trainee) -> Callable[[int], None]:
 
 def _rows(study: Study, start: str | float, step: str, found: dict[str, dict[str, Tensor]]) -> list[Row]:
     """Return how spiked and how flat each spectrum is."""
-    rank = study.scale.largest
-    return [
-        {
-            "model": study.scale.name,
-            "start": start,
-            "step": step,
-            "weight": weight,
-            "factor": factor,
-            "size": len(values),
-            "rank": rank,
-            "largest_over_tail_mean": float(diagnostics.over_tail(values, rank)[0]),
-            "above_twice_tail_mean": int((diagnostics.over_tail(values, rank) > 2).sum()),
-            "tail_am_gm": float(diagnostics.tail_am_gm(values, rank)),
-        }
-        for weight, factors in found.items()
-        for factor, values in factors.items()
-    ]
+    rows, rank = [], study.scale.largest
+    for weight, factors in found.items():
+        for factor, values in factors.items():
+            over = diagnostics.over_tail(values, rank)
+            named = {"model": study.scale.name, "start": start, "step": step, "weight": weight, "factor": factor}
+            shape = {"largest_over_tail_mean": float(over[0]), "above_twice_tail_mean": int((over > 2).sum())}
+            shape["tail_am_gm"] = float(diagnostics.tail_am_gm(values, rank))
+            rows.append(named | {"size": len(values), "rank": rank} | shape)
+    return rows
 
 
 WATCHINGS = {

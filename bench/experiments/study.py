@@ -74,8 +74,5 @@ class Study:
     def task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
         """Return a run of these; all but sweeps are evaluated along the way."""
         vocabulary = self.runner.place.source.vocabulary
-        return Task(
-            self.folder / "runs" / name,
-            self.scale.settings(hyper, vocabulary, self.device, curve=name != "sweep"),
-            seed,
-        )
+        settings = self.scale.settings(hyper, vocabulary, self.device, curve=name != "sweep")
+        return Task(self.folder / "runs" / name, settings, seed)

@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """What a unit gave.
+    """The result of a unit.
 
     Attributes:
         record: what it did.
@@ -58,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Place:
-    """Where tasks run.
+    """The circumstances under which tasks run.
 
     Attributes:
         source: what they train on.
@@ -93,7 +93,7 @@ def _digest(value: Any) -> str:
 
 
 def read(task: Task, hyper: Hyper, place: Place) -> Result:
-    """Return what a unit gave."""
+    """Return the result of a unit that was trained."""
     content = checkpoint.load(path_of(task, hyper, place), fingerprint(task, hyper, place))
     return Result(**content | {"record": Record(**content["record"])})
 

@@ -17,7 +17,7 @@ NS_STEPS = 5
 
 
 def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz with products in ``dtype``, scaled to a root mean square of 1."""
+    """Compute Newton-Schulz with products in ``dtype``, scaled to a root mean square of 1."""
     wide = X if X.shape[0] <= X.shape[1] else X.mT
     start = (wide / wide.norm().clamp_min(1e-7)).to(dtype)[None]
     Y = standard(start, None, NS_STEPS, MUON, TorchPrimitives(X.device.type == "cpu"))[0].to(X.dtype)

@@ -11,35 +11,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 @dataclass(frozen=True)
 class Processes:
-    """Where this process stands among ``count``, ``rank`` counted from 0."""
+    """The place of this process, ``rank`` counted from 0, among ``count``."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """True in the process that prints and writes."""
         return self.rank == 0
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """The model as it is to be called: its gradients are the mean over all processes."""
+        """Return the model as it is to be called: its gradients are the mean over all processes."""
         return DistributedDataParallel(model) if self.count > 1 else model
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all processes, in place; the same in each of them."""
+        """Return the mean over all processes, computed in place; the same in each of them."""
         if self.count > 1:
             distributed.all_reduce(value)
             value /= self.count
         return value
 
     def any(self, value: bool, device: str) -> bool:
-        """Whether it is true in one of them."""
+        """Return True if it is true in one of them."""
         if self.count == 1:
             return value
         return self.mean(torch.tensor(float(value), device=device)).item() > 0
 
     def from_first(self, value: Any) -> Any:
-        """What the first process has."""
+        """Return what the first process has."""
         if self.count == 1:
             return value
         box = [value]
@@ -51,7 +51,7 @@ ALONE = Processes()
 
 
 def join(device: str) -> tuple[Processes, str]:
-    """Meets the other processes that torchrun started, if it did; with the device of this one.
+    """Meet the other processes that torchrun started, if it did; return them and the device of this one.
 
     Args:
         device: "cpu", or "cuda" for the GPU that this process has by its number on the machine.
@@ -67,6 +67,6 @@ def join(device: str) -> tuple[Processes, str]:
 
 
 def leave() -> None:
-    """Ends what :func:`join` began."""
+    """End what :func:`join` began."""
     if distributed.is_initialized():
         distributed.destroy_process_group()

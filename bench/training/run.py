@@ -22,7 +22,7 @@ from bench.training.sources import Batch, Source
 
 @dataclass
 class Record:
-    """What one trainee did; plain numbers and tensors, so that it fits into a checkpoint."""
+    """The history of one trainee: plain numbers and tensors, so that it fits into a checkpoint."""
 
     losses: list[float] = field(default_factory=list)  # training loss of step 1, 2, ...
     model_seconds: list[float] = field(default_factory=list)  # forward and backward
@@ -164,7 +164,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if nothing is left to train."""
         return self.done >= self.settings.steps or not self.live
 
     def advance(self) -> None:

@@ -12,13 +12,13 @@ WARMDOWN = 1450 / 5100  # of the steps
 
 
 def linear(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then linear decay that would reach 0 at step ``steps``."""
+    """Return a linear warm-up over the first tenth, then linear decay that would reach 0 at step ``steps``."""
     warmup = max(1, steps // 10)
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def modded_nanogpt(step: int, steps: int) -> float:
-    """1, then over the last 1450 of 5100 steps linear decay that would reach 0 at step ``steps``."""
+    """Return 1, then over the last 1450 of 5100 steps linear decay that would reach 0 at step ``steps``."""
     return min(1.0, (steps - step) / max(1, round(WARMDOWN * steps)))
 
 

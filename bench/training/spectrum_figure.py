@@ -26,13 +26,13 @@ Spectra = Mapping[str, Mapping[str, Tensor]]
 
 
 def place_of(weight: str) -> tuple[int, str]:
-    """Depth and layer type of a weight, from its name, such as "blocks.3.up_proj.weight"."""
+    """Return depth and layer type of a weight, from its name, such as "blocks.3.up_proj.weight"."""
     _, depth, layer_type, _ = weight.split(".")
     return int(depth), layer_type
 
 
 def normalised(factors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Descending eigenvalues over the mean of those beyond ``rank``; S, which has no tail, over "mu"."""
+    """Return descending eigenvalues over the mean of those beyond ``rank``; S, which has no tail, over "mu"."""
     return {
         factor: values / factors["mu"] if factor == "S" else over_tail(values, rank)
         for factor, values in factors.items()
@@ -41,7 +41,7 @@ def normalised(factors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 
 def draw(path: Path, stages: Mapping[str, Spectra], factors: Sequence[str], rank: int, title: str) -> None:
-    """Writes the figure.
+    """Write the figure.
 
     Args:
         stages: spectra by what the legend says of them; nothing where there is only one.
