@@ -205,14 +205,6 @@ def workspace_figures(
     yield "workspace bound", {"median": bound}
 
 
-def described(row: rows.Row) -> str:
-    """Return a row as a line."""
-    rank = f" r={row['rank']}" if row["rank"] else ""
-    table = f", the table says {row['floor']}" if "floor" in row else ""
-    what = f"{row['model']} {row['optimizer']}{rank} {row['dtype']} {row['metric']}"
-    return f"{what}: {row['median']} {row['unit']}{table}"
-
-
 @command
 def main(argv: Sequence[str]) -> int:
     """Measure, print, write; return the exit status."""
@@ -231,7 +223,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{name}: in {a.out} already; --again measures it anew", flush=True)
             continue
         found = list(set_rows(SETS[name]))
-        print("\n".join(map(described, found)), flush=True)
+        print("\n".join(map(rows.describe, found)), flush=True)
         if a.out:
             rows.upsert(a.out, [row | here for row in found], key=("model",))
     return 0

@@ -55,7 +55,7 @@ def machine_rates(device: torch.device, path: Path | None, here: Mapping[str, st
         for (metric, unit), value in zip(CEILINGS.items(), values, strict=True)
     ]
     for row in ceilings:
-        print(f"{row['metric']}: {row['median']:.4g} {row['unit']}", flush=True)
+        print(rows.describe(row), flush=True)
     if path is not None:
         rows.upsert(path, [row | here for row in ceilings], key=("model", "case"))
     return rates

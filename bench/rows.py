@@ -141,6 +141,18 @@ def text(value: Any) -> str:
     return f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
+def describe(row: Mapping[str, Any]) -> str:
+    """Return a row of a measurement as a line: what it is of, the figures, or the note why there is none."""
+    keys = ("model", "case", "optimizer", "backend", "rank", "metric")
+    who = " ".join(f"r={row[key]}" if key == "rank" else row[key] for key in keys if row.get(key))
+    if row.get("median") is None:
+        return f"{who}: {row['note']}"
+    line = f"{who}: {row['median']:{'' if isinstance(row['median'], int) else '.5g'}} {row['unit']}"
+    line += f" [{row['q1']:.4g}, {row['q3']:.4g}]" if "q1" in row else ""
+    line += f", {row['ratio']:.2f} x" if row.get("ratio") else ""
+    return line + (f"; {row['note']}" if row.get("note") else "")
+
+
 def _check(columns: Iterable[str], where: str) -> None:
     if unknown := sorted(set(columns) - COLUMNS.keys()):
         raise UsageError(f"{where} has columns {', '.join(unknown)}, unlike bench.rows.COLUMNS; rename or add them")

@@ -100,19 +100,6 @@ def measure(s: ParameterSet, device: torch.device, rates: Rates, seconds: float,
     return set_rows(runs, left_out + others, s, rates)
 
 
-def described(row: rows.Row) -> str:
-    """Return a row as a line."""
-    who = [row["model"], row.get("optimizer"), row.get("backend"), f"r={row['rank']}" if row.get("rank") else ""]
-    line = " ".join(filter(None, [*who, row["metric"]])) + ": "
-    if "median" not in row:
-        return line + row["note"]
-    line += f"{row['median']:.4g} {row['unit']}".removesuffix(" 1")
-    if "q1" in row:
-        line += f" [{row['q1']:.4g}, {row['q3']:.4g}]"
-    ratio = f", {row['ratio']:.2f} x" if row.get("ratio") else ""
-    return line + ratio + (f" {row['note']}" if row["metric"].startswith("kernel") else "")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line.
 
@@ -165,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
             found = measure(EVERY[name], a.device, rates, a.seconds, a.rounds)
             failed |= any(row["note"].startswith("wrong") for row in found)
         for row in found:
-            print(described(row), flush=True)
+            print(rows.describe(row), flush=True)
         if a.out:
             rows.upsert(a.out, [row | here for row in found], key=("model", "case"))
     return int(failed)

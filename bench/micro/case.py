@@ -134,14 +134,14 @@ def numbers(device: torch.device, seed: int = 0) -> Draw:
 
 
 def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return what draws inputs: constants, and a batch of tensors for every "name sides [dtype]".
+    """Return what draws inputs: constants, or functions of sizes and dtypes, and tensors as "name sides [dtype]" says.
 
     Sides are letters of :class:`Sizes`, "." for none. Behind them ``T`` stores the transpose, ``+`` makes positive,
     ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`.
     """
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-        found = dict(constants)
+        found = {name: value(s, d) if callable(value) else value for name, value in constants.items()}
         for spec in specs:
             name, sides, *dtype = spec.split()
             shape = [getattr(s, side) for side in sides if side in "mnr"]
