@@ -75,14 +75,9 @@ class Documents:
 
 
 def write_shards(tokens: Iterable[np.ndarray], limit: int, per_shard: int, name: Callable[[int], Path]) -> list[Path]:
-    """Write the first ``limit`` tokens as shards of ``per_shard``, the last one shorter.
+    """Write the first ``limit`` tokens, or all there are, as shards of ``per_shard``, the last one shorter.
 
-    Args:
-        tokens: one-dimensional arrays.
-        name: of the shard with this number, from 0.
-
-    Returns:
-        The files; together they hold fewer tokens than ``limit`` where there were no more.
+    ``name`` gives the file of a shard by its number from 0.
     """
     files: list[Path] = []
     pending: list[np.ndarray] = []

@@ -9,7 +9,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
@@ -72,43 +72,32 @@ def options(kind: type[T], argv: Sequence[str], prog: str, **more: Any) -> T:
     raise UsageError(f"{' '.join(said).rstrip('.')}; see --help")
 
 
-def at_least(low: int, **values: int | Sequence[int] | None) -> None:
-    """Check options that are whole numbers from ``low`` on; None is not given.
-
-    Raises:
-        UsageError: If one is below.
-    """
+def _given(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every value with its option's name; an option may have several, or None where it was not given."""
     for name, value in values.items():
-        for one in value if isinstance(value, Sequence) else [] if value is None else [value]:
-            if one < low:
-                raise UsageError(f"{_option(name)} {one}: must be a whole number >= {low}")
+        for one in value if isinstance(value, tuple | list) else () if value is None else (value,):
+            yield f"--{name.replace('_', '-')}", one
+
+
+def at_least(low: int, **values: int | Sequence[int] | None) -> None:
+    """Raise UsageError unless options are whole numbers from ``low`` on."""
+    for name, value in _given(values):
+        if value < low:
+            raise UsageError(f"{name} {value}: must be a whole number >= {low}")
 
 
 def positive(**values: float | str | Sequence[float | str] | None) -> None:
-    """Check options that are finite numbers above 0; None is not given, and "auto" is no number.
-
-    Raises:
-        UsageError: If one is not.
-    """
-    for name, value in values.items():
-        for one in value if isinstance(value, tuple | list) else [] if value is None else [value]:
-            if one != "auto" and not 0 < one < math.inf:
-                raise UsageError(f"{_option(name)} {one:g}: must be a finite number > 0")
+    """Raise UsageError unless options are finite numbers above 0, or "auto"."""
+    for name, value in _given(values):
+        if value != "auto" and not 0 < value < math.inf:
+            raise UsageError(f"{name} {value:g}: must be a finite number > 0")
 
 
 def distinct(**values: Sequence[object]) -> None:
-    """Check options that take several values, each once.
-
-    Raises:
-        UsageError: If one has a value twice.
-    """
-    for name, given in values.items():
-        if len(set(given)) < len(given):
-            raise UsageError(f"{_option(name)} names one twice: {' '.join(map(str, given))}; give each once")
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """Raise UsageError unless options have each of their values once."""
+    for name, value in _given({name: [given] for name, given in values.items()}):
+        if len(set(value)) < len(value):
+            raise UsageError(f"{name} names one twice: {' '.join(map(str, value))}; give each once")
 
 
 def make_folder(out: Path) -> None:

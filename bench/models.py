@@ -69,11 +69,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """Return max(x, 0)^2, elementwise (arXiv 2109.08668)."""
-    return F.relu(x).square()
-
-
 def _start_byte_gpt(model: nn.Module, config: ModelConfig) -> None:
     """Draw with deviation 1/sqrt(inputs); less where 2 * layers branches add up to a stream of the embedding's size."""
     for name, module in model.named_modules():
@@ -113,7 +108,7 @@ class Family:
 
 
 FAMILIES = {
-    "gpt2": Family(relu_squared, False, False, None, True, _start_gpt2),
+    "gpt2": Family(lambda x: F.relu(x).square(), False, False, None, True, _start_gpt2),  # arXiv 2109.08668
     "llama": Family(F.silu, True, True, 1e-6, False, _start_llama),
     "byte-gpt": Family(F.gelu, False, True, None, False, _start_byte_gpt),
 }

@@ -30,11 +30,6 @@ class Comparison:
     def possible(self, scales: Sequence[Scale], starts: Sequence[str | float], search: bool) -> tuple[Scale, ...]:
         """Return the models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.
 
-        Args:
-            scales: the models that were asked for.
-            starts: of the eigenvalues.
-            search: whether the hyper-parameters of the paper's own models are searched.
-
         Raises:
             UsageError: there is none.
         """

@@ -7,6 +7,7 @@ the code, not the paper's leading order. Embedding, head and norms, which AdamW 
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.colors import to_rgba
 from pandas import DataFrame
 
 from bench.costs import terms
@@ -83,11 +84,9 @@ def _draw(path: Path, rows: DataFrame) -> None:
     columns = {"state_elements": "state, elements", "operations": "operations of a step"}
     for axes, (column, title) in zip(grid, columns.items(), strict=True):
         bars = rows.pivot(index="model", columns="name", values=column).loc[rows["model"].unique(), methods.index]
-        colours = [OPTIMIZERS[method].colour for method in methods["optimizer"]]
+        named = zip(methods["optimizer"], methods["rank"].fillna(0), strict=True)
+        colours = [to_rgba(OPTIMIZERS[method].colour, shades.get(rank, 1.0)) for method, rank in named]
         bars.plot.bar(ax=axes, color=colours, width=0.8, rot=0, xlabel="", ylabel=title, legend=axes is grid[0])
-        for drawn, rank in zip(axes.containers, methods["rank"].fillna(0), strict=True):
-            for bar in drawn:
-                bar.set_alpha(shades.get(rank, 1.0))
         tidy(axes, grid=False)
     grid[0].legend(frameon=False, fontsize="small")
     save(figure_, path)

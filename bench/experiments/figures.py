@@ -20,11 +20,9 @@ PANELS = (
 
 
 def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
-    """Draw loss against steps and seconds, a line of panels per model and start; bands are one standard error.
+    """Draw loss against steps and, where ``curves`` have them, seconds; bands are one standard error.
 
-    Args:
-        curves: of main-curves.csv and the like; where they have no seconds, there is no such panel.
-        rows: of main.csv, which say what a start is compared with.
+    There is a line of panels per model and start; ``rows``, of main.csv, say what is compared there.
     """
     panels = [panel for panel in PANELS if panel[0] in curves.columns]
     curves = curves.dropna(subset="validation_loss")

@@ -61,10 +61,8 @@ class Tuning:
 def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[[list[Hyper]], list[float]]) -> Tuning:
     """Return the hyper-parameters of all that are wanted.
 
-    Args:
-        scale: the model.
-        search: whether to search, also where the paper's own values would fit.
-        measure: gives the final validation loss of each of a list of hyper-parameters.
+    With ``search`` they are searched also where the paper's own would fit; ``measure`` gives the final validation
+    losses of a list.
 
     Raises:
         UsageError: the paper has no such run.

@@ -1,7 +1,7 @@
 """The search for one method's hyper-parameters: a grid that grows while the best lies at its edge."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -48,33 +48,22 @@ class Search:
         ]
         if missing := [hyper for hyper in grid if hyper not in self.tried]:
             return missing
-        return [hyper for hyper in self._neighbours() if hyper not in self.tried and self._allowed(hyper)]
+        return [hyper for hyper, allowed in self._neighbours() if allowed]
 
     @property
     def edges(self) -> list[str]:
         """In what the best could still be too low or too high, because that is as far as a search goes."""
-        beyond = [hyper for hyper in self._neighbours() if hyper not in self.tried]
-        return sorted(
-            {name for hyper in beyond for name in GROWING if getattr(hyper, name) != getattr(self.best, name)}
-        )
+        beyond = [hyper for hyper, allowed in self._neighbours() if not allowed]
+        return [name for name in sorted(GROWING) if any(getattr(h, name) != getattr(self.best, name) for h in beyond)]
 
-    def _neighbours(self) -> list[Hyper]:
-        """Return the best with one value a step lower or higher."""
-        best = self.best
-        return [
-            replace(best, **{name: value})
-            for name in GROWING
-            if len(values := getattr(self.ranges, name)) > 1
-            for value in beside(getattr(best, name), values)
-        ]
-
-    def _allowed(self, hyper: Hyper) -> bool:
+    def _neighbours(self) -> Iterator[tuple[Hyper, bool]]:
+        """Yield the best with one value a step lower or higher, not tried yet, and whether that is near enough."""
         for name in GROWING:
             values = getattr(self.ranges, name)
-            low, high = (min(values) / WIDEST, max(values) * WIDEST) if values else (None, None)
-            if values and not low * (1 - 1e-9) <= getattr(hyper, name) <= high * (1 + 1e-9):
-                return False
-        return True
+            for value in beside(getattr(self.best, name), values) if len(values) > 1 else ():
+                hyper = replace(self.best, **{name: value})
+                if hyper not in self.tried:
+                    yield hyper, min(values) / WIDEST * (1 - 1e-9) <= value <= max(values) * WIDEST * (1 + 1e-9)
 
     @property
     def best(self) -> Hyper:
@@ -87,12 +76,7 @@ class Search:
 
 
 def search_all(searches: Iterable[Search], measure: Callable[[list[Hyper]], list[float]]) -> None:
-    """Run searches side by side until each has found its optimum.
-
-    Args:
-        searches: that do not depend on each other.
-        measure: gives the loss of each of a list of hyper-parameters.
-    """
+    """Run searches side by side until each has found its optimum; ``measure`` gives the loss of each of a list."""
     searches = list(searches)
     while pending := [(search, hyper) for search in searches for hyper in search.pending()]:
         for (search, hyper), loss in zip(pending, measure([hyper for _, hyper in pending]), strict=True):
