@@ -21,7 +21,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("toolkit", ROOT / "prokl" / "backends" / "toolkit.py")  # prokl itself imports torch
+_spec = importlib.util.spec_from_file_location(
+    "toolkit", ROOT / "prokl" / "backends" / "toolkit.py"
+)  # prokl itself imports torch
 assert _spec is not None and _spec.loader is not None
 toolkit = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toolkit)
@@ -30,7 +32,7 @@ ToolkitError = toolkit.ToolkitError
 MODES = ("auto", "1", "0")
 USUAL_ARCHITECTURES = ("80", "90", "100")
 COMPILE = ("-std=c++17", "-O3", "-Xptxas", "-v")
-"""All that decides what a kernel becomes; bench/csrc_report.py compiles with the same."""
+"""All that decides what a kernel becomes; bench/compiled/csrc.py compiles with the same."""
 HOST = ("-Xcompiler", "-fPIC,-fvisibility=hidden")
 LINK = ("-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL")
 """The runtime is linked in, so that the module imports without CUDA, and hidden: torch brings one of its own, whose
@@ -48,12 +50,12 @@ REMEDIES = {
 
 
 def sources() -> list[Path]:
-    """What is compiled, each file by itself."""
+    """List what is compiled, each file by itself."""
     return sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in (".cu", ".cpp"))
 
 
 def asked(environ: Mapping[str, str]) -> str:
-    """PROKL_BUILD_CUDA."""
+    """Read PROKL_BUILD_CUDA."""
     value = environ.get("PROKL_BUILD_CUDA", "auto")
     if value not in MODES:
         raise ToolkitError(
@@ -64,7 +66,7 @@ def asked(environ: Mapping[str, str]) -> str:
 
 
 def find_ninja() -> str | None:
-    """The package's program where it is installed, else the one on PATH."""
+    """Find the package's program where it is installed, else the one on PATH."""
     try:
         import ninja
     except ImportError:
@@ -73,7 +75,7 @@ def find_ninja() -> str | None:
 
 
 def missing(environ: Mapping[str, str]) -> list[str]:
-    """The tools that are not there."""
+    """List the tools that are not there."""
     nvcc = toolkit.find_nvcc(environ)
     recent = nvcc is None or tuple(map(int, toolkit.nvcc_version(nvcc).split(".")))[:2] >= OLDEST_NVCC
     found = {
@@ -86,7 +88,7 @@ def missing(environ: Mapping[str, str]) -> list[str]:
 
 
 def named_architectures(environ: Mapping[str, str]) -> list[str] | None:
-    """PROKL_CUDA_ARCHS in ascending order; None where it is not set."""
+    """Read PROKL_CUDA_ARCHS, in ascending order; None where it is not set."""
     value = environ.get("PROKL_CUDA_ARCHS")
     if value is None:
         return None
@@ -100,7 +102,7 @@ def named_architectures(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def takes(nvcc: str, architecture: str) -> bool:
-    """Whether this nvcc compiles for it."""
+    """Return True if this nvcc compiles for the architecture."""
     try:
         toolkit.ask(nvcc, "--dryrun", *generate([architecture]), "-x", "cu", "-c", os.devnull)
     except ToolkitError:
@@ -109,7 +111,7 @@ def takes(nvcc: str, architecture: str) -> bool:
 
 
 def architectures(environ: Mapping[str, str], nvcc: str) -> list[str]:
-    """Those of PROKL_CUDA_ARCHS; without it, those of the usual ones that nvcc takes."""
+    """Choose the architectures: those of PROKL_CUDA_ARCHS, or of the usual ones those that nvcc takes."""
     named = named_architectures(environ)
     known = [name for name in named or USUAL_ARCHITECTURES if takes(nvcc, name)]
     if known == named or (named is None and known):
@@ -124,7 +126,7 @@ def architectures(environ: Mapping[str, str], nvcc: str) -> list[str]:
 
 
 def generate(names: Sequence[str]) -> list[str]:
-    """The options for machine code of each architecture, and for PTX of the newest."""
+    """Return the options for machine code of each architecture, and for PTX of the newest."""
     ptx = toolkit.forward(names)
     flags = []
     for name in names:
@@ -142,7 +144,7 @@ def _path(path: Path) -> str:
 
 
 def ninja_file(nvcc: str, names: Sequence[str], target: Path) -> str:
-    """The build: each source by nvcc, which hands C++ to the host's compiler, then the link."""
+    """Write the build: each source by nvcc, which hands C++ to the host's compiler, then the link."""
     import pybind11
 
     python = sysconfig.get_paths()
@@ -187,7 +189,7 @@ class BuildCuda(build_ext):
     """Builds the one extension there is with ninja in place of setuptools' own compiler."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Where it goes, with its name, is setuptools' affair."""
+        """Build the extension to where setuptools wants it."""
         try:
             build(os.environ, Path(self.build_temp, "csrc").resolve(), Path(self.get_ext_fullpath(ext.name)).resolve())
         except ToolkitError as error:
@@ -195,7 +197,7 @@ class BuildCuda(build_ext):
 
 
 def extensions(environ: Mapping[str, str], commands: Sequence[str]) -> list[Extension]:
-    """What setup() is to build: the extension, or nothing where it is not asked for or, under "auto", cannot be.
+    """Return what setup() is to build: the extension, or nothing where it is not asked for or, under "auto", cannot be.
 
     A package without extensions gets a wheel for every platform.
     """

@@ -1,4 +1,4 @@
-"""The paper's hyper-parameters and run lengths: four sweep tables of its appendix "Hyperparameter sweeps", as data.
+"""The paper's hyper-parameters and run lengths: the sweep tables of its appendix, tab:sweep-gpt124m and so on, as data.
 
 Under every method but AdamW itself, embedding, head and norms have AdamW with the learning rate and weight decay of the
 same table's AdamW row (``adamw_lr``, ``adamw_weight_decay``). On LLaMA every weight decay is 0. The two ablation
@@ -8,7 +8,7 @@ hyperparameters" says; Smok-Hop on GPT-2 124M and LLaMA 450M has KL-Shampoo's.
 
 from dataclasses import dataclass
 
-from bench.errors import UsageError
+from bench.command import UsageError
 
 ABLATION_FACTOR = 1.5
 """By which the ablation variants' learning rate is above Pro-KLShampoo's, for the component that they lack."""
@@ -25,7 +25,6 @@ class Preset:
         lr: of the method's weights.
         weight_decay: of the method's weights.
         alpha_kl: None where the method has none.
-        table: where the paper has it: the caption's words and the label.
         adamw_lr: of embedding, head and norms.
         adamw_weight_decay: of embedding, head and norms.
     """
@@ -33,7 +32,6 @@ class Preset:
     lr: float
     weight_decay: float
     alpha_kl: float | None
-    table: str
     adamw_lr: float
     adamw_weight_decay: float
 
@@ -48,17 +46,7 @@ class Range:
 
     lr: tuple[float, ...]
     weight_decay: tuple[float, ...]
-    alpha_kl: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table: what was tried, and the selected values."""
-
-    tried: Range
-    lr: float
-    weight_decay: float
-    alpha_kl: float | None = None
+    alpha_kl: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,98 +82,65 @@ RUNS = {
 }
 """By model of :mod:`bench.models`."""
 
-_CAPTIONS = {
-    "gpt2-124m": 'Table "Sweep ranges and selected values, GPT-2 124M on FineWeb-10B" (tab:sweep-gpt124m)',
-    "gpt2-350m": 'Table "Sweep ranges and selected values, GPT-2 350M on FineWeb-10B" (tab:sweep-gpt350m)',
-    "llama-134m": 'Table "Sweep ranges and selected values, LLaMA 134M on C4" (tab:sweep-llama134m)',
-    "llama-450m": 'Table "Sweep ranges and selected values, LLaMA 450M on C4" (tab:sweep-llama450m)',
-}
-_COSMOS_LR = (2e-4, 5e-4, 1e-3, 2e-3)
-_PRO_LR = (1e-2, 2e-2, 3e-2)
-_PRO_DECAY = (1e-2, 2e-2, 3e-2, 5e-2, 1e-1)
-_ALPHA = (5e-3, 1e-2, 1.5e-2)
-_MUON_DECAY = (0.0, 2e-2, 3e-2, 5e-2, 1e-1)
-_KL_DECAY = (5e-2, 1e-1, 1.5e-1, 2e-1, 2.5e-1, 3e-1)
-_NO_DECAY = (0.0,)
-
-
-def _every(
-    rank_free: dict[str, Row], ranked: dict[tuple[str, tuple[int, ...]], Row]
-) -> dict[tuple[str, int | None], Row]:
-    rows: dict[tuple[str, int | None], Row] = {(method, None): row for method, row in rank_free.items()}
-    return rows | {(method, rank): row for (method, ranks), row in ranked.items() for rank in ranks}
-
-
+# Method (ranks) | learning rates (selected) | weight decays (selected) | alpha_kl (selected), as printed, but for two
+# things: equal rows of several ranks are one, and where the paper says that Smok-Hop uses KL-Shampoo's selected rate,
+# that rate stands.
 _TABLES = {
-    "gpt2-124m": _every(
-        {
-            "adamw": Row(Range((1e-3, 2e-3, 3e-3), (2e-2, 5e-2, 1e-1), ()), 2e-3, 5e-2),
-            "muon": Row(Range((1e-2, 2e-2, 3e-2), _MUON_DECAY, ()), 2e-2, 2e-2),
-            "kl-shampoo": Row(Range((1e-3, 2e-3, 3e-3), _KL_DECAY, ()), 2e-3, 2.5e-1),
-        },
-        {
-            ("cosmos", (64, 128)): Row(Range(_COSMOS_LR, (1e-1, 2.5e-1, 5e-1), ()), 5e-4, 2.5e-1),
-            ("pro-klshampoo", (32, 64, 128)): Row(Range(_PRO_LR, _PRO_DECAY, _ALPHA), 2e-2, 3e-2, 1e-2),
-            ("smok-hop", (128,)): Row(Range((2e-3,), (2.5e-1,), ()), 2e-3, 2.5e-1),
-        },
-    ),
-    "gpt2-350m": _every(
-        {
-            "adamw": Row(Range((1e-3, 2e-3, 3e-3), (5e-2, 1e-1, 1.5e-1), ()), 2e-3, 5e-2),
-            "muon": Row(Range((1e-2, 2e-2, 3e-2, 5e-2), _MUON_DECAY, ()), 2e-2, 3e-2),
-            "kl-shampoo": Row(Range((1e-3, 2e-3, 3e-3), _KL_DECAY, ()), 2e-3, 1.5e-1),
-        },
-        {
-            ("cosmos", (64, 128)): Row(Range(_COSMOS_LR, (2e-1, 3e-1, 5e-1), ()), 1e-3, 5e-1),
-            ("pro-klshampoo", (32, 64, 128)): Row(Range(_PRO_LR, _PRO_DECAY, _ALPHA), 2e-2, 3e-2, 1e-2),
-        },
-    ),
-    "llama-134m": _every(
-        {
-            "adamw": Row(Range((1e-3, 2e-3, 3e-3, 5e-3), _NO_DECAY, ()), 3e-3, 0.0),
-            "muon": Row(Range((5e-3, 1e-2, 2e-2, 3e-2), _NO_DECAY, ()), 2e-2, 0.0),
-            "kl-shampoo": Row(Range((2e-3, 3e-3, 4e-3, 5e-3, 8e-3), _NO_DECAY, ()), 5e-3, 0.0),
-        },
-        {
-            ("cosmos", (64, 128)): Row(Range(_COSMOS_LR, _NO_DECAY, ()), 1e-3, 0.0),
-            ("pro-klshampoo", (32, 64)): Row(Range(_PRO_LR, _NO_DECAY, _ALPHA), 2e-2, 0.0, 1e-2),
-            ("pro-klshampoo", (128,)): Row(Range(_PRO_LR, _NO_DECAY, _ALPHA), 3e-2, 0.0, 1e-2),
-            ("smok-hop", (128,)): Row(Range((2e-3, 3e-3, 5e-3), _NO_DECAY, ()), 3e-3, 0.0),
-        },
-    ),
-    "llama-450m": _every(
-        {
-            "adamw": Row(Range((2e-3, 3e-3, 5e-3), _NO_DECAY, ()), 2e-3, 0.0),
-            "muon": Row(Range((2e-2, 3e-2, 5e-2), _NO_DECAY, ()), 2e-2, 0.0),
-            "kl-shampoo": Row(Range((2e-3, 3e-3, 5e-3), _NO_DECAY, ()), 3e-3, 0.0),
-        },
-        {
-            ("cosmos", (64, 128)): Row(Range(_COSMOS_LR, _NO_DECAY, ()), 5e-4, 0.0),
-            ("pro-klshampoo", (32, 64, 128)): Row(Range((2e-2, 3e-2), _NO_DECAY, (5e-3, 1e-2)), 2e-2, 0.0, 5e-3),
-            ("smok-hop", (128,)): Row(Range((3e-3,), _NO_DECAY, ()), 3e-3, 0.0),
-        },
-    ),
+    "gpt2-124m": """
+AdamW | 1e-3, 2e-3, 3e-3 (2e-3) | 2e-2, 5e-2, 1e-1 (5e-2)
+Muon | 1e-2, 2e-2, 3e-2 (2e-2) | 0, 2e-2, 3e-2, 5e-2, 1e-1 (2e-2)
+KL-Shampoo | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1, 2e-1, 2.5e-1, 3e-1 (2.5e-1)
+COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (5e-4) | 1e-1, 2.5e-1, 5e-1 (2.5e-1)
+Pro-KLShampoo (32, 64, 128) | 1e-2, 2e-2, 3e-2 (2e-2) | 1e-2, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2) | 5e-3, 1e-2, 1.5e-2 (1e-2)
+Smok-Hop (128) | 2e-3 | 2.5e-1
+""",
+    "gpt2-350m": """
+AdamW | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1 (5e-2)
+Muon | 1e-2, 2e-2, 3e-2, 5e-2 (2e-2) | 0, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2)
+KL-Shampoo | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1, 2e-1, 2.5e-1, 3e-1 (1.5e-1)
+COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (1e-3) | 2e-1, 3e-1, 5e-1 (5e-1)
+Pro-KLShampoo (32, 64, 128) | 1e-2, 2e-2, 3e-2 (2e-2) | 1e-2, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2) | 5e-3, 1e-2, 1.5e-2 (1e-2)
+""",
+    "llama-134m": """
+AdamW | 1e-3, 2e-3, 3e-3, 5e-3 (3e-3) | 0
+Muon | 5e-3, 1e-2, 2e-2, 3e-2 (2e-2) | 0
+KL-Shampoo | 2e-3, 3e-3, 4e-3, 5e-3, 8e-3 (5e-3) | 0
+COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (1e-3) | 0
+Pro-KLShampoo (32, 64) | 1e-2, 2e-2, 3e-2 (2e-2) | 0 | 5e-3, 1e-2, 1.5e-2 (1e-2)
+Pro-KLShampoo (128) | 1e-2, 2e-2, 3e-2 (3e-2) | 0 | 5e-3, 1e-2, 1.5e-2 (1e-2)
+Smok-Hop (128) | 2e-3, 3e-3, 5e-3 (3e-3) | 0
+""",
+    "llama-450m": """
+AdamW | 2e-3, 3e-3, 5e-3 (2e-3) | 0
+Muon | 2e-2, 3e-2, 5e-2 (2e-2) | 0
+KL-Shampoo | 2e-3, 3e-3, 5e-3 (3e-3) | 0
+COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (5e-4) | 0
+Pro-KLShampoo (32, 64, 128) | 2e-2, 3e-2 (2e-2) | 0 | 5e-3, 1e-2 (5e-3)
+Smok-Hop (128) | 3e-3 | 0
+""",
 }
-
-
-def _scaled(row: Row) -> Row:
-    """An ablation variant's row, from Pro-KLShampoo's."""
-    lr = row.lr * ABLATION_FACTOR
-    return Row(Range((lr,), (row.weight_decay,), (row.alpha_kl,)), lr, row.weight_decay, row.alpha_kl)
-
-
-for _model in ("gpt2-124m", "llama-134m"):  # the paper ran these ablations there only, at rank 128
-    for _variant in ("subspace-only", "complement-only"):
-        _TABLES[_model][_variant, 128] = _scaled(_TABLES[_model]["pro-klshampoo", 128])
-
-RANGES: dict[Key, Range] = {
-    (method, model, rank): row.tried for model, rows in _TABLES.items() for (method, rank), row in rows.items()
-}
+RANGES: dict[Key, Range] = {}
 """What the paper tried, by method, model and rank."""
+_SELECTED: dict[Key, tuple[float, float, float | None]] = {}
+for _model, _table in _TABLES.items():
+    for _line in _table.strip().splitlines():
+        _name, *_cells = (cell.strip() for cell in _line.split("|"))
+        _method, *_ranks = _name.lower().replace("(", "").replace(")", "").replace(",", "").split()
+        _columns = [cell.rstrip(")").split(" (") for cell in _cells]
+        _tried = [tuple(map(float, column[0].split(","))) for column in _columns]
+        _chosen = [float(column[-1]) for column in _columns]
+        for _rank in map(int, _ranks) if _ranks else (None,):
+            RANGES[_method, _model, _rank] = Range(*_tried)
+            _SELECTED[_method, _model, _rank] = (*_chosen, None)[:3]
+for _model in ("gpt2-124m", "llama-134m"):  # the paper ran these ablations there only, at rank 128
+    for _method in ("subspace-only", "complement-only"):
+        _lr, *_rest = _SELECTED["pro-klshampoo", _model, 128]
+        _SELECTED[_method, _model, 128] = (_lr * ABLATION_FACTOR, *_rest)
+        RANGES[_method, _model, 128] = Range(*((value,) for value in _SELECTED[_method, _model, 128]))
 
 
 def preset(method: str, model: str, rank: int | None) -> Preset:
-    """The paper's selected values.
+    """Return the paper's selected values.
 
     Args:
         method: "adamw", "muon", "kl-shampoo", "cosmos", "pro-klshampoo", "smok-hop", "subspace-only" or
@@ -198,15 +153,8 @@ def preset(method: str, model: str, rank: int | None) -> Preset:
     """
     if model not in _TABLES:
         raise UsageError(f"the paper did not train {model}, only {', '.join(_TABLES)}; tune on {model} instead")
-    rows = _TABLES[model]
-    if (method, rank) not in rows:
-        ranks = [known for name, known in rows if name == method]
-        if ranks == [None]:
-            remedy = f"{method} takes no rank; leave it out"
-        elif ranks:
-            remedy = f"choose rank {' or '.join(map(str, ranks))}, or tune"
-        else:
-            remedy = f"choose from {', '.join(dict.fromkeys(name for name, _ in rows))}, or tune"
-        raise UsageError(f"the paper has no {method} with rank {rank} on {model}; {remedy}")
-    row, adamw = rows[method, rank], rows["adamw", None]
-    return Preset(row.lr, row.weight_decay, row.alpha_kl, _CAPTIONS[model], adamw.lr, adamw.weight_decay)
+    if (method, model, rank) not in _SELECTED:
+        having = ", ".join(f"{m}{f' (rank {r})' if r else ''}" for m, of, r in _SELECTED if of == model)
+        given = f"{method} with rank {rank}" if rank else f"{method} without a rank"
+        raise UsageError(f"the paper has no {given} on {model}; choose from {having}, or tune")
+    return Preset(*_SELECTED[method, model, rank], *_SELECTED["adamw", model, None][:2])

@@ -1,153 +1,166 @@
 """``python -m bench.pretrain`` trains a small GPT on real text with several optimizers side by side.
 
-All contenders start from the same weights, see the same batches, and take turns step by step, so that their
-timings share whatever else the machine does. The run ends with a table and writes into ``--out``:
-``table.md``, ``summary.csv``, ``curves.csv``, ``loss.png``, ``spectrum.png``, and ``seed-N.pt`` to resume.
+All start from the same weights, see the same batches, and take turns step by step, so that their timings share
+whatever else the machine does. It is the smallest of :mod:`bench.experiments`, with fixed learning rates in place of
+searches. The run ends with a table and writes into ``--out``: ``table.md``, ``summary.csv``, ``curves.csv``,
+``loss.png``, ``spectrum.png``, and below ``runs`` what the same command goes on from.
 """
 
-import math
 import sys
-from collections.abc import Sequence
-from time import monotonic
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import torch
-from tqdm import tqdm
 
-import prokl
-from bench.errors import INTERRUPTED, UsageError, command
-from bench.training import checkpoint, corpus, plots, report
-from bench.training.cli import make_folder, parse
-from bench.training.contenders import short_label_of
-from bench.training.loop import Interrupt, deferred_interrupt, train
-from bench.training.run import Run
-from bench.training.settings import Job
-from bench.training.sources import ByteSource
+from bench import command
+from bench.command import UsageError
+from bench.experiments import figures, results, tables
+from bench.experiments.options import Training
+from bench.experiments.pool import Interrupted, runner
+from bench.experiments.protocol import PRO, Kind
+from bench.experiments.protocol import kind as kind_of
+from bench.experiments.scales import AUTO, DEMO, Scale
+from bench.experiments.spectra import watch_end
+from bench.experiments.study import Study
+from bench.models import BYTES, byte_gpt
+from bench.optimizers import OPTIMIZERS, Hyper, label
+from bench.rows import frame, write
+from bench.training.loop import deferred_interrupt
+from bench.training.settings import Settings
+from bench.training.spectrum_figure import draw, normalised
 
-BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns
+SHAPE = DEMO.config
 
 
-def _fingerprint(job: Job, seed: int, text: corpus.Corpus) -> dict[str, Any]:
-    """What two halves of one run must share."""
-    versions = {"torch": str(torch.__version__), "prokl": prokl.__version__}
-    return job.settings.flat() | {"seed": seed, "corpus": text.sha256} | versions
+@dataclass(frozen=True, kw_only=True)
+class Options(Training):
+    """Train a small byte-level GPT with several optimizers on the same batches and weights.
+
+    Ctrl-C keeps what was done; the same command goes on bit for bit. Several rates of one optimizer train side by side.
+    """
+
+    out: Path = Path("runs/pretrain")
+    steps: int = DEMO.steps
+    batch: int = DEMO.batch
+    evaluations: int = DEMO.evaluations
+    eval_windows: int = DEMO.eval_windows
+    optimizers: tuple[Literal[tuple(OPTIMIZERS)], ...] = ("adamw", "muon", "kl-shampoo", PRO)  # type: ignore[valid-type]
+    """Side by side."""
+    adamw_lr: float = OPTIMIZERS["adamw"].lr
+    """Of AdamW, and of embedding, head and norms under every optimizer."""
+    rank: int = DEMO.largest
+    """Of the tracked subspace."""
+    alpha_kl: float = 0.01
+    """Pro-KLShampoo's mixing weight."""
+    init_eigenvalue: Literal["auto"] | float = AUTO
+    """Start of the preconditioner's eigenvalues; the paper's is 0.1."""
+    threads: int = command.cores()
+    """CPU threads."""
+    layers: int = SHAPE.layers
+    """Transformer layers."""
+    width: int = SHAPE.width
+    """Of the residual stream."""
+    heads: int = SHAPE.heads
+    """Attention heads."""
+    context: int = SHAPE.context
+    """Bytes per sequence."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = ("rank", "threads", "layers", "width", "heads", "context")
+        command.at_least(1, **{name: getattr(self, name) for name in counts})
+        command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
+        command.distinct(optimizers=self.optimizers)
+        if self.width % (2 * self.heads):
+            nearest = 2 * self.heads * max(1, self.width // (2 * self.heads))
+            raise UsageError(
+                f"--width {self.width} is not a multiple of 2 * --heads = {2 * self.heads}, and rotary positions pair "
+                f"a head's entries; try --width {nearest}"
+            )
+        for name in self.rates.keys() - set(self.optimizers):
+            raise UsageError(f"--lr {name}=... but {name} does not run; add it to --optimizers")
+
+    @property
+    def scale(self) -> Scale:
+        """The model and the run."""
+        config = byte_gpt(self.layers, self.width, self.heads, self.context)
+        return replace(DEMO, config=config, ranks=(self.rank,), threads=self.threads, **self.given)
+
+    @property
+    def selected(self) -> dict[Kind, Hyper]:
+        """What trains."""
+        own = {"adamw": (self.adamw_lr,)} | self.rates
+        found = {}
+        for name in self.optimizers:
+            values = own.get(name, (OPTIMIZERS[name].lr,))
+            for lr in values:
+                kind = replace(kind_of(name, self.rank, self.init_eigenvalue), lr=lr if len(values) > 1 else None)
+                alpha = self.alpha_kl if "alpha_kl" in OPTIMIZERS[name].settings else None
+                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
+        return found
+
+    def settings(self, curve: bool) -> Settings:
+        """Return a run of all, evaluated along the way or only at its end."""
+        return self.scale.settings({kind.key: hyper for kind, hyper in self.selected.items()}, BYTES, "cpu", curve)
 
 
-def _prepare(job: Job, text: corpus.Corpus) -> dict[int, dict[str, Any]]:
-    """Checks the results folder before anything is trained, and reads what ``--resume`` goes on from."""
-    make_folder(job.out)
-    found = {s: path for s in job.seeds if (path := checkpoint.path_for(job.out, s)).exists()}
-    if job.resume:
-        if not found:
-            raise UsageError(f"--resume found no checkpoint in {job.out} for the seed; leave --resume out or fix --out")
-        return {s: checkpoint.load(path, _fingerprint(job, s, text)) for s, path in found.items()}
-    for seed, path in found.items():
-        if job.overwrite:
+def run(o: Options) -> str:
+    """Train every seed and write the results; return the table."""
+    command.make_folder(o.out)
+    torch.set_num_threads(o.threads)
+    with deferred_interrupt() as interrupt, runner(o.scale, o.data, 1, interrupt, o.checkpoint_seconds) as by:
+        source, selected = by.place.source, o.selected
+        print(f"{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
+        study = Study(o.scale, by, o.out, o.seeds, search=False, device="cpu")
+        found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
+    write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found, timed=True))
+    write(o.out / "curves.csv", results.curve_rows(study, found, timed=True))
+    rows = frame(o.out / "summary.csv")
+    figures.loss(o.out / "loss.png", frame(o.out / "curves.csv"), rows)
+    _draw_spectrum(o, {kind: its[0].record.observed for kind, its in found.items()})
+    what = f"{o.steps} steps of {o.batch} x {o.context} bytes, seeds {' '.join(map(str, o.seeds))}"
+    table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.pretrain_table(rows)}"
+    (o.out / "table.md").write_text(table, encoding="utf-8")
+    return table + _best(selected, rows)
+
+
+def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
+    """Draw KL-Shampoo's eigenvalues over their tail mean or, without it, Pro-KLShampoo's or a variant's."""
+    order = sorted((kind for kind, seen in observed.items() if seen), key=lambda kind: kind.method != "kl-shampoo")
+    for kind in order[:1]:
+        ((step, spectra),) = observed[kind].items()
+        found = {weight: normalised(factors, o.rank) for weight, factors in spectra.items()}
+        sides = ("R" if kind.method == "kl-shampoo" else "S", "L")
+        title = f"Eigenvalues of {label(kind.method)}'s preconditioners after {step} steps"
+        draw(o.out / "spectrum.png", {"": found}, sides, o.rank, title)
+
+
+def _best(selected: Mapping[Kind, Hyper], rows) -> str:
+    """Say which of several rates was best; one at their edge is no optimum yet."""
+    said = []
+    for method in dict.fromkeys(kind.method for kind in selected if kind.lr):
+        own = rows[rows["optimizer"] == method].dropna(subset="validation_loss")
+        if own.empty:
+            said.append(f"Every rate of {label(method)} diverged; give lower ones.")
             continue
-        content = checkpoint.read(path)
-        if not content["state"]["finished"]:
-            raise UsageError(f"{path} is an unfinished run; add --resume to go on, or --overwrite to start again")
-        if content["fingerprint"] != _fingerprint(job, seed, text):
-            raise UsageError(f"{path} is a finished run with other settings; choose another --out, or add --overwrite")
-    for path in found.values():
-        path.unlink()
-    return {}
+        best, tried = own.loc[own["validation_loss"].idxmin(), "lr"], rows[rows["optimizer"] == method]["lr"]
+        edge = "; it is the lowest or highest, so give wider ones" if best in (tried.min(), tried.max()) else ""
+        said.append(f"Best for {label(method)}: lr {best:g}{edge}.")
+    return "".join(f"\n{line}\n" for line in said)
 
 
-def _progress(run: Run) -> str:
-    """The latest training loss of each contender."""
-    losses = {lane.key: lane.record.losses[-1] if lane in run.live else math.nan for lane in run.lanes}
-    return "  ".join(f"{short_label_of(key)} {loss:.2f}" for key, loss in losses.items())
-
-
-def _train(job: Job, run: Run, fingerprint: dict[str, Any], interrupt: Interrupt) -> None:
-    """Trains until done or interrupted, showing how far it is."""
-    steps, first, start = run.settings.steps, run.done, monotonic()
-    with tqdm(
-        desc=f"seed {run.seed}",
-        total=steps,
-        initial=first,
-        disable=None,
-        dynamic_ncols=True,
-        bar_format=BAR,
-    ) as bar:
-
-        def show() -> None:
-            bar.set_postfix_str(_progress(run), refresh=False)
-            bar.update()
-            # Without a terminal there is no bar to redraw; a line per evaluation says the same.
-            if bar.disable and (run.done % run.settings.eval_every == 0 or run.finished):
-                left = tqdm.format_interval((monotonic() - start) / (run.done - first) * (steps - run.done))
-                print(f"seed {run.seed}, step {run.done}/{steps}, {left} left: {_progress(run)}", flush=True)
-
-        path = checkpoint.path_for(job.out, run.seed)
-        train(run, path, fingerprint, lambda: interrupt.requested, job.checkpoint_seconds, show)
-
-
-def _status(job: Job, results: report.Results, source: str, done: int) -> str:
-    s = job.settings
-    seeds = f"seed{'s' * (len(results) > 1)} {', '.join(map(str, results))}"
-    steps = f"{s.steps} steps" if done >= s.steps else f"{done} of {s.steps} steps"
-    threads = f"{s.threads} CPU thread{'s' * (s.threads > 1)}"
-    return f"{steps} of {s.batch} x {s.context} bytes, {seeds}, {threads}, {source}"
-
-
-def _write(job: Job, results: report.Results, text: corpus.Corpus, done: dict[int, int]) -> None:
-    """Prints the table and writes every file; a half-done seed counts only while no seed is whole."""
-    furthest = max(done.values())
-    counted = {seed: records for seed, records in results.items() if done[seed] == furthest}
-    rows = report.summarise(counted)
-    table = f"{_status(job, counted, text.source, furthest)}\n\n{report.markdown_table(rows, job.settings)}\n"
-    print(f"\n{table}")
-    (job.out / "table.md").write_text(table, encoding="utf-8")
-    report.write_summary(job.out / "summary.csv", rows, job.settings, report.environment(text))
-    report.write_curves(job.out / "curves.csv", results)
-    plots.loss_curves(job.out / "loss.png", counted, job.settings)
-    plots.spectra(job.out / "spectrum.png", next(iter(counted.values())), job.settings)
-    if job.sweep:
-        report.write_sweep(job.out / "sweep.csv", rows, job.settings)
-        print(report.best_of_sweep(rows, job.settings))
-    print(f"Results are in {job.out}", flush=True)
-
-
-def run_job(job: Job) -> int:
-    """Runs every seed, then writes the results; the same after Ctrl-C, with what there is."""
-    text = corpus.load(job.data, job.settings.context)
-    saved = _prepare(job, text)
-    torch.set_num_threads(job.settings.threads)
-    print(f"{text.source}: {len(text.train):,} bytes to train on, {len(text.validation):,} to validate", flush=True)
-    results: report.Results = {}
-    done: dict[int, int] = {}
-    with deferred_interrupt() as interrupt:
-        for seed in job.seeds:
-            run = Run(job.settings, seed, ByteSource(text))
-            if seed in saved:
-                run.load_state_dict(saved[seed])
-            try:
-                _train(job, run, _fingerprint(job, seed, text), interrupt)
-            except KeyboardInterrupt:  # a second Ctrl-C; the step under way is lost
-                interrupt.requested = True
-            results[seed] = run.records()
-            done[seed] = job.settings.steps if run.finished else run.done
-            if interrupt.requested:
-                break
-        _write(job, results, text, done)
-    if not run.finished or len(results) < len(job.seeds):
-        print("Interrupted; the same command with --resume goes on from the last checkpoint.", file=sys.stderr)
-        return INTERRUPTED
-    return 0
-
-
-@command
+@command.command
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code: 0, 2 for wrong input, 130 after Ctrl-C."""
+    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     threads = torch.get_num_threads()
     try:
-        return run_job(parse(argv))
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            "Interrupted; the same command with --resume goes on, if a checkpoint was written."
-        ) from None
+        options = command.options(Options, argv, "bench.pretrain")
+        print(f"\n{run(options)}\nResults are in {options.out}", flush=True)
+        return 0
+    except (Interrupted, KeyboardInterrupt):
+        raise KeyboardInterrupt("Interrupted; the same command goes on.") from None
     finally:
         torch.set_num_threads(threads)
 

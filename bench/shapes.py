@@ -1,6 +1,6 @@
-"""The parameter sets that are measured: matrix weights of the paper's models, small ones for a CPU, and sweeps.
+"""The parameter sets that are measured: matrix weights of the paper's models, small ones for a CPU, and growing ones.
 
-Embeddings, output heads, norms and biases are no matrix weights here: AdamW has them in every contender.
+Embeddings, output heads, norms and biases are no matrix weights here: AdamW steps them under every optimizer.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,27 @@ class ParameterSet:
 
     @property
     def matrices(self) -> int:
-        """Number of weights."""
+        """Count the weights."""
         return sum(count for count, _, _ in self.shapes)
 
     @property
     def elements(self) -> int:
-        """Elements of all weights."""
+        """Count the elements of all weights."""
         return sum(count * rows * cols for count, rows, cols in self.shapes)
 
     @property
+    def text(self) -> str:
+        """Return the shapes as one cell of a table."""
+        return " ".join(f"{count}x{rows}x{cols}" for count, rows, cols in self.shapes)
+
+    @property
     def each(self) -> list[tuple[int, int]]:
-        """(rows, cols) of every weight."""
+        """Return (rows, cols) of every weight."""
         return [(rows, cols) for count, rows, cols in self.shapes for _ in range(count)]
 
     @property
     def oriented(self) -> dict[tuple[int, int], int]:
-        """Number of weights by short and long side (m, n): those that are stepped together."""
+        """Count the weights by short and long side (m, n): those that are stepped together."""
         found: dict[tuple[int, int], int] = {}
         for count, rows, cols in self.shapes:
             key = min(rows, cols), max(rows, cols)
@@ -45,30 +50,15 @@ class ParameterSet:
         return found
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Parameter sets in which one thing grows, each set with one rank.
-
-    Attributes:
-        variable: what grows: "n/m", "n", "r" or "weights".
-        fixed: what does not.
-        points: (value of the variable, set).
-    """
-
-    variable: str
-    fixed: str
-    points: tuple[tuple[int, ParameterSet], ...]
-
-
 def gpt2(name: str, layers: int, width: int, ranks: tuple[int, ...]) -> ParameterSet:
-    """Query, key, value and output square; an MLP of four times the width."""
+    """Return query, key, value and output, square, and an MLP of four times the width."""
     hidden = 4 * width
     square, up, down = (4 * layers, width, width), (layers, hidden, width), (layers, width, hidden)
     return ParameterSet(name, (square, up, down), ranks)
 
 
 def llama(name: str, layers: int, width: int, hidden: int, ranks: tuple[int, ...]) -> ParameterSet:
-    """Query, key, value and output square; SwiGLU, with two matrices up and one down."""
+    """Return query, key, value and output, square, and SwiGLU, with two matrices up and one down."""
     square, up, down = (4 * layers, width, width), (2 * layers, hidden, width), (layers, width, hidden)
     return ParameterSet(name, (square, up, down), ranks)
 
@@ -91,26 +81,7 @@ SETS: dict[str, ParameterSet] = {
     )
 }
 
-
-def _sweep(variable: str, fixed: str, points: dict[int, tuple[int, int, int, int]]) -> Sweep:
-    """``points``: by value, count, m, n and rank. Wide weights, so that rows are the short side."""
-    return Sweep(
-        variable,
-        fixed,
-        tuple(
-            (value, ParameterSet(f"{variable}={value}", ((count, m, n),), (r,)))
-            for value, (count, m, n, r) in points.items()
-        ),
-    )
-
-
-SWEEPS: dict[str, Sweep] = {
-    s.variable: s
-    for s in (
-        _sweep("n/m", "2 weights, m=128, r=32", {k: (2, 128, 128 * k, 32) for k in (1, 2, 4, 8, 16)}),
-        _sweep("n", "2 weights, m=64, r=16", {n: (2, 64, n, 16) for n in (256, 512, 1024, 2048)}),
-        _sweep("r", "4 weights of 256x1024", {r: (4, 256, 1024, r) for r in (8, 16, 32, 64, 128)}),
-        _sweep("weights", "64x256, r=16", {k: (k, 64, 256, 16) for k in (1, 4, 16, 64)}),
-    )
+ASPECTS: dict[str, ParameterSet] = {
+    f"n/m={k}": ParameterSet(f"n/m={k}", ((2, 128, 128 * k),), (32,)) for k in (1, 2, 4, 8, 16)
 }
-"""By variable. n/m starts at square weights; n at four times m, where the terms in n of the method dominate."""
+"""Two weights whose long side grows. Beyond square ones Pro-KLShampoo's work is linear in it, KL-Shampoo's cubic."""

@@ -1,48 +1,49 @@
 """Prints the rows of a folder as tables: ``python -m bench.summary [DIR]``, as ``./run bench`` does at its end."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from bench import records
-from bench.errors import UsageError, command
-from bench.micro import report as micro_report
-from bench.shapes import SMALL
-from bench.steps import memory_report
-from bench.steps import report as step_report
+import tyro
 
-RECORDS = micro_report.RECORD, step_report.RECORD, memory_report.RECORD
+from bench import timing_tables
+from bench.command import UsageError, command, options
+from bench.rows import frame
+from bench.shapes import ASPECTS, SMALL
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the rows of a folder as tables."""
+
+    folder: Annotated[Path, tyro.conf.Positional] = Path("runs/bench")
+    """With micro-cpu.csv, step-cpu.csv or memory.csv."""
 
 
 def tables(folder: Path) -> list[str]:
-    """What the folder has rows for.
+    """Return tables of what the folder has rows for.
 
     Raises:
         UsageError: it has none, or not of this form.
     """
-    micro, step, memory = (records.read(folder / name) for name in RECORDS)
-    found = [micro_report.table(micro)] if micro else []
-    if step_report.steps_of(step, SMALL):
-        found.append(step_report.steps(step))
-    if any(row["set"].startswith("n/m=") for row in step):
-        found.append(step_report.aspects(step))
-    if any(row["metric"].startswith("exponent of") for row in step):
-        found.append(step_report.growth(step))
-    if memory:
-        sets = list(dict.fromkeys(row["set"] for row in memory))
-        found += [memory_report.state(memory, sets), memory_report.workspace(memory, sets)]
+    micro, step, memory = (frame(folder / f"{name}.csv") for name in ("micro-cpu", "step-cpu", "memory"))
+    found = [timing_tables.primitives(micro)] if len(micro) else []
+    models = set() if step.empty else set(step.loc[step["metric"] == "step", "model"])
+    found += [timing_tables.steps(step)] if models & set(SMALL) else []
+    found += [timing_tables.aspects(step)] if models & set(ASPECTS) else []
+    if len(memory):
+        found += [timing_tables.memory(memory, metric, memory["model"].unique()) for metric in ("state", "workspace")]
     if not found:
-        raise UsageError(f"{folder}: has no rows in {' or '.join(RECORDS)}; measure with ./run bench --out {folder}")
+        raise UsageError(f"{folder}: has no rows of micro, step or memory; measure with ./run bench --out {folder}")
     return found
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Print; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.summary", description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/bench"), metavar="DIR", help="%(default)s")
-    print("\n".join(tables(parser.parse_args(argv).folder)))
+    """Print; return the exit status."""
+    print("\n".join(tables(options(Options, argv, "bench.summary").folder)))
     return 0
 
 

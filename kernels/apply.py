@@ -77,7 +77,7 @@ def apply_kernel(
     TILE_K: tl.constexpr,
     TILE_R: tl.constexpr,
 ):
-    """W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
+    """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
     addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
     as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM.
@@ -151,7 +151,7 @@ DEPTH_R = 32
 
 
 def choose_tile(m: int, n: int, r: int, operand: torch.dtype) -> Tile:
-    """The tile for these sizes (r is 0 without left and right) and the dtype in which Q and X are multiplied.
+    """Return the tile for these sizes (r is 0 without left and right) and the dtype that Q and X are multiplied in.
 
     The largest that the matrix fills and registers hold: float32 needs more of them than half, and sizes that are no
     multiples of 16 need an address for every element. Chosen by registers and shared memory, not measured.
@@ -178,7 +178,7 @@ def apply(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
-    """W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T) for the weights that ``addresses`` points at.
+    """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T) for the weights that ``addresses`` point at.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
     is in float64 where X, Q, left, right, scale or the weights are, else in float32, and W is rounded once. Two half

@@ -90,7 +90,7 @@ def eigenvalue_ema_kernel(
     TILES_M: tl.constexpr,
     TILES_R: tl.constexpr,
 ):
-    """One weight a program: s_L, ell, e_res (M,); s_S, rho (R,); the rest scalars. COMPLEMENT is M * (N - R).
+    """Update one weight a program: s_L, ell, e_res (M,); s_S, rho (R,); the rest scalars. COMPLEMENT is M * (N - R).
 
     s <- min((beta2 s^-2 + (1 - beta2) statistic)^-1/2, ceiling), for s_mu with the new s_L (Algorithm 2 (3)).
     Any M, R >= 1 and any strides; new_* are contiguous and of DTYPE.

@@ -1,4 +1,4 @@
-"""What every launcher shares: where kernels run, tiles, argument checks, and the one place where a kernel starts."""
+"""The common part of all launchers: devices, tiles, argument checks, and the one place where a kernel starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when they were defined)."""
+"""True if Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when they were defined)."""
 
 DEVICES = ("cuda", "cpu") if INTERPRETED else ("cuda",)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -22,7 +22,7 @@ TRITON_DTYPES = {
     torch.float64: tl.float64,
 }
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-"""How float32 operands are multiplied: in float32, rounded to TF32, or split into two TF32 parts each (three
+"""Ways to multiply float32 operands: in float32, rounded to TF32, or split into two TF32 parts each (three
 products, about as exact as float32). Other dtypes do not depend on it, nor does anything in the interpreter."""
 
 
@@ -38,12 +38,12 @@ class Tile:
 
 
 def arithmetic_dtype(*tensors: Tensor) -> torch.dtype:
-    """Dtype that a kernel accumulates in: float64 where one of the tensors has it, else float32."""
+    """Return the dtype that a kernel accumulates in: float64 where one of the tensors has it, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def operand_dtype(sum_dtype: torch.dtype, *tensors: Tensor) -> torch.dtype:
-    """Dtype that tensors are multiplied in: the half precision that all of them have, else that of the sum.
+    """Return the dtype that tensors are multiplied in: the half precision of them all, else that of the sum.
 
     Tensor cores sum products of half precision in float32. The interpreter's own of bfloat16 are wrong, so it takes
     float32 for them.

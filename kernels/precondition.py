@@ -41,7 +41,7 @@ def precondition_kernel(
     TILE_R: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Rows of alpha P G_par Q_S diag(a_S) Q_S^T, TILE_M a program; TILE_R >= R columns, TILE_K of a depth at a time.
+    """Compute rows of alpha P G_par Q_S diag(a_S) Q_S^T, TILE_M a program; TILE_R >= R, TILE_K of a depth at a time.
 
     P (M, M), G_par (M, R), Q_S (R, R) and a_S (R,) have any strides; out (M, R) is contiguous, of DTYPE.
     """
@@ -94,7 +94,7 @@ TILES_FP64: tuple[Tile, ...] = (Tile(16, 64, 16, 4, 2),)  # 32 rows spill in Tri
 
 
 def choose_tile(r: int, dtype: torch.dtype) -> Tile | None:
-    """The narrowest tile that holds rank ``r`` in this arithmetic dtype; None where none does."""
+    """Return the narrowest tile that holds rank ``r`` in this arithmetic dtype; None where none does."""
     tiles = TILES_FP64 if dtype == torch.float64 else TILES
     return next((tile for tile in reversed(tiles) if tile.n >= r), None)
 
@@ -114,7 +114,7 @@ def precondition(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """alpha P G^par S^-1/2 with S^-1/2 = Q_S diag(a_S) Q_S^T.
+    """Compute alpha P G^par S^-1/2 with S^-1/2 = Q_S diag(a_S) Q_S^T.
 
     Any strides, m >= 1, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic is in float64
     where one of them is, else in float32.

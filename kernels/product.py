@@ -1,6 +1,6 @@
 """Batched matrix product with an addend, scales per matrix and the result's energy; in PyTorch: ``torch.baddbmm``.
 
-B: matrices; M: rows; N: columns; K: depth.
+batch: matrices; M: rows; N: columns; K: depth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prokl.kernels.launch import TRITON_DTYPES, Tile
 
 @triton.jit
 def scale_of(ptr, value, stride, i_b, PER_MATRIX: tl.constexpr, SUM: tl.constexpr):
-    """The scale of matrix i_b: its element at ptr, or value (fp64, rounded once) for all of them."""
+    """Return the scale of matrix i_b: its element at ptr, or value (fp64, rounded once) for all of them."""
     if PER_MATRIX:
         return tl.load(ptr + i_b * stride).to(SUM)
     else:
@@ -62,7 +62,7 @@ def product_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program, and the sum of squares of that tile.
+    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program, and the sum of squares of that tile.
 
     A (M, K), B (K, N), C (M, N) have any strides and are multiplied as OPERAND; D (M, N) and energy (tiles) are
     contiguous, the latter of SUM.
@@ -122,7 +122,7 @@ TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether 16 bytes of every tensor can be loaded at once, as far as Triton can tell from its strides.
+    """Return True if 16 bytes of every tensor can be loaded at once, as far as Triton can tell from its strides.
 
     Elsewhere every element has an address in registers, which large tiles have none left for.
     """
@@ -135,11 +135,11 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
-def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
-    """The largest tile of this dtype that still gives every processor a program, or the smallest.
+def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+    """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
-        B: number of matrices.
+        batch: number of matrices.
         m: rows of the result.
         n: columns of the result.
         operand: dtype that is multiplied.
@@ -154,16 +154,16 @@ def choose_tile(B: int, m: int, n: int, operand: torch.dtype, precision: str = "
         return UNALIGNED
     tiles = TILES_FP32[:-1] if operand == torch.float32 else TILES_HALF[:-1]
     for tile in tiles:
-        if m >= tile.m and n >= tile.n and B * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:
+        if m >= tile.m and n >= tile.n and batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:
             return tile
     return tiles[-1]
 
 
-def check_scales(B: int, device: torch.device, **scales: float | Tensor) -> None:
+def check_scales(batch: int, device: torch.device, **scales: float | Tensor) -> None:
     """Raise ValueError unless every scale is a number or one number a matrix on this device."""
     for name, scale in scales.items():
         if isinstance(scale, Tensor):
-            launch.check(name, scale, (B,), device, like="A")
+            launch.check(name, scale, (batch,), device, like="A")
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:
@@ -173,7 +173,7 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
 
 
 def scale_arguments(scale: float | Tensor, dummy: Tensor) -> tuple[Tensor, float, int]:
-    """Pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
+    """Return pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
     return (scale, 0.0, scale.stride(0)) if isinstance(scale, Tensor) else (dummy, float(scale), 0)
 
 
@@ -215,17 +215,17 @@ def product(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """D = alpha A B + beta C for every matrix of a batch.
+    """Compute D = alpha A B + beta C for every matrix of a batch.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the
     sum is in float32, others in the dtype of the sum.
 
     Args:
-        A: left factors (B,m,k).
-        B: right factors (B,k,n).
-        C: addends (B,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: left factors (batch,m,k).
+        B: right factors (batch,k,n).
+        C: addends (batch,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's.
         energy: whether to return the sums of squares too.
@@ -233,16 +233,16 @@ def product(
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,n), contiguous. With ``energy`` also ||D||_F^2 (B,) in the dtype of the sum, of D before it is rounded
-        to ``out_dtype``, summed in a fixed order.
+        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2 (batch,) in the dtype of the sum, of D before it is
+        rounded to ``out_dtype``, summed in a fixed order.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or 0 in A.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     if B.ndim != 3 or B.shape[2] == 0:
-        raise ValueError(f"B has shape {tuple(B.shape)}; must be (B, k, n) with n >= 1.")
+        raise ValueError(f"B has shape {tuple(B.shape)}; must be (batch, k, n) with n >= 1.")
     batch, m, k = A.shape
     n = B.shape[2]
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)

@@ -44,9 +44,10 @@ def project_kernel(
     TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
+    """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
 
-    G, M (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of SUM.
+    G, the momentum (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of
+    SUM.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -93,7 +94,7 @@ TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
 def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
-    """The narrowest tile that holds rank ``r``, or the widest that does not spill.
+    """Return the narrowest tile that holds rank ``r``, or the widest that does not spill.
 
     Args:
         r: rank.
@@ -119,7 +120,7 @@ def project(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """G U and M U from one read of G and M.
+    """Compute G U and M U from one read of G and M.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
     in float64 where one of them is, else in float32; operands of unlike or float32 dtypes are multiplied in it too.

@@ -59,11 +59,11 @@ def residuals_kernel(
     TILE_N: tl.constexpr,
     TILE_R: tl.constexpr,
 ):
-    """One (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
+    """Do one (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
 
     M <- momentum M + g G where active; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
     where not active. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
-    G, M (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
+    G, the momentum (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -123,7 +123,7 @@ TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
 def choose_tile(dtype: torch.dtype) -> Tile:
-    """The tile for this arithmetic dtype."""
+    """Return the tile for this arithmetic dtype."""
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
@@ -140,7 +140,7 @@ def residuals(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """M <- momentum M + g G in place, G - G~ U^T and G^ - G^par U^T, with G^ = a G + b M, in one launch.
+    """Do M <- momentum M + g G in place, G - G~ U^T and G^ - G^par U^T, with G^ = a G + b M, in one launch.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
     is in float64 where one of them is, else in float32; G^ takes the new M before it is rounded to its dtype.

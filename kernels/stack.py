@@ -16,13 +16,13 @@ from prokl.kernels.launch import TRITON_DTYPES, Tile
 
 @triton.jit
 def vectorised(address, slow, fast, ITEM: tl.constexpr):
-    """Whether rows are contiguous and all start at multiples of 16 bytes; ITEM is the size of an element."""
+    """Return True if rows are contiguous and all start at multiples of 16 bytes; ITEM is the size of an element."""
     return (fast == 1) & ((address | (slow * ITEM)) % 16 == 0)
 
 
 @triton.jit
 def pointers(address, slow, fast, o_s, o_f, DTYPE: tl.constexpr, ITEM: tl.constexpr, VECTORISED: tl.constexpr):
-    """Pointers to elements (o_s, o_f) of a matrix with these strides."""
+    """Return pointers to elements (o_s, o_f) of a matrix with these strides."""
     if VECTORISED:
         # Divide and multiply: the compiler sees multiples of 16 bytes, in this branch alone, and moves as many at once.
         start = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(DTYPE)), 16)  # it does not see through a cast
@@ -56,7 +56,7 @@ def stack_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """One (TILE_M, TILE_N) tile of a matrix a program, and the sum of its squares.
+    """Copy one (TILE_M, TILE_N) tile of a matrix a program, and the sum of its squares.
 
     addresses (3, B): address, row stride, column stride; G (B, M, N) and energy (B, tiles) are contiguous.
     """
@@ -94,7 +94,7 @@ TILES_FP64: tuple[Tile, ...] = (Tile(32, 64, 1, 4, 1),)
 
 
 def choose_tile(dtype: torch.dtype) -> Tile:
-    """The tile for matrices of this dtype: rows of at least 128 bytes, whole cache lines, either way round."""
+    """Return the tile for this dtype: rows of at least 128 bytes, whole cache lines, either way round."""
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
@@ -108,7 +108,7 @@ def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
 def stack(
     addresses: Tensor, m: int, n: int, *, dtype: torch.dtype, negate: bool = False, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The matrices that ``addresses`` points at as one tensor, and the squared Frobenius norm of each.
+    """Copy the matrices that ``addresses`` points at into one tensor, with the squared norm of each.
 
     Any strides and sizes from one up. Squares are added in float64 for float64 matrices, else in float32.
 

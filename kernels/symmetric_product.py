@@ -1,6 +1,6 @@
 """Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B)``.
 
-B: matrices; M: rows and columns; K: depth.
+batch: matrices; M: rows and columns; K: depth.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from prokl.kernels.product import (
 
 @triton.jit
 def settle_row(row, i):
-    """The row of tile i, given a guess that is off by at most one; all in integers."""
+    """Return the row of tile i, given a guess that is off by at most one; all in integers."""
     row = tl.where(row * (row + 1) // 2 > i, row - 1, row)
     return tl.where((row + 1) * (row + 2) // 2 <= i, row + 1, row)
 
 
 @triton.jit
 def lower_tile(i):
-    """Row and column of tile i of a lower triangle that is counted row by row: (0,0), (1,0), (1,1), (2,0), ..."""
+    """Return row and column of tile i of a lower triangle, counted row by row: (0,0), (1,0), (1,1), (2,0), ..."""
     # Below i = 2^31 the root in float32, on a GPU an approximate one, is off by far less than one before it is cut.
     row = settle_row(((tl.sqrt(8.0 * i.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64), i)
     return row, i - row * (row + 1) // 2
@@ -106,7 +106,7 @@ def symmetric_product_kernel(
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
+    """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), C (M, M) have any strides; D (M, M) is contiguous.
     """
@@ -153,16 +153,16 @@ TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_
 
 
 def lower_tiles(m: int, tile: int) -> int:
-    """Number of tiles on and below the diagonal of an m x m matrix."""
+    """Return the number of tiles on and below the diagonal of an m x m matrix."""
     side = triton.cdiv(m, tile)
     return side * (side + 1) // 2
 
 
-def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
-    """The largest tile of this dtype that still gives every processor a program, or the smallest.
+def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+    """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
-        B: number of matrices.
+        batch: number of matrices.
         m: rows and columns of the result.
         operand: widest dtype that is multiplied.
         precision: of float32 operands.
@@ -175,7 +175,7 @@ def choose_tile(B: int, m: int, operand: torch.dtype, precision: str = "tf32x3",
     if operand == torch.float32 or not wide:
         return UNALIGNED
     tiles = TILES_HALF[:-1]
-    return next((tile for tile in tiles if m >= tile.m and B * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
+    return next((tile for tile in tiles if m >= tile.m and batch * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
 
 
 def _launch(
@@ -252,29 +252,29 @@ def symmetric_product(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
+    """Compute D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
     float32; all else is in the dtype of the sum. Half of the products are computed, and half of C is read.
 
     Args:
-        A: factors (B,m,k).
-        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: factors (batch,m,k).
+        C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default A's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,m), contiguous.
+        D (batch,m,m), contiguous.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or 0 in A.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, k) with m, k >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     return _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
@@ -291,30 +291,30 @@ def symmetric_polynomial(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """D = alpha A B + beta C for symmetric matrices A and B that commute and symmetric C; D equals D^T exactly.
+    """Compute D = alpha A B + beta C for symmetric A and B that commute and symmetric C; D equals D^T exactly.
 
     A B is then symmetric, as for two polynomials of one symmetric matrix, and half of it is computed. B is read
     along its rows, as A is: what comes out for a B that is not symmetric is the lower half of alpha A B^T + beta C.
     Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
 
     Args:
-        A: symmetric (B,m,m).
-        B: symmetric (B,m,m), A B = B A.
-        C: symmetric addends (B,m,m), or None. Not read where ``beta`` is the number 0.
-        alpha: scale of the product: a number, or (B,) on the device, one a matrix.
+        A: symmetric (batch,m,m).
+        B: symmetric (batch,m,m), A B = B A.
+        C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
-        D (B,m,m), contiguous.
+        D (batch,m,m), contiguous.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, m) with m >= 1.")
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     launch.check("B", B, tuple(A.shape), A.device, like="A")

@@ -1,4 +1,4 @@
-"""What would run here, and why: ``python -m prokl.doctor``. What is broken costs its own line only."""
+"""A report of what would run here, and why: ``python -m prokl.doctor``. What is broken costs its own line only."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Line = tuple[str, Callable[[], str]]
 FAILED = "cannot tell: "
 
 
-def told(find_out: Callable[[], str]) -> str:
-    """One line: what was found, or why it cannot be told. A report goes on whatever is broken."""
+def describe(find_out: Callable[[], str]) -> str:
+    """Return one line: what was found, or why it cannot be told. A report goes on whatever is broken."""
     try:
         text = find_out()
     except Exception as error:
@@ -84,7 +84,7 @@ def _qr(device: str) -> str:
 
 
 def _gpus() -> tuple[int, str]:
-    """How many there are, and what to say where there is none."""
+    """Count the GPUs, and return what to say where there is none."""
     import torch
 
     try:
@@ -95,7 +95,7 @@ def _gpus() -> tuple[int, str]:
 
 
 def lines() -> list[Line]:
-    """What is installed, and what runs where."""
+    """List what is installed, and what runs where."""
     gpus, none = _gpus()
     found: list[Line] = [
         ("python", lambda: f"{platform.python_version()} ({sys.executable})"),
@@ -113,7 +113,7 @@ def lines() -> list[Line]:
 
 def main() -> None:
     """Print the report."""
-    report = [(key, told(find_out)) for key, find_out in lines()]
+    report = [(key, describe(find_out)) for key, find_out in lines()]
     width = max(len(key) for key, _ in report)
     for key, text in report:
         print(f"{key:<{width}}  {text}")

@@ -1,6 +1,6 @@
-"""Trains the contenders of the micro experiment twice, for torchrun: ``tests/ddp_run.py TEXT FOLDER``.
+"""Trains all of the micro experiment twice, for torchrun: ``tests/ddp_run.py TEXT FOLDER``.
 
-FOLDER/whole is of a run to its end, FOLDER/halves of one that the last process alone was told to stop.
+FOLDER/whole is of a run to its end, FOLDER/halves of one that the last process alone was asked to stop.
 """
 
 import sys

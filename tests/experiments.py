@@ -1,11 +1,11 @@
-"""An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; and contenders for it."""
+"""An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; and optimizers for it."""
 
 from dataclasses import replace
 
 from bench.experiments.scales import Scale
 from bench.experiments.units import Task
 from bench.models import gpt2
-from bench.training.settings import Hyper
+from bench.optimizers import Hyper
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), "gpt2-124m", (2, 4, 8), 4, 2, 4, batch=4)
 HYPERS = {
@@ -19,7 +19,7 @@ HYPERS = {
 
 
 def task(folder, *keys, steps=14, timed=False, curve=True, micro_batch=None):
-    """A run of these contenders, or of all."""
+    """A run of these, or of all."""
     scale = replace(MICRO, steps=steps, micro_batch=micro_batch)
     settings = scale.settings({k: HYPERS[k] for k in keys or HYPERS}, 256, "cpu", curve)
     return Task(folder, settings, 0, timed)

@@ -299,7 +299,7 @@ def test_an_expanded_weight_is_refused_before_anything_moves():
 def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, floats, dtype, fits):
     # The eigenvalues and lambda_0 are 11 numbers more; a tenth of the state leaves room for them.
     free = int(4 * floats * (KL_FLOATS + 11))
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: free)
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: free)
     if fits:
         KL([weight(4, 6)], state_dtype=dtype)
     else:
@@ -308,12 +308,12 @@ def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, fl
 
 
 def test_klshampoo_counts_all_its_groups_together(monkeypatch):
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: 4 * int(1.5 * KL_FLOATS))
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: 4 * int(1.5 * KL_FLOATS))
     KL([{"params": [weight(4, 6)]}])
     with pytest.raises(MemoryError):
         KL([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)]}])
 
 
 def test_klshampoo_works_where_free_memory_cannot_be_told(monkeypatch):
-    monkeypatch.setattr("prokl.optimizer.available_bytes", lambda device: None)
+    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: None)
     KL([weight(4, 6)])

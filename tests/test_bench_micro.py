@@ -1,8 +1,9 @@
-"""The microbenchmarks: who stands beside whom, that nothing wrong is reported, what is written and what is skipped."""
+"""The microbenchmarks: every form is checked before it is timed, what is wrong is found, and what is written."""
 
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -10,132 +11,155 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from bench import records, summary  # noqa: E402
-from bench.micro import bench_primitives, ledger
-from bench.micro import groups as micro
-from bench.micro import report as micro_report
-from bench.micro.case import FP32  # noqa: E402
-from bench.micro.kernel_cases import CASES  # noqa: E402
-from bench.micro.ledger import KL, OURS, PLAIN, Ledger, with_ratios  # noqa: E402
-from bench.micro.primitive_cases import PRIMITIVES  # noqa: E402
+from bench import gate, rows, timer  # noqa: E402
+from bench.costs import terms  # noqa: E402
+from bench.micro import bench_micro, groups  # noqa: E402
+from bench.micro.case import BF16, FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers, traffic  # noqa: E402
+from bench.micro.groups import KL, OURS, PLAIN, Results  # noqa: E402
+from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
+from bench.micro.stages import STAGES  # noqa: E402
 from bench.rates import Rates  # noqa: E402
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet  # noqa: E402
-from prokl import ops  # noqa: E402
+from prokl.backends.torch_ops import TorchPrimitives  # noqa: E402
+from prokl.backends.triton_ops import TritonPrimitives  # noqa: E402
+from prokl.kernels.launch import INTERPRETED  # noqa: E402
 from tests.commands import ROOT, read  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ParameterSet("tiny", ((2, 12, 20), (1, 20, 12), (2, 12, 12)), (2, 4))
 RATES = Rates(2e12, 1e12, 1e11)
+SIZES, SQUARE = Sizes(2, 24, 40, 8), Sizes(2, 24, 24, 8)
+EVERY = (*STAGES, *PRIMITIVES, *KERNELS)
+COMPARED = [case for own in (*STAGES, *PRIMITIVES) for case in (own, own.counterpart) if case]
+ON_CPU = TorchPrimitives(host_readable=True)
+AS_ON_GPU = TorchPrimitives(host_readable=False)
 
 
-def bench(*arguments):
-    """``pytest bench`` on a tiny set in a process of its own, without a GPU."""
-    ours = ("TRITON_INTERPRET", "PYTEST_")  # as one of several test processes it would time nothing
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "tests.tiny_sets", "-p", "no:cacheprovider"]
-    options = ["--device", "cpu", "--sets", "tiny", "--seconds", "0.001"]
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *options, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+def inputs(case, d=FP32_POLAR, size=SIZES, device=CPU):
+    drawn = case.inputs(size, d, numbers(device))
+    return lambda: deepcopy(drawn)
 
 
-@pytest.mark.slow
-def test_every_primitive_gives_its_rows_and_they_are_not_measured_again(tmp_path):
-    out = tmp_path / "rows.csv"
-    done = bench("--benchmark-only", "--rows", str(out))
-    assert done.returncode == 0, done.stdout
-    rows = read(out)
-    assert list(rows[0]) == records.COLUMNS
-    assert {r["metric"] for r in rows if r["set"] == "machine"} >= {"copy bandwidth", "product rate float32"}
-    times = [r for r in rows if r["metric"] == "time"]
-    buckets = [("3x12x20", "4"), ("2x12x12", "4")]
-    assert [(r["set"].partition(",")[0], r["shapes"], r["rank"], r["contender"]) for r in times] == [
-        (case.name, *bucket, name) for case in PRIMITIVES for bucket in buckets for name in (PLAIN, OURS, KL)
-    ]
-    for r in times:
-        assert 0 < float(r["q1"]) <= float(r["median"]) <= float(r["q3"]) and 3 <= int(r["rounds"]) <= 50
-        assert float(r["floor"]) > 0 and r["unit"] == "ms" and r["dtype"].startswith("float32")
-        plain = next(p for p in times if p["set"] == r["set"] and p["contender"] == PLAIN)
-        assert float(r["ratio"]) == pytest.approx(float(r["median"]) / float(plain["median"]), rel=1e-3)
-        assert r["device"] and r["torch"] == torch.__version__ and r["date"] and r["commit"]
-        assert ("Newton-Schulz" in r["dtype"]) <= (r["set"].startswith("Newton") and r["contender"] != KL)
-    if not times[0]["commit"].endswith("-dirty"):  # rows of a changed tree are measured again
-        again = bench("--benchmark-only", "--rows", str(out))
-        assert again.returncode == 0 and "in the file of --rows already" in again.stdout and read(out) == rows
+def named(name):
+    return next(case for case in EVERY if case.name == name)
 
 
-@pytest.mark.slow
-def test_without_timing_the_results_are_checked_and_nothing_is_written(tmp_path):
-    done = bench("--benchmark-disable", "--rows", str(tmp_path / "rows.csv"))
-    assert done.returncode == 0 and "42 passed" in done.stdout, done.stdout
-    assert list(tmp_path.iterdir()) == []
+def over_kernels():
+    """The cases with kernels, in the dtypes to check in: the interpreter gets half precision wrong."""
+    for case in EVERY:
+        yield from ((case, d) for d in ((FP32_POLAR, *({FP64} & {*case.dtypes})) if INTERPRETED else case.dtypes))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("case, d", [*over_kernels()], ids=lambda x: x.name)
+def test_every_case_over_the_kernels_agrees_with_its_plain_form(case, d):
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    size = SIZES if INTERPRETED else Sizes(4, 200, 328, 40)
+    fresh = inputs(case, d, size, device)
+    for own in filter(None, (case, case.counterpart)):
+        fresh = inputs(own, d, size, device)
+        assert complaint(own, TritonPrimitives(use_cuda_qr=not INTERPRETED, host_readable=INTERPRETED), fresh) == ""
+
+
+@pytest.mark.parametrize("size", [SIZES, SQUARE], ids=["wide", "square"])
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
+def test_every_stage_and_primitive_agrees_with_its_plain_form(case, size):
+    for ops in (None, ON_CPU, AS_ON_GPU):
+        assert complaint(case, ops, inputs(case, size=size)) == ""
+
+
+@pytest.mark.parametrize("name", ["track subspace", "refresh eigenbases"])
+def test_the_stages_with_qr_agree_over_the_extension(name, extension_on_cpu):
+    class Extension(TorchPrimitives):
+        tracking_qr, refresh_basis = TritonPrimitives.tracking_qr, TritonPrimitives.refresh_basis
+        refresh_coordinates = TritonPrimitives.refresh_coordinates
+        use_cuda_qr = True
+
+    assert complaint(named(name), Extension(host_readable=False), inputs(named(name))) == ""
+
+
+def changed(case, change):
+    return replace(case, bind=lambda i, ops: lambda: change(case.bind(i, ops)()))
+
+
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--seconds", "0"], "--seconds 0: must be more than 0"),
-        (["--device", "cuda"], "no CUDA device here"),
-        (["--sets", "nonsense"], "invalid choice: 'nonsense'"),
-        (["--rows", "README.md"], "Remove or convert the file"),
-    ],
+    "wrong",
+    [lambda x: 1.001 * x, lambda x: x * float("nan"), lambda x: x.roll(1, 0), lambda x: x[:1]],
+    ids=["a thousandth", "nan", "rolled", "shape"],
 )
-def test_what_cannot_be_measured_is_refused(arguments, message):
-    done = bench(*arguments)
-    assert done.returncode == 4 and message in done.stderr and "Traceback" not in done.stderr
+def test_a_wrong_result_is_found(wrong):
+    case = named("symmetric product")
+    assert complaint(changed(case, wrong), ON_CPU, inputs(case)).startswith("error ")
 
 
-def groups(device, s=TINY):
-    return {g.name: g for g in micro.groups([s], device)}
+def test_one_wrong_result_of_several_is_found():
+    case = named("momentum and projection")
+    count = len(flat(case.reference(inputs(case)())))
+    assert count == 5
+    for place in range(count):
+
+        def change(results, place=place):
+            found = flat(results)
+            found[place] = found[place] * (1 + 1e-4)
+            return found
+
+        assert complaint(changed(case, change), ON_CPU, inputs(case)).startswith("error 1.0e-04 in float32, may be ")
 
 
-def test_on_a_cpu_every_primitive_has_ours_the_plain_form_and_kl_shampoos():
-    found = groups(CPU)
-    assert len(found) == 2 * len(PRIMITIVES)
-    for g in found.values():
-        assert [(c.name, c.backend) for c in g.contenders(CPU)] == [(PLAIN, "torch"), (OURS, "torch"), (KL, "torch")]
+def test_a_plain_form_that_is_another_formula_is_found():
+    case = named("Newton-Schulz")
+    other = replace(case, plain=lambda i: 1.001 * case.plain(i))
+    assert "from the reference in float64" in complaint(other, None, inputs(case))
+
+
+def test_half_precision_is_held_to_what_the_plain_form_reaches_in_it():
+    truth, x = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bfloat16)
+    assert gate.complaint([x + 0.25], [x + 0.0625], [truth]) == ""
+    assert gate.complaint([x + 0.3125], [x + 0.0625], [truth]) == "error 3.1e-01 in bfloat16, may be 2.8e-01"
+
+
+def test_work_is_that_of_the_stages_terms():
+    s = Sizes(3, 64, 256, 16)
+    least = {t.stage: 0.0 for t in terms("pro-klshampoo", 64, 256, 16)}
+    for t in terms("pro-klshampoo", 64, 256, 16):
+        least[t.stage] += t.least
+    assert [case.flops(s) for case in STAGES] == [least[case.name.replace(" ", "_")] for case in STAGES]
+    assert min(least.values()) > 0
+    ns, apply, product = PRIMITIVES
+    # Five steps on Gram matrices with a restart every two, polynomials by half: 11 m^3 + 9 m^2 n.
+    assert ns.flops(s) == ns.polar_flops(s) == STAGES[1].polar_flops(s) == 64**2 * (11 * 64 + 9 * 256)
+    assert ns.flops(replace(s, n=64)) == 64**3 * 5 * 4
+    assert apply.flops(s) == least["apply"] == 2 * 64 * 256 * 16 and product.flops(s) == 64 * 65 * 256
+    i = inputs(product, BF16, s)()
+    assert traffic(i, flat(product.bind(i, ON_CPU)())) == 3 * 4 * (64 * 256 + 64**2)
+    for case in EVERY:
+        assert 0 <= case.polar_flops(s) <= case.flops(s) > 0
+
+
+def forms_of(g, device):
+    return [(form.name, form.backend) for form in g.forms(device)]
+
+
+def test_on_a_cpu_there_are_the_plain_form_ours_and_kl_shampoos():
+    found = groups.groups([TINY], CPU)
+    assert len(found) == 2 * len((*STAGES, *PRIMITIVES))
+    for g in found:
+        kl = [(KL, "torch")] if g.case.counterpart else []
+        assert forms_of(g, CPU) == [(PLAIN, ""), (OURS, "torch"), *kl]
 
 
 def test_on_a_gpu_there_are_the_kernels_too(monkeypatch):
-    monkeypatch.setattr(micro, "best", lambda device: replace(ops.TORCH, name="triton"))
-    found = groups(CUDA)
-    timed = sum(len(case.timed) for case in (*PRIMITIVES, *CASES))
-    assert len(found) == 2 * timed > 2 * len(PRIMITIVES)
-
-    def who(name):
-        g = next(g for key, g in found.items() if key.startswith(f"{name}, "))
-        return [(c.name, c.backend) for c in g.contenders(CUDA)]
-
-    assert who("Newton-Schulz") == [(PLAIN, "torch"), (OURS, "triton"), (OURS, "torch"), (KL, "triton")]
-    assert who("refresh") == [(PLAIN, "torch"), (OURS, "extension"), (OURS, "torch"), (KL, "triton")]
-    assert who("residuals") == [(PLAIN, "torch"), (OURS, "triton")]
-    extension = next(c for c in found["tracking QR, 3 of 12x20, r=4"].contenders(CUDA) if c.backend == "extension")
-    assert extension.obstacle is not None or torch.cuda.is_available()
-
-
-def test_on_a_cpu_the_rows_of_qr_say_that_ours_is_the_plain_form():
-    said = "the plain form itself on a CPU"
-    for g in groups(CPU).values():
-        same = g.name.startswith(("tracking QR", "refresh"))
-        notes = {c.name: micro.head(c, g, FP32)["note"] for c in g.contenders(CPU)}
-        assert [name for name, note in notes.items() if said in note] == [OURS] * same
-    assert all(not c.note for g in groups(CUDA).values() for c in g.contenders(CUDA))
-
-
-def test_a_counterpart_with_a_kernel_runs_it_where_triton_does(monkeypatch):
-    g = groups(CPU)["apply, 3 of 12x20, r=4"]
-    assert g.case.counterpart.call is not None
-    for name, on_gpu in (("torch", False), ("triton", True)):
-        monkeypatch.setattr(micro, "best", lambda device, name=name: replace(ops.TORCH, name=name))
-        (theirs,) = (c for c in g.contenders(CPU) if c.name == KL)
-        assert (theirs.run is not g.case.counterpart.torch) == on_gpu
+    monkeypatch.setattr(groups, "backends", lambda device: ["torch", "triton"])
+    found = {g.case.name: forms_of(g, CUDA) for g in groups.groups([TINY], CUDA)}
+    assert set(found) == {case.name for case in EVERY if case.timed}
+    assert found["direction"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
+    assert found["residuals"] == [(PLAIN, ""), (OURS, "triton")]
 
 
 def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():
-    found = micro.buckets([SETS[name] for name in SMALL])
-    assert found[micro.Sizes(12, 192, 192, 32)] == ["gpt2-124m/4", "llama-134m/4"] and len(found) == 7
-    assert len(micro.buckets([SETS[name] for name in PAPER])) == 7
-    assert list(micro.buckets([ParameterSet("s", ((1, 8, 8),), (128,))])) == [micro.Sizes(1, 8, 8, 7)]
+    found = groups.buckets([SETS[name] for name in SMALL])
+    assert found[Sizes(12, 192, 192, 32)] == ["gpt2-124m/4", "llama-134m/4"] and len(found) == 7
+    assert len(groups.buckets([SETS[name] for name in PAPER])) == 7
+    assert list(groups.buckets([ParameterSet("s", ((1, 8, 8),), (128,))])) == [Sizes(1, 8, 8, 7)]
 
 
 @pytest.mark.parametrize(
@@ -148,174 +172,155 @@ def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():
     ],
 )
 def test_newton_schulz_runs_in_the_dtype_that_is_faster_here(device, rates, polar):
-    assert micro.fitted(FP32, device, rates) == replace(FP32, polar=polar)
+    assert groups.fitted(FP32, device, rates) == replace(FP32, polar=polar)
 
 
 def test_a_row_has_the_floor_of_its_own_operations_and_of_the_dtype():
-    g = groups(CPU)["Newton-Schulz, 3 of 12x20, r=4"]
-    fast = replace(RATES, bandwidth=1e30)
-    rows = {c.name: micro.measured_row(c, g, FP32, [1e-3, 2e-3, 4e-3], fast) for c in g.contenders(CPU)}
-    ours, theirs = rows[OURS], rows[KL]
-    assert [ours[k] for k in ("median", "q1", "q3", "rounds")] == pytest.approx([2, 1.5, 3, 3])
-    # Five steps on Gram matrices in bfloat16, and four products in float32.
-    assert ours["floor"] == pytest.approx(1e3 * 3 * 12**2 * (11 * 12 + 9 * 20) / RATES.half)
+    g = next(g for g in groups.groups([TINY], CPU) if g.name == "direction, 3 of 12x20, r=4")
+    forms = {form.name: form for form in g.forms(CPU)}
+    found = groups.measured(forms[OURS], g, [1e-3, 2e-3, 4e-3], 0, RATES)
+    assert [found[k] for k in ("median", "q1", "q3", "rounds")] == pytest.approx([2, 1.5, 3, 3])
+    ns = 12**2 * (11 * 12 + 9 * 20)
+    rest = g.case.flops(g.sizes) - ns
+    assert found["floor"] == pytest.approx(1e3 * 3 * (ns / RATES.half + rest / RATES.single))
+    theirs = groups.measured(forms[KL], g, [1e-3], 0, RATES)
     assert theirs["floor"] == pytest.approx(1e3 * 3 * 4 * (12**2 * 20 + 12 * 20**2) / RATES.single)
-    assert (ours["dtype"], theirs["dtype"]) == ("float32, Newton-Schulz bfloat16", "float32")
-    assert (ours["note"], theirs["note"]) == ("of tiny", "two-sided preconditioning; of tiny")
-    slow = replace(RATES, bandwidth=1.0)
-    assert micro.measured_row(g.contenders(CPU)[1], g, FP32, [1.0], slow)["floor"] == 1e3 * 3 * 2 * 12 * 20 * 2
-
-
-def test_ratios_are_to_the_plain_form_and_absent_where_one_is_not_timed():
-    rows = [{"median": 4.0}, {"median": 2.0}, {"note": "left out"}]
-    assert [row.get("ratio") for row in with_ratios(rows)] == [1, 0.5, None]
-    assert [row.get("ratio") for row in with_ratios([{"note": "left out"}, {"median": 2.0}])] == [None, None]
+    assert groups.measured(forms[OURS], g, [1e-3], 10**9, RATES)["floor"] == pytest.approx(10)
+    said = [groups.row(forms[name], g, FP32, CPU) for name in (OURS, KL)]
+    assert [r["dtype"] for r in said] == ["float32, Newton-Schulz bfloat16", "float32"]
+    assert [r["note"] for r in said] == ["of tiny", "KL-Shampoo's direction; of tiny"]
 
 
 @pytest.fixture
 def written(monkeypatch, tmp_path):
-    """A ledger on a file, of a clean commit, and the function that says which contenders the file has."""
-    here = dict.fromkeys(records.SAME, "x") | {"date": "2000-01-01"}
-    monkeypatch.setattr(ledger.records, "environment", lambda device: here)
-    monkeypatch.setattr(ledger, "measure_rates", lambda device, threads: RATES)
+    """What makes results on a file, of a clean commit; and what says which forms the file has."""
+    here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
+    monkeypatch.setattr(groups.rows, "environment", lambda device: here)
+    monkeypatch.setattr("bench.rates.measure_rates", lambda device: RATES)
     out = tmp_path / "rows.csv"
 
     def make(again=False):
-        return Ledger(CPU, 0.001, out, again)
+        return Results(CPU, 0.001, out, again)
 
-    return make, lambda: [(r["contender"], r["ratio"]) for r in read(out) if r["metric"] == "time"]
-
-
-def test_a_second_run_keeps_the_ceilings_of_the_file(written, monkeypatch):
-    make, _ = written
-    make().rates  # noqa: B018
-    monkeypatch.setattr(ledger, "measure_rates", lambda device, threads: pytest.fail("measured anew"))
-    assert make(again=True).rates == RATES
-
-
-def row(contender, median):
-    return {"set": "g", "contender": contender, "metric": "time", "median": median}
+    return make, lambda: [
+        (r["optimizer"], r["ratio"], r["note"].partition(";")[0]) for r in rows.read(out) if r["unit"] == "ms"
+    ]
 
 
 def test_a_group_is_written_whole_or_not_at_all(written):
-    make, rows = written
+    make, found = written
     book = make()
-    assert book.rates is RATES and rows() == []
-    book.add("g", 1, 2, row(OURS, 1.0))
-    assert rows() == [] and not book.has("g")
-    book.add("g", 0, 2, row(PLAIN, 2.0))
-    assert rows() == [(PLAIN, "1"), (OURS, "0.5")]
+    plain = {"case": "g", "optimizer": PLAIN, "backend": "", "unit": "ms", "median": 2.0, "note": ""}
+    assert book.rates() == RATES and found() == []
+    book.add(plain, 2)
+    assert found() == [] and not book.has("g")
+    book.add(plain | {"optimizer": OURS, "median": 1.0}, 2)
+    assert found() == [(PLAIN, "1", ""), (OURS, "0.5", "")]
     assert not book.has("g")  # its own rows are no reason to skip the rest of a group
     assert make().has("g") and not make().has("other") and not make(again=True).has("g")
 
 
-class Clock:
-    """In place of pytest-benchmark's fixture: takes note of what it is asked to time."""
+class Benchmark:
+    """In place of pytest-benchmark's fixture: takes note of what it is asked to show."""
 
     enabled = True
 
-    def __init__(self):
-        self.rounds = 0
-        self.stats = self
-
-    @property
-    def data(self):
-        return [1e-3] * self.rounds
-
-    def pedantic(self, run, args, setup, rounds):
-        self.rounds = rounds
-        self.stats.stats = self
-        run(*args)
+    def pedantic(self, run, args, rounds):
+        start = bench_micro.CLOCK()
+        for _ in range(rounds):
+            run(*args)
+        self.shown = bench_micro.CLOCK() - start
 
 
-def primitive(g, contenders, place, book):
-    clock = Clock()
-    bench_primitives.test_primitive(g, contenders, place, clock, book)
-    return clock.rounds
+def measure(g, form, book):
+    benchmark = Benchmark()
+    bench_micro.test_operation(g, form, len(g.forms(CPU)), benchmark, book)
+    return benchmark.shown
 
 
 def test_a_wrong_form_fails_and_its_group_is_not_reported(written):
-    make, rows = written
-    g = groups(CPU)["Newton-Schulz, 3 of 12x20, r=4"]
-    plain, ours, theirs = g.contenders(CPU)
-    broken = replace(ours, run=lambda i: 1.1 * ours.run(i))
-    primitive(g, [plain, ours, theirs], 0, right := make())
-    primitive(g, [plain, ours, theirs], 1, right)
-    primitive(g, [plain, ours, theirs], 2, right)
-    assert len(rows()) == 3  # of a run before
-    book, contenders = make(again=True), [plain, broken, theirs]
-    assert primitive(g, contenders, 0, book) >= 3
-    with pytest.raises(AssertionError, match="Newton-Schulz, 3 of 12x20, r=4, pro-klshampoo torch: error "):
-        primitive(g, contenders, 1, book)
-    primitive(g, contenders, 2, book)
-    assert rows() == []
-    primitive(g, [plain, ours, theirs], 1, book)
-    assert [name for name, _ in rows()] == [PLAIN, OURS, KL]
+    make, found = written
+    g = next(g for g in groups.groups([TINY], CPU) if g.name == "symmetric product, 3 of 12x20, r=4")
+    forms = g.forms(CPU)
+    assert all(measure(g, form, book) > 0 for book in [make()] for form in forms)
+    assert [name for name, *_ in found()] == [PLAIN, OURS, KL]
+    wrong = replace(forms[1], case=changed(g.case, lambda x: 1.1 * x))
+    with pytest.raises(AssertionError, match="symmetric product, 3 of 12x20, r=4, pro-klshampoo torch: error "):
+        measure(g, wrong, make(again=True))
+    assert found() == []
 
 
-def test_what_cannot_run_or_takes_too_long_is_left_out_with_its_reason(written, monkeypatch):
-    make, rows = written
-    g = groups(CPU)["eigenvalue EMA, 3 of 12x20, r=4"]
-    plain, ours, theirs = g.contenders(CPU)
-    book, contenders = make(), [plain, replace(ours, obstacle="no such device"), theirs]
-    primitive(g, contenders, 0, book)
-    with pytest.raises(pytest.skip.Exception, match="no such device"):
-        primitive(g, contenders, 1, book)
-    monkeypatch.setattr(bench_primitives, "once", lambda c, i, device: 60.0)
+def test_what_takes_too_long_is_left_out_with_its_reason(written, monkeypatch):
+    make, found = written
+    g = next(g for g in groups.groups([TINY], CPU) if g.case.name == "statistics")
+    book, (plain, ours, kl) = make(), g.forms(CPU)
+    measure(g, plain, book)
+    measure(g, kl, book)
+    monkeypatch.setattr(bench_micro, "call_seconds", lambda *given: [60.0])
     with pytest.raises(pytest.skip.Exception, match="a call took 60.0 s, may take 5"):
-        primitive(g, contenders, 2, book)
-    found = records.read(book._path)[-2:]
-    assert [(r["median"], r["ratio"], r["note"].partition(";")[0]) for r in found] == [
-        ("", "", "left out: no such device"),
-        ("", "", "left out: a call took 60.0 s, may take 5"),
+        measure(g, ours, book)
+    assert found()[2] == (OURS, "", "left out: a call took 60.0 s, may take 5")
+
+
+def test_a_cpu_is_timed_by_pytorch_and_a_gpu_by_triton(monkeypatch):
+    found = timer.call_seconds(lambda: torch.ones(10).sum(), CPU, 0.01)
+    assert len(found) >= timer.FEWEST and sum(found) > 0
+    assert len(timer.call_seconds(lambda: None, CPU, 0.0)) == timer.FEWEST
+    asked = []
+    monkeypatch.setattr("triton.testing.do_bench", lambda run, **given: asked.append(given) or [2.0, 4.0])
+    assert timer.call_seconds(lambda: None, CUDA, 0.2) == [2e-3, 4e-3]
+    assert asked == [{"rep": 200.0, "return_mode": "all"}]
+
+
+def pytest_bench(*arguments):
+    """``pytest bench`` on a tiny set in a process of its own, without a GPU."""
+    ours = ("TRITON_INTERPRET", "PYTEST_")  # as one of several test processes it would time nothing
+    env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    command = [sys.executable, "-m", "pytest", "bench", "-q", "-p", "tests.tiny_sets", "-p", "no:cacheprovider"]
+    options = ["--device", "cpu", "--sets", "tiny", "--seconds", "0.001"]
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *options, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_times_every_stage_and_primitive(tmp_path):
+    done = pytest_bench("--benchmark-only", "--rows", str(tmp_path / "rows.csv"))
+    assert done.returncode == 0 and "Mean" in done.stdout, done.stdout
+    found = read(tmp_path / "rows.csv")
+    assert {r["metric"] for r in found if r["case"] == "machine"} >= {"copy bandwidth", "product rate float32"}
+    times = [r for r in found if r["metric"] == "time"]
+    assert [(r["case"], r["optimizer"], r["backend"], r["shapes"], r["rank"]) for r in times] == [
+        (g.name, *form, f"{g.sizes.B}x{g.sizes.m}x{g.sizes.n}", "4")
+        for g in groups.groups([TINY], CPU)
+        for form in forms_of(g, CPU)
     ]
+    for r in times:
+        assert 0 < float(r["q1"]) <= float(r["median"]) <= float(r["q3"]) and 3 <= int(r["rounds"])
+        plain = next(p for p in times if p["case"] == r["case"] and p["optimizer"] == PLAIN)
+        assert float(r["ratio"]) == pytest.approx(float(r["median"]) / float(plain["median"]), rel=1e-5)
+        assert float(r["floor"]) > 0 and r["unit"] == "ms" and r["device"] and r["commit"]
 
 
-@pytest.mark.parametrize("took, rounds", [(1e-6, 50), (1e-4, 10), (1.0, 3)])
-def test_rounds_fill_the_time_within_their_bounds(took, rounds, written, monkeypatch):
-    monkeypatch.setattr(bench_primitives, "once", lambda c, i, device: took)
-    g = groups(CPU)["eigenvalue EMA, 3 of 12x20, r=4"]
-    assert primitive(g, g.contenders(CPU), 0, written[0]()) == rounds
+@pytest.mark.slow
+def test_without_timing_the_results_are_checked_and_nothing_is_written(tmp_path):
+    done = pytest_bench("--benchmark-disable", "--rows", str(tmp_path / "rows.csv"))
+    count = sum(len(forms_of(g, CPU)) for g in groups.groups([TINY], CPU))
+    assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gpus_clock_counts_from_event_to_event(monkeypatch):
-    class Event:
-        now = 0.0
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"seconds": 0.0}, "--seconds 0: must be more than 0"),
+        ({"device": "cuda"}, "no CUDA device here"),
+        ({"rows": ROOT / "README.md"}, "bench.rows.COLUMNS"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given, message, monkeypatch):
+    from bench import conftest
 
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            Event.now += 5.0
-            self.at = Event.now
-
-        def synchronize(self):
-            self.done = True
-
-        def elapsed_time(self, later):
-            assert later.done
-            return later.at - self.at  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = micro.timer(CUDA)
-    start = clock()
-    assert clock() - start == pytest.approx(5e-3)
-
-
-def test_the_summary_shows_times_and_ratios(tmp_path, capsys):
-    rows = [row(PLAIN, 4.0), row(OURS, 2.0) | {"backend": "torch"}, row(KL, 40.0) | {"backend": "torch"}]
-    rows += [row(PLAIN, 4.0) | {"set": "h"}, row(OURS, None) | {"set": "h", "backend": "torch"}]
-    records.write(tmp_path / micro_report.RECORD, [r | {"shapes": "2x3x4"} for r in rows])
-    assert summary.main([str(tmp_path)]) == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:4]] == [
-        "| g | 4.00 | 2.00 (0.50) | 40.00 (10.00) |".split(),
-        "| h | 4.00 | - | - |".split(),
-    ]
-    assert len(micro_report.table(records.read(tmp_path / micro_report.RECORD), ["9x9x9"]).splitlines()) == 2
-    (tmp_path / micro_report.RECORD).unlink()
-    values = {"set": "tiny/4", "contender": "muon", "metric": "state", "unit": "bytes", "dtype": "float32"}
-    records.write(tmp_path / "memory.csv", [values | {"median": 3_000_000}])
-    assert summary.main([str(tmp_path)]) == 0
-    assert ["|", "Muon", "|", "3", "|"] in [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert summary.main([str(tmp_path / "empty")]) == 2
-    assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "empty").exists()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    option = type("Option", (), {"seconds": 0.2, "device": None, "sets": None, "rows": None} | given)
+    with pytest.raises(pytest.UsageError, match=message):
+        conftest.pytest_configure(type("Config", (), {"option": option}))

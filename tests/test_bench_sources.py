@@ -1,15 +1,19 @@
-"""What a run is fed: an order that (seed, step, rank) decide alone, every window once an epoch, nothing twice."""
+"""What a run is fed: text and shards read and refused, an order that (seed, step, rank) decide alone, nothing twice."""
+
+import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench.errors import UsageError
-from bench.training import corpus
+from bench.command import UsageError
+from bench.training import corpus, shards
 from bench.training.shards import write_shard
-from bench.training.sources import open_source
+from bench.training.sources import Source, open_source
 
 CONTEXT = 4
+WINDOWS = {*range(0, 24, 4), *range(100, 120, 4)}  # of the training shards below, by their first token
 
 
 @pytest.fixture
@@ -27,9 +31,6 @@ def text(tmp_path):
     return path
 
 
-WINDOWS = {*range(0, 24, 4), *range(100, 120, 4)}  # of the training shards, by their first token
-
-
 def firsts(source, steps, batch, seed=0, rank=0, ranks=1):
     """First tokens of the windows of these steps, in order."""
     batches = [source.training_batch(seed, step, batch, CONTEXT, rank, ranks) for step in steps]
@@ -40,24 +41,27 @@ def test_windows_are_successive_tokens_and_targets_the_next_ones(folder):
     inputs, targets = open_source(folder, CONTEXT).training_batch(0, 0, 11, CONTEXT)
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.shape == targets.shape == (11, CONTEXT)
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(CONTEXT))
-    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(CONTEXT)) and torch.equal(targets, inputs + 1)
 
 
-def test_an_epoch_sees_every_window_once_and_the_next_one_in_another_order(folder):
+def test_an_epoch_of_shards_sees_every_window_once_and_the_next_one_in_another_order(folder):
     source = open_source(folder, CONTEXT)
     epochs = [firsts(source, range(11 * i, 11 * (i + 1)), batch=1) for i in range(3)]
     assert [set(epoch) for epoch in epochs] == [WINDOWS] * 3
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert firsts(source, range(11), 1, seed=1) not in epochs
-    # The order does not depend on how steps cut it, across an epoch's end included.
-    assert firsts(source, range(8), batch=4) == sum(epochs, [])[:32]
+    # The order does not depend on how steps cut it, across an epoch's end included, nor on what was read before.
+    assert firsts(open_source(folder, CONTEXT), range(8), batch=4) == sum(epochs, [])[:32]
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(folder):
-    whole = open_source(folder, CONTEXT)
-    firsts(whole, range(9), batch=3)
-    assert firsts(whole, range(9, 12), batch=3) == firsts(open_source(folder, CONTEXT), range(9, 12), batch=3)
+def test_text_is_drawn_from_all_of_it_by_seed_and_step_alone(text):
+    source = open_source(text, CONTEXT)
+    first = firsts(source, [5], batch=4)
+    torch.manual_seed(1)  # the global generator has no say
+    assert first == firsts(source, [5], 4) != firsts(source, [6], 4) and first != firsts(source, [5], 4, seed=1)
+    positions = Source("", "", 256, [np.arange(200, dtype=np.uint8)], [], epochs=False)
+    inputs, targets = positions.training_batch(0, 0, 5000, 8)
+    assert inputs.min() == 0 and targets.max() == 199
 
 
 @pytest.mark.parametrize("kind", ["folder", "text"])
@@ -70,19 +74,15 @@ def test_ranks_share_what_one_process_would_see(kind, request):
             assert torch.equal(one, torch.cat(several))
 
 
-def test_ranks_have_no_window_in_common_within_an_epoch(folder):
-    source = open_source(folder, CONTEXT)
-    seen = [firsts(source, range(2), batch=2, rank=rank, ranks=2) for rank in range(2)]
-    assert len(set(seen[0] + seen[1])) == 8
-
-
-def test_validation_windows_are_spread_over_the_files_named_val(folder):
+def test_validation_covers_what_is_held_out_evenly_and_never_twice(folder):
     source = open_source(folder, CONTEXT)
     batches = source.validation_batches(4, 3, CONTEXT)
     assert [len(inputs) for inputs, _ in batches] == [3, 1]
     assert [int(token) for inputs, _ in batches for token in inputs[:, 0]] == [200, 212, 224, 236]
     assert sum(len(inputs) for inputs, _ in source.validation_batches(99, 3, CONTEXT)) == 10  # all there are, once
-    assert source.train_tokens == 27 + 21
+    positions = Source("", "", 256, [], [np.arange(50, dtype=np.uint8)], epochs=False)
+    starts = [int(i) for inputs, _ in positions.validation_batches(1000, 64, 8) for i in inputs[:, 0]]
+    assert starts == list(range(50 - 8))
 
 
 @pytest.mark.parametrize("name", ["valley_train.bin", "interval.bin"])
@@ -96,25 +96,6 @@ def test_without_a_file_named_val_the_last_tenth_of_the_last_one_is_held_out(tmp
     assert max(part.max() for part in seen) < 190 <= min(part.min() for part in held_out)
 
 
-def test_text_is_read_as_the_corpus_is(text):
-    source, expected = open_source(text, CONTEXT), corpus.load(text, CONTEXT)
-    assert (source.name, source.sha256, source.vocabulary) == (expected.source, expected.sha256, 256)
-    assert source.train_tokens == len(expected.train)
-    for ours, theirs in zip(
-        source.training_batch(5, 7, 3, CONTEXT), corpus.training_batch(expected, 5, 7, 3, CONTEXT), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-    ours, theirs = source.validation_batches(9, 4, CONTEXT), corpus.validation_batches(expected, 9, 4, CONTEXT)
-    assert [a[0].tolist() for a in ours] == [b[0].tolist() for b in theirs]
-
-
-@pytest.mark.slow
-def test_without_a_path_the_embedded_text_is_read():
-    source = open_source(None, CONTEXT)
-    assert "standard library" in source.name
-    assert source.training_batch(0, 0, 2, CONTEXT)[0].max() < source.vocabulary == 256
-
-
 def test_hash_names_tokens_and_split(folder):
     before = open_source(folder, CONTEXT).sha256
     assert open_source(folder, 8).sha256 == before
@@ -125,11 +106,11 @@ def test_hash_names_tokens_and_split(folder):
 def test_vocabulary_is_gpt2s_unless_a_models_is_given(folder):
     assert open_source(folder, CONTEXT).vocabulary == 50304
     assert open_source(folder, CONTEXT, 241).vocabulary == 241
-    with pytest.raises(UsageError, match=r"x_val_0\.bin has token 240 at 40, but the vocabulary ends at 239"):
+    with pytest.raises(UsageError, match=r"x_val_0\.bin has token 240 at 40, but the vocabulary ends at 239; give"):
         open_source(folder, CONTEXT, 240)
 
 
-def test_too_few_tokens_are_refused(folder, tmp_path):
+def test_too_few_tokens_are_refused(folder):
     with pytest.raises(UsageError, match="leaves 27 tokens in one piece for training, but a context of 27 needs 28"):
         open_source(folder, 27)
     for file in folder.glob("*train*"):
@@ -138,13 +119,131 @@ def test_too_few_tokens_are_refused(folder, tmp_path):
         open_source(folder, CONTEXT)
 
 
-def test_a_single_shard_is_a_source_and_a_bad_one_an_error(folder):
+def test_a_single_shard_is_a_source_and_other_files_beside_shards_are_not_read(folder):
+    (folder / "notes.txt").touch()
+    (folder / "c.bin").mkdir()
+    assert [path.name for path in shards.find(folder)] == ["x_train_1.bin", "x_train_2.bin", "x_val_0.bin"]
     assert open_source(folder / "x_train_1.bin", 1).train_tokens == 27 - 27 // 10
-    (folder / "broken.bin").write_bytes(b"text")
-    with pytest.raises(UsageError, match=r"broken\.bin has 4 bytes"):
-        open_source(folder, CONTEXT)
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="does not exist"):
+# Shards, byte by byte.
+
+
+def written(path, tokens, magic=20240520, version=1, count=None, header_bytes=1024):
+    """A shard as llm.c writes it: int32 header, uint16 tokens, little-endian."""
+    count = len(tokens) if count is None else count
+    header = struct.pack("<3i", magic, version, count).ljust(header_bytes, b"\0")
+    path.write_bytes(header + struct.pack(f"<{len(tokens)}H", *tokens))
+    return path
+
+
+def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
+    tokens = [0, 1, 50256, 65535]
+    shard = shards.open_shard(written(tmp_path / "theirs.bin", tokens))
+    assert shard.tokens.tolist() == tokens
+    assert isinstance(shard.tokens, np.memmap)  # a shard of a hundred million tokens is not read into memory
+    write_shard(tmp_path / "ours.bin", np.array(tokens))
+    assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
+    write_shard(tmp_path / "empty.bin", np.array([], dtype=np.int64))
+    assert len(shards.open_shard(tmp_path / "empty.bin").tokens) == 0
+
+
+@pytest.mark.parametrize("token", [-1, 65536])
+def test_tokens_that_do_not_fit_are_not_written(tmp_path, token):
+    with pytest.raises(ValueError, match="do not fit into uint16, 0 to 65535; use a tokenizer"):
+        write_shard(tmp_path / "a.bin", np.array([5, token]))
+    assert not (tmp_path / "a.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        # What llm.c writes for Llama 3: tokens of four bytes each.
+        ({"magic": 20240801, "version": 7}, "begins with magic number 20240801, not 20240520"),
+        ({"version": 2}, "is of version 2, not 1"),
+        ({"count": 6}, "says that it holds 6 tokens, which are 12 bytes, but 10 bytes follow its header"),
+        ({"count": -5}, "says that it holds -5 tokens"),
+        ({"tokens": [], "count": 0, "header_bytes": 1000}, "has 1000 bytes, but a shard's header alone has 1024"),
+    ],
+)
+def test_wrong_headers_are_refused_with_what_was_found_and_expected(tmp_path, wrong, message):
+    path = written(tmp_path / "a.bin", **{"tokens": [1, 2, 3, 4, 5], **wrong})
+    with pytest.raises(UsageError) as error:
+        shards.open_shard(path)
+    said = str(error.value)
+    assert str(path) in said and message in said and "; " in said and "\n" not in said
+    with pytest.raises(UsageError, match="cannot read .*No such file"):
+        shards.open_shard(tmp_path / "none.bin")
+
+
+def test_hash_of_shards_names_tokens_and_where_they_end(tmp_path):
+    def digest(*parts):
+        files = [written(tmp_path / f"{i}.bin", part) for i, part in enumerate(parts)]
+        return shards.check([shards.open_shard(file) for file in files], 100)
+
+    assert len({digest([1, 2, 3, 4]), digest([1, 2], [3, 4]), digest([1], [2, 3, 4]), digest([1, 2, 3, 5])}) == 4
+
+
+# Text.
+
+
+def files_in(path: Path, texts):
+    for name, content in texts.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def test_a_folder_is_read_in_name_order_and_every_tenth_file_is_held_out(tmp_path):
+    names = [f"{i:02d}.txt" for i in range(20)]
+    given = files_in(tmp_path / "a", {name: f"{name[:2]}-".encode() for name in reversed(names)})
+    name, train, validation = corpus.read(given)
+    assert name == "folder a" and validation == b"09-19-"
+    assert train == b"".join(f"{i:02d}-".encode() for i in range(20) if i % 10 != 9)
+
+
+def test_a_single_file_holds_out_its_last_tenth(tmp_path):
+    files_in(tmp_path, {"text.txt": bytes(range(1, 201))})
+    assert corpus.read(tmp_path / "text.txt")[1:] == (bytes(range(1, 181)), bytes(range(181, 201)))
+
+
+def test_binary_hidden_and_empty_files_are_left_out_and_names_do_not_count(tmp_path):
+    one = files_in(tmp_path / "one", {"a.txt": b"x" * 60, "b.dat": b"\0" * 60, ".git/c": b"y" * 60, "d.txt": b""})
+    two = files_in(tmp_path / "two", {"renamed": b"x" * 60})
+    assert open_source(one, 2).sha256 == open_source(two, 2).sha256
+
+
+def test_reading_stops_at_the_cap(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "CAP", 100)
+    name, train, validation = corpus.read(files_in(tmp_path, {"a": b"a" * 70, "b": b"b" * 70, "c": b"c" * 70}))
+    assert train + validation == b"a" * 70 + b"b" * 30
+    assert name.startswith("folder ") and name.endswith(", its first 9.54e-05 MiB")
+
+
+@pytest.mark.parametrize(
+    ("texts", "remedy"),
+    [
+        ({"empty.txt": b""}, "only empty or binary files; give text"),
+        ({"only.bin.txt": b"x" * 500 + b"\0"}, "only empty or binary files; give text"),
+        ({"short.txt": b"x" * 80}, "leaves 8 tokens in one piece for validation.*smaller context"),
+    ],
+)
+def test_unusable_text_is_refused_with_the_remedy(tmp_path, texts, remedy):
+    with pytest.raises(UsageError, match=remedy):
+        open_source(files_in(tmp_path, texts), context=8)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="without files"):
+        open_source(tmp_path, 8)
+    with pytest.raises(UsageError, match="does not exist; give a text file or a folder"):
         open_source(tmp_path / "nothing.bin", CONTEXT)
+
+
+def test_default_is_the_standard_library_without_tests_and_installed_packages():
+    name, train, validation = corpus.read(None)
+    assert "standard library of Python" in name
+    assert b"class OrderedDict" in train + validation
+    assert b"class TestCase(object):" in train  # unittest itself belongs to the library
+    assert b"import pytest" not in train
+    assert 0.05 < len(validation) / len(train) < 0.2

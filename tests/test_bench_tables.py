@@ -1,5 +1,8 @@
 """The documents' tables are what the recorded rows give."""
 
+import math
+
+import pandas
 import pytest
 
 from bench import markdown, tables
@@ -18,16 +21,14 @@ def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, 
     assert changed != shown
     readme.write_text(changed, encoding="utf-8")
     monkeypatch.setattr(tables, "DOCUMENTS", (readme,))
-    monkeypatch.setattr(tables, "PLOT", tmp_path / "plot.png")
-    for module in (tables.comparisons, tables.sensitivity):
-        monkeypatch.setattr(module, "draw", lambda folder: None)
+    drawn = []
+    monkeypatch.setattr(tables, "draw", lambda: drawn.append(True))
     assert tables.main(["--check"]) == 1
     printed = capsys.readouterr().out
     assert "-| Pro-KLShampoo" in printed and "+| Pro-KLShampoo" in printed
     assert readme.read_text(encoding="utf-8") == changed
-    assert tables.main([]) == 0
-    assert "| 1.5040" in readme.read_text(encoding="utf-8")
-    assert (tmp_path / "plot.png").exists()
+    assert not drawn and tables.main([]) == 0 and drawn
+    assert " 1.5040" in readme.read_text(encoding="utf-8")
 
 
 def test_a_table_that_there_is_not_is_an_error():
@@ -36,7 +37,12 @@ def test_a_table_that_there_is_not_is_an_error():
 
 
 def test_columns_are_aligned_and_figures_to_the_right():
-    assert markdown.markdown(["name", "ms"], "lr", [["a", "1.25"], ["longer", "10.00"]]) == (
-        "| name   |    ms |\n| ------ | ----: |\n| a      |  1.25 |\n| longer | 10.00 |\n"
+    frame = pandas.DataFrame({"name": ["a", "longer"], "ms": ["1.25", "10.00"]})
+    assert markdown.table(frame, 1) == (
+        "| name   |    ms |\n|:-------|------:|\n| a      |  1.25 |\n| longer | 10.00 |\n"
     )
-    assert [markdown.figure(value, 1) for value in ("1.25", "", "nan")] == ["1.2", "-", "-"]
+
+
+def test_what_there_is_not_is_a_dash_and_one_seed_has_no_error():
+    assert [markdown.figure(value, 1) for value in (1.25, None, math.nan, pandas.NA)] == ["1.2", "-", "-", "-"]
+    assert [markdown.with_error(2.0, error, 2, "+") for error in (math.nan, 0.125)] == ["+2.00", "+2.00 ± 0.12"]

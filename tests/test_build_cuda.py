@@ -243,7 +243,7 @@ def test_a_failing_compiler_is_an_error_that_tells_how_to_install_without(tree, 
 def clone(tmp_path_factory):
     """A clean copy of the tree that finds no nvcc but the one it is told."""
     source = clean_copy(tmp_path_factory.mktemp("build") / "clone")
-    finder = source / "prokl" / "toolkit.py"
+    finder = source / "prokl" / "backends" / "toolkit.py"
     assert toolkit.USUAL_NVCC in finder.read_text()
     finder.write_text(finder.read_text().replace(toolkit.USUAL_NVCC, str(source / "absent")))
     return source

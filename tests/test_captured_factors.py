@@ -1,4 +1,4 @@
-"""Every form of the batched QR on what training gave them (``python -m bench.capture_factors``), within the bounds.
+"""Every form of the batched QR on what training gave them (``python -m tests.capture_factors``), within the bounds.
 
 Conditions of what is factored, by step after the initialising one:
 
@@ -18,20 +18,19 @@ float32: rounded to that, L and S are symmetric and Q_L orthogonal to no more th
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import prokl.qr
-from bench import capture_factors
-from bench.training import corpus
-from bench.training.cli import parse
+from bench import pretrain
+from bench.training.sources import open_source
+from prokl.backends.qr import householder_qr
+from tests import capture_factors
+from tests.capture_factors import DATA, INPUTS
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS
 
-DATA = Path(__file__).parent / "data" / "captured_factors.npz"
 OPERATIONS = {"tracking_qr": "tracking", "refresh_basis": "refresh", "refresh_coordinates": "coordinates"}
 CAPTURED = [(weight, name, step) for (weight, name), steps in capture_factors.PLAN.items() for step in steps]
 CASES = [(*case, form) for case in CAPTURED for form in FORMS[OPERATIONS[case[1]]]]
@@ -46,7 +45,7 @@ def arrays():
 
 def inputs_of(arrays, weight, name, step):
     """(1,n,k) each."""
-    return tuple(torch.from_numpy(arrays[f"{step} {weight} {x}"])[None] for x in capture_factors.ENTRIES[name].inputs)
+    return tuple(torch.from_numpy(arrays[f"{step} {weight} {x}"])[None] for x in INPUTS[name])
 
 
 @pytest.mark.parametrize("weight, name, step, form", CASES)
@@ -76,16 +75,16 @@ def test_the_inputs_belong_together(weight, name, step, arrays):
 def test_the_file_is_what_the_script_would_write_but_for_rounding(arrays):
     about = json.loads(str(arrays["about"]))
     assert {"prokl", "torch", "python", "corpus_sha256", "commit", "seed", "steps", "rank"} <= about.keys()
-    wanted = {f"{step} {weight} {x}" for weight, name, step in CAPTURED for x in capture_factors.ENTRIES[name].inputs}
+    wanted = {f"{step} {weight} {x}" for weight, name, step in CAPTURED for x in INPUTS[name]}
     assert arrays.keys() == wanted | {"about"}
     assert {arrays[key].dtype for key in wanted} == {np.dtype("float32")}
 
 
 def test_what_is_captured_at_one_step_leads_to_the_next(tmp_path):
     (tmp_path / "text.txt").write_text("one two three four five six seven " * 40)
-    size = "--layers 1 --width 16 --heads 2 --context 16 --batch 2 --rank 4 --threads 1"
-    settings = parse(["--optimizers", "pro-klshampoo", "--eval-windows", "1", *size.split()]).settings
-    text = corpus.load(tmp_path / "text.txt", settings.context)
+    size = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "rank": 4, "threads": 1}
+    settings = pretrain.Options(optimizers=("pro-klshampoo",), eval_windows=1, **size).settings(curve=False)
+    text = open_source(tmp_path / "text.txt", settings.context)
     weight, other = "blocks.0.k_proj.weight", "blocks.0.up_proj.weight"
     plan = {
         (weight, "tracking_qr"): (1, 2),
@@ -97,13 +96,13 @@ def test_what_is_captured_at_one_step_leads_to_the_next(tmp_path):
     assert [t.shape[1:] for key, t in found.items() if other in key and key.startswith(("2 ", "10 "))] == [
         (64, 4), (4, 4), (64, 4), (16, 16), (16, 16), (4, 4), (4, 4),
     ]  # fmt: skip
-    Q = prokl.qr.householder_qr(found[f"1 {weight} V"])
+    Q = householder_qr(found[f"1 {weight} V"])
     # The same QR of the same matrix, in a batch then and alone now.
     assert (Q - found[f"2 {weight} U"]).abs().max() <= 1e-5
-    Q = prokl.qr.householder_qr(found[f"10 {other} L"] @ found[f"10 {other} Q_L"])
+    Q = householder_qr(found[f"10 {other} L"] @ found[f"10 {other} Q_L"])
     assert (Q - found[f"20 {other} Q_L"]).abs().max() <= 1e-5
 
 
 def test_a_weight_that_the_step_did_not_factor_is_an_error():
     with pytest.raises(LookupError, match="no tracking_qr"):
-        capture_factors.Calls().inputs_of("tracking_qr", torch.eye(2))
+        capture_factors.inputs_of([], "tracking_qr", torch.eye(2))

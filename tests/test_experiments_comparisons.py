@@ -1,9 +1,9 @@
-"""Which models and contenders each comparison has, what the paper claims of them, and what they need."""
+"""Which models and methods each comparison has, what the paper claims of them, and what they need."""
 
 import pytest
 
 from bench import presets
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.experiments.comparisons import COMPARISONS
 from bench.experiments.scales import SCALES
 
@@ -13,7 +13,7 @@ def test_a_model_of_the_paper_asks_for_its_data():
         SCALES["paper"][0].open(None)
 
 
-def test_every_claim_is_about_contenders_of_its_table():
+def test_every_claim_is_about_methods_of_its_table():
     for comparison in COMPARISONS.values():
         for scale in (scale for scales in SCALES.values() for scale in scales):
             kinds = comparison.kinds(scale, 0.1)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.experiments.protocol import ABLATIONS, PRO, Kind, kind, tuned
 from bench.experiments.scales import SCALES
+from bench.optimizers import Hyper
 from bench.presets import RANGES, preset
-from bench.training.settings import Hyper
 
 TINY = {scale.name: scale for scale in SCALES["tiny"]}
 PAPER = {scale.name: scale for scale in SCALES["paper"]}

@@ -4,77 +4,90 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
+from pandas import DataFrame
 
 from bench.experiments import results, tables
 from bench.experiments.protocol import Kind, Tuning
 from bench.experiments.search import Search
 from bench.experiments.units import Result
-from bench.markdown import read_rows
+from bench.optimizers import Hyper
 from bench.presets import Range
 from bench.training.run import Record
-from bench.training.settings import Hyper
 from tests.experiments import MICRO
 
 LOWER, HIGHER = Kind("pro-klshampoo", 8, "auto"), Kind("kl-shampoo", None, "auto")
 
 
-class _Study:
+class Study:
     scale, seeds = MICRO, (0, 1, 2)
 
     def plan(self, curve):
         return {"steps": self.scale.steps}
 
+    def peak_bytes(self, hyper, found):
+        return 0
 
-def _results(losses):
-    return [Result(Record(losses=[1.0], validation=[(0, 9.0), (1, loss)]), 0, {}, "") for loss in losses]
+
+def of(*losses, **more):
+    return [Result(Record([1.0], [0.5], [0.25], [(0, 9.0), (1, loss)], **more), 0, {}, "") for loss in losses]
 
 
-def _ordering(lower, higher):
-    found = {LOWER: _results(lower), HIGHER: _results(higher)}
-    (row,) = results.ordering_rows(_Study, "auto", [(LOWER, HIGHER)], found)
+def ordering(lower, higher):
+    found = {LOWER: of(*lower), HIGHER: of(*higher)}
+    (row,) = results.ordering_rows(Study(), "auto", [(LOWER, HIGHER)], found)
     return row
 
 
 def test_a_difference_is_paired_by_seed_and_decided_beyond_students_quantile():
     # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.1 / sqrt(3), 3.46 times; of three seeds 4.30 are needed.
-    row = _ordering([1.0, 2.0, 3.0], [1.1, 2.2, 3.3])
+    row = ordering([1.0, 2.0, 3.0], [1.1, 2.2, 3.3])
     assert row["difference"] == pytest.approx(0.2) and row["difference_se"] == pytest.approx(0.1 / math.sqrt(3))
     assert (row["verdict"], row["confidence"]) == ("undecided", 0.95)
     # 0.2, 0.3, 0.4: 5.2 times.
-    assert _ordering([1.0, 2.0, 3.0], [1.2, 2.3, 3.4])["verdict"] == "agrees"
-    assert _ordering([1.2, 2.3, 3.4], [1.0, 2.0, 3.0])["verdict"] == "contradicts"
+    assert ordering([1.0, 2.0, 3.0], [1.2, 2.3, 3.4])["verdict"] == "agrees"
+    assert ordering([1.2, 2.3, 3.4], [1.0, 2.0, 3.0])["verdict"] == "contradicts"
 
 
-def test_the_quantiles_leave_a_twentieth_of_students_t_outside():
-    for n, quantile in enumerate(results.T_QUANTILES, 1):
-        x = torch.linspace(0, quantile, 100_001, dtype=torch.float64)
-        constant = math.gamma((n + 1) / 2) / (math.sqrt(n * math.pi) * math.gamma(n / 2))
-        inside = 2 * torch.trapezoid(constant * (1 + x**2 / n) ** (-(n + 1) / 2), x).item()
-        # The table's three decimals: half of the last one times the density there.
-        assert inside == pytest.approx(results.CONFIDENCE, abs=5e-5)
+@pytest.mark.parametrize(("factor", "decided"), [(0.999, False), (1.001, True)])
+def test_the_quantile_is_that_of_five_degrees_of_freedom_for_six_seeds(factor, decided):
+    # 2.571 in the printed tables; deviations with mean 0 and standard error 1.
+    spread = [x * math.sqrt(5) for x in (-1.0, 1.0, -1.0, 1.0, -1.0, 1.0)]
+    assert results.paired([2.5706 * factor + x for x in spread], [0.0] * 6)[2] is decided
 
 
-def test_one_that_diverged_decides_nothing():
-    row = _ordering([1.0, math.nan, 3.0], [1.1, 2.2, 3.3])
+def test_one_seed_or_one_that_diverged_decides_nothing():
+    row = ordering([1.0, math.nan, 3.0], [1.1, 2.2, 3.3])
     assert math.isnan(row["difference"]) and row["verdict"] == "undecided"
+    assert results.paired([2.0], [1.0])[2] is False
+
+
+def test_seconds_to_a_loss_are_interpolated():
+    record = Record([0.0] * 4, [1.0] * 4, [0.5] * 4, [(0, 5.0), (2, 3.0), (4, 2.0)])
+    assert [results.seconds_to(record, loss) for loss in (3.0, 2.5, 5.0, 6.0)] == [3.0, 4.5, 0.0, 0.0]
+    assert math.isnan(results.seconds_to(record, 1.9)) and math.isnan(results.seconds_to(record, math.nan))
+
+
+def test_rows_have_means_and_errors_over_seeds_and_times_without_the_first_step():
+    record = Record([1.0] * 3, [9.0, 1.0, 2.0], [8.0, 3.0, 5.0], [(0, 9.0), (3, 2.0)], state_bytes=5_000_000)
+    found = {HIGHER: [Result(record, 0, {"cpu": "x"}, "")] * 3, LOWER: of(1.0, 2.0, 4.5)}
+    selected = {kind: Hyper(kind.method, 0.1, rank=kind.rank) for kind in found}
+    kl, pro = results.rows_of(Study(), list(found), "auto", selected, found, timed=True)
+    assert (kl["model_ms"], kl["optimizer_ms"], kl["training_seconds"]) == (1500.0, 4000.0, 28.0)
+    assert (kl["first_optimizer_step_ms"], kl["state_mb"], kl["cpu"], kl["lr"]) == (8000.0, 5.0, "x", 0.1)
+    assert pro["validation_loss"] == 2.5 and pro["validation_loss_se"] == pytest.approx(1.0408, abs=1e-4)
+    # One of its seeds did not reach KL-Shampoo's loss, so there is no mean.
+    assert math.isnan(pro["seconds_to_kl_shampoo_loss"]) and math.isnan(pro["optimizer_ms"])
+    untimed = results.rows_of(Study(), [HIGHER], "auto", selected, found, timed=False)[0]
+    assert not {"model_ms", "seconds_to_kl_shampoo_loss"} & untimed.keys()
 
 
 def test_curves_have_the_mean_training_loss_since_the_evaluation_before():
-    record = Record(
-        losses=[5.0, 3.0, 2.0, 1.0],
-        model_seconds=[1.0] * 4,
-        optimizer_seconds=[0.5] * 4,
-        validation=[(0, 6.0), (2, 4.0), (4, 2.5)],
-    )
-    found = {LOWER: [Result(record, 0, {}, "")] * 3}
-    rows = results.curve_rows(_Study, found, timed=True)
+    record = Record([5.0, 3.0, 2.0, 1.0], [1.0] * 4, [0.5] * 4, [(0, 6.0), (2, 4.0), (4, 2.5)])
+    rows = results.curve_rows(Study(), {LOWER: [Result(record, 0, {}, "")] * 3}, timed=True)
     assert [(r["step"], r["validation_loss"], r["train_loss"], r["seconds"]) for r in rows[:3]] == [
         (0, 6.0, None, 0.0), (2, 4.0, 4.0, 3.0), (4, 2.5, 1.5, 6.0),
     ]  # fmt: skip
     assert [r["seed"] for r in rows] == [0] * 3 + [1] * 3 + [2] * 3
-    untimed = results.curve_rows(_Study, found, timed=False)
-    assert untimed == [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
 def test_a_row_names_every_commit_and_day_that_its_units_are_of():
@@ -96,86 +109,62 @@ def test_a_row_names_every_commit_and_day_that_its_units_are_of():
 def test_the_sweep_says_what_lies_outside_the_papers_range(changes, said):
     hyper = replace(Hyper("pro-klshampoo", 0.02, 1e-3, 0.03, 0.0, 8, 0.01, "auto"), **changes)
     search = Search(hyper, Range((hyper.lr,), (hyper.weight_decay,), (hyper.alpha_kl,)), {hyper: 1.0})
-    study = _Study()
+    study = Study()
     study.swept = {hyper: Result(Record(), 0, {"commit": "abc"}, "")}
     (row,) = results.sweep_rows(study, Tuning({LOWER: hyper}, {LOWER: search}))
-    assert row["in_paper_range"] == said
-    assert (row["commit"], row["steps"]) == ("abc", MICRO.steps)
+    assert (row["in_paper_range"], row["commit"], row["steps"]) == (said, "abc", MICRO.steps)
 
 
-def test_files_have_no_nan_and_are_written_whole(tmp_path):
-    path = tmp_path / "new" / "rows.csv"
-    results.write(path, [{"a": math.nan, "b": None, "c": 1 / 3, "d": 7}, {"a": 1.0, "e": "x"}])
-    assert path.read_text() == "a,b,c,d,e\n,,0.3333333,7,\n1,,,,x\n"
-    assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
+def row(**changes):
+    common = {"model": "m", "start": "auto", "optimizer": "pro-klshampoo", "rank": 8, "lr": 0.02, "alpha_kl": 0.01}
+    common |= {"validation_loss": 1.23456, "validation_loss_se": 0.00123, "diverged_at": "", "state_mb": 1.5}
+    return common | {"model_ms": 10.04, "optimizer_ms": 2.06, "peak_gib": math.nan} | changes
 
 
-def _main_row(**changes):
-    row = {"model": "m", "start": "auto", "optimizer": "pro-klshampoo", "rank": "8", "lr": "0.02", "alpha_kl": "0.01"}
-    row |= {"validation_loss": "1.23456", "validation_loss_se": "0.00123", "diverged_at": "", "state_mb": "1.5"}
-    row |= {"model_ms": "10.04", "optimizer_ms": "2.06", "peak_gib": "", "seconds_to_kl_shampoo_loss": ""}
-    row["seconds_to_muon_loss"] = ""
-    return row | changes
+def cells(table):
+    """Of the head and the body."""
+    head, _, *body = table.splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *body)]
 
 
 def test_the_main_table_shows_what_there_is_and_no_column_without_a_figure():
-    lines = tables.main_table([_main_row(), _main_row(optimizer="adamw", rank="", alpha_kl="")]).splitlines()
-    assert not any(name in lines[0] for name in ("GPU peak GiB", "s to KL-Shampoo's loss", "s to Muon's loss"))
-    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
-    assert cells == ["m", "auto", "Pro-KLShampoo, r = 8", "0.02", "0.01", "1.2346 ± 0.0012", "10.0", "2.1", "1.50"]
-    assert "| AdamW" in lines[3]
-    times = {"seconds_to_kl_shampoo_loss": "33.33", "seconds_to_muon_loss": "44.44"}
-    timed = tables.main_table([_main_row(peak_gib="2.5", **times)]).splitlines()
-    assert [cell.strip() for cell in timed[0].strip("|").split("|")][-3:] == [
-        "GPU peak GiB",
-        "s to KL-Shampoo's loss",
-        "s to Muon's loss",
-    ]
-    assert [cell.strip() for cell in timed[2].strip("|").split("|")][-3:] == ["2.50", "33.3", "44.4"]
-    assert "diverged at step 7" in tables.main_table([_main_row(diverged_at="7", validation_loss="")])
+    adamw = row(optimizer="adamw", rank=None, alpha_kl=math.nan, diverged_at="7")
+    head, pro, other = cells(tables.main_table(DataFrame([row(), adamw]).astype({"rank": "Int64"})))
+    assert head[-3:] == ["model ms/step", "optimizer ms/step", "state MB"]
+    assert pro == ["m", "auto", "Pro-KLShampoo, r = 8", "0.02", "0.01", "1.2346 ± 0.0012", "10.0", "2.1", "1.50"]
+    assert other[2:6] == ["AdamW", "0.02", "-", "diverged at step 7"]
+    timed = row(peak_gib=2.5, seconds_to_kl_shampoo_loss=33.33, seconds_to_muon_loss=44.44)
+    head, body = cells(tables.main_table(DataFrame([timed])))
+    assert head[-3:] == ["GPU peak GiB", "s to KL-Shampoo's loss", "s to Muon's loss"]
+    assert body[-3:] == ["2.50", "33.3", "44.4"]
 
 
-def test_the_ablation_table_has_a_line_per_model_and_start():
-    rows = [_main_row(optimizer=m, start=s) for s in ("auto", "0.1") for m in ("subspace-only", "pro-klshampoo")]
-    lines = tables.ablation_table(rows).splitlines()
-    assert len(lines) == 4
-    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
-        "model",
-        "start",
-        "subspace only",
-        "Pro-KLShampoo",
+def test_the_ablation_table_has_a_line_per_model_and_start_in_their_order():
+    methods = [("0.1", "pro-klshampoo", 2.0), ("auto", "subspace-only", 3.0), ("auto", "pro-klshampoo", 1.0)]
+    rows = [row(start=s, optimizer=m, validation_loss=x, validation_loss_se=math.nan) for s, m, x in methods]
+    assert cells(tables.ablation_table(DataFrame(rows))) == [
+        ["model", "start", "Pro-KLShampoo", "subspace only"],
+        ["m", "0.1", "2.0000", "-"],
+        ["m", "auto", "1.0000", "3.0000"],
     ]
 
 
 def test_the_sweep_table_says_what_was_tried_selected_and_still_open():
-    common = {"model": "m", "start": "auto", "optimizer": "pro-klshampoo", "rank": "8"}
-    rows = [
-        common | {"lr": "0.01", "alpha_kl": "0.1", "selected": ""},
-        common | {"lr": "0.02", "alpha_kl": "0.1", "selected": "at the edge of alpha_kl"},
-        common | {"lr": "0.02", "alpha_kl": "0.05", "selected": ""},
-    ]
-    cells = [cell.strip() for cell in tables.sweep_table(rows).splitlines()[2].strip("|").split("|")]
-    assert cells[2:] == ["Pro-KLShampoo, r = 8", "0.01, 0.02", "0.02", "0.05, 0.1", "0.1 (edge)"]
+    tried = [(0.01, 0.1, ""), (0.02, 0.1, "at the edge of alpha_kl"), (0.02, 0.05, "")]
+    rows = [row(lr=lr, alpha_kl=alpha, selected=selected) for lr, alpha, selected in tried]
+    _, body = cells(tables.sweep_table(DataFrame(rows)))
+    assert body[2:] == ["Pro-KLShampoo, r = 8", "0.01, 0.02", "0.02", "0.05, 0.1", "0.1 (edge)"]
 
 
 def test_the_orderings_table_says_at_what_level_it_decides():
-    row = {"model": "m", "start": "auto", "lower": "a", "higher": "b", "verdict": "agrees", "confidence": "0.95"}
-    row |= {"difference": "0.2", "difference_se": "0.01"}
-    lines = tables.orderings_table([row]).splitlines()
-    assert lines[0].rstrip(" |").endswith("here, at 95%") and "0.2000 ± 0.0100" in lines[2]
-
-
-def test_rows_of_a_command_replace_those_of_its_models_and_keep_others(tmp_path):
-    path = tmp_path / "main.csv"
-    results.merge(path, [{"model": "a", "loss": 1.0}, {"model": "b", "loss": 2.0}, {"model": "a", "loss": 3.0}])
-    results.merge(path, [{"model": "a", "loss": 4.0, "peak": 5.0}, {"model": "c", "loss": 6.0}])
-    rows = [(row["model"], row["loss"], row["peak"]) for row in read_rows(path)]
-    assert rows == [("a", "4", "5"), ("b", "2", ""), ("c", "6", "")]
+    found = ordering([1.0, 2.0, 3.0], [1.2, 2.3, 3.4])
+    head, body = cells(tables.orderings_table(DataFrame([found])))
+    assert head[-1] == "here, at 95%" and body[-2:] == ["0.3000 ± 0.0577", "agrees"]
 
 
 def test_the_table_of_cosmos_has_memory_of_the_gpu_where_it_was_measured():
-    row = {"model": "m", "start": "auto", "rank": "8", "validation_loss": "2.0", "validation_loss_se": "0.1"}
-    row |= {"diverged_at": "", "state_mb": "3.0", "peak_gib": ""}
-    rows = [row | {"optimizer": method} for method in ("cosmos", "pro-klshampoo")]
-    assert "GPU peak" not in tables.cosmos_table(rows) and "COSMOS state MB" in tables.cosmos_table(rows)
-    assert "Pro GPU peak GiB" in tables.cosmos_table([r | {"peak_gib": "1.5"} for r in rows])
+    rows = [row(optimizer=method, validation_loss=loss) for method, loss in (("cosmos", 2.0), ("pro-klshampoo", 1.5))]
+    head, body = cells(tables.cosmos_table(DataFrame(rows)))
+    assert body[5] == "-0.5000" and head[-1] == "Pro state MB"
+    head, _ = cells(tables.cosmos_table(DataFrame(rows).assign(peak_gib=1.5)))
+    assert head[-2:] == ["COSMOS GPU peak GiB", "Pro GPU peak GiB"]

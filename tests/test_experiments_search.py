@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.experiments.search import WIDEST, Search, beside, search_all
+from bench.optimizers import Hyper
 from bench.presets import Range
-from bench.training.settings import Hyper
 
 BASE = Hyper("pro-klshampoo", 0.0, 1e-3)
 

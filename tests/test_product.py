@@ -311,9 +311,9 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(B, m, k\) with m, k >= 1"),
+        ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1"),
         ({"A": torch.ones(5, 6)}, r"A has shape \(5, 6\)"),
-        ({"B": torch.ones(3, 6, 0)}, r"B has shape \(3, 6, 0\); must be \(B, k, n\) with n >= 1"),
+        ({"B": torch.ones(3, 6, 0)}, r"B has shape \(3, 6, 0\); must be \(batch, k, n\) with n >= 1"),
         ({"B": torch.ones(3, 5, 7)}, r"B has shape \(3, 5, 7\); must be \(3, 6, "),
         ({"C": torch.ones(3, 1, 7)}, r"C has shape \(3, 1, 7\); must be \(3, 5, 7\)"),
         ({"alpha": torch.ones(1)}, r"alpha has shape \(1,\); must be \(3,\)"),

@@ -1,4 +1,4 @@
-"""What the README shows is run."""
+"""What the documents show is run."""
 
 import re
 from pathlib import Path
@@ -12,6 +12,7 @@ import prokl
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_the_usage_diff_trains_a_model():
@@ -34,7 +35,7 @@ def test_the_usage_diff_trains_a_model():
 
 
 def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extension_on_cpu):
-    (block,) = re.findall(r"```python\n(from prokl import cuda_qr.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```python\n(from prokl import cuda_qr.*?)```", GPU, re.DOTALL)
     A = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0))
     A[1] = 0
     scope = {"A": A}

@@ -327,12 +327,12 @@ def test_a_wrong_tensor_raises_with_its_name(name):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda A, S: symmetric_product(A[..., :0]), r"A has shape \(3, 5, 0\); must be \(B, m, k\) with m, k >= 1"),
+        (lambda A, S: symmetric_product(A[..., :0]), r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
         (lambda A, S: symmetric_product(A, C=A), r"C has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
         (lambda A, S: symmetric_product(A, precision="high"), r"Invalid precision='high'"),
         (lambda A, S: symmetric_product(A, out_dtype=torch.int32), r"Invalid out_dtype=torch.int32"),
         (lambda A, S: symmetric_product(A, alpha=S[0, 0]), r"alpha has shape \(5,\); must be \(3,\)"),
-        (lambda A, S: symmetric_polynomial(A, S), r"A has shape \(3, 5, 6\); must be \(B, m, m\) with m >= 1"),
+        (lambda A, S: symmetric_polynomial(A, S), r"A has shape \(3, 5, 6\); must be \(batch, m, m\) with m >= 1"),
         (lambda A, S: symmetric_polynomial(S, A), r"B has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
         (lambda A, S: symmetric_polynomial(S, S, precision="high"), r"Invalid precision='high'"),
         (lambda A, S: symmetric_product(A, tile=Tile(64, 32, 32, 4, 2)), r"Invalid tile=Tile\(m=64, n=32"),

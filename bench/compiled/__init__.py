@@ -1,1 +1,1 @@
-"""What the compilers made of the kernels: launches and their listings."""
+"""What the compilers make of the kernels, Triton's and csrc's."""

@@ -1,6 +1,6 @@
-"""What launchers launch, recorded without a GPU: kernels, their arguments, and what the JIT specialises them on."""
+"""Records what launchers launch, without a GPU: kernels, their arguments, and what the JIT specialises them on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import launch as launching
 
 
@@ -48,19 +49,14 @@ class Launch:
         return dict(zip(self.names, self.arguments, strict=False)) | dict(self.constants)
 
 
-class Shapes:
-    """Draws tensors that hold nothing."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    def table(self, matrices: Sequence[Tensor]) -> Tensor:
-        return torch.empty((3, len(matrices)), dtype=torch.int64, device="cuda")
+def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Draw a tensor that holds nothing; see :mod:`bench.micro.case`."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects launches in place of running them; tensors made inside have no memory."""
+    """Collect launches in place of running them; tensors made inside have no memory, and so no address."""
     launches: list[Launch] = []
 
     def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
@@ -71,7 +67,8 @@ def recording() -> Iterator[list[Launch]]:
         name = kernel.__name__
         launches.append(Launch(kernel.__module__, name, seen, tuple(constants.items()), tuple(kernel.arg_names)))
 
-    with FakeTensorMode(), patch.object(launching, "start", start):
+    nowhere = patch.object(TritonIO, "locate", lambda self, h: None)
+    with FakeTensorMode(), patch.object(launching, "start", start), nowhere:
         yield launches
 
 
@@ -80,7 +77,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def describe(launch: Launch) -> str:
-    """All that the launch is specialised on, in words: tile, dtypes, flags, and strides other than the usual.
+    """Return all that the launch is specialised on as text: tile, dtypes, flags, and strides other than the usual.
 
     The dtype of a tensor that is not there is that of its stand-in.
     """
@@ -104,7 +101,7 @@ def describe(launch: Launch) -> str:
 
 
 def _unusual(launch: Launch) -> list[str]:
-    """Sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
+    """List sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
     words: list[str] = []
     strides: dict[str, list[str]] = {}
     for name, value in zip(launch.names, launch.arguments, strict=False):

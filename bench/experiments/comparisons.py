@@ -1,15 +1,17 @@
-"""The experiments that compare contenders: which, under which start, what the paper found of them, and the files."""
+"""The experiments that compare optimizers: which, under which start, what the paper found of them, and the files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.errors import UsageError
+from pandas import DataFrame
+
+from bench.command import UsageError
 from bench.experiments import figures, results, tables
 from bench.experiments.protocol import PRO, Kind, check, kind
 from bench.experiments.scales import SCALES, Scale
 from bench.experiments.study import Study
-from bench.markdown import read_rows
+from bench.rows import frame, upsert
 
 Claims = list[tuple[Kind, Kind]]
 
@@ -20,20 +22,20 @@ class Comparison:
 
     Attributes:
         name: of the command, and how its files begin.
-        kinds: the contenders by scale and start; none for a model on which the paper has no such comparison.
+        kinds: what is trained, by scale and start; none for a model on which the paper has no such comparison.
         claims: pairs that the paper found in this order, the lower loss first.
         table: Markdown from rows.
-        timed: whether it compares times, so that all contenders have to train side by side.
+        timed: whether it compares times, so that all have to train side by side.
     """
 
     name: str
     kinds: Callable[[Scale, str | float], list[Kind]]
     claims: Callable[[Scale, str | float], Claims]
-    table: Callable[[Sequence[tables.Row]], str]
+    table: Callable[[DataFrame], str]
     timed: bool = False
 
     def possible(self, scales: Sequence[Scale], starts: Sequence[str | float], search: bool) -> tuple[Scale, ...]:
-        """The models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.
+        """Return the models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.
 
         Args:
             scales: the models that were asked for.
@@ -54,63 +56,56 @@ class Comparison:
         return having
 
     def run(self, studies: Sequence[Study], starts: Sequence[str | float], out: Path) -> str:
-        """Trains what is missing and writes the files after every model, which keep others; the tables in Markdown."""
-        rows: dict[str, list[results.Row]] = {"": [], "-sweep": [], "-orderings": [], "-curves": []}
+        """Train what is missing and write the files after every model, which keep others; the tables in Markdown."""
+        first = studies[0].runner.place.processes.first
         for study in studies:
             groups = {start: self.kinds(study.scale, start) for start in starts}
             tuning = study.tune([k for group in groups.values() for k in group])
             found = study.final({k: tuning.selected[k] for group in groups.values() for k in group}, self.timed)
-            rows["-sweep"] += results.sweep_rows(study, tuning)
-            rows["-curves"] += results.curve_rows(study, found, self.timed)
+            fresh = {"-sweep": results.sweep_rows(study, tuning)}
+            fresh["-curves"] = results.curve_rows(study, found, self.timed)
+            fresh[""], fresh["-orderings"] = [], []
             for start, group in groups.items():
-                rows[""] += results.rows_of(study, group, start, tuning, found, self.timed)
-                rows["-orderings"] += results.ordering_rows(study, start, self.claims(study.scale, start), found)
-            for part, its in rows.items():
-                if its and study.runner.place.processes.first:
-                    results.merge(out / f"{self.name}{part}.csv", its)
-        if not studies[0].runner.place.processes.first:
-            return ""
-        return self.present(out)
+                fresh[""] += results.rows_of(study, group, start, tuning.selected, found, self.timed)
+                fresh["-orderings"] += results.ordering_rows(study, start, self.claims(study.scale, start), found)
+            for part, its in fresh.items():
+                if its and first:
+                    upsert(out / f"{self.name}{part}.csv", its, ("model",))
+        return self.present(out) if first else ""
 
     def present(self, out: Path) -> str:
-        """Draws the figures from the files, and gives their tables."""
+        """Draw the figures from the files, and return their tables."""
         self.draw(out)
         sweep = self._rows(out, "-sweep")
         parts = [self.table(self._rows(out)), tables.orderings_table(self._rows(out, "-orderings"))]
-        return "\n".join([*parts, *([tables.sweep_table(sweep)] if sweep else [])])
+        return "\n".join([*parts, *([] if sweep.empty else [tables.sweep_table(sweep)])])
 
     def draw(self, folder: Path) -> None:
-        """Draws the figures from the CSV files of this folder, beside them."""
+        """Draw the figures from the CSV files of this folder, beside them."""
         figures.loss(folder / f"{self.name}-loss.png", self._rows(folder, "-curves"), self._rows(folder))
-        if sweep := self._rows(folder, "-sweep"):
+        if not (sweep := self._rows(folder, "-sweep")).empty:
             figures.sweep(folder / f"{self.name}-sweep.png", sweep)
 
-    def _rows(self, folder: Path, part: str = "") -> list[tables.Row]:
-        """Of one of the files; none where no file was written, because there was nothing to write."""
-        path = folder / f"{self.name}{part}.csv"
-        return read_rows(path) if path.exists() else []
+    def _rows(self, folder: Path, part: str = "") -> DataFrame:
+        return frame(folder / f"{self.name}{part}.csv")
 
 
 def draw(folder: Path) -> None:
-    """Draws main-*.png, ablation-*.png and cosmos-*.png again, of those whose CSV files are in this folder."""
+    """Draw main-*.png, ablation-*.png and cosmos-*.png again, of those whose CSV files are in this folder."""
     for comparison in COMPARISONS.values():
         if (folder / f"{comparison.name}.csv").exists():
             comparison.draw(folder)
 
 
 def _main_kinds(scale: Scale, start: str | float) -> list[Kind]:
-    smok_hop = [kind("smok-hop", scale.largest, start)] if scale.smok_hop else []
-    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *_pro(scale, start), *smok_hop]
-
-
-def _pro(scale: Scale, start: str | float) -> list[Kind]:
-    return [Kind(PRO, rank, start) for rank in scale.ranks]
+    ranked = [(PRO, rank) for rank in scale.ranks] + [("smok-hop", scale.largest)] * scale.smok_hop
+    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *(Kind(m, rank, start) for m, rank in ranked)]
 
 
 def _main_claims(scale: Scale, start: str | float) -> Claims:
     adamw, muon, kl, *ranked = _main_kinds(scale, start)
-    claims = [(pro, other) for pro in _pro(scale, start) for other in (kl, muon, adamw)]
-    return claims + [(kind(PRO, scale.largest, start), k) for k in ranked if k.method == "smok-hop"]
+    pro = [k for k in ranked if k.method == PRO]
+    return [(k, other) for k in pro for other in (kl, muon, adamw)] + [(pro[-1], k) for k in ranked if k not in pro]
 
 
 def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
@@ -123,17 +118,14 @@ def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
 
 
 def _ablation_claims(scale: Scale, start: str | float) -> Claims:
-    by_method = {k.method: k for k in _ablation_kinds(scale, start)}
-    pairs = [
-        ("complement-only", "subspace-only"),
-        (PRO, "complement-only"),
-        (PRO, "subspace-only"),
-        ("kl-shampoo", "complement-only"),
-        ("kl-shampoo", "subspace-only"),
-        (PRO, "smok-hop"),
-        (PRO, "kl-shampoo"),
-    ]
-    return [(by_method[a], by_method[b]) for a, b in pairs if a in by_method and b in by_method]
+    kinds = {k.method: k for k in _ablation_kinds(scale, start)}
+    lower = {
+        "complement-only": ["subspace-only"],
+        PRO: ["complement-only", "subspace-only"],
+        "kl-shampoo": ["complement-only", "subspace-only"],
+    }
+    claims = [(a, b) for a, others in lower.items() for b in others] + [(PRO, "smok-hop"), (PRO, "kl-shampoo")]
+    return [(kinds[a], kinds[b]) for a, b in claims if {a, b} <= kinds.keys()]
 
 
 def _cosmos_kinds(scale: Scale, start: str | float) -> list[Kind]:
@@ -142,9 +134,10 @@ def _cosmos_kinds(scale: Scale, start: str | float) -> list[Kind]:
 
 
 def _cosmos_claims(scale: Scale, start: str | float) -> Claims:
-    pairs = [(kind(PRO, rank, start), kind("cosmos", rank, start)) for rank in scale.ranks[-2:]]
+    kinds = _cosmos_kinds(scale, start)
+    pairs = list(zip(kinds[1::2], kinds[::2], strict=True))
     # On LLaMA 450M without weight decay the paper has COSMOS ahead.
-    return [(b, a) if scale.name == "llama-450m" else (a, b) for a, b in pairs]
+    return [(cosmos, pro) for pro, cosmos in pairs] if scale.name == "llama-450m" else pairs
 
 
 COMPARISONS = {

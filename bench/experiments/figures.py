@@ -1,14 +1,15 @@
-"""Loss curves and sweeps, drawn from the rows of the CSV files."""
+"""Loss curves and sweeps, drawn from the rows of the result files."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from pandas import DataFrame, isna
 
 from bench.drawing import plt, save, tidy
-from bench.experiments.tables import VARIED, Row
-from bench.training.contenders import CONTENDERS, with_rank
+from bench.optimizers import OPTIMIZERS, label
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 PANELS = (
@@ -16,32 +17,33 @@ PANELS = (
     ("seconds", "validation_loss", "seconds of training", "validation loss, nats per token"),
     ("step", "train_loss", "steps", "training loss since the last evaluation"),
 )
-TRACES = (
-    ("tail_variance", "variance outside the subspace", "log"),
-    ("clipped_L", "share of L's eigenvalues at their floor", "linear"),
-)
 
 
-def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
-    """Loss against steps and seconds, a line of panels per model and start; bands are one standard error over seeds.
+def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
+    """Draw loss against steps and seconds, a line of panels per model and start; bands are one standard error.
 
     Args:
         curves: of main-curves.csv and the like; where they have no seconds, there is no such panel.
-        rows: of main.csv, which say which contenders a start is compared with.
+        rows: of main.csv, which say what a start is compared with.
     """
-    groups = list(dict.fromkeys((row["model"], row["start"]) for row in rows))
-    panels = [panel for panel in PANELS if any(panel[0] in row for row in curves)]
+    panels = [panel for panel in PANELS if panel[0] in curves.columns]
+    curves = curves.dropna(subset="validation_loss")
+    several = "lr" in curves.columns  # several rates of one method
+    of = ["optimizer", "rank", *(["lr"] if several else [])]
+    groups = list(rows.groupby(["model", "start"], sort=False))
     size = (5 * len(panels), 3.8 * len(groups))
     figure, grid = plt.subplots(len(groups), len(panels), figsize=size, squeeze=False, layout="constrained")
-    for line, (model, start) in zip(grid, groups, strict=True):
-        here = [r for r in curves if r["model"] == model and r["start"] in ("", start)]
-        named = {(r["optimizer"], r["rank"]): [] for r in rows if (r["model"], r["start"]) == (model, start)}
-        for row in here:
-            if (row["optimizer"], row["rank"]) in named:
-                named[row["optimizer"], row["rank"]].append(row)
+    for line, ((model, start), compared) in zip(grid, groups, strict=True):
+        here = curves[(curves["model"] == model) & curves["start"].isin(["", start])]
+        trained = dict(list(here.groupby(of, sort=False, dropna=False)))
         for axes, (x, y, x_label, y_label) in zip(line, panels, strict=True):
-            for (method, rank), found in named.items():
-                _curve(axes, found, x, y, **_style(method, rank, list(named)))
+            for key, found in trained.items():
+                method, rank, *lr = key
+                if ((compared["optimizer"] == method) & (compared["rank"].isna() | (compared["rank"] == rank))).any():
+                    style = _style(method, rank, compared)
+                    if lr and not isna(lr[0]):
+                        style |= {"label": f"{style['label']}, lr {lr[0]:g}", "color": None}
+                    _curve(axes, found, x, y, **style)
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
             _fit(axes)
             tidy(axes)
@@ -49,120 +51,56 @@ def loss(path: Path, curves: Sequence[Row], rows: Sequence[Row]) -> None:
     save(figure, path)
 
 
-def _curve(axes: Axes, rows: Sequence[Row], x: str, y: str, **style: object) -> None:
-    """Mean over the seeds at every evaluation that all of them have."""
-    by_step: dict[int, list[Row]] = {}
-    for row in rows:
-        if row[y] != "":
-            by_step.setdefault(int(row["step"]), []).append(row)
-    seeds = max(map(len, by_step.values()), default=0)
-    points = [found for _, found in sorted(by_step.items()) if len(found) == seeds]
-    if not points:
+def _curve(axes: Axes, rows: DataFrame, x: str, y: str, **style: Any) -> None:
+    """Draw the mean over the seeds at every evaluation that all of them have."""
+    at = rows.dropna(subset=y).groupby("step")
+    points = at.agg(x=(x, "mean"), mean=(y, "mean"), error=(y, "sem"), seeds=(y, "size"))
+    points = points[points["seeds"] == points["seeds"].max()].fillna({"error": 0.0})
+    if points.empty:
         return
-    losses = np.array([[float(row[y]) for row in found] for found in points])
-    where = [np.mean([float(row[x]) for row in found]) for found in points]
-    mean, error = losses.mean(axis=1), losses.std(axis=1, ddof=1) / np.sqrt(seeds) if seeds > 1 else 0.0
+    where, mean, error = (points[name].to_numpy(float) for name in ("x", "mean", "error"))
     (drawn,) = axes.plot(where, mean, **style)
     axes.fill_between(where, mean - error, mean + error, color=drawn.get_color(), alpha=0.2, lw=0)
 
 
-def _style(method: str, rank: str, among: Sequence[tuple[str, str]]) -> dict[str, object]:
-    ranks = sorted({int(r) for m, r in among if m == method and r})
-    width = WIDTHS[ranks.index(int(rank)) - len(ranks)] if rank else 1.6
-    return {"color": CONTENDERS[method].colour, "lw": width, "label": with_rank(method, rank)}
+def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
+    ranks = sorted(among[among["optimizer"] == method]["rank"].dropna().unique())
+    width = 1.6 if isna(rank) else WIDTHS[ranks.index(rank) - len(ranks)]
+    name = label(str(method), None if isna(rank) else rank)
+    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name}
 
 
 def _fit(axes: Axes) -> None:
-    """Leaves the steep first descent out, which would squeeze the differences that the figure is for."""
+    """Leave the steep first descent out, which would squeeze the differences that the figure is for."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
     lines = [values for values in lines if len(values)]
     if lines:
         low, high = min(v.min() for v in lines), max(v[len(v) // 4 :].max() for v in lines)
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        room = 0.05 * (high - low) or 1.0
+        axes.set_ylim(low - room, high + room)
 
 
-def sweep(path: Path, rows: Sequence[Row]) -> None:
-    """Final loss against learning rate for every search; a circle marks what was selected."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    size = (6.5 * len(models), 4.5)
-    figure, (line,) = plt.subplots(1, len(models), figsize=size, squeeze=False, layout="constrained")
-    for axes, model in zip(line, models, strict=True):
-        here = [row for row in rows if row["model"] == model]
-        searches: dict[tuple[str, str, str, str], list[Row]] = {}
-        for row in here:
-            searches.setdefault((row["optimizer"], row["rank"], row["start"], row["alpha_kl"]), []).append(row)
-        for (method, rank, start, _), found in searches.items():
-            points = sorted((float(r["lr"]), float(r["validation_loss"])) for r in found if r["validation_loss"])
-            style = _style(method, rank, [(m, r) for m, r, _, _ in searches])
-            chosen = [r for r in found if r["selected"]]
-            style["label"] = f"{style['label']}{f', start {start}' if start else ''}" if chosen else None
-            dashes = "--" if start not in ("", "auto") else "-"
-            axes.plot(*zip(*points, strict=True), ls=dashes, marker=".", ms=3, alpha=1 if chosen else 0.35, **style)
-            for row in chosen:
-                axes.plot(float(row["lr"]), float(row["validation_loss"]), "o", mfc="none", color=style["color"])
-        losses = sorted(float(row["validation_loss"]) for row in here if row["validation_loss"])
-        worst = max(float(row["validation_loss"]) for row in here if row["selected"])
+def sweep(path: Path, rows: DataFrame) -> None:
+    """Draw final loss against learning rate for every search; a circle marks what was selected."""
+    models = list(rows.groupby("model", sort=False))
+    figure, (line,) = plt.subplots(
+        1, len(models), figsize=(6.5 * len(models), 4.5), squeeze=False, layout="constrained"
+    )
+    for axes, (model, here) in zip(line, models, strict=True):
+        searches = here.groupby(["optimizer", "rank", "start", "alpha_kl"], sort=False, dropna=False)
+        for (method, rank, start, _), found in searches:
+            style, chosen = _style(method, rank, here), found[found["selected"] != ""]
+            style["label"] = None if chosen.empty else style["label"] + (f", start {start}" if start else "")
+            points = found.dropna(subset="validation_loss").sort_values("lr")
+            drawn = {"ls": "-" if start in ("", "auto") else "--", "alpha": 0.35 if chosen.empty else 1.0}
+            axes.plot(points["lr"], points["validation_loss"], marker=".", ms=3, **drawn, **style)
+            axes.plot(chosen["lr"], chosen["validation_loss"], "o", mfc="none", color=style["color"])
+        worst = here[here["selected"] != ""]["validation_loss"].max()
         title = f"{model}; circle: selected, pale: other alpha_kl"
         axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=title)
         # The worst tenth lies outside, as far as nothing is selected there.
+        losses: Sequence[float] = sorted(here["validation_loss"].dropna())
         axes.set_ylim(losses[0] - 0.02, max(worst, losses[int(0.9 * (len(losses) - 1))]) + 0.02)
         axes.legend(frameon=False, fontsize="x-small")
         tidy(axes)
     save(figure, path)
-
-
-def sensitivity(path: Path, rows: Sequence[Row], traces: Sequence[Row]) -> None:
-    """Differences of losses by what was varied, bars of one standard error, and eigenvalues along a run by their start.
-
-    Args:
-        rows: of sensitivity.csv.
-        traces: of sensitivity-eigenvalues.csv; there may be none of a model.
-    """
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    columns = len(VARIED) + len(TRACES)
-    size = (4.2 * columns, 3.6 * len(models))
-    figure, grid = plt.subplots(len(models), columns, figsize=size, squeeze=False, layout="constrained")
-    for line, model in zip(grid, models, strict=True):
-        for axes, (varied, (_, label)) in zip(line, VARIED.items(), strict=False):
-            of = [row for row in rows if (row["model"], row["varied"]) == (model, varied)]
-            _differences(axes, of)
-            axes.set(xlabel=label, ylabel="difference of validation losses", title=model)
-            axes.set_visible(bool(of))
-        of = [row for row in traces if row["model"] == model]
-        for axes, (column, label, scaled) in zip(line[len(VARIED) :], TRACES, strict=True):
-            _traces(axes, of, column)
-            axes.set(yscale=scaled, xlabel="steps", ylabel=label, title=model)
-            axes.set_visible(bool(of))
-        for axes in line:
-            tidy(axes)
-    save(figure, path)
-
-
-def _traces(axes: Axes, rows: Sequence[Row], column: str) -> None:
-    """A line for every start."""
-    starts = list(dict.fromkeys(row["start"] for row in rows))
-    for start, colour in zip(starts, plt.get_cmap("viridis")(np.linspace(0, 0.85, len(starts))), strict=True):
-        own = [row for row in rows if row["start"] == start]
-        steps, values = ([float(row[name]) for row in own] for name in ("step", column))
-        axes.plot(steps, values, color=colour, label=f"start {start}")
-    if starts:
-        axes.legend(frameon=False, fontsize="small")
-
-
-def _differences(axes: Axes, rows: Sequence[Row]) -> None:
-    """A line for every pair of contenders, over values at equal distances."""
-    values = list(dict.fromkeys(row["value"] for row in rows))
-    lines: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        start = row["start"] if row["varied"] == "steps" else ""
-        lines.setdefault((row["optimizer"], row["minus"], start), []).append(row)
-    for (method, minus, start), own in lines.items():
-        label = f"{CONTENDERS[method].label}{f', start {start}' if start else ''} − {CONTENDERS[minus].label}"
-        mean, error = ([float(row[name] or "nan") for row in own] for name in ("difference", "difference_se"))
-        style = {"marker": ".", "capsize": 2, "color": CONTENDERS[method].colour, "label": label}
-        dashes = "-" if start in ("", "auto") else "--"
-        axes.errorbar([values.index(row["value"]) for row in own], mean, error, ls=dashes, **style)
-    axes.axhline(0, color="black", lw=0.8)
-    axes.set_xticks(range(len(values)), values)
-    if lines:
-        axes.legend(frameon=False, fontsize="small")

@@ -1,4 +1,4 @@
-"""Runs tasks: one after another, or several at a time in processes of one thread each."""
+"""Run tasks: one after another, or several at a time in processes of one thread each."""
 
 import multiprocessing
 import signal
@@ -7,7 +7,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ _place: Place  # of a worker
 
 
 def _start_worker(scale: Scale, data: Path | None, checkpoint_seconds: float, stopped: Any) -> None:
-    """Prepares a process for its tasks; Ctrl-C reaches it through the event, so that it ends after a whole step."""
+    """Prepare a process for its tasks; Ctrl-C reaches it through the event, so that it ends after a whole step."""
     global _place
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -42,7 +41,7 @@ def _run_in_worker(task: Task) -> dict[str, Result] | None:
 
 @dataclass
 class Runner:
-    """Runs the tasks of one scale's experiments.
+    """The tasks of one scale's experiments, in this process or in others.
 
     Attributes:
         place: of tasks that run in this process.
@@ -53,21 +52,21 @@ class Runner:
     workers: ProcessPoolExecutor | None = None
 
     def run(self, tasks: Sequence[Task], what: str) -> list[dict[str, Result]]:
-        """The results of every task, in their order.
+        """Return the results of every task, in their order.
 
         Raises:
             Interrupted: after Ctrl-C.
         """
-        start, results = monotonic(), {}
-        if self.place.processes.first:
-            print(f"{what}: {len(tasks)} to train or read", flush=True)
-        for i, found in self._results(tasks):
-            if found is None:
-                raise Interrupted
-            results[i] = found
-            if self.place.processes.first:
-                left = tqdm.format_interval((monotonic() - start) / len(results) * (len(tasks) - len(results)))
-                print(f"{what} {len(results)}/{len(tasks)}, {left} left: {_in_words(tasks[i], found)}", flush=True)
+        results: dict[int, dict[str, Result]] = {}
+        silent = not self.place.processes.first
+        with tqdm(desc=what, total=len(tasks), disable=True if silent else None, leave=False) as bar:
+            for i, found in self._results(tasks):
+                if found is None:
+                    raise Interrupted
+                results[i] = found
+                bar.update()
+                if not silent:
+                    bar.write(f"{what} {len(results)}/{len(tasks)}, {_summary(tasks[i], found)}")
         return [results[i] for i in range(len(tasks))]
 
     def _results(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Result] | None]]:
@@ -80,12 +79,12 @@ class Runner:
             yield futures[future], future.result()
 
 
-def _in_words(task: Task, found: dict[str, Result]) -> str:
+def _summary(task: Task, found: dict[str, Result]) -> str:
     losses = []
     for key, hyper in task.settings.hyper.items():
         values = {"r": hyper.rank, "start": hyper.init_eigenvalue, "lr": hyper.lr, "alpha_kl": hyper.alpha_kl}
-        told = " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-        losses.append(f"{hyper.method} {told}: {found[key].record.final_loss:.4f}")
+        given = " ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        losses.append(f"{hyper.method} {given}: {found[key].record.final_loss:.4f}")
     return f"seed {task.seed}: " + "; ".join(losses)
 
 
@@ -98,14 +97,14 @@ def runner(
     checkpoint_seconds: float,
     processes: Processes = ALONE,
 ) -> Iterator[Runner]:
-    """A runner with so many processes at a time, which end with it."""
-    place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes)
+    """Yield a runner with ``jobs`` processes at a time, which end with it."""
+    place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes, shown=jobs == 1)
     if jobs == 1:
         yield Runner(place)
         return
     context = multiprocessing.get_context("spawn")
     stopped = context.Event()
-    interrupt.told.append(stopped.set)
+    interrupt.then.append(stopped.set)
     workers = ProcessPoolExecutor(jobs, context, _start_worker, (scale, data, checkpoint_seconds, stopped))
     try:
         yield Runner(place, workers)

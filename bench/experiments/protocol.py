@@ -12,12 +12,11 @@ one seed.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.experiments.scales import Scale
 from bench.experiments.search import Search, search_all
+from bench.optimizers import Hyper, label
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
-from bench.training.contenders import with_rank
-from bench.training.settings import Hyper
 
 PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
 RANKED = (PRO, "smok-hop", "cosmos", *ABLATIONS)
@@ -27,26 +26,28 @@ PAPER_RANKS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class Kind:
-    """A contender before it is tuned; rank and start are None where the method has none."""
+    """A trainee before it is tuned; rank and start are None where the method has none."""
 
     method: str
     rank: int | None = None
     start: str | float | None = None
+    lr: float | None = None
+    """Where several rates of one method are compared."""
 
     @property
     def key(self) -> str:
-        """Names it among the contenders of a run."""
+        """Its name among the trainees of a run."""
         rank = f"-r{self.rank}" if self.rank else ""
-        return self.method + rank + (f"-{self.start}" if self.start else "")
+        return self.method + rank + (f"-{self.start}" if self.start else "") + (f"@{self.lr:g}" if self.lr else "")
 
     @property
     def label(self) -> str:
-        """Names it in a table."""
-        return with_rank(self.method, self.rank)
+        """Its name in a table."""
+        return label(self.method, self.rank)
 
 
 def kind(method: str, rank: int, start: str | float) -> Kind:
-    """The method with those of the two that it has."""
+    """Return the method with those of the two that it has."""
     return Kind(method, rank if method in RANKED else None, start if method in STARTED else None)
 
 
@@ -59,7 +60,7 @@ class Tuning:
 
 
 def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[[list[Hyper]], list[float]]) -> Tuning:
-    """Hyper-parameters of all that are wanted.
+    """Return the hyper-parameters of all that are wanted.
 
     Args:
         scale: the model.
@@ -93,12 +94,13 @@ def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[
     for k in kinds:
         if k.method in ABLATIONS:
             pro = tuning.selected[largest[k]]
-            tuning.selected[k] = replace(pro, method=k.method, lr=pro.lr * ABLATION_FACTOR)
+            (lr,) = scale.lr.get(k.method, (pro.lr * ABLATION_FACTOR,))
+            tuning.selected[k] = replace(pro, method=k.method, lr=lr)
     return tuning
 
 
 def check(kinds: Iterable[Kind], scale: Scale, search: bool) -> None:
-    """Looks up what :func:`tuned` will need for these, so that a missing one is known before anything trains.
+    """Look up what :func:`tuned` will need for these, so that a missing one is known before anything trains.
 
     Raises:
         UsageError: the paper has no such run.
@@ -121,7 +123,7 @@ def _named(base: Hyper, k: Kind) -> Hyper:
 
 
 def paper_range(k: Kind, scale: Scale) -> Range:
-    """The paper's range; of a rank that it does not have, that of the rank in the same place among its three.
+    """Return the paper's range; of a rank that it does not have, that of the rank in the same place among its three.
 
     Raises:
         UsageError: the paper did not tune this method on this model.
@@ -138,20 +140,13 @@ def paper_range(k: Kind, scale: Scale) -> Range:
 
 
 def _range(k: Kind, scale: Scale) -> Range:
-    """The range of a search."""
+    """Return the range of a search: the paper's, or the rates that were given."""
     found = paper_range(k, scale)
+    found = replace(found, lr=scale.lr.get(k.method, found.lr))
     return found if scale.is_paper else replace(found, weight_decay=(0.0,))
 
 
 def _of_paper(k: Kind, scale: Scale) -> Hyper:
     found = preset(k.method, scale.name, k.rank)
-    return Hyper(
-        k.method,
-        found.lr,
-        found.adamw_lr,
-        found.weight_decay,
-        found.adamw_weight_decay,
-        k.rank,
-        found.alpha_kl,
-        k.start,
-    )
+    decay = found.weight_decay, found.adamw_weight_decay
+    return Hyper(k.method, found.lr, found.adamw_lr, *decay, k.rank, found.alpha_kl, k.start)

@@ -1,143 +1,135 @@
 """From runs to rows: means with standard errors, time to a matched loss, and the paper's orderings."""
 
-import csv
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import fmean
+
+import numpy as np
+from pandas import DataFrame
+from scipy import stats
 
 from bench.experiments.protocol import Kind, Tuning, paper_range
 from bench.experiments.study import Study
 from bench.experiments.units import Result
-from bench.markdown import read_rows
-from bench.training.report import mean_after_first, mean_and_error, seconds_to
+from bench.optimizers import Hyper
+from bench.rows import Row
 from bench.training.run import Record
-from bench.training.settings import Hyper
 
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
 CONFIDENCE = 0.95
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t, two-sided at CONFIDENCE, for 1 to 9 degrees of freedom: Abramowitz and Stegun, table 26.10."""
-Row = dict[str, Any]
+Found = Mapping[Kind, list[Result]]
+"""Results by seed."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of two contenders' final losses, paired by seed: mean, its standard error, and whether it is told from 0."""
+def seconds_to(record: Record, target: float) -> float:
+    """Return the training seconds until the validation loss first reaches ``target``, interpolated; nan if never."""
+    seconds = [record.seconds(step) for step, _ in record.validation]
+    losses = [loss for _, loss in record.validation]
+    reached = next((i for i, loss in enumerate(losses) if loss <= target), None)
+    if reached is None:
+        return math.nan
+    part = slice(max(0, reached - 1), reached + 1)
+    return float(np.interp(-target, np.negative(losses[part]), seconds[part]))
 
-    mean: float
-    error: float
-    decided: bool
 
+def paired(losses: Sequence[float], minus: Sequence[float]) -> tuple[float, float, bool]:
+    """Compare final losses, paired by seed.
 
-def paired(losses: Sequence[float], minus: Sequence[float]) -> Difference:
-    """The first ones minus the second ones, by seed in the same order.
-
-    It is decided where a two-sided t test over the seeds tells it from 0 at CONFIDENCE; with more seeds than the table
-    of quantiles has, its last one is taken, which is above theirs.
+    Returns:
+        Mean of the differences, its standard error, and whether a two-sided t test tells it from 0 at CONFIDENCE.
     """
-    mean, error = mean_and_error([a - b for a, b in zip(losses, minus, strict=True)])
-    quantile = T_QUANTILES[min(len(losses) - 2, len(T_QUANTILES) - 1)] if len(losses) > 1 else math.inf
-    return Difference(mean, error, abs(mean) > quantile * error)
+    difference = np.subtract(losses, minus)
+    if len(difference) < 2:
+        return float(difference.mean()), math.nan, False
+    decided = stats.ttest_rel(losses, minus).pvalue < 1 - CONFIDENCE
+    return float(difference.mean()), float(stats.sem(difference)), bool(decided)
 
 
 def rows_of(
-    study: Study,
-    group: Sequence[Kind],
-    start: str | float,
-    tuning: Tuning,
-    results: Mapping[Kind, list[Result]],
-    timed: bool,
+    study: Study, group: Sequence[Kind], start: str | float, selected: Mapping[Kind, Hyper], results: Found, timed: bool
 ) -> list[Row]:
-    """One row per contender of a comparison in which eigenvalues start alike; with times where they are compared."""
-    targets = {k.method: [r.record.final_loss for r in results[k]] for k in group if k.method in TARGETS}
+    """Return a row for each of a comparison in which eigenvalues start alike; with times where they are compared."""
+    targets = {k.method: [r.record.final_loss for r in results[k]] for k in group if k.method in TARGETS and not k.lr}
+    runs = DataFrame(
+        [
+            {"key": kind.key, **_run(result.record, {m: losses[i] for m, losses in targets.items()}, timed)}
+            for kind in group
+            for i, result in enumerate(results[kind])
+        ]
+    ).groupby("key", sort=False)
+    # A value that one seed lacks is no mean of the others.
+    means = runs.agg(lambda values: values.mean(skipna=False)).to_dict("index")
+    errors = runs.agg(lambda values: values.sem(skipna=False)).to_dict("index")
+    with_error = ("validation_loss", *(_time_to(method) for method in targets))
     rows = []
     for kind in group:
-        times = _times([r.record for r in results[kind]], targets) if timed else {}
-        named = {"model": study.scale.name, "start": start}
-        rows.append(named | _row(study, kind, tuning.selected[kind], results[kind], times))
+        found, hyper, mean, error = results[kind], selected[kind], means[kind.key], errors[kind.key]
+        losses = [result.record.final_loss for result in found]
+        diverged = [result.record.diverged_at for result in found]
+        rows.append(
+            {"model": study.scale.name, "start": start, "optimizer": kind.method, "rank": kind.rank}
+            | mean
+            | {f"{name}_se": error[name] for name in with_error if name in error}
+            | {
+                "seeds": " ".join(map(str, study.seeds)),
+                "validation_loss_per_seed": " ".join(f"{loss:.5f}" for loss in losses),
+                "state_mb": max(result.record.state_bytes for result in found) / 1e6,
+                "peak_gib": study.peak_bytes(hyper, found) / 2**30 or None,
+                "diverged_at": " ".join(str(step) for step in diverged if step is not None),
+            }
+            | _settings(hyper)
+            | study.plan(curve=True)
+            | environment_of(found)
+        )
     return rows
 
 
-def _times(found: Sequence[Record], targets: Mapping[str, Sequence[float]]) -> Row:
-    """Of a step and of the run, and until the final loss of each target on the same seed."""
-    row = {
-        "model_ms": 1e3 * mean_after_first([r.model_seconds for r in found]),
-        "optimizer_ms": 1e3 * mean_after_first([r.optimizer_seconds for r in found]),
-        "training_seconds": mean_and_error([r.seconds(len(r.losses)) for r in found])[0],
-    }
-    for method, losses in targets.items():
-        seconds, error = mean_and_error([seconds_to(r, loss) for r, loss in zip(found, losses, strict=True)])
-        name = f"seconds_to_{method.replace('-', '_')}_loss"
-        row |= {name: seconds, f"{name}_se": error}
-    return row
+def _run(record: Record, targets: Mapping[str, float], timed: bool) -> dict[str, float]:
+    """Return what is averaged over seeds; a step's times leave out the first, which initialises."""
+    values = {"validation_loss": record.final_loss}
+    if timed:
+        for name, times in (("model_ms", record.model_seconds), ("optimizer_ms", record.optimizer_seconds)):
+            values[name] = 1e3 * fmean(times[1:]) if times[1:] else math.nan
+        values["first_optimizer_step_ms"] = 1e3 * record.optimizer_seconds[0] if record.losses else math.nan
+        values["training_seconds"] = record.seconds(len(record.losses))
+        values |= {_time_to(method): seconds_to(record, loss) for method, loss in targets.items()}
+    return values
 
 
-def _row(study: Study, kind: Kind, hyper: Hyper, results: Sequence[Result], times: Row) -> Row:
-    found = [result.record for result in results]
-    loss, error = mean_and_error([r.final_loss for r in found])
-    return {
-        "optimizer": kind.method,
-        "rank": kind.rank,
-        "seeds": " ".join(map(str, study.seeds)),
-        "validation_loss": loss,
-        "validation_loss_se": error,
-        "validation_loss_per_seed": " ".join(f"{r.final_loss:.5f}" for r in found),
-        **times,
-        "state_mb": max(r.state_bytes for r in found) / 1e6,
-        "peak_gib": study.peak_bytes(hyper, results) / 2**30 or None,
-        "diverged_at": " ".join(str(r.diverged_at) for r in found if r.diverged_at is not None),
-        "lr": hyper.lr,
-        "alpha_kl": hyper.alpha_kl,
-        "weight_decay": hyper.weight_decay,
-        "adamw_lr": hyper.adamw_lr,
-        "adamw_weight_decay": hyper.adamw_weight_decay,
-        **study.plan(curve=True),
-        **environment_of(results),
-    }
+def _time_to(method: str) -> str:
+    return f"seconds_to_{method.replace('-', '_')}_loss"
 
 
-def environment_of(results: Sequence[Result]) -> dict[str, str]:
-    """Where, with what and when the units were made: the distinct values, since they may be of several commands."""
+def _settings(hyper: Hyper) -> Row:
+    names = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")
+    return {name: getattr(hyper, name) for name in names}
+
+
+def environment_of(results: Sequence[Result]) -> Row:
+    """Return where, with what and when units were made: the distinct values, as they may be of several commands."""
     names = dict.fromkeys(name for result in results for name in result.environment)
     return {name: " ".join(sorted({r.environment.get(name, "") for r in results} - {""})) for name in names}
 
 
 def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
-    """One row per hyper-parameters that were tried, in every search that was made."""
+    """Return a row for all hyper-parameters that were tried, in every search that was made."""
     rows = []
     for kind, search in tuning.searches.items():
+        edge = f"at the edge of {', '.join(search.edges)}" if search.edges else "yes"
         for hyper, loss in sorted(search.tried.items(), key=lambda item: (item[0].alpha_kl or 0, item[0].lr)):
             rows.append(
-                {
-                    "model": study.scale.name,
-                    "optimizer": kind.method,
-                    "rank": kind.rank,
-                    "start": kind.start,
-                    "lr": hyper.lr,
-                    "alpha_kl": hyper.alpha_kl,
-                    "weight_decay": hyper.weight_decay,
-                    "adamw_lr": hyper.adamw_lr,
-                    "adamw_weight_decay": hyper.adamw_weight_decay,
-                    "seed": study.seeds[0],
-                    "validation_loss": loss,
-                    "selected": ""
-                    if hyper != search.best
-                    else f"at the edge of {', '.join(search.edges)}"
-                    if search.edges
-                    else "yes",
-                    "in_paper_range": _in_paper_range(study, kind, hyper),
-                    **study.plan(curve=False),
-                    **environment_of([study.swept[hyper]]),
-                }
+                {"model": study.scale.name, "optimizer": kind.method, "rank": kind.rank, "start": kind.start}
+                | _settings(hyper)
+                | {"seed": study.seeds[0], "validation_loss": loss, "selected": edge if hyper == search.best else ""}
+                | {"in_paper_range": _in_paper_range(study, kind, hyper)}
+                | study.plan(curve=False)
+                | environment_of([study.swept[hyper]])
             )
     return rows
 
 
 def _in_paper_range(study: Study, kind: Kind, hyper: Hyper) -> str:
-    """Whether all that is searched lies between values that the paper tried, or which do not."""
+    """Say whether all that is searched lies between values that the paper tried, or which do not."""
     paper, outside = paper_range(kind, study.scale), []
     for name in ("lr", "alpha_kl", *(("weight_decay",) if study.scale.is_paper else ())):
         value, tried = getattr(hyper, name), getattr(paper, name)
@@ -146,78 +138,33 @@ def _in_paper_range(study: Study, kind: Kind, hyper: Hyper) -> str:
     return f"no: {', '.join(outside)}" if outside else "yes"
 
 
-def curve_rows(study: Study, results: Mapping[Kind, list[Result]], timed: bool) -> list[Row]:
-    """Validation loss by step, and the mean training loss since the evaluation before; seconds where ``timed``."""
-    rows = []
+def curve_rows(study: Study, results: Found, timed: bool) -> list[Row]:
+    """Return validation loss by step, and the mean training loss since the evaluation before; seconds if ``timed``."""
+    rows: list[Row] = []
     for kind, of_seeds in results.items():
         for seed, result in zip(study.seeds, of_seeds, strict=True):
+            named = {"model": study.scale.name, "optimizer": kind.method, "rank": kind.rank, "start": kind.start}
             before = 0
             for step, loss in result.record.validation:
                 since = result.record.losses[before:step]
-                row = {
-                    "model": study.scale.name,
-                    "optimizer": kind.method,
-                    "rank": kind.rank,
-                    "start": kind.start,
-                    "seed": seed,
-                    "step": step,
-                    "validation_loss": loss,
-                    "train_loss": sum(since) / len(since) if since else None,
-                }
-                rows.append(row | ({"seconds": round(result.record.seconds(step), 4)} if timed else {}))
+                own = {"lr": kind.lr, "seed": seed, "step": step, "validation_loss": loss}
+                own["train_loss"] = fmean(since) if since else None
+                rows.append(named | own | ({"seconds": result.record.seconds(step)} if timed else {}))
                 before = step
     return rows
 
 
-def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind, Kind]], results: Any) -> list[Row]:
-    """What the paper found, (lower loss, higher loss), beside the difference here, paired by seed.
+def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind, Kind]], results: Found) -> list[Row]:
+    """Return what the paper found, (lower loss, higher loss), beside the difference here, paired by seed.
 
     "agrees" and "contradicts" are decided differences (:func:`paired`), "undecided" all others. The first seed is also
     the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
     """
     rows = []
     for lower, higher in claims:
-        difference = paired(*([r.record.final_loss for r in results[kind]] for kind in (higher, lower)))
-        verdict = "agrees" if difference.mean > 0 else "contradicts"
-        rows.append(
-            {
-                "model": study.scale.name,
-                "start": start,
-                "lower": lower.label,
-                "higher": higher.label,
-                "difference": difference.mean,
-                "difference_se": difference.error,
-                "seeds": " ".join(map(str, study.seeds)),
-                "confidence": CONFIDENCE,
-                "verdict": verdict if difference.decided else "undecided",
-            }
-        )
+        mean, error, decided = paired(*([r.record.final_loss for r in results[kind]] for kind in (higher, lower)))
+        verdict = "agrees" if mean > 0 else "contradicts"
+        named = {"model": study.scale.name, "start": start, "lower": lower.label, "higher": higher.label}
+        found = {"difference": mean, "difference_se": error, "seeds": " ".join(map(str, study.seeds))}
+        rows.append(named | found | {"confidence": CONFIDENCE, "verdict": verdict if decided else "undecided"})
     return rows
-
-
-def write(path: Path, rows: Sequence[Row]) -> None:
-    """A CSV file, all or nothing; what a row does not have and numbers that there are not are empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    os.replace(partial, path)
-
-
-def merge(path: Path, rows: Sequence[Row]) -> None:
-    """Puts rows into a CSV file in place of those of the same models; what it has of others stays."""
-    by_model: dict[str, list[Row]] = {}
-    for row in read_rows(path) if path.exists() else []:
-        by_model.setdefault(row["model"], []).append(row)
-    fresh: dict[str, list[Row]] = {}
-    for row in rows:
-        fresh.setdefault(row["model"], []).append(row)
-    write(path, [row for its in (by_model | fresh).values() for row in its])
-
-
-def _cell(value: Any) -> Any:
-    if value is None or isinstance(value, float) and math.isnan(value):
-        return ""
-    return f"{value:.7g}" if isinstance(value, float) else value

@@ -1,12 +1,14 @@
-"""How large the experiments are: models, ranks, run lengths, and what is compared at each of three scales."""
+"""How large the experiments are: models, ranks, run lengths, and what is compared at each scale."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench import presets
-from bench.errors import UsageError
-from bench.models import CONFIGS, ModelConfig
-from bench.training.settings import Hyper, Settings
+from bench.command import UsageError
+from bench.models import CONFIGS, ModelConfig, byte_gpt
+from bench.optimizers import Hyper
+from bench.training.settings import Settings
 from bench.training.sources import Source, open_source
 
 AUTO, PAPER_START = "auto", 0.1
@@ -23,9 +25,11 @@ class Scale:
         paper: the model of the paper whose ranges, or selected values, are taken.
         ranks: in the places of the paper's 32, 64 and 128.
         micro_batch: sequences in one forward pass at most; None is all of a step's.
-        together: whether a seed's contenders take turns step by step, which makes their times comparable on a machine
+        together: whether a seed's trainees take turns step by step, which makes their times comparable on a machine
             that does other things too; otherwise one after another, so that one model at a time is in memory.
         smok_hop: whether the main table has Smok-Hop, too, which the paper has in its ablations only.
+        threads: of a process that trains.
+        lr: rates to try in place of the paper's, by method.
     """
 
     name: str
@@ -41,6 +45,8 @@ class Scale:
     autocast: bool = False
     state_dtype: str | None = None
     smok_hop: bool = False
+    threads: int = 1
+    lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def largest(self) -> int:
@@ -53,7 +59,7 @@ class Scale:
         return self.name == self.paper
 
     def open(self, data: Path | None) -> Source:
-        """The data, whose tokens the model must know.
+        """Return the data, whose tokens the model must know.
 
         Raises:
             UsageError: there is none, or it is of another kind.
@@ -69,7 +75,7 @@ class Scale:
         return source
 
     def settings(self, hyper: dict[str, Hyper], vocabulary: int, device: str, curve: bool) -> Settings:
-        """A run of these contenders, evaluated along the way or only at the end."""
+        """Return a run of these, evaluated along the way or only at the end."""
         return Settings(
             hyper=hyper,
             model=replace(self.config, vocabulary=vocabulary),
@@ -77,7 +83,7 @@ class Scale:
             eval_every=max(1, self.steps // self.evaluations) if curve else self.steps,
             eval_windows=self.eval_windows,
             batch=self.batch,
-            threads=1,
+            threads=self.threads,
             micro_batch=self.micro_batch,
             device=device,
             autocast=self.autocast and device != "cpu",
@@ -85,46 +91,25 @@ class Scale:
         )
 
 
-def _tiny(name: str, paper: str) -> Scale:
-    return Scale(name, CONFIGS[name], paper, (4, 8, 16), steps=400, evaluations=10, eval_windows=256, batch=4)
-
-
-def _small(name: str, paper: str) -> Scale:
-    return Scale(
-        name,
-        CONFIGS[name],
-        paper,
-        (32, 64, 128),
-        steps=1500,
-        evaluations=30,
-        eval_windows=1024,
-        batch=64,
-        autocast=True,
-        smok_hop=True,
+def _scaled(size: str, ranks: tuple[int, ...], *run: int, **more: bool) -> tuple[Scale, ...]:
+    papers = {"gpt2": "gpt2-124m", "llama": "llama-134m"}
+    return tuple(
+        Scale(f"{f}-{size}", CONFIGS[f"{f}-{size}"], paper, ranks, *run, **more) for f, paper in papers.items()
     )
 
 
-def _paper(name: str) -> Scale:
-    run = presets.RUNS[name]
-    return Scale(
-        name,
-        CONFIGS[name],
-        name,
-        (32, 64, 128),
-        steps=run.steps,
-        evaluations=40,
-        eval_windows=10240,  # 10.5M tokens, modded-nanogpt's validation, and what bench.c4 holds out
-        batch=run.batch,
-        micro_batch=32,
-        together=False,
-        autocast=True,
-        state_dtype="bfloat16",
-    )
+def _paper(name: str, run: presets.RunLength) -> Scale:
+    # 10,240 windows are 10.5M tokens, modded-nanogpt's validation, and what bench.c4 holds out.
+    more = {"micro_batch": 32, "together": False, "autocast": True, "state_dtype": "bfloat16"}
+    return Scale(name, CONFIGS[name], name, (32, 64, 128), run.steps, 40, 10240, run.batch, **more)
 
 
+DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), "gpt2-124m", (32,), 400, 10, 256, batch=8)
 SCALES: dict[str, tuple[Scale, ...]] = {
-    "tiny": (_tiny("gpt2-tiny", "gpt2-124m"), _tiny("llama-tiny", "llama-134m")),
-    "small": (_small("gpt2-small", "gpt2-124m"), _small("llama-small", "llama-134m")),
-    "paper": tuple(map(_paper, presets.RUNS)),
+    "demo": (DEMO,),
+    "tiny": _scaled("tiny", (4, 8, 16), 400, 10, 256, 4),
+    "small": _scaled("small", (32, 64, 128), 1500, 30, 1024, 64, autocast=True, smok_hop=True),
+    "paper": tuple(_paper(name, run) for name, run in presets.RUNS.items()),
 }
-"""tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on several GPUs."""
+"""demo: what bench.pretrain trains. tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on
+several GPUs."""

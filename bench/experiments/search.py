@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from bench.errors import UsageError
+from bench.command import UsageError
+from bench.optimizers import Hyper
 from bench.presets import Range
-from bench.training.settings import Hyper
 
 GRID = sorted(float(f"{digit}e{power}") for power in range(-9, 4) for digit in (1, 2, 3, 5))
 """Values that a range grows by, one at a time; the paper's are mostly of these."""
@@ -17,7 +17,7 @@ WIDEST = 10
 
 
 def beside(value: float, values: Iterable[float]) -> list[float]:
-    """The next smaller and the next larger one, among those of a range and, outside it, those of the grid."""
+    """Return the next smaller and the next larger one, among those of a range and, outside it, those of the grid."""
     inside = set(values)
     ladder = sorted(inside | {v for v in GRID if not min(inside) * (1 - 1e-9) <= v <= max(inside) * (1 + 1e-9)})
     place = ladder.index(value)
@@ -40,7 +40,7 @@ class Search:
     tried: dict[Hyper, float] = field(default_factory=dict)
 
     def pending(self) -> list[Hyper]:
-        """What to try next; empty once all that is left of the best's neighbours is further away than WIDEST.
+        """Return what to try next; empty once all that is left of the best's neighbours is further away than WIDEST.
 
         Raises:
             UsageError: everything diverged.
@@ -62,7 +62,7 @@ class Search:
         )
 
     def _neighbours(self) -> list[Hyper]:
-        """The best with one value a step lower or higher."""
+        """Return the best with one value a step lower or higher."""
         best = self.best
         return [
             replace(best, **{name: value})
@@ -90,7 +90,7 @@ class Search:
 
 
 def search_all(searches: Iterable[Search], measure: Callable[[list[Hyper]], list[float]]) -> None:
-    """Runs searches side by side until each has found its optimum.
+    """Run searches side by side until each has found its optimum.
 
     Args:
         searches: that do not depend on each other.

@@ -1,4 +1,4 @@
-"""One model's runs: what is selected by the sweeps, and what every contender then gives on every seed."""
+"""One model's runs: what is selected by the sweeps, and what everything selected then gives on every seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,8 @@ from bench.experiments.pool import Runner
 from bench.experiments.protocol import Kind, Tuning, tuned
 from bench.experiments.scales import Scale
 from bench.experiments.units import Result, Task
-from bench.training.settings import Hyper
+from bench.optimizers import Hyper
+from bench.training.run import Watch, nothing
 
 
 @dataclass
@@ -33,44 +34,48 @@ class Study:
     swept: dict[Hyper, Result] = field(default_factory=dict)
 
     def tune(self, kinds: Sequence[Kind]) -> Tuning:
-        """Hyper-parameters of all of these."""
+        """Return the hyper-parameters of all of these."""
         return tuned(kinds, self.scale, self.search, self._measure)
 
     def _measure(self, hypers: list[Hyper]) -> list[float]:
-        """Final validation loss of each, on one seed, in runs of their own."""
+        """Return the final validation loss of each, on one seed, in runs of their own."""
         tasks = [self.task({hyper.method: hyper}, self.seeds[0], "sweep") for hyper in hypers]
         results = self.runner.run(tasks, f"{self.scale.name} sweep")
         for hyper, found in zip(hypers, results, strict=True):
             self.swept[hyper] = found[hyper.method]
         return [self.swept[hyper].record.final_loss for hyper in hypers]
 
-    def final(self, selected: dict[Kind, Hyper], timed: bool) -> dict[Kind, list[Result]]:
-        """What every contender gives, by seed in the order of the seeds; ``timed`` where their times are compared."""
+    def final(
+        self, selected: dict[Kind, Hyper], timed: bool, name: str = "final", watch: Watch = nothing
+    ) -> dict[Kind, list[Result]]:
+        """Return what each gives, by seed in the order of the seeds; ``timed`` where their times are compared."""
         hyper = {kind.key: its for kind, its in selected.items()}
         groups: list[dict[str, Any]] = [hyper] if self.scale.together else [{k: h} for k, h in hyper.items()]
-        tasks = [replace(self.task(group, seed, "final"), timed=timed) for seed in self.seeds for group in groups]
-        results = self.runner.run(tasks, f"{self.scale.name} final")
+        tasks = [
+            replace(self.task(group, seed, name), timed=timed, watch=watch) for seed in self.seeds for group in groups
+        ]
+        results = self.runner.run(tasks, f"{self.scale.name} {name}")
         by_seed = [{} for _ in self.seeds]
         for task, found in zip(tasks, results, strict=True):
             by_seed[self.seeds.index(task.seed)] |= found
         return {kind: [found[kind.key] for found in by_seed] for kind in selected}
 
     def peak_bytes(self, hyper: Hyper, results: Sequence[Result]) -> int:
-        """Most GPU memory of a run with nothing beside it: the selected one of the sweep, or a final one."""
+        """Return the most GPU memory of a run with nothing beside it: the selected one of the sweep, or a final one."""
         alone = [*results, *([self.swept[hyper]] if hyper in self.swept else [])]
         return max(result.peak_bytes for result in alone)
 
     def plan(self, curve: bool) -> dict[str, Any]:
-        """What all runs share, and their data; ``curve`` of those that are evaluated along the way."""
+        """Return what all runs share, and their data; ``curve`` of those that are evaluated along the way."""
         source = self.runner.place.source
         settings = self.scale.settings({}, source.vocabulary, self.device, curve)
         return settings.plan() | {"data": source.name, "data_sha256": source.sha256}
 
     def task(self, hyper: dict[str, Hyper], seed: int, name: str) -> Task:
-        """A run of these contenders; only "final" ones are evaluated along the way."""
+        """Return a run of these; all but sweeps are evaluated along the way."""
         vocabulary = self.runner.place.source.vocabulary
         return Task(
             self.folder / "runs" / name,
-            self.scale.settings(hyper, vocabulary, self.device, curve=name == "final"),
+            self.scale.settings(hyper, vocabulary, self.device, curve=name != "sweep"),
             seed,
         )

@@ -1,137 +1,133 @@
-"""The paper's tables in Markdown, from the rows of the CSV files."""
+"""The paper's tables in Markdown, from the rows of the result files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from bench.markdown import figure, markdown
-from bench.training.contenders import CONTENDERS, with_rank
+from pandas import DataFrame, Series, isna
 
-Row = dict[str, str]
-VARIED = {
-    "start": ("start", "start of the eigenvalues"),
-    "steps": ("steps", "steps"),
-    "lr": ("lr ×", "learning rate / Pro-KLShampoo's"),
-    "rank": ("r =", "rank"),
-}
-"""What sensitivity.csv has rows of, in front of a value in a table, and beside an axis."""
+from bench.markdown import figure, table, with_error
+from bench.optimizers import OPTIMIZERS, label
+
+Cell = Callable[[Series], str]
+VARIED = {"start": "start", "steps": "steps", "lr": "lr ×", "rank": "r ="}
+"""What sensitivity.csv has rows of, as written in front of its values."""
 
 
-def main_table(rows: Sequence[Row]) -> str:
-    """Loss, cost and time of every contender, by model and start of the eigenvalues; ``rows`` of main.csv."""
-    head = ["model", "start", "optimizer", "lr", "alpha_kl", "validation loss"]
-    head += ["model ms/step", "optimizer ms/step", "state MB", "GPU peak GiB", "s to KL-Shampoo's loss"]
-    head += ["s to Muon's loss"]
-    body = [
-        [*_who(row), _rate(row["lr"]), _rate(row["alpha_kl"]), _loss(row)]
-        + [figure(row[name], 1) for name in ("model_ms", "optimizer_ms")]
-        + [figure(row["state_mb"], 2), figure(row["peak_gib"], 2)]
-        + [figure(row[f"seconds_to_{target}_loss"], 1) for target in ("kl_shampoo", "muon")]
-        for row in rows
-    ]
-    return _without_empty(head, "lll" + "r" * 9, body)
+def _name(row: Series) -> str:
+    rank = row.get("rank")
+    return label(row["optimizer"], None if isna(rank) else rank)
 
 
-def ablation_table(rows: Sequence[Row]) -> str:
-    """Final loss of the variants in the paper's layout, a line per model and start; ``rows`` of ablation.csv."""
-    methods = list(dict.fromkeys(row["optimizer"] for row in rows))
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        lines.setdefault((row["model"], row["start"]), {})[row["optimizer"]] = _loss(row)
-    body = [[*line, *(losses.get(method, "-") for method in methods)] for line, losses in lines.items()]
-    return markdown(["model", "start", *(CONTENDERS[m].label for m in methods)], "ll" + "r" * len(methods), body)
+def _g(name: str) -> Cell:
+    return lambda row: "-" if isna(row[name]) else f"{row[name]:g}"
 
 
-def orderings_table(rows: Sequence[Row]) -> str:
-    """The paper's orderings beside the differences measured; ``rows`` of main-orderings.csv and the like."""
-    body = [
-        [
-            *(row["model"], row["start"], row["lower"], row["higher"]),
-            _with_error(figure(row["difference"], 4), row["difference_se"]),
-            row["verdict"],
-        ]
-        for row in rows
-    ]
-    level = "".join(sorted({f", at {float(row['confidence']):.0%}" for row in rows}))
-    head = ["model", "start", "lower in the paper", "higher", "higher − lower", f"here{level}"]
-    return markdown(head, "llllrl", body)
+def _fixed(name: str, digits: int) -> Cell:
+    return lambda row: figure(row.get(name), digits)
 
 
-def sweep_table(rows: Sequence[Row]) -> str:
-    """Learning rates tried and selected, a line per search; ``rows`` of main-sweep.csv and the like."""
-    searches: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        searches.setdefault((row["model"], row["start"] or "-", _label(row)), []).append(row)
-    body = []
-    for name, tried in searches.items():
-        chosen = next(row for row in tried if row["selected"])
-        rates = sorted({float(row["lr"]) for row in tried})
-        alphas = sorted({float(row["alpha_kl"]) for row in tried if row["alpha_kl"]})
-        body.append(
-            [*name, ", ".join(f"{x:g}" for x in rates)]
-            + [_rate(chosen["lr"]) + (" (edge)" if "lr" in chosen["selected"] else "")]
-            + [", ".join(f"{x:g}" for x in alphas) or "-"]
-            + [_rate(chosen["alpha_kl"]) + (" (edge)" if "alpha_kl" in chosen["selected"] else "")]
-        )
-    return markdown(["model", "start", "optimizer", "lr tried", "lr", "alpha_kl tried", "alpha_kl"], "lllrrrr", body)
-
-
-def cosmos_table(rows: Sequence[Row]) -> str:
-    """COSMOS and Pro-KLShampoo at matched rank, in the paper's layout; ``rows`` of cosmos.csv."""
-    pairs: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in rows:
-        if row["rank"]:
-            pairs.setdefault((row["model"], row["start"], row["rank"]), {})[row["optimizer"]] = row
-    body = []
-    for name, pair in pairs.items():
-        cosmos, pro = pair["cosmos"], pair["pro-klshampoo"]
-        difference = float(pro["validation_loss"] or "nan") - float(cosmos["validation_loss"] or "nan")
-        sizes = [figure(row[size], 2) for size in ("state_mb", "peak_gib") for row in (cosmos, pro)]
-        body.append([*name, _loss(cosmos), _loss(pro), f"{difference:+.4f}", *sizes])
-    head = ["model", "start", "r", "COSMOS", "Pro-KLShampoo", "Pro − COSMOS"]
-    head += [f"{name} {size}" for size in ("state MB", "GPU peak GiB") for name in ("COSMOS", "Pro")]
-    return _without_empty(head, "ll" + "r" * 8, body)
-
-
-def sensitivity_table(rows: Sequence[Row], varied: str) -> str:
-    """Differences of two contenders by what was varied, a star where they are told from 0; rows of sensitivity.csv."""
-    of = [row for row in rows if row["varied"] == varied]
-    lines: dict[tuple[str, str], dict[str, str]] = {}
-    for row in of:
-        start = f", start {row['start']}" if varied == "steps" else ""
-        own = with_rank(row["optimizer"], None if varied == "rank" else row["rank"])
-        name = f"{own}{start} − {CONTENDERS[row['minus']].label}"
-        cell = _with_error(f"{float(row['difference'] or 'nan'):+.4f}", row["difference_se"])
-        lines.setdefault((row["model"], name), {})[row["value"]] = cell + (" *" if row["decided"] == "yes" else "")
-    values = list(dict.fromkeys(row["value"] for row in of))
-    body = [[*line, *(cells.get(value, "-") for value in values)] for line, cells in lines.items()]
-    head = ["model", "difference of losses", *(f"{VARIED[varied][0]} {value}" for value in values)]
-    return markdown(head, "ll" + "r" * len(values), body)
-
-
-def _label(row: Row) -> str:
-    return with_rank(row["optimizer"], row["rank"])
-
-
-def _who(row: Row) -> list[str]:
-    return [row["model"], row["start"], _label(row)]
-
-
-def _rate(text: str) -> str:
-    return f"{float(text):g}" if text else "-"
-
-
-def _loss(row: Row) -> str:
+def _loss(row: Series) -> str:
     if row["diverged_at"]:
         return f"diverged at step {row['diverged_at']}"
-    return _with_error(figure(row["validation_loss"], 4), row["validation_loss_se"])
+    return with_error(row["validation_loss"], row["validation_loss_se"])
 
 
-def _with_error(mean: str, error: str) -> str:
-    """One seed has no standard error."""
-    return mean + (f" ± {figure(error, 4)}" if error else "")
+_MS = {"model ms/step": _fixed("model_ms", 1), "optimizer ms/step": _fixed("optimizer_ms", 1)}
+_TO_KL = {"s to KL-Shampoo's loss": _fixed("seconds_to_kl_shampoo_loss", 1)}
+_WHO: dict[str, Cell] = {"model": lambda row: row["model"], "start": lambda row: row["start"], "optimizer": _name}
+MAIN = (
+    _WHO
+    | {"lr": _g("lr"), "alpha_kl": _g("alpha_kl"), "validation loss": _loss}
+    | _MS
+    | {"state MB": _fixed("state_mb", 2), "GPU peak GiB": _fixed("peak_gib", 2)}
+    | _TO_KL
+    | {"s to Muon's loss": _fixed("seconds_to_muon_loss", 1)}
+)
+PRETRAIN = (
+    {"optimizer": lambda row: label(row["optimizer"]), "lr": _g("lr"), "validation loss": _loss}
+    | _MS
+    | {"state MB": _fixed("state_mb", 1)}
+    | _TO_KL
+)
 
 
-def _without_empty(head: list[str], right: str, body: list[list[str]]) -> str:
-    """The table without columns that say nothing in any line."""
-    kept = [c for c in range(len(head)) if any(line[c] != "-" for line in body)]
-    lines = [[line[c] for c in kept] for line in (head, *body)]
-    return markdown(lines[0], "".join(right[c] for c in kept), lines[1:])
+def by_row(rows: DataFrame, columns: dict[str, Cell], left: int) -> str:
+    """Return a line for every row; columns that say nothing in any line are left out."""
+    cells = DataFrame({title: [cell(row) for _, row in rows.iterrows()] for title, cell in columns.items()})
+    return table(cells.loc[:, (cells != "-").any()], left)
+
+
+def main_table(rows: DataFrame) -> str:
+    """Return loss, cost and time by model and start of the eigenvalues; ``rows`` of main.csv."""
+    return by_row(rows, MAIN, 3)
+
+
+def pretrain_table(rows: DataFrame) -> str:
+    """Return the same of one model and start; ``rows`` of what bench.pretrain writes."""
+    return by_row(rows, PRETRAIN, 1)
+
+
+def pivot(index: DataFrame, columns: Sequence[str], cells: Sequence[str]) -> str:
+    """Return a line for each of the rows' different ``index``, with a cell, or "-", in each of its ``columns``."""
+    names = list(index.columns)
+    long = index.assign(column=list(columns), cell=list(cells))
+    # Categories keep the order in which things first come.
+    wide = long.groupby([*names, "column"], sort=False)["cell"].last().unstack("column").fillna("-")
+    wide = wide.reindex(index.drop_duplicates().itertuples(index=False, name=None))[list(dict.fromkeys(columns))]
+    return table(wide.reset_index(), len(names))
+
+
+def ablation_table(rows: DataFrame) -> str:
+    """Return final losses in the paper's layout, a line per model and start; ``rows`` of ablation.csv."""
+    labels = [OPTIMIZERS[method].label for method in rows["optimizer"]]
+    return pivot(rows[["model", "start"]], labels, [_loss(row) for _, row in rows.iterrows()])
+
+
+def orderings_table(rows: DataFrame) -> str:
+    """Return the paper's orderings beside the differences measured; ``rows`` of main-orderings.csv and the like."""
+    level = "".join(sorted({f", at {level:.0%}" for level in rows["confidence"]}))
+    cells = rows[["model", "start", "lower", "higher"]].rename(columns={"lower": "lower in the paper"})
+    cells["higher − lower"] = list(map(with_error, rows["difference"], rows["difference_se"]))
+    return table(cells.assign(**{f"here{level}": rows["verdict"]}), 4)
+
+
+def sweep_table(rows: DataFrame) -> str:
+    """Return learning rates tried and selected, a line per search; ``rows`` of main-sweep.csv and the like."""
+    lines = []
+    for _, tried in rows.groupby(["model", "start", "optimizer", "rank"], sort=False, dropna=False):
+        chosen = tried[tried["selected"] != ""].iloc[0]
+        line = {"model": chosen["model"], "start": chosen["start"] or "-", "optimizer": _name(chosen)}
+        for name in ("lr", "alpha_kl"):
+            edge = " (edge)" if name in chosen["selected"] else ""
+            line[f"{name} tried"] = ", ".join(f"{x:g}" for x in sorted(tried[name].dropna().unique())) or "-"
+            line[name] = _g(name)(chosen) + edge
+        lines.append(line)
+    return table(DataFrame(lines), 3)
+
+
+def cosmos_table(rows: DataFrame) -> str:
+    """Return COSMOS and Pro-KLShampoo at matched rank, in the paper's layout; ``rows`` of cosmos.csv."""
+    lines = []
+    for (model, start, rank), pair in rows.dropna(subset="rank").groupby(["model", "start", "rank"], sort=False):
+        cosmos, pro = (pair[pair["optimizer"] == name].iloc[0] for name in ("cosmos", "pro-klshampoo"))
+        line = {"model": model, "start": start, "r": f"{rank}", "COSMOS": _loss(cosmos), "Pro-KLShampoo": _loss(pro)}
+        line["Pro − COSMOS"] = figure(pro["validation_loss"] - cosmos["validation_loss"], 4, "+")
+        for size, name in (("state MB", "state_mb"), ("GPU peak GiB", "peak_gib")):
+            line |= {f"{who} {size}": _fixed(name, 2)(row) for who, row in (("COSMOS", cosmos), ("Pro", pro))}
+        lines.append(line)
+    cells = DataFrame(lines)
+    return table(cells.loc[:, (cells != "-").any()], 2)
+
+
+def sensitivity_table(rows: DataFrame, varied: str) -> str:
+    """Return differences of two optimizers by what was varied, a star where told from 0; rows of sensitivity.csv."""
+    rows = rows[rows["varied"] == varied]
+    names = [
+        (label(row["optimizer"]) if varied == "rank" else _name(row))
+        + (f", start {row['start']}" if varied == "steps" else "")
+        + f" − {label(row['minus'])}"
+        for _, row in rows.iterrows()
+    ]
+    cells = map(lambda mean, error: with_error(mean, error, sign="+"), rows["difference"], rows["difference_se"])
+    stars = [cell + (" *" if decided == "yes" else "") for cell, decided in zip(cells, rows["decided"], strict=True)]
+    index = rows[["model"]].assign(**{"difference of losses": names})
+    return pivot(index, [f"{VARIED[varied]} {value}" for value in rows["value"]], stars)

@@ -1,1 +1,1 @@
-"""Microbenchmarks of every primitive and kernel: ``pytest bench --benchmark-only``."""
+"""Microbenchmarks of every stage and kernel: ``pytest bench --benchmark-only``."""

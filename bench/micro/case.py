@@ -1,22 +1,30 @@
-"""What a case is that is compiled, checked or timed: inputs, our forms of an operation, its plain form, their work.
+"""What a case is that is compiled, checked or timed: inputs, an operation over a backend's primitives, and its work.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prokl import ops
+from bench import gate
+from prokl.algorithm.primitives import Direction, Primitives
+from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels.launch import Tile
 
+AGREE = 1e-12
+"""Largest distance of the PyTorch form from the plain one, both in float64, so that one confirms the other. Measured:
+at most 1e-14, in Newton-Schulz, whose steps magnify rounding; a wrong index gives 1."""
+
 Inputs = dict[str, Any]
+Draw = Callable[..., Tensor]
+"""Makes a tensor of a shape and ``dtype``: random numbers, or no numbers where only shapes and dtypes matter."""
 
 
 @dataclass(frozen=True)
@@ -48,72 +56,133 @@ FP32_POLAR = Dtypes("fp32 throughout", torch.float32, torch.float32, torch.float
 FP64 = Dtypes("fp64", *[torch.float64] * 4)
 
 
-class Draw(Protocol):
-    """Where inputs come from: random numbers, or no numbers at all where only shapes and dtypes matter."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of independent values of order one."""
-
-    def table(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The table of addresses of these matrices."""
-
-
 @dataclass(frozen=True)
 class Case:
     """One operation of a step.
 
     Attributes:
         name: unique among the cases.
-        module: that of the launcher; None where no Triton kernel is meant.
-        inputs: makes the arguments of all forms; a form may write into them.
-        call: the launcher, with a tile or its own choice (None); None where PyTorch is all there is.
-        torch: the PyTorch form, of the same results.
-        flops: of one call, as the kernel counts them: half of a symmetric product.
-        bytes: of one call when every operand is read and every result written once.
-        tiles: those of ``module`` to compile for; None stands for the launcher's choice.
-        dtypes: to compile for.
-        timed: dtypes to time.
-        fitted: the sizes nearest to given ones that a tile takes.
-        dense: results of ``call`` and ``torch`` in a form that both agree on.
-        plain: the formula as it is printed, with the results of ``dense``; None where ``torch`` is that already.
-        counterpart: what KL-Shampoo needs in the place of this.
+        inputs: draws what all forms take; a form may write into it.
+        bind: from inputs and primitives, the call that is timed.
+        flops: of one matrix: half of a symmetric product, one Cholesky pass a QR.
         polar_flops: those of ``flops`` that belong to Newton-Schulz, which may run in bfloat16.
-        verify: what is wrong with results, from the inputs; None compares them with the plain form in float64.
-        obstacle: why ``call`` cannot run on a device.
-        plain_on_cpu: whether ``torch`` is the plain form itself on a CPU.
+        plain: the results in plain PyTorch or by the specification; None where the torch backend is that already.
+        counterpart: what KL-Shampoo does in the place of this.
+        dtypes: to compile a kernel for.
+        timed: dtypes to time.
+        module: of the kernel, if the case is one.
+        operand: dtype whose tiles are all compiled; empty for the launcher's own choice alone.
+        narrow: whether a program of the kernel holds all of r.
     """
 
     name: str
-    module: ModuleType | None
     inputs: Callable[[Sizes, Dtypes, Draw], Inputs]
-    call: Callable[[Inputs, Tile | None], Any] | None
-    torch: Callable[[Inputs], Any]
+    bind: Callable[[Inputs, Primitives], Callable[[], Any]]
     flops: Callable[[Sizes], float]
-    bytes: Callable[[Sizes, Dtypes], float]
-    tiles: Callable[[Dtypes], Sequence[Tile | None]] = lambda d: (None,)
-    dtypes: tuple[Dtypes, ...] = (FP32,)
-    timed: tuple[Dtypes, ...] = ()
-    fitted: Callable[[Sizes, Tile | None], Sizes] = lambda s, tile: s
-    dense: Callable[[Any], Any] = lambda results: results
+    polar_flops: Callable[[Sizes], float] = lambda s: 0.0
     plain: Callable[[Inputs], Any] | None = None
     counterpart: Case | None = None
-    polar_flops: Callable[[Sizes], float] = lambda s: 0.0
-    verify: Callable[[Inputs, Any], str] | None = None
-    obstacle: Callable[[torch.device], str | None] = lambda device: None
-    plain_on_cpu: bool = False
+    dtypes: tuple[Dtypes, ...] = (FP32,)
+    timed: tuple[Dtypes, ...] = ()
+    module: ModuleType | None = None
+    operand: str = ""
+    narrow: bool = False
+
+    def tiles(self, d: Dtypes) -> tuple[Tile | None, ...]:
+        """Return the tiles to compile for; None is the launcher's choice."""
+        if not self.operand:
+            return (None,)
+        dtype: torch.dtype = getattr(d, self.operand)
+        own = {torch.float64: "TILES_FP64", torch.float32: "TILES_FP32"}.get(dtype, "TILES_HALF")
+        found: tuple[Tile, ...] = getattr(self.module, own, None) or self.module.TILES  # type: ignore[union-attr]
+        return found
+
+    def reference(self, i: Inputs) -> list[Tensor]:
+        """Return the results that the others are compared with."""
+        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i))())
 
 
-def best(device: torch.device) -> ops.Primitives:
-    """The table that a step on ``device`` takes by itself."""
-    return ops.select(None, device) or ops.TORCH
+def torch_form(i: Inputs) -> TorchPrimitives:
+    """Return PyTorch's primitives for where the inputs are."""
+    first = next(t for t in _tensors(i))
+    return TorchPrimitives(first.device.type == "cpu")
 
 
-def shipped(module: ModuleType, dtype: torch.dtype) -> tuple[Tile, ...]:
-    """The tiles of a kernel for operands of ``dtype``."""
-    own = {torch.float64: "TILES_FP64", torch.float32: "TILES_FP32"}.get(dtype, "TILES_HALF")
-    return getattr(module, own, None) or module.TILES
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return [t for value in values for t in _tensors(value)]
 
 
-def item(*dtypes: torch.dtype) -> int:
-    """Bytes of one element of each, together."""
-    return sum(dtype.itemsize for dtype in dtypes)
+def flat(results: Any) -> list[Tensor]:
+    """Return the floating-point tensors of results in their order; a direction as the matrix that it means."""
+    if isinstance(results, list | tuple):
+        results = [x.dense() if isinstance(x, Direction) else x for x in results]
+    found = [results.dense()] if isinstance(results, Direction) else _tensors(results)
+    return [t for t in found if t.is_floating_point()]
+
+
+def numbers(device: torch.device, seed: int = 0) -> Draw:
+    """Return what draws normal numbers; the same ones for the same seed, whatever the dtype."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    return draw
+
+
+def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
+    """Return what draws inputs: constants, and a batch of tensors for every "name sides [dtype]".
+
+    Sides are letters of :class:`Sizes`, "." for none. Behind them ``T`` stores the transpose, ``+`` makes positive,
+    ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`.
+    """
+
+    def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+        found = dict(constants)
+        for spec in specs:
+            name, sides, *dtype = spec.split()
+            shape = [getattr(s, side) for side in sides if side in "mnr"]
+            t = draw(s.B, *(shape[::-1] if "T" in sides else shape), dtype=getattr(d, *(dtype or ["arithmetic"])))
+            t = t.mT if "T" in sides else t
+            t = t + t.mT if "~" in sides else t
+            t = t.abs() if "+" in sides else t > -100 if "?" in sides else t
+            found[name] = t
+        return found
+
+    return inputs
+
+
+def doubled(x: Any) -> Any:
+    """Return inputs in float64."""
+    if isinstance(x, Tensor):
+        return x.double() if x.is_floating_point() else x
+    if isinstance(x, torch.dtype):
+        return torch.float64
+    if isinstance(x, list | tuple):
+        return [doubled(y) for y in x]
+    return {k: doubled(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+
+def complaint(case: Case, ops: Primitives | None, fresh: Callable[[], Inputs]) -> str:
+    """Say what is wrong with the case over these primitives, None for its plain form; "" if nothing is.
+
+    Args:
+        case: the operation.
+        ops: a backend's primitives.
+        fresh: makes the inputs, always the same.
+    """
+    truth, usual = case.reference(doubled(fresh())), case.reference(fresh())
+    found = usual if ops is None else flat(case.bind(fresh(), ops)())
+    wrong = gate.complaint(found, usual, truth)
+    if not wrong and case.plain:
+        i = doubled(fresh())
+        wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
+    return wrong
+
+
+def traffic(i: Inputs, results: list[Tensor]) -> int:
+    """Count the bytes of one call in which every operand is read once and every result written once."""
+    return sum(t.nbytes for t in (*_tensors(i), *results))

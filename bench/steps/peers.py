@@ -6,6 +6,7 @@ Nothing is compiled: torch.compile takes minutes, and the steps beside which the
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -13,28 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench import records
-from bench.steps.contenders import PERIOD, Contender
-from bench.training.cosmos import Cosmos
-
-PYTHON = {"emerging-optimizers": (3, 12)}
-"""Oldest Python of the peers that do not run on every one of this package."""
+from bench import rows
+from bench.optimizers import OPTIMIZERS
+from bench.steps.entries import PERIOD, Entry
 
 
 class CannotRun(Exception):
-    """The peer cannot run here; the text says why."""
-
-
-def _heavyball(package: Any, weights: list[Tensor]) -> Optimizer:
-    return package.KLShampoo(weights, precondition_frequency=PERIOD)
-
-
-def _soap(package: Any, weights: list[Tensor]) -> Optimizer:
-    return package.SOAP(weights, precondition_frequency=PERIOD)
-
-
-def _shampoo(package: Any, weights: list[Tensor]) -> Optimizer:
-    return package.Shampoo(weights, preconditioning_compute_steps=PERIOD)
+    """The optimizer cannot run here; the text says why."""
 
 
 def _gram(package: Any, weights: list[Tensor]) -> Optimizer:
@@ -43,75 +29,97 @@ def _gram(package: Any, weights: list[Tensor]) -> Optimizer:
     return package.Muon(weights, ns_use_kernels=weights[0].is_cuda, gram_newton_schulz_restart_iterations=restarts)
 
 
-def _kl_soap(package: Any, weights: list[Tensor]) -> Optimizer:
-    return package.SOAP(weights, lr=1e-3, use_kl_shampoo=True)
+@dataclass(frozen=True)
+class Peer:
+    """An optimizer of another package.
+
+    Attributes:
+        name: as recorded.
+        distribution: as pip knows it.
+        module: where the optimizer is.
+        make: builds it of the module and weights.
+        note: what a reader must know.
+        python: oldest one that the package runs on, where that is not every one of this package.
+    """
+
+    name: str
+    distribution: str
+    module: str
+    make: Callable[[Any, list[Tensor]], Optimizer]
+    note: str = ""
+    python: tuple[int, int] = (0, 0)
+
+    def build(self, weights: list[Tensor]) -> Optimizer:
+        """Build the optimizer.
+
+        Raises:
+            CannotRun: it is not installed, not for this Python, or cannot be imported or built.
+        """
+        if sys.version_info < self.python:
+            needed, here = (".".join(map(str, version[:2])) for version in (self.python, sys.version_info))
+            raise CannotRun(f"{self.distribution} needs Python {needed}, this is {here}")
+        if rows.version(self.distribution) is None:
+            raise CannotRun(f"not installed: pip install {self.distribution}, or -e .[peers]")
+        torch.compiler.set_stance("force_eager")
+        try:
+            return self.make(import_module(self.module), weights)
+        except Exception as error:  # another package may fail in any way, and the rest is to be measured
+            raise CannotRun(reason(error)) from error
+
+    def entry(self) -> Entry:
+        """Return it as it is timed; the note has the version."""
+        found = rows.version(self.distribution)
+        notes = [f"{self.distribution} {found}" if found else "", self.note]
+        return Entry(self.name, self.build, note="; ".join(filter(None, notes)))
 
 
-PEERS: tuple[tuple[str, str, str, Callable[[Any, list[Tensor]], Optimizer], str], ...] = (
-    ("heavyball.KLShampoo", "heavyball", "heavyball", _heavyball, "torch.compile off"),
-    ("pytorch_optimizer.SOAP", "pytorch-optimizer", "pytorch_optimizer", _soap, ""),
-    ("pytorch_optimizer.Shampoo", "pytorch-optimizer", "pytorch_optimizer", _shampoo, ""),
-    (
+PEERS = (
+    Peer(
+        "heavyball.KLShampoo",
+        "heavyball",
+        "heavyball",
+        lambda package, weights: package.KLShampoo(weights, precondition_frequency=PERIOD),
+        "torch.compile off",
+    ),
+    Peer(
+        "pytorch_optimizer.SOAP",
+        "pytorch-optimizer",
+        "pytorch_optimizer",
+        lambda package, weights: package.SOAP(weights, precondition_frequency=PERIOD),
+    ),
+    Peer(
+        "pytorch_optimizer.Shampoo",
+        "pytorch-optimizer",
+        "pytorch_optimizer",
+        lambda package, weights: package.Shampoo(weights, preconditioning_compute_steps=PERIOD),
+    ),
+    Peer(
         "gram_newton_schulz.Muon",
         "gram-newton-schulz",
         "gram_newton_schulz",
         _gram,
         "torch.compile off, Newton-Schulz in float16",
     ),
-    (
+    Peer(
         "emerging_optimizers.SOAP",
         "emerging-optimizers",
         "emerging_optimizers.soap",
-        _kl_soap,
+        lambda package, weights: package.SOAP(weights, lr=1e-3, use_kl_shampoo=True),
         "use_kl_shampoo=True; QR in every step, it has no period",
+        (3, 12),
     ),
 )
-"""Name, distribution, module, how to build, what a reader must know."""
-
-
-def build(
-    distribution: str, module: str, make: Callable[[Any, list[Tensor]], Optimizer], weights: list[Tensor]
-) -> Optimizer:
-    """The optimizer of another package.
-
-    Raises:
-        CannotRun: it is not installed, not for this Python, or cannot be imported or built.
-    """
-    oldest = PYTHON.get(distribution, (0, 0))
-    if sys.version_info < oldest:
-        needed, here = (".".join(map(str, version[:2])) for version in (oldest, sys.version_info))
-        raise CannotRun(f"{distribution} needs Python {needed}, this is {here}")
-    if records.version(distribution) is None:
-        raise CannotRun(f"not installed: pip install {distribution}, or -e .[peers]")
-    torch.compiler.set_stance("force_eager")
-    try:
-        return make(import_module(module), weights)
-    except Exception as error:  # another package may fail in any way, and the rest is to be measured
-        raise CannotRun(reason(error)) from error
 
 
 def reason(error: BaseException) -> str:
-    """An exception as one line."""
+    """Return an exception as one line."""
     line = " ".join(f"{type(error).__name__}: {error}".split())
     return line if len(line) <= 200 else line[:197] + "..."
 
 
-def peers(rank: int, polar: torch.dtype) -> list[Contender]:
-    """Those of other packages, and COSMOS at this rank with Newton-Schulz in this dtype; its authors' is bfloat16."""
-
-    def contender(
-        name: str, distribution: str, module: str, make: Callable[[Any, list[Tensor]], Optimizer], note: str
-    ) -> Contender:
-        found = records.version(distribution)
-        known = [f"{distribution} {found}"] if found else []
-        return Contender(
-            name,
-            lambda weights: build(distribution, module, make, weights),
-            note="; ".join(filter(None, [*known, note])),
-        )
-
-    def cosmos(weights: list[Tensor]) -> Optimizer:
-        return Cosmos(weights, rank=rank, ns_dtype=polar)
-
+def peers(rank: int, polar: torch.dtype) -> list[Entry]:
+    """Return those of other packages, and COSMOS at this rank with Newton-Schulz in ``polar``."""
     note = "written from its description, weight by weight; QR in every step"
-    return [*(contender(*peer) for peer in PEERS), Contender("cosmos", cosmos, rank=rank, polar=polar, note=note)]
+    settings = (("rank", rank), ("ns_dtype", polar))
+    cosmos = Entry("cosmos", OPTIMIZERS["cosmos"].make, settings, rank=rank, polar=polar, note=note)
+    return [*(peer.entry() for peer in PEERS), cosmos]

@@ -1,4 +1,4 @@
-"""What the optimizers step that are compared: weights, their gradients, and the state that they start from.
+"""What the timed optimizers step: weights, their gradients, and the state that they start from.
 
 Every weight of a shape starts from the state that one of them has after SETTLING steps: a start is SVDs and
 eigenvectors of every weight, and in its first 20 steps a state may still be rescaled.
@@ -6,17 +6,17 @@ eigenvectors of every weight, and in its first 20 steps a state may still be res
 Dimension key: m short side, n long side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from bench.shapes import ParameterSet
-from prokl.initial import YOUNG
+from bench.steps.entries import Entry
+from prokl.algorithm.initial import RESCALE_STEPS
 
-SETTLING = 1 + YOUNG
+SETTLING = 1 + RESCALE_STEPS
 SIGNAL = 16
 """Rank of the gradients' signal."""
 GRADIENTS = 8
@@ -65,16 +65,14 @@ class Problem:
         for W, buffer, G in zip(weights, self.buffers, self.gradients[t % GRADIENTS], strict=True):
             W.grad = buffer.copy_(G)
 
-    def settled(self, kind: type[Optimizer], settings: Mapping[str, Any], index: int) -> dict[str, Any]:
-        """State of weight ``index`` alone after SETTLING steps; the same for all of its oriented shape."""
+    def settled(self, entry: Entry, index: int) -> dict[str, Any]:
+        """Return the state of weight ``index`` alone after SETTLING steps; the same for all of its oriented shape."""
         shape = self.start[index].shape
-        settings = {**settings, "backend": "torch"}
-        if "ns_dtype" in settings:  # the state does not depend on it, and half precision is slow on many CPUs
-            settings["ns_dtype"] = torch.float32
-        key = kind, tuple(sorted(settings.items(), key=lambda item: item[0])), min(shape), max(shape)
+        key = entry.optimizer, entry.rank, min(shape), max(shape)
         if key not in self._settled:
             W = torch.nn.Parameter(self.start[index].clone())
-            optimizer = kind([W], **settings)
+            # The state does not depend on Newton-Schulz's dtype, and half precision is slow on many CPUs.
+            optimizer = entry.build([W], backend="torch", ns_dtype=torch.float32)
             for t in range(SETTLING):
                 W.grad = self.gradients[t % GRADIENTS][index].clone()
                 optimizer.step()

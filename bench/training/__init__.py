@@ -1,1 +1,1 @@
-"""Models in training: data, one training loop, contenders and what a run gives."""
+"""Models in training: data, one training loop and what a run gives."""

@@ -1,4 +1,4 @@
-"""One file per seed, written atomically, read only under the settings it was written with."""
+"""Checkpoints and results: written atomically, continued only under the settings they were written with."""
 
 import os
 import pickle
@@ -7,18 +7,13 @@ from typing import Any
 
 import torch
 
-from bench.errors import UsageError
+from bench.command import UsageError
 
-FORMAT = 2
-
-
-def path_for(folder: Path, seed: int) -> Path:
-    """Where a seed's checkpoint lies."""
-    return folder / f"seed-{seed}.pt"
+FORMAT = 3
 
 
 def save(path: Path, fingerprint: dict[str, Any], state: dict[str, Any]) -> None:
-    """Writes beside ``path`` and renames, so that a crash never leaves half a checkpoint."""
+    """Write beside ``path`` and rename, so that a crash never leaves half a file."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("wb") as stream:
         torch.save({"format": FORMAT, "fingerprint": fingerprint, "state": state}, stream)
@@ -28,37 +23,24 @@ def save(path: Path, fingerprint: dict[str, Any], state: dict[str, Any]) -> None
 
 
 def load(path: Path, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """The state saved at ``path``.
+    """Return the state saved at ``path``.
 
     Raises:
-        UsageError: If the file is no checkpoint, or its fingerprint is another one, naming what differs.
+        UsageError: If the file is none of these, or its fingerprint is another one, naming what differs.
     """
-    content = read(path)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        known = content["format"] == FORMAT
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not readable ({error.__class__.__name__}); remove it") from None
+    if not known:
+        raise UsageError(f"{path} is of another version; remove it")
     saved = content["fingerprint"]
     differing = [
-        f"{key} (checkpoint {saved.get(key)!r}, now {fingerprint.get(key)!r})"
+        f"{key} (there {saved.get(key)!r}, now {fingerprint.get(key)!r})"
         for key in dict.fromkeys([*fingerprint, *saved])
         if saved.get(key) != fingerprint.get(key)
     ]
     if differing:
-        raise UsageError(
-            f"cannot resume {path} with other settings: {'; '.join(differing)}; "
-            "repeat the first run's options, or choose another --out"
-        )
+        raise UsageError(f"{path} was made with other settings: {'; '.join(differing)}; remove it")
     return content["state"]
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The whole content of a checkpoint.
-
-    Raises:
-        UsageError: If the file cannot be read as one.
-    """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        name = error.__class__.__name__
-        raise UsageError(f"{path} is not a readable checkpoint ({name}); remove it, or use --overwrite") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UsageError(f"{path} is not a checkpoint of this version; remove it, or use --overwrite")
-    return content

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from prokl.polar import standard
+from prokl.algorithm.newton_schulz import standard
+from prokl.backends.torch_ops import TorchPrimitives
 
 MUON = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
@@ -18,7 +19,8 @@ NS_STEPS = 5
 def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
     """Newton-Schulz with products in ``dtype``, scaled to a root mean square of 1."""
     wide = X if X.shape[0] <= X.shape[1] else X.mT
-    Y = standard((wide / wide.norm().clamp_min(1e-7)).to(dtype)[None], NS_STEPS, MUON)[0].to(X.dtype)
+    start = (wide / wide.norm().clamp_min(1e-7)).to(dtype)[None]
+    Y = standard(start, None, NS_STEPS, MUON, TorchPrimitives(X.device.type == "cpu"))[0].to(X.dtype)
     Y = Y if wide is X else Y.mT
     return Y * (X.numel() ** 0.5 / Y.norm().clamp_min(1e-7))
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from bench.errors import UsageError
+from bench.command import UsageError
 
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32 values
 TOKEN, INT = np.dtype("<u2"), np.dtype("<i4")
-_CHUNK = 2**24  # tokens that are checked at a time
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Shard:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Writes one-dimensional integer tokens from 0 to 65535.
+    """Write one-dimensional integer tokens from 0 to 65535.
 
     Raises:
         ValueError: If a token does not fit into uint16.
@@ -46,7 +45,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path) -> Shard:
-    """Maps a shard whose header agrees with the file.
+    """Map a shard whose header agrees with the file.
 
     Raises:
         UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
@@ -79,33 +78,26 @@ def open_shard(path: Path) -> Shard:
 
 
 def check(shards: list[Shard], vocabulary: int) -> str:
-    """Reads every token once, and returns the SHA-256 of all of them and of where the shards end.
+    """Read every token once, and return the SHA-256 of all of them and of where the shards end.
 
     Raises:
         UsageError: If a token is not below ``vocabulary``.
     """
     digest = hashlib.sha256()
-    total = sum(len(shard.tokens) for shard in shards)
     # Silent where there is no terminal, or nothing to wait for.
-    with tqdm(desc="checking tokens", total=total, unit_scale=True, leave=False, disable=None, delay=2) as bar:
-        for shard in shards:
-            digest.update(len(shard.tokens).to_bytes(8, "little"))
-            for start in range(0, len(shard.tokens), _CHUNK):
-                chunk = np.asarray(shard.tokens[start : start + _CHUNK])
-                largest = int(chunk.max())
-                if largest >= vocabulary:
-                    where = start + int(chunk.argmax())
-                    raise UsageError(
-                        f"{shard.path} has token {largest} at {where}, but the vocabulary ends at {vocabulary - 1}; "
-                        "give shards of the model's tokenizer, or a model with a larger vocabulary"
-                    )
-                digest.update(chunk.tobytes())
-                bar.update(len(chunk))
+    for shard in tqdm(shards, desc="checking shards", leave=False, disable=None, delay=2):
+        digest.update(len(shard.tokens).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(shard.tokens))
+        if len(shard.tokens) and (largest := int(shard.tokens.max())) >= vocabulary:
+            raise UsageError(
+                f"{shard.path} has token {largest} at {shard.tokens.argmax()}, but the vocabulary ends at "
+                f"{vocabulary - 1}; give shards of the model's tokenizer, or a model with a larger vocabulary"
+            )
     return digest.hexdigest()
 
 
 def find(path: Path) -> list[Path]:
-    """The .bin files that ``path`` is or holds itself, by name; none where it is text."""
+    """Return the .bin files that ``path`` is or holds itself, by name; none where it is text."""
     if path.is_dir():
         return sorted(file for file in path.glob("*.bin") if file.is_file())
     return [path] if path.suffix == ".bin" else []

@@ -1,21 +1,22 @@
-"""Where a run's tokens come from: bytes of text, or shards of tokens, behind one interface.
+"""Where a run's tokens come from: bytes of text, or shards of tokens.
 
-What a step sees depends on (seed, step, rank) alone: all contenders see the same, and a resumed run needs no
+What a step sees depends on (seed, step, rank) alone: all optimizers see the same, and a resumed run needs no
 sampler's state. With several ranks, rank i has rows i * batch to (i + 1) * batch of what one process would see
 with a batch of ranks * batch.
 """
 
 import hashlib
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.errors import UsageError
+from bench.command import UsageError
 from bench.models import BYTES, GPT2_VOCABULARY
 from bench.training import corpus, shards
 
@@ -23,139 +24,85 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, (batch, context) int64 each; targets are the inputs' successors."""
 
 
-class Source(Protocol):
-    """Tokens to train on and to validate with.
-
-    Attributes:
-        name: for a reader.
-        sha256: of all tokens and of how they are split, so that two runs can be known to have the same.
-        vocabulary: every token is below it.
-        train_tokens: tokens to train on.
-    """
-
-    name: str
-    sha256: str
-    vocabulary: int
-    train_tokens: int
-
-    def training_batch(
-        self, seed: int, step: int, batch: int, context: int, rank: int = 0, ranks: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """One rank's inputs and targets of one step, (batch, context) int64 each."""
-
-    def validation_batches(self, windows: int, batch: int, context: int) -> list[tuple[Tensor, Tensor]]:
-        """Evenly spaced windows of held-out tokens, at most ``windows``; the same for every seed, step and rank."""
+def generator(seed: int, count: int) -> torch.Generator:
+    """Return torch's generator, started by a hash of both numbers, so that neighbours have nothing in common."""
+    key = hashlib.sha256(f"{seed}/{count}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
 
 
-class ByteSource:
-    """Bytes of text; every window of a batch starts at random, with replacement."""
-
-    vocabulary = BYTES
-
-    def __init__(self, text: corpus.Corpus) -> None:
-        self.text = text
-        self.name = text.source
-        self.sha256 = text.sha256
-        self.train_tokens = len(text.train)
-
-    def training_batch(self, seed: int, step: int, batch: int, context: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """See :class:`Source`."""
-        inputs, targets = corpus.training_batch(self.text, seed, step, ranks * batch, context)
-        rows = slice(rank * batch, (rank + 1) * batch)
-        return inputs[rows], targets[rows]
-
-    def validation_batches(self, windows: int, batch: int, context: int) -> list[Batch]:
-        """See :class:`Source`."""
-        return corpus.validation_batches(self.text, windows, batch, context)
+@lru_cache(maxsize=2)  # the epochs on both sides of a batch; 80 MB each for FineWeb-10B in windows of 1024
+def permutation(seed: int, epoch: int, count: int) -> Tensor:
+    """Return the order of one epoch's windows, (count,) int64."""
+    return torch.randperm(count, generator=generator(seed, epoch))
 
 
 class Windows:
-    """The windows of ``context`` inputs that shards divide into; a rest at a shard's end is in none.
+    """The windows of ``context`` inputs and a last target that begin every ``stride`` tokens, in no two parts."""
 
-    A window's last target is the first input of the next one, so no token is an input twice.
-    """
-
-    def __init__(self, parts: list[shards.Shard], context: int) -> None:
-        self.parts = parts
-        self.context = context
+    def __init__(self, parts: Sequence[np.ndarray], context: int, stride: int) -> None:
+        self.parts, self.context, self.stride = parts, context, stride
         # Window i lies in the last part whose first window is at most i.
-        counts = [max(0, len(part.tokens) - 1) // context for part in parts]
+        counts = [max(0, (len(part) - 1 - context) // stride + 1) for part in parts]
         self.first = np.cumsum([0, *counts])[:-1]
         self.count = sum(counts)
 
     def batch(self, indices: Tensor) -> Batch:
-        """(B,) window numbers -> inputs and targets."""
+        """Return the windows of these numbers, (B,)."""
         rows = np.stack([self._window(int(index)) for index in indices]).astype(np.int64)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _window(self, index: int) -> np.ndarray:
         part = int(np.searchsorted(self.first, index, side="right")) - 1
-        start = (index - int(self.first[part])) * self.context
-        return self.parts[part].tokens[start : start + self.context + 1]
+        start = (index - int(self.first[part])) * self.stride
+        return self.parts[part][start : start + self.context + 1]
 
 
-@lru_cache(maxsize=2)  # the epochs on both sides of a batch; 80 MB each for FineWeb-10B in windows of 1024
-def permutation(seed: int, epoch: int, count: int) -> Tensor:
-    """The order of one epoch's windows, (count,) int64."""
-    return torch.randperm(count, generator=corpus.generator(seed, epoch))
+@dataclass(frozen=True)
+class Source:
+    """Tokens to train on and to validate with.
 
-
-class ShardSource:
-    """Token shards; every epoch sees every window of each shard once, in an order of its own.
-
-    Files with "val" in their name are held out; without one, the last tenth of the last file is.
+    Attributes:
+        name: for a reader.
+        sha256: of all tokens and of how they are split, so that two runs can be known to have the same.
+        vocabulary: every token is below it.
+        train: pieces of tokens, one-dimensional.
+        validation: likewise, held out.
+        epochs: whether windows follow each other, the last target of one being the first input of the next, and every
+            epoch sees each once in an order of its own; otherwise they begin anywhere, drawn with replacement.
     """
 
-    def __init__(self, files: list[Path], name: str, context: int, vocabulary: int) -> None:
-        self.name = name
-        self.vocabulary = vocabulary
-        opened = [shards.open_shard(file) for file in files]
-        self.train, self.validation = _hold_out(opened)
-        self.train_tokens = sum(len(part.tokens) for part in self.train)
-        for split, parts in (("training", self.train), ("validation", self.validation)):
-            if not Windows(parts, context).count:
-                longest = max((len(part.tokens) for part in parts), default=0)
-                raise UsageError(
-                    f"{name} leaves {longest} tokens in one piece for {split}, but a context of {context} needs "
-                    f"{context + 1}; give more or longer shards, or a smaller context"
-                )
-        both = shards.check(self.train, vocabulary) + shards.check(self.validation, vocabulary)
-        self.sha256 = hashlib.sha256(both.encode()).hexdigest()
+    name: str
+    sha256: str
+    vocabulary: int
+    train: Sequence[np.ndarray]
+    validation: Sequence[np.ndarray]
+    epochs: bool
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens to train on."""
+        return sum(map(len, self.train))
 
     def training_batch(self, seed: int, step: int, batch: int, context: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """See :class:`Source`."""
-        windows = Windows(self.train, context)
-        numbers = range((step * ranks + rank) * batch, (step * ranks + rank + 1) * batch)  # of all runs' windows
+        """Return one rank's inputs and targets of one step, (batch, context) int64 each."""
+        windows = Windows(self.train, context, context if self.epochs else 1)
+        if not self.epochs:
+            starts = torch.randint(windows.count, (ranks * batch,), generator=generator(seed, step))
+            return windows.batch(starts[rank * batch : (rank + 1) * batch])
+        numbers = range((step * ranks + rank) * batch, (step * ranks + rank + 1) * batch)  # of all epochs' windows
         order = [permutation(seed, n // windows.count, windows.count)[n % windows.count] for n in numbers]
         return windows.batch(torch.stack(order))
 
     def validation_batches(self, windows: int, batch: int, context: int) -> list[Batch]:
-        """See :class:`Source`."""
-        held_out = Windows(self.validation, context)
+        """Return evenly spaced windows, at most ``windows``; the same for every seed, step and rank."""
+        held_out = Windows(self.validation, context, context if self.epochs else 1)
         spread = torch.linspace(0, held_out.count - 1, min(windows, held_out.count), dtype=torch.float64).long()
         return [held_out.batch(part) for part in spread.unique().split(batch)]
 
 
-def _is_validation(file: Path) -> bool:
-    """Whether one of the words in a file's name is val, valid or validation."""
-    return not {"val", "valid", "validation"}.isdisjoint(re.split("[^a-z]+", file.stem.lower()))
-
-
-def _hold_out(opened: list[shards.Shard]) -> tuple[list[shards.Shard], list[shards.Shard]]:
-    """Training and validation shards."""
-    named = [shard for shard in opened if _is_validation(shard.path)]
-    rest = [shard for shard in opened if not _is_validation(shard.path)]
-    if named or not rest:
-        return rest, named
-    *whole, last = rest
-    cut = len(last.tokens) - len(last.tokens) // corpus.HELD_OUT
-    train = [*whole, shards.Shard(last.path, last.tokens[:cut])]
-    return train, [shards.Shard(last.path, last.tokens[cut:])]
-
-
 def open_source(path: Path | None, context: int, vocabulary: int | None = None) -> Source:
-    """Opens what ``--data`` names, and checks all of it.
+    """Open what ``--data`` names, and check all of it.
 
     Args:
         path: None is the standard library's source, as bytes. A .bin file, or a folder with .bin files directly in
@@ -167,9 +114,40 @@ def open_source(path: Path | None, context: int, vocabulary: int | None = None) 
     Raises:
         UsageError: If the data is missing, unreadable, too short, or a shard's header or a token is wrong.
     """
-    if path is not None and path.exists():
-        files = shards.find(path)
-        if files:
-            kind = "folder" if path.is_dir() else "file"
-            return ShardSource(files, f"shards of {kind} {path.name or path}", context, vocabulary or GPT2_VOCABULARY)
-    return ByteSource(corpus.load(path, context))
+    files = shards.find(path) if path is not None and path.exists() else []
+    source = _shards(path, files, vocabulary or GPT2_VOCABULARY) if path is not None and files else _text(path)
+    for split, parts in (("training", source.train), ("validation", source.validation)):
+        if (longest := max(map(len, parts), default=0)) <= context:
+            raise UsageError(
+                f"{source.name} leaves {longest} tokens in one piece for {split}, but a context of {context} needs "
+                f"{context + 1}; give more with --data, or a smaller context"
+            )
+    return source
+
+
+def _text(path: Path | None) -> Source:
+    name, train, validation = corpus.read(path)
+    digest = hashlib.sha256(len(train).to_bytes(8, "little") + train + validation).hexdigest()
+    parts = [[np.frombuffer(part, np.uint8)] for part in (train, validation)]
+    return Source(name, digest, BYTES, *parts, epochs=False)
+
+
+def _shards(path: Path, files: list[Path], vocabulary: int) -> Source:
+    """Hold out the files with "val" in their name; without one, the last tenth of the last file."""
+    opened = [shards.open_shard(file) for file in files]
+    validation = [shard for shard in opened if _is_validation(shard.path)]
+    train = [shard for shard in opened if not _is_validation(shard.path)]
+    if train and not validation:
+        *whole, last = train
+        cut = len(last.tokens) - len(last.tokens) // corpus.HELD_OUT
+        train = [*whole, shards.Shard(last.path, last.tokens[:cut])]
+        validation = [shards.Shard(last.path, last.tokens[cut:])]
+    both = shards.check(train, vocabulary) + shards.check(validation, vocabulary)
+    name = f"shards of {'folder' if path.is_dir() else 'file'} {path.name or path}"
+    digest = hashlib.sha256(both.encode()).hexdigest()
+    return Source(name, digest, vocabulary, *([s.tokens for s in part] for part in (train, validation)), epochs=True)
+
+
+def _is_validation(file: Path) -> bool:
+    """Return whether one of the words in a file's name is val, valid or validation."""
+    return not {"val", "valid", "validation"}.isdisjoint(re.split("[^a-z]+", file.stem.lower()))

@@ -21,13 +21,18 @@ def ceiling_factor(state: State) -> Tensor:
     return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(state["inv_sqrt_lambda_L"][:, 0])
 
 
+def usable(G: Tensor, state: State, active: Tensor | None) -> Tensor:
+    """Return G (B,m,n) in the arithmetic dtype, zero for the matrices that do not step."""
+    return (G if active is None else mask_inactive(G, active)).to(state["inv_sqrt_lambda_L"].dtype)
+
+
 def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
-    """M <- momentum M + (1 - momentum) G (B,m,n)."""
+    """Update the momentum, M <- momentum M + (1 - momentum) G (B,m,n)."""
     return torch.lerp(state["M"].to(G.dtype), G, 1 - h.momentum)
 
 
 def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
-    """Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2."""
+    """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2."""
     mm = ops.product
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
@@ -36,7 +41,7 @@ def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
 
 
 def statistics(G: Tensor, state: State, h: Hyper, ops: Primitives) -> State:
-    """EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
+    """Update the EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
     _, m, n = G.shape
     mm = ops.product
     Q_L, Q_R = state["Q_L"], state["Q_R"]
@@ -57,7 +62,7 @@ def statistics(G: Tensor, state: State, h: Hyper, ops: Primitives) -> State:
 
 
 def refresh_eigenbases(state: State, rows: Tensor | None, ops: Primitives) -> State:
-    """Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
+    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
     L, Q_L, R, Q_R = (select_rows(state[key], rows) for key in ("L", "Q_L", "R", "Q_R"))
     return {
         "Q_L": refreshed_rows(state, "Q_L", rows, ops.refresh_basis(L, Q_L)),
@@ -72,15 +77,9 @@ class KLShampooMethod:
     oversize_remedy: str | None = (
         'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
     )
+    check = staticmethod(check_common)
+    hyper = staticmethod(Hyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)
-
-    def check(self, group: Group) -> None:
-        """Raise ValueError when a hyper-parameter of a group is out of bounds."""
-        check_common(group)
-
-    def hyper(self, group: Group) -> Hyper:
-        """Read the hyper-parameters of a step from a group."""
-        return Hyper.of(group)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return 0: both factors are whole."""
@@ -111,14 +110,14 @@ class KLShampooMethod:
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G."""
-        G = mask_inactive(G, active).to(state["inv_sqrt_lambda_L"].dtype)
+        G = usable(G, state, active)
         return Direction(direction(momentum(G, state, h), state, h, ops), decay_after=True)
 
     def step(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> tuple[Direction, State]:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
-        G = mask_inactive(G, active).to(state["inv_sqrt_lambda_L"].dtype)
+        G = usable(G, state, active)
         M = momentum(G, state, h)
         delta = Direction(direction(M, state, h, ops), decay_after=True)
         return delta, {"M": M} | statistics(G, state, h, ops)

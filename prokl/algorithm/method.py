@@ -1,4 +1,4 @@
-"""What an algorithm is to the rest of prokl: everything that tells one matrix method from another."""
+"""The interface of an algorithm to the rest of prokl: everything that tells one matrix method from another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Method(Protocol[H]):
     fixed: tuple[str, ...]
     """Hyper-parameters that the state of a weight is made with and that may not change under it."""
     oversize_remedy: str | None
-    """What to do with a weight whose state is too large for the device's memory; None where memory is not checked."""
+    """Advice on a weight whose state is too large for the device's memory; None where memory is not checked."""
 
     def check(self, group: Group) -> None:
         """Raise ValueError when a hyper-parameter of a group is out of bounds."""

@@ -34,16 +34,11 @@ def use_gram(m: int, n: int) -> bool:
     return n >= GRAM_ASPECT * m
 
 
-def _gram(X: Tensor, scale: Tensor | None, ops: Primitives) -> Tensor:
-    """Compute scale^2 X X^T (B,m,m); ``scale`` (B,) or None for 1."""
-    return ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
-
-
 def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Primitives) -> Tensor:
     """Iterate X <- aX + (bA + cA^2)X with A = XX^T, ``steps`` times from scale X (B,m,n) of norm at most 1."""
     a, b, c = coefficients
     for _ in range(steps):
-        A = _gram(X, scale, ops)
+        A = ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         if scale is None:
             X = ops.product(Z, X, C=X, beta=a)
@@ -110,9 +105,11 @@ def newton_schulz_factors(
         gram = use_gram(X.shape[-2], X.shape[-1])
     if not gram:
         return None, standard(X, scale, steps, coefficients, ops), None
-    while steps > GRAM_RUN:
-        Q = gram_factor(_gram(X, scale, ops), GRAM_RUN, coefficients, ops)
+    while True:
+        R = ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
+        Q = gram_factor(R, min(steps, GRAM_RUN), coefficients, ops)
+        if steps <= GRAM_RUN:
+            return Q, X, scale
         X = ops.product(Q, X, alpha=1.0 if scale is None else scale)
         scale = None
         steps -= GRAM_RUN
-    return gram_factor(_gram(X, scale, ops), steps, coefficients, ops), X, scale

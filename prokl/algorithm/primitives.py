@@ -61,9 +61,9 @@ def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Te
     return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
 
 
-def mask_inactive(G: Tensor, active: Tensor | None) -> Tensor:
-    """Zero in place the gradients G (B,m,n) of the matrices that do not step; ``active`` (B,) or None: all step."""
-    return G if active is None else G.masked_fill_(~active[:, None, None], 0.0)
+def mask_inactive(G: Tensor, active: Tensor) -> Tensor:
+    """Zero in place the gradients G (B,m,n) of the matrices that do not step, those not ``active`` (B,)."""
+    return G.masked_fill_(~active[:, None, None], 0.0)
 
 
 class Primitives(Protocol):

@@ -29,12 +29,18 @@ from prokl.algorithm.initial import initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
-from prokl.algorithm.settings import ProHyper, check_pro
+from prokl.algorithm.settings import (
+    COMPLEMENT_VARIANTS,
+    POLAR_VARIANTS,
+    SUBSPACE_VARIANTS,
+    ProHyper,
+    check_pro,
+)
 from prokl.algorithm.shapes import ceiling, effective_rank
 
 
 class Projected(NamedTuple):
-    """What stage (1) leaves for stages (3) and (4): the raw gradient on the subspace and beside it."""
+    """Result of stage (1) for stages (3) and (4): the raw gradient on the subspace and beside it."""
 
     G_tilde: Tensor
     """G U (B,m,r)."""
@@ -43,7 +49,7 @@ class Projected(NamedTuple):
 
 
 class Lookahead(NamedTuple):
-    """What stage (1) leaves for stage (2): the momentum gradient G^ on the subspace and beside it."""
+    """Result of stage (1) for stage (2): the momentum gradient G^ on the subspace and beside it."""
 
     G_par: Tensor
     """G^ U (B,m,r)."""
@@ -54,7 +60,7 @@ class Lookahead(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What stage (3) leaves for stage (4): this gradient's part of the statistics."""
+    """Result of stage (3) for stage (4): this gradient's part of the statistics."""
 
     Z: Tensor
     """diag(a_L) Q_L^T G~ (B,m,r), with the new a_L."""
@@ -71,32 +77,39 @@ def damping(state: State, h: ProHyper) -> tuple[Tensor, Tensor]:
 def momentum_and_projection(
     G: Tensor, state: State, h: ProHyper, active: Tensor | None, ops: Primitives
 ) -> tuple[Tensor, Lookahead, Projected]:
-    """(1) M <- mu M + G, G^ = G + mu M, and both projected: G^ = a G + b M is linear in G and the old M."""
+    """Do (1): M <- mu M + G, G^ = G + mu M, and both projected; G^ = a G + b M is linear in G and the old M."""
     g, a, b = h.gradient_weights
     U = state["U"]
     G_tilde, M_tilde = ops.project(G, state["M"], U, active)
     G_par = (a + b * g) * G_tilde + b * h.momentum * M_tilde
     M, G_perp, G_hat_perp, negligible = ops.residuals(
-        G, state["M"], G_tilde, G_par if h.has_complement else None, U, h.momentum, h.gradient_weights, active
+        G,
+        state["M"],
+        G_tilde,
+        G_par if h.variant in COMPLEMENT_VARIANTS else None,
+        U,
+        h.momentum,
+        h.gradient_weights,
+        active,
     )
     return M, Lookahead(G_par, G_hat_perp, negligible), Projected(G_tilde, G_perp)
 
 
 def direction(lookahead: Lookahead, state: State, h: ProHyper, aspect_scale: Tensor, ops: Primitives) -> Direction:
-    """(2) Delta_res + alpha_kl Delta_sub, as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T."""
+    """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T."""
     eps, _ = damping(state, h)
     G_par, G_hat_perp, negligible = lookahead
     U = state["U"]
     a_L = damp(state["inv_sqrt_lambda_L"], eps)
     P = ops.symmetric_product(state["Q_L"] * a_L.sqrt()[:, None, :])
     subspace = None
-    if h.has_subspace:
+    if h.variant in SUBSPACE_VARIANTS:
         a_S = damp(state["inv_sqrt_lambda_S"], eps)
         subspace = ops.precondition(P, G_par, state["Q_S"], a_S, h.subspace_weight)
-    if not h.has_complement:
+    if h.variant not in COMPLEMENT_VARIANTS:
         return Direction(None, left=subspace, right=U)
     assert G_hat_perp is not None and negligible is not None
-    if h.orthogonalises:
+    if h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp.dtype))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         scale = aspect_scale if scale is None else scale * aspect_scale
@@ -108,7 +121,7 @@ def direction(lookahead: Lookahead, state: State, h: ProHyper, aspect_scale: Ten
 def statistics(
     projected: Projected, state: State, h: ProHyper, active: Tensor | None, ops: Primitives
 ) -> tuple[State, Sample]:
-    """(3) Eigenvalue and factor EMAs from the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
+    """Do (3): eigenvalue and factor EMAs of the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
     G_tilde, G_perp = projected
     _, m, n = G_perp.shape
     Q_L, Q_S = state["Q_L"], state["Q_S"]
@@ -147,7 +160,7 @@ def statistics(
 
 
 def track_subspace(projected: Projected, sample: Sample, state: State, h: ProHyper, ops: Primitives) -> State:
-    """(4) U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U), with the new S and a_L; S and Q_S turn with T = U^T U_+."""
+    """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S and a_L; S, Q_S turn with T = U^T U_+."""
     U, S, mm = state["U"], state["S"], ops.product
     m = projected.G_perp.shape[-2]
     eps, _ = damping(state, h)
@@ -160,7 +173,7 @@ def track_subspace(projected: Projected, sample: Sample, state: State, h: ProHyp
 
 
 def refresh_eigenbases(state: State, rows: Tensor | None, ops: Primitives) -> State:
-    """(5) Q_L <- qr(L Q_L), Q_S <- qr(S Q_S), of ``rows`` or all; Q_S is no orthogonal basis between refreshes."""
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S), of ``rows`` or all; Q_S is no orthogonal basis between refreshes."""
     L, Q_L, S, Q_S = (select_rows(state[key], rows) for key in ("L", "Q_L", "S", "Q_S"))
     return {
         "Q_L": refreshed_rows(state, "Q_L", rows, ops.refresh_basis(L, Q_L)),
@@ -173,16 +186,10 @@ class ProKLShampooMethod:
 
     fixed: tuple[str, ...] = ("rank", "variant", "state_dtype", "init_eigenvalue")
     oversize_remedy: str | None = None
-    reference_step = staticmethod(reference.step)
+    check = staticmethod(check_pro)
+    hyper = staticmethod(ProHyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)
-
-    def check(self, group: Group) -> None:
-        """Raise ValueError when a hyper-parameter of a group is out of bounds."""
-        check_pro(group)
-
-    def hyper(self, group: Group) -> ProHyper:
-        """Read the hyper-parameters of a step from a group."""
-        return ProHyper.of(group)
+    reference_step = staticmethod(reference.step)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return min(rank, m, n - 1)."""

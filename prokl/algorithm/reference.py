@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_scale
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper
 from prokl.algorithm.shapes import ceiling
 
 State = dict[str, Tensor]
 
 
 def positive_qr(A: Tensor) -> Tensor:
-    """Q of the QR factorisation of A whose R has a non-negative diagonal. A (n,r) -> Q (n,r)."""
+    """Return Q of the QR factorisation of A whose R has a non-negative diagonal. A (n,r) -> Q (n,r)."""
     Q, R = torch.linalg.qr(A)
     sign = torch.where(R.diagonal() < 0, -1.0, 1.0).to(A.dtype)
     return Q * sign
 
 
 def damped(s: Tensor, state: State, eps: float) -> Tensor:
-    """(P2) 1/(sqrt(lambda) + eps) from the undamped s = lambda^-1/2; eps scales with sqrt(lambda_0) for "auto"."""
+    """Damp (P2): 1/(sqrt(lambda) + eps) from s = lambda^-1/2; eps scales with sqrt(lambda_0) for "auto"."""
     scale = state["lambda_0"].sqrt() if "lambda_0" in state else 1.0
     return s / (1 + eps * scale * s)
 
 
 def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
-    """min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2 (eq. clamp_practical)."""
+    """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2 (eq. clamp_practical)."""
     ema = beta2 * s**-2 + (1 - beta2) * statistic
     return torch.minimum(ema.rsqrt(), torch.as_tensor(limit, dtype=s.dtype))
 
@@ -45,7 +45,7 @@ def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | f
 def newton_schulz(
     X: Tensor, steps: int, coefficients: tuple[float, float, float], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """(P3) ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
+    """Do (P3): ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
 
     A zero X gives zero.
     """
@@ -61,7 +61,7 @@ def newton_schulz(
 
 
 def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor, Tensor]:
-    """(1) M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
+    """Do (1): M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
     g, a, b = h.gradient_weights
     M = h.momentum * state["M"] + g * G
     G_hat = a * G + b * M
@@ -73,7 +73,7 @@ def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tenso
 
 
 def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> Tensor:
-    """(2) Delta_sub = L^-1/2 G^par S^-1/2 U^T. G^par (m,r) -> (m,n)."""
+    """Compute (2) Delta_sub = L^-1/2 G^par S^-1/2 U^T. G^par (m,r) -> (m,n)."""
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
     Q_L, Q_S = state["Q_L"], state["Q_S"]
@@ -81,26 +81,26 @@ def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> Tensor:
 
 
 def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
-    """(2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp. G^perp (m,n) -> (m,n)."""
+    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp. (m,n) -> (m,n)."""
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
-    if h.orthogonalises:
+    if h.variant in POLAR_VARIANTS:
         return aspect_scale * newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
     return damped(state["inv_sqrt_mu"], state, h.eps) * whitened
 
 
 def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
-    """(2) Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps. (m,n)."""
+    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps. (m,n)."""
     total = torch.zeros_like(G_perp)
-    if h.has_complement:
+    if h.variant in COMPLEMENT_VARIANTS:
         total = total + complement_direction(G_perp, state, h, aspect_scale)
-    if h.has_subspace:
+    if h.variant in SUBSPACE_VARIANTS:
         total = total + h.subspace_weight * subspace_direction(G_par, state, h)
     return total
 
 
 def statistics(G: Tensor, state: State, h: ProHyper) -> State:
-    """(3) Eigenvalue and factor EMAs from the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
+    """Do (3): eigenvalue and factor EMAs of the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
     m, n = G.shape
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
     r = U.shape[1]
@@ -130,7 +130,7 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
 
 
 def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
-    """(4) U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U); S and Q_S turn with T = U^T U_+."""
+    """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U); S and Q_S turn with T = U^T U_+."""
     U, S, Q_L = state["U"], state["S"], state["Q_L"]
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     sample = G.mT @ Q_L @ (a_L**2).diag() @ Q_L.mT @ G @ U / G.shape[0]
@@ -140,7 +140,7 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """(5) Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
     return {
         "Q_L": positive_qr(state["L"] @ state["Q_L"]),
         "Q_S": positive_qr(state["S"] @ state["Q_S"]),
@@ -150,7 +150,7 @@ def refresh_eigenbases(state: State) -> State:
 def step(
     W: Tensor, G: Tensor, state: State, h: ProHyper, *, aspect_scale: float, refresh: bool
 ) -> tuple[Tensor, State]:
-    """One step of Algorithm 2 after the initialising one, for one oriented weight.
+    """Do one step of Algorithm 2 after the initialising one, for one oriented weight.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
@@ -175,7 +175,7 @@ def step(
 
 
 def polar(X: Tensor) -> Tensor:
-    """Exact polar factor U V^T of X = U Sigma V^T, on the numerical range of X. X (m,n) -> (m,n)."""
+    """Compute the exact polar factor U V^T of X = U Sigma V^T, on the numerical range of X. X (m,n) -> (m,n)."""
     U, sigma, Vt = torch.linalg.svd(X, full_matrices=False)
     kept = sigma > sigma.max() * max(X.shape) * torch.finfo(X.dtype).eps
     return (U * kept) @ Vt
@@ -192,7 +192,7 @@ def idealised_step(
     aspect_scale: float,
     refresh: bool,
 ) -> tuple[Tensor, State]:
-    """One step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
+    """Do one step of Algorithm 1: no momentum, no damping, no clip, the exact polar factor, update last.
 
     ``state`` holds U (n,r), L, Q_L (m,m), S, Q_S (r,r), lambda_L (m,), lambda_S (r,), mu (). Order as printed:
     projection, covariance estimation, tracking, eigenvalue EMA and, when ``refresh``, QR, update with the new

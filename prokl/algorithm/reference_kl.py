@@ -16,7 +16,7 @@ from prokl.algorithm.shapes import ceiling
 
 
 def direction(M: Tensor, state: State, eps: float) -> Tensor:
-    """Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
+    """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
 
     The damping acts once, on the product of both sides; for "auto" it scales with lambda_0.
     """
@@ -27,7 +27,7 @@ def direction(M: Tensor, state: State, eps: float) -> Tensor:
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
-    """EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
+    """Update the EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
     m, n = G.shape
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
@@ -46,7 +46,7 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
 
 
 def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
-    """One step after the initialising one; weight decay comes after the step, on the updated weight.
+    """Do one step after the initialising one; weight decay comes after the step, on the updated weight.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.

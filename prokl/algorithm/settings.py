@@ -15,6 +15,12 @@ from torch import Tensor
 
 Variant = Literal["pro-klshampoo", "smok-hop", "subspace-only", "complement-only"]
 VARIANTS: tuple[str, ...] = get_args(Variant)
+SUBSPACE_VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only")
+"""Variants whose update has the subspace part Delta_sub."""
+COMPLEMENT_VARIANTS = ("pro-klshampoo", "smok-hop", "complement-only")
+"""Variants whose update has the complement part Delta_res."""
+POLAR_VARIANTS = ("pro-klshampoo", "complement-only")
+"""Variants whose complement part goes through Newton-Schulz."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
@@ -23,7 +29,7 @@ NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Hyper:
-    """What both methods share: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
+    """Settings of both methods: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
 
     lr: float | Tensor
     weight_decay: float
@@ -62,21 +68,6 @@ class ProHyper(Hyper):
             group["ns_dtype"],
             group["variant"],
         )
-
-    @property
-    def has_subspace(self) -> bool:
-        """True if the update has the subspace part Delta_sub."""
-        return self.variant != "complement-only"
-
-    @property
-    def has_complement(self) -> bool:
-        """True if the update has the complement part Delta_res."""
-        return self.variant != "subspace-only"
-
-    @property
-    def orthogonalises(self) -> bool:
-        """True if the complement part goes through Newton-Schulz."""
-        return self.variant in ("pro-klshampoo", "complement-only")
 
     @property
     def subspace_weight(self) -> float:

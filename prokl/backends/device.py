@@ -1,4 +1,4 @@
-"""What a device is to the backends: whether kernels run on it, whether the host may read it, and copies to it."""
+"""Properties of a device: kernels run on it or why not, the host may read it or not; and copies to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the gradients of a bucket are gathered and its weights written: the interface, and PyTorch's form.
+"""Reading the gradients of a bucket and writing its weights: the interface, and PyTorch's form.
 
 A member of a bucket is a view: some matrices of a parameter, oriented. Nothing but this module and the members
 themselves touches parameters and their gradients.
@@ -27,21 +27,11 @@ class Member:
     p: Tensor
     name: str
     shape: MatrixShape
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """First row that is no longer this member's."""
-        return self.start + self.shape.count
-
-    @property
-    def rows(self) -> range:
-        """Rows of the stacks that are this member's."""
-        return range(self.start, self.stop)
+    rows: range
 
     def part(self, stack: Tensor) -> Tensor:
         """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
-        return stack[self.start : self.stop] if self.p.ndim == 3 else stack[self.start]
+        return stack[self.rows.start : self.rows.stop] if self.p.ndim == 3 else stack[self.rows.start]
 
     def gradient(self) -> Tensor | None:
         """Return the gradient, oriented (c,m,n), in the weight's dtype; None where there is none."""
@@ -148,8 +138,8 @@ class TorchIO:
         for member, gradient in zip(self.members, self.gradients, strict=True):
             if gradient is None:
                 continue
-            W, own = member.weight(), D[member.start : member.stop]
-            moves = None if active is None else active[member.start : member.stop]
+            W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
+            own, moves = D[rows], None if active is None else active[rows]
             if moves is None and W.dtype == D.dtype:
                 if weight_decay != 0:
                     W.mul_(decay)

@@ -58,7 +58,9 @@ class TorchPrimitives(Primitives):
 
     def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return G U and M U; zeroes the gradients that are not active."""
-        return mask_inactive(G, active) @ U, M.to(U.dtype) @ U
+        if active is not None:
+            mask_inactive(G, active)
+        return G @ U, M.to(U.dtype) @ U
 
     def residuals(
         self,
@@ -77,7 +79,8 @@ class TorchPrimitives(Primitives):
         G's, M are overwritten.
         """
         g, a, b = weights
-        mask_inactive(G, active)
+        if active is not None:
+            mask_inactive(G, active)
         if active is not None or M.dtype != G.dtype:
             M = M.to(G.dtype, copy=True)
         M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)

@@ -1,4 +1,4 @@
-"""What the preconditioners of a live optimizer look like: dictionaries for loggers, and a figure.
+"""Figures of the preconditioners of a live optimizer: dictionaries for loggers, and a figure.
 
 Nothing is hooked into ``step()`` and nothing is changed. A call reads the state, and the gradients that are there,
 does its work on their device for all weights of a shape at once, and then waits for the device once to read the

@@ -10,7 +10,7 @@ from prokl.algorithm.shapes import MatrixShape, effective_rank
 
 
 def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
-    """Range of alpha_kl in which the two parts of a weight's update keep the proportion that Smok-Hop gives them.
+    """Return the range of alpha_kl in which the two parts of a weight's update are in Smok-Hop's proportion.
 
     c_a / sqrt(m (n - r)) and sqrt(k) times that, with m and n the short and the long side, k = min(m, n - r) the
     rank of the complement's update and c_a = sqrt(max(1, rows / cols)) (paper, eq. lambda_star_app). The lower end
@@ -38,14 +38,14 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
 
 
 def over_tail(eigenvalues: Tensor, rank: int) -> Tensor:
-    """Descending eigenvalues (..., n) over the mean of those beyond ``rank``, or over the smallest where none is."""
+    """Divide descending eigenvalues (..., n) by the mean of those beyond ``rank``, or by the smallest where none is."""
     _check_rank(rank)
     tail = eigenvalues[..., rank:] if eigenvalues.shape[-1] > rank else eigenvalues[..., -1:]
     return eigenvalues / tail.mean(dim=-1, keepdim=True)
 
 
 def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
-    """Arithmetic over geometric mean of the eigenvalues beyond ``rank``: 1 for a flat tail.
+    """Return the arithmetic over the geometric mean of the eigenvalues beyond ``rank``: 1 for a flat tail.
 
     Args:
         eigenvalues: (..., n), positive, descending.
@@ -61,7 +61,7 @@ def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
 
 
 def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
-    """Claim 1: the most that one eigenvalue in the place of all beyond ``rank`` adds to the KL objective, in nats.
+    """Bound what one eigenvalue in the place of all beyond ``rank`` adds to the KL objective, in nats (Claim 1).
 
     other_side (n - r) / 2 * log(AM / GM) of the tail; a common factor of the eigenvalues does not change it.
 

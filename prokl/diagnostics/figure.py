@@ -82,7 +82,7 @@ def plot(
 
 
 def _by_panel(values: dict[str, float]) -> dict[str, dict[str, dict[str, float]]]:
-    """{panel: {series: {weight: value}}} of the panels that have values."""
+    """Return {panel: {series: {weight: value}}} of the panels that have values."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for key, value in values.items():
         _, rest = key.split("/", 1)
@@ -117,7 +117,7 @@ def _draw_spectra(
 
 
 def _draw_scalars(figure: SubFigure, panels: dict[str, dict[str, dict[str, float]]], colours: dict[str, Any]) -> None:
-    """A panel per figure with a line per weight, named on the left in the colour of its spectra."""
+    """Draw a panel per figure with a line per weight, named on the left in the colour of its spectra."""
     names = list(colours)
     index = {name: i for i, name in enumerate(names)}
     grid = figure.subplots(-(-len(panels) // COLUMNS), COLUMNS, sharey=True, squeeze=False)

@@ -1,4 +1,4 @@
-"""What is measured of a batch of weights on their device: products of matrices only, so that nothing waits.
+"""Measures of a batch of weights on their device: products of matrices only, so that nothing waits.
 
 No SVD and no eigendecomposition: on a GPU they factor one matrix after another and wait for each.
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from prokl.algorithm.initial import RESCALE_STEPS, rescale_early_state
 from prokl.algorithm.newton_schulz import gram_factor
 from prokl.algorithm.primitives import Direction
-from prokl.algorithm.settings import ProHyper
+from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
 from prokl.backends.device import on_device
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.diagnostics.weights import Batch
@@ -32,7 +32,7 @@ what a smaller one lacks changes the error by less than the value itself."""
 
 
 def orthogonality(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """||Q^T Q - I||_F (B,) of every basis, as it is stored."""
+    """Return ||Q^T Q - I||_F (B,) of every basis, as it is stored."""
     found = {}
     for key in BASES:
         if key in state:
@@ -43,7 +43,7 @@ def orthogonality(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def operator_norm(A: Tensor) -> Tensor:
-    """Largest singular value (B,) of A (B,m,n), from below.
+    """Return the largest singular value (B,) of A (B,m,n), from below.
 
     With N = A A^T and W = N^p / tr(N^p) by squaring, tr(N W) is a mean of the eigenvalues of N in which the largest
     weighs most: of m eigenvalues all others together take at most a share log(m) / p of it away.
@@ -58,7 +58,7 @@ def operator_norm(A: Tensor) -> Tensor:
 
 
 def polar_error(X: Tensor, U: Tensor) -> Tensor:
-    """||X - P||_F / ||P||_F (B,) for Newton-Schulz's output X (B,m,n) and the exact polar factor P it stands for.
+    """Return ||X - P||_F / ||P||_F (B,) for Newton-Schulz's output X (B,m,n) and the exact polar factor P.
 
     P is a partial isometry of rank k = min(m, n - r) whose rows are orthogonal to U (B,n,r). Newton-Schulz leaves
     singular vectors as they are, up to rounding: the distance is that of the singular values from 1, and what rounding
@@ -76,7 +76,7 @@ def polar_error(X: Tensor, U: Tensor) -> Tensor:
 
 
 def of_gradient(batch: Batch) -> dict[str, Tensor]:
-    """What takes a gradient, each (B,): captured energy of U, and the coming update's sizes and polar error.
+    """Measure what takes a gradient, each (B,): captured energy of U, the coming update's sizes and polar error.
 
     NaN where a gradient is missing, zero (its captured energy), or not finite: such a weight will not move.
     """
@@ -94,7 +94,7 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     found["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
     found["update_norm"] = operator_norm(D)
     h = batch.method.hyper(batch.group)
-    if isinstance(h, ProHyper) and h.orthogonalises:
+    if isinstance(h, ProHyper) and h.variant in POLAR_VARIANTS:
         output = Direction(direction.X, direction.Q).dense().to(D.dtype)
         found["polar_error"] = polar_error(output, batch.state["U"])
     return {key: value.masked_fill(~usable, torch.nan) for key, value in found.items()}

@@ -26,7 +26,7 @@ def scalars(
     rank: int = 128,
     phi: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
+    """Return figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
 
     From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
     just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
@@ -86,7 +86,7 @@ def scalars(
 
 @torch.no_grad()
 def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
-    """Descending eigenvalues of every matrix's factors, float64 on the CPU: {weight: {factor: eigenvalues}}.
+    """Return every matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
 
     Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
     "mu", (1,), which counts n - r times. ``model`` as in :func:`scalars`.
@@ -109,7 +109,7 @@ def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> d
 def spectra(
     optimizer: MatrixOptimizer, model: nn.Module | None = None, *, rank: int = 128
 ) -> dict[str, dict[str, Tensor]]:
-    """Eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
+    """Return eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
 
     "L", (m,), and "R", (n,), over the mean of those beyond the rank; for Pro-KLShampoo "L" and, over mu, "S", (r,).
     Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
@@ -127,7 +127,7 @@ def spectra(
 
 @torch.no_grad()
 def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
+    """Return Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
 
     On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
     average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
@@ -143,7 +143,7 @@ def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str,
 
 
 def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
-    """Descending eigenvalues on the CPU, NaN where the average is not finite; None where the smallest is rounding."""
+    """Return descending eigenvalues on the CPU: NaN for an average that is not finite, None for a singular one."""
     if phi.shape != (n, n):
         raise ValueError(f"Invalid phi: that of {name!r} is {tuple(phi.shape)}, must be ({n}, {n}).")
     if not bool(phi.isfinite().all()):
@@ -153,19 +153,19 @@ def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
 
 
 def _inverse_square_roots(batch: Batch) -> dict[str, Tensor]:
-    """lambda^-1/2 by factor, each (B, size)."""
+    """Return lambda^-1/2 by factor, each (B, size)."""
     return {
         factor: batch.state[key].reshape(len(batch.names), -1) for factor, key in FACTORS.items() if key in batch.state
     }
 
 
 def _descending(inverse_square_roots: Tensor) -> Tensor:
-    """Eigenvalues, the largest first."""
+    """Return eigenvalues, the largest first."""
     return inverse_square_roots.pow(-2).sort(descending=True).values
 
 
 def _on_host(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The same in float64 on the CPU, by one copy for each device and dtype."""
+    """Copy to float64 on the CPU, by one copy for each device and dtype."""
     flat: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensors in found:
         for t in tensors.values():

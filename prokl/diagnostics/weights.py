@@ -33,7 +33,7 @@ class Batch:
     gradient: Tensor | None
     """(B,m,n), zero for the others; None when there is none at all, or they were not asked for."""
     state: dict[str, Tensor]
-    """What was asked for, keys as in :mod:`prokl.reference`, each with a leading B."""
+    """The keys that were asked for, as in :mod:`prokl.algorithm.reference`, each with a leading B."""
     group: dict[str, Any]
     method: Method[Any]
 
@@ -60,7 +60,7 @@ def check_optimizer(optimizer: Any) -> None:
 def batches(
     optimizer: MatrixOptimizer, model: nn.Module | None, keys: Collection[str] | None = None, *, gradients: bool = True
 ) -> Iterator[Batch]:
-    """The matrices that have begun, stacked one batch at a time; none is larger than what is stepped together.
+    """Yield the matrices that have begun, stacked; no batch is larger than what is stepped together.
 
     Args:
         optimizer: whose.
@@ -91,14 +91,14 @@ def batches(
 
 
 def _placed(index: int, i: int, model: nn.Module | None) -> str:
-    """The name of a weight that has none."""
+    """Return a name for a weight that has none."""
     if model is not None:
         raise ValueError(f"Invalid model: parameter {i} of group {index} is not in it; pass the one that is trained.")
     return f"group{index}.{i}"
 
 
 def _begun(optimizer: MatrixOptimizer, p: Tensor) -> list[int]:
-    """The matrices of a parameter that have had their first usable gradient."""
+    """List the matrices of a parameter that have had their first usable gradient."""
     steps = optimizer.state.get(p, {}).get("step", -1)
     return [b for b, step in enumerate(steps if isinstance(steps, list) else [steps]) if step >= 0]
 

@@ -1,4 +1,4 @@
-"""What the matrix optimizers share: groups, the AdamW groups, and the three phases of a step. No linear algebra.
+"""The common part of the matrix optimizers: groups, AdamW groups, the three phases of a step. No linear algebra.
 
 A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps its state in the same ``state``.
 """
@@ -63,7 +63,7 @@ class MatrixOptimizer(Optimizer):
         algorithm = group.setdefault("algorithm", "matrix")
         check_algorithm(group)
         if algorithm == "adamw":
-            group = {**self.adamw_defaults(), **group}
+            group = {**self._adamw_defaults(), **group}
             check_adamw(group)
         before = len(self.param_groups)
         try:
@@ -105,7 +105,7 @@ class MatrixOptimizer(Optimizer):
                     elements = shape.count * sum(torch.Size(s).numel() for s in shapes)
                     yield p, name, elements * state_dtype(group, p).itemsize
 
-    def adamw_defaults(self) -> dict[str, Any]:
+    def _adamw_defaults(self) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
         defaults = {**self._adamw.defaults, "maximize": self.defaults["maximize"], **ADAMW_DEFAULTS}
         del defaults["lr"]
@@ -274,14 +274,17 @@ class MatrixOptimizer(Optimizer):
         Raises:
             ValueError: the groups do not match, or the state does not fit a weight. Nothing has changed then.
         """
-        last_hook = self.register_load_state_dict_pre_hook(lambda _, loaded: checkpoint.prepare(self, loaded))
+        last_hook = self.register_load_state_dict_pre_hook(self._prepare)
         try:
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
 
+    def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._adamw_defaults())
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = checkpoint.restore(self, state)
+        made = checkpoint.restore(state, self.method, type(self).__name__)
         super().__setstate__(state)
         self._forget()
         for i in made:

@@ -61,18 +61,18 @@ class Bucket:
         self.method, self.rank, self.group, self.idle = method, rank, group, idle
         self.members: list[Member] = []
         for p, name in members:
-            start = self.members[-1].stop if self.members else 0
-            self.members.append(Member(p, name, MatrixShape.of(p), start))
-        first, count = self.members[0], self.members[-1].stop
+            start, shape = self.members[-1].rows.stop if self.members else 0, MatrixShape.of(p)
+            self.members.append(Member(p, name, shape, range(start, start + shape.count)))
+        first, count = self.members[0], self.members[-1].rows.stop
         m, n, device = first.shape.m, first.shape.n, first.p.device
         self.layout = Layout(
             count, m, n, compute_dtype(first.p.dtype, state_dtype(group, first.p)), first.p.dtype, device
         )
         self.dtype = self.layout.dtype
         self.stacks: dict[str, Tensor] = {}
-        for key, shape in method.state_shapes(m, n, rank, group).items():
+        for key, tail in method.state_shapes(m, n, rank, group).items():
             dtype = self.dtype if key == "lambda_0" else state_dtype(group, first.p)
-            self.stacks[key] = torch.zeros((count, *shape), dtype=dtype, device=device)
+            self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self.views: list[dict[str, Tensor]] = []
         self.schedule = Schedule(
@@ -83,10 +83,11 @@ class Bucket:
         for i, state in enumerate(states):
             self._adopt(i, state)
         self.backend: Backend | None = None
+        self._asked: str | None = None
         self._indices: dict[tuple[int, ...], Tensor] = {}
         owners = [i for i, member in enumerate(self.members) for _ in member.rows]
         self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
-        self.first = torch.tensor([member.start for member in self.members], device=device)
+        self.first = torch.tensor([member.rows.start for member in self.members], device=device)
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
@@ -112,7 +113,7 @@ class Bucket:
         )
 
     def _clock(self, member: Member) -> int | list[int]:
-        steps = self.schedule.steps[member.start : member.stop]
+        steps = self.schedule.steps[member.rows.start : member.rows.stop]
         return steps if member.p.ndim == 3 else steps[0]
 
     def decide(self) -> Plan | None:
@@ -120,9 +121,10 @@ class Bucket:
         has_grad = [member.p.grad is not None for member in self.members]
         plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
         if plan is not None:
-            backend = select(self.group["backend"], self.layout.device)
-            if backend is not self.backend:
-                self.backend, self.io = backend, backend.io(self.members, self.layout)
+            if self.backend is None or self.group["backend"] != self._asked:
+                self._asked = self.group["backend"]
+                self.backend = select(self._asked, self.layout.device)
+                self.io = self.backend.io(self.members, self.layout)
             self.io.locate(self.method.hyper(self.group))
         return plan
 
@@ -139,7 +141,8 @@ class Bucket:
         known = None
         if self.backend.host_readable or plan.initialising:
             known = torch.stack([finite, sq_norm > 0]).tolist()
-            self._initialise([b for b in plan.initialising if known[0][b] and known[1][b]], G)
+            if usable := [b for b in plan.initialising if known[0][b] and known[1][b]]:
+                self._initialise(usable, G)
         moving = tuple(b for b in plan.stepping if known is None or known[0][b])
         if moving:
             self._step(G, plan, moving, finite if known is None else None, self.backend.ops)
@@ -194,8 +197,6 @@ class Bucket:
         self.skipped += bad
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
-        if not rows:
-            return
         for key, value in self.method.initialise(G[rows].to(self.dtype), self.rank, self.group).items():
             self.stacks[key][rows] = value.to(self.stacks[key].dtype)
         self.schedule.begin(rows)
@@ -263,7 +264,7 @@ class Bucket:
         rows = set(moving)
         for member in self.members:
             if not rows.isdisjoint(member.rows):
-                member.write(W[member.start : member.stop])
+                member.write(W[member.rows.start : member.rows.stop])
 
 
 def _steps_of(member: Member, state: dict[str, Any]) -> list[int]:

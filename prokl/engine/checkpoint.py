@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from prokl.algorithm.method import Group
+from prokl.algorithm.method import Group, Method
 from prokl.algorithm.shapes import MatrixShape
-
-if TYPE_CHECKING:
-    from prokl.engine.base import MatrixOptimizer
 
 
 class _NoCast:
@@ -29,17 +26,24 @@ def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, di
     return plain
 
 
-def prepare(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def prepare(
+    state_dict: dict[str, Any], here: list[Group], defaults: dict[str, Any], adamw_defaults: dict[str, Any]
+) -> dict[str, Any]:
     """Return a state dict with the settings that older ones lack, and the matrix state kept from torch's casts.
+
+    Args:
+        state_dict: what is loaded.
+        here: the optimizer's groups.
+        defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
         ValueError: a group is of another algorithm.
     """
     saved = state_dict["param_groups"]
-    if len(saved) != len(optimizer.param_groups):
+    if len(saved) != len(here):
         return state_dict  # torch says what is wrong
     groups, matrix = [], set()
-    for i, (theirs, ours) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+    for i, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
         algorithm = theirs.get("algorithm", ours["algorithm"])
         if algorithm != ours["algorithm"]:
             raise ValueError(
@@ -49,18 +53,20 @@ def prepare(optimizer: MatrixOptimizer, state_dict: dict[str, Any]) -> dict[str,
         if algorithm == "matrix":
             matrix.update(theirs["params"])
             # The backend is a property of this machine, not of the checkpoint.
-            groups.append({**optimizer.defaults, "algorithm": algorithm, **theirs, "backend": ours["backend"]})
+            groups.append({**defaults, "algorithm": algorithm, **theirs, "backend": ours["backend"]})
         else:
-            defaults = {**optimizer.adamw_defaults(), "lr": ours["lr"]}
-            groups.append({**defaults, "algorithm": algorithm, **theirs})
+            groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
     state = {
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def restore(optimizer: MatrixOptimizer, state: dict[str, Any]) -> set[int]:
+def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[int]:
     """Check the matrix state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
+
+    Args:
+        state: see above. method: whose state it is. optimizer: name for an error.
 
     Returns:
         The indices of the matrix groups that have state.
@@ -78,24 +84,32 @@ def restore(optimizer: MatrixOptimizer, state: dict[str, Any]) -> set[int]:
             if not own:
                 continue
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in own.items()}
-            _check_state(optimizer, p, names[j] if names else f"parameter {j} of group {i}", group, own)
+            shapes = _state_shapes(p, method, group)
+            if (found := _shapes_of(own)) != shapes or not _has_clock(p, own):
+                name = names[j] if names else f"parameter {j} of group {i}"
+                raise ValueError(
+                    f"The loaded state of {name} (weight {tuple(p.shape)}) has step={own.get('step')!r} and {found}, "
+                    f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model and rank."
+                )
             # A copy: what was loaded goes on without this optimizer.
             state["state"][p] = {k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}
             made.add(i)
     return made
 
 
-def _check_state(optimizer: MatrixOptimizer, p: Tensor, name: str, group: Group, own: dict[str, Any]) -> None:
-    shape, method = MatrixShape.of(p), optimizer.method
+def _state_shapes(p: Tensor, method: Method[Any], group: Group) -> dict[str, Any]:
+    """Return the shape of every state tensor that a parameter needs."""
+    shape = MatrixShape.of(p)
+    m, n = shape.m, shape.n
     leading = (shape.count,) if p.ndim == 3 else ()
-    wanted: dict[str, Any] = {"skipped": ()}
-    for key, tail in method.state_shapes(shape.m, shape.n, method.rank(group, shape.m, shape.n), group).items():
-        wanted[key] = leading + tail
-    found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k != "step"}
+    shapes = method.state_shapes(m, n, method.rank(group, m, n), group)
+    return {"skipped": (), **{key: leading + tail for key, tail in shapes.items()}}
+
+
+def _shapes_of(own: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k != "step"}
+
+
+def _has_clock(p: Tensor, own: dict[str, Any]) -> bool:
     step = own.get("step")
-    clock = isinstance(step, list) and len(step) == shape.count if p.ndim == 3 else isinstance(step, int)
-    if found != wanted or not clock:
-        raise ValueError(
-            f"The loaded state of {name} (weight {tuple(p.shape)}) has step={step!r} and {found}, but "
-            f"{type(optimizer).__name__} needs {wanted}. Load a state dict of the same optimizer, model and rank."
-        )
+    return isinstance(step, list) and len(step) == p.shape[0] if p.ndim == 3 else isinstance(step, int)

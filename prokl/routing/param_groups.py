@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import Any, get_args
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from prokl.algorithm.settings import check_betas, check_integer, check_learning_rate, check_nonnegative
 from prokl.algorithm.shapes import MatrixShape, effective_rank
 from prokl.routing.rules import (
     Algorithm,
@@ -31,7 +31,7 @@ from prokl.routing.rules import (
 
 @dataclass(frozen=True)
 class Route:
-    """Where one parameter goes.
+    """The destination of one parameter.
 
     Attributes:
         names: every name that the parameter has, in the model's order; more than one when it is tied.
@@ -78,7 +78,7 @@ def param_groups(
     matrix: Sequence[str] = (),
     adamw: Sequence[str] = (),
 ) -> ParamGroups:
-    """Splits a model's trainable parameters into a matrix group and AdamW groups.
+    """Split a model's trainable parameters into a matrix group and AdamW groups.
 
     Print the result to see what went where and why. A parameter that has several names (a tied or shared one)
     is routed once, by the first of these rules that holds for it under any of its names:
@@ -126,22 +126,21 @@ def param_groups(
         AdamW without. Empty ones are left out.
 
     Raises:
-        TypeError: ``model`` is no module, or a hyper-parameter or pattern is of the wrong type.
+        TypeError: ``model`` is no module, or a pattern is no string.
         ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
             or asks the matrix method for what it cannot take; a parameter can be trained by neither method or
             has no shape yet; or none goes to the matrix method.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
-    _check_nonnegative(
-        lr=lr,
-        adamw_lr=adamw_lr,
-        weight_decay=weight_decay,
-        adamw_weight_decay=adamw_weight_decay,
-        adamw_eps=adamw_eps,
-    )
-    _check_betas(adamw_betas)
-    _check_rank(rank)
+    check_learning_rate("lr", lr)
+    check_learning_rate("adamw_lr", adamw_lr)
+    check_nonnegative("weight_decay", weight_decay)
+    check_nonnegative("adamw_weight_decay", adamw_weight_decay)
+    check_nonnegative("adamw_eps", adamw_eps)
+    check_betas("adamw_betas", adamw_betas)
+    if rank is not None:
+        check_integer("rank", rank, "an integer of at least 1, or None for a method without a rank")
 
     owners = owners_of(model)
     names = [o.name for found in owners.values() for o in found]
@@ -176,7 +175,7 @@ def param_groups(
 
 
 def _route(p: Tensor, owners: Sequence[Owner], matrix: dict[str, str], adamw: dict[str, str]) -> Choice:
-    """Rules 1 and 2, then the others."""
+    """Apply rules 1 and 2, then the others."""
     if not p.requires_grad:
         return Choice("frozen", "requires_grad is False")
     check_trainable(p, owners)
@@ -201,7 +200,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _patterns(argument: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The patterns, each under the words that quote it; every one matches a name."""
+    """Check that every pattern matches a name, and return each under the words that quote it."""
     quoted = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
@@ -216,33 +215,8 @@ def _first_match(patterns: dict[str, str], owners: Sequence[Owner]) -> str | Non
     return next((q for q, pattern in patterns.items() if any(_matches(pattern, o.name) for o in owners)), None)
 
 
-def _check_nonnegative(**values: object) -> None:
-    for name, value in values.items():
-        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if not isinstance(number, Real) or isinstance(number, bool):
-            raise TypeError(f"{name} must be one number, got {value!r}; pass a float >= 0.")
-        if not 0 <= float(number) < math.inf:
-            raise ValueError(f"Invalid {name}={value}: must be finite and >= 0; pass such a number.")
-
-
-def _check_betas(betas: Sequence[float]) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"adamw_betas must be two numbers, got {betas!r}; pass for example (0.9, 0.95).")
-    if not all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas):
-        raise ValueError(f"Invalid adamw_betas={betas}: both must be in [0, 1); pass for example (0.9, 0.95).")
-
-
-def _check_rank(rank: object) -> None:
-    if rank is None:
-        return
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"rank must be an int or None, got {rank!r}; pass None for a method without a rank.")
-    if rank < 1:
-        raise ValueError(f"Invalid rank={rank}: must be >= 1; pass None for a method without a rank.")
-
-
 def _table(routes: Sequence[Route]) -> str:
-    """One line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
+    """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
     with_rank = any(route.rank is not None for route in routes)
     rows = [("parameter", "shape", "algorithm", *(["rank"] if with_rank else []), "reason")]
     for route in routes:

@@ -31,7 +31,7 @@ CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
 
 @dataclass(frozen=True)
 class Choice:
-    """Where a parameter goes, why, and whether its group's weight decay applies to it."""
+    """A parameter's destination, the reason, and True if its group's weight decay applies to it."""
 
     algorithm: Algorithm
     reason: str
@@ -118,19 +118,19 @@ class Owner:
         return any(HEAD_OUTSIDE_BLOCKS.fullmatch(part) for part in (*path[-1:], self.attr))
 
     def says(self, pattern: re.Pattern[str]) -> bool:
-        """Whether a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
+        """Return True if a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
         container = isinstance(self.module, (nn.ParameterList, nn.ParameterDict))
         parts = (*self.path[-1:], self.attr) if container or self.attr == "weight" else (self.attr,)
         return self.raw and any(pattern.search(part) for part in parts)
 
 
 def without_wrappers(parts: Sequence[str]) -> list[str]:
-    """A path's components without those that wrappers put in."""
+    """Return a path's components without those that wrappers put in."""
     return [part for part in parts if part not in WRAPPERS]
 
 
 def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
-    """Every parameter with all of its names, in the model's order."""
+    """Return every parameter with all of its names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[Tensor, list[Owner]] = {}
     for prefix, module in modules.items():
@@ -158,7 +158,7 @@ def _closes(parent: nn.Module, child: nn.Module) -> bool:
 
 
 def check_trainable(p: Tensor, owners: Sequence[Owner]) -> None:
-    """Raises ValueError where neither method can train ``p``."""
+    """Raise ValueError where neither method can train ``p``."""
     why = None
     if p.layout != torch.strided:
         why = f"its layout is {p.layout}; store it dense, or freeze it"
@@ -171,7 +171,7 @@ def check_trainable(p: Tensor, owners: Sequence[Owner]) -> None:
 
 
 def unfit(p: Tensor) -> str | None:
-    """Why the matrix method cannot take ``p``; None when it can."""
+    """Return why the matrix method cannot take ``p``; None when it can."""
     if p.is_complex():
         return "complex"
     if p.ndim < 2:
@@ -182,7 +182,7 @@ def unfit(p: Tensor) -> str | None:
 
 
 def choose(p: Tensor, owners: Sequence[Owner]) -> Choice:
-    """The choice where no pattern decides: rules 3 to 14 of :func:`prokl.param_groups`."""
+    """Return the choice where no pattern decides: rules 3 to 14 of :func:`prokl.param_groups`."""
 
     def any_owner(test: Callable[[Owner], bool]) -> Owner | None:
         return next((o for o in owners if test(o)), None)

@@ -1,0 +1,130 @@
+"""How every command of bench reads its options and ends: wrong input and Ctrl-C give one line, no traceback.
+
+What runs on a GPU machine without network reads its options with :class:`Parser`; everything else with
+:func:`options`, which takes tyro.
+"""
+
+import argparse
+import io
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+T = TypeVar("T")
+
+
+class UsageError(Exception):
+    """Wrong input; the text is one line that names the value and the remedy."""
+
+
+def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Make a ``main`` end with 2 after a UsageError and 130 after Ctrl-C, each with one line on stderr.
+
+    Without arguments it takes the command line's.
+    """
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt as interrupt:
+            print(interrupt if interrupt.args else "interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+    return run
+
+
+class Parser(argparse.ArgumentParser):
+    """Raise UsageError on what it cannot take."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see --help")
+
+
+def options(kind: type[T], argv: Sequence[str], prog: str, **more: Any) -> T:
+    """Read the command line into a dataclass, whose fields are the options.
+
+    Raises:
+        UsageError: For a wrong argument.
+    """
+    import tyro
+
+    complaint = io.StringIO()
+    simple = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+    try:
+        with redirect_stderr(complaint):
+            return tyro.cli(kind, args=list(argv), prog=f"python -m {prog}", config=simple, **more)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    # tyro draws a box: a title, the complaint, a rule, and where help is.
+    lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if not line.startswith("╭")]
+    said = lines[: next((i for i, line in enumerate(lines) if line.startswith(("─", "╰")) or not line), None)]
+    raise UsageError(f"{' '.join(said).rstrip('.')}; see --help")
+
+
+def at_least(low: int, **values: int | Sequence[int] | None) -> None:
+    """Check options that are whole numbers from ``low`` on; None is not given.
+
+    Raises:
+        UsageError: If one is below.
+    """
+    for name, value in values.items():
+        for one in value if isinstance(value, Sequence) else [] if value is None else [value]:
+            if one < low:
+                raise UsageError(f"{_option(name)} {one}: must be a whole number >= {low}")
+
+
+def positive(**values: float | str | Sequence[float | str] | None) -> None:
+    """Check options that are finite numbers above 0; None is not given, and "auto" is no number.
+
+    Raises:
+        UsageError: If one is not.
+    """
+    for name, value in values.items():
+        for one in value if isinstance(value, tuple | list) else [] if value is None else [value]:
+            if one != "auto" and not 0 < one < math.inf:
+                raise UsageError(f"{_option(name)} {one:g}: must be a finite number > 0")
+
+
+def distinct(**values: Sequence[object]) -> None:
+    """Check options that take several values, each once.
+
+    Raises:
+        UsageError: If one has a value twice.
+    """
+    for name, given in values.items():
+        if len(set(given)) < len(given):
+            raise UsageError(f"{_option(name)} names one twice: {' '.join(map(str, given))}; give each once")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder for results where it is not there.
+
+    Raises:
+        UsageError: If it cannot be made or written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be made a folder: {error.strerror}; choose another") from None
+    if not os.access(out, os.W_OK):
+        raise UsageError(f"--out {out} cannot be written to; choose another")
+
+
+def cores() -> int:
+    """Return the cores that this process may use, which in a container can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,66 @@
+"""Compiles every kernel for sm_80, 90 and 100, without a GPU: ``python -m bench.compile_report [--out bench/results]``.
+
+What the Triton kernels became goes to aot.csv, what nvcc made of csrc/ to csrc.csv. The exit status is 1 where a kernel
+spills, takes more shared memory than there is, multiplies matrices without tensor cores, or has lost its pipeline.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas
+
+from bench import rows
+from bench.command import UsageError, command, cores, make_folder, options
+from bench.compiled import csrc, triton_kernels
+from prokl.kernels import launch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compile every kernel for sm_80, 90 and 100, without a GPU."""
+
+    only: Literal["aot", "csrc"] | None = None
+    """One of the two: the Triton kernels or csrc/."""
+    out: Path | None = None
+    """Folder for aot.csv and csrc.csv."""
+
+
+def of_triton(jobs: int) -> tuple[list[Any], list[str]]:
+    """Return the rows of the Triton kernels, and what is wrong."""
+    if launch.INTERPRETED:
+        raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
+    return triton_kernels.report(jobs)
+
+
+def of_csrc(jobs: int) -> tuple[list[Any], list[str]]:
+    """Return the rows of csrc/, and what is wrong."""
+    found = csrc.report(jobs)
+    return found, list(csrc.complaints(found))
+
+
+REPORTS: dict[str, Callable[[int], tuple[list[Any], list[str]]]] = {"aot": of_triton, "csrc": of_csrc}
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Compile, print, write; return the exit status."""
+    given = options(Options, argv, "bench.compile_report")
+    if given.out:
+        make_folder(given.out)
+    wrong: list[str] = []
+    for name in [given.only] if given.only else REPORTS:
+        found, complaints = REPORTS[name](cores())
+        print(pandas.DataFrame(found).to_string(index=False), flush=True)
+        if given.out:
+            rows.write(given.out / f"{name}.csv", map(vars, found))
+        wrong += complaints
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

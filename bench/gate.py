@@ -1,0 +1,41 @@
+"""The gate before every timing: results are compared with float64 first, and nothing wrong is timed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FACTOR = 4
+"""Largest ratio of a form's error to that of the plain form in the same dtype, both against float64. Sums in another
+order and TF32 in three parts make up to about twice the error, whole steps 0.5 to 1.2 times it (measured on a CPU); a
+wrong index or a lost part makes thousands of times it. Where Newton-Schulz is in half precision its rounding hides
+what is smaller."""
+
+
+def distance(x: Tensor, truth: Tensor) -> float:
+    """Return how far ``x`` is from ``truth``, relative to it in norm; nan where a shape differs or x is not finite."""
+    if x.shape != truth.shape:
+        return float("nan")
+    return (torch.linalg.vector_norm(x.double() - truth) / torch.linalg.vector_norm(truth)).item()
+
+
+def complaint(found: Sequence[Tensor], usual: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
+    """Say what is wrong with results; "" if nothing is.
+
+    Args:
+        found: the results to be timed.
+        usual: those of the plain form in the same dtypes.
+        truth: those of the plain form in float64.
+    """
+    for x, y, t in zip(found, usual, truth, strict=True):
+        error, allowed = distance(x, t), FACTOR * (distance(y, t) + torch.finfo(x.dtype).eps)
+        if not error <= allowed:  # nan is wrong
+            return f"error {error:.1e} in {str(x.dtype).removeprefix('torch.')}, may be {allowed:.1e}"
+    return ""
+
+
+def disagreement(found: Sequence[Tensor], truth: Sequence[Tensor], most: float) -> str:
+    """Say by how much two forms in float64, where one confirms the other, are more than ``most`` apart; "" if not."""
+    apart = [distance(x, t) for x, t in zip(found, truth, strict=True)]
+    wrong = [a for a in apart if not a <= most]
+    return f"{wrong[0]:.1e} from the reference in float64, may be {most:g}" if wrong else ""

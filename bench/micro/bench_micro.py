@@ -1,0 +1,83 @@
+"""The microbenchmarks: ``pytest bench --benchmark-only``; with ``--benchmark-disable`` the results are only checked.
+
+Every form of every group is a test. Where its results are wrong it fails, and nothing is timed. Triton's timer takes
+the time on a GPU and PyTorch's on a CPU; pytest-benchmark shows it.
+"""
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
+
+from bench.micro.case import complaint, flat, numbers, traffic  # noqa: E402
+from bench.micro.groups import Form, Group, Results, fitted, groups, measured, row  # noqa: E402
+from bench.shapes import SETS  # noqa: E402
+from bench.timer import call_seconds  # noqa: E402
+
+SLOW = 5.0
+"""Seconds that one call may take; what takes longer is not timed."""
+
+
+class Clock:
+    """A clock of pytest-benchmark's that shows what another timer measured."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: list[float]) -> None:
+        self.now += seconds.pop()
+
+
+CLOCK = Clock()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    option = metafunc.config.option
+    device = torch.device(option.device)
+    found = []
+    for group in groups([SETS[name] for name in option.sets], device):
+        marks = pytest.mark.benchmark(group=group.name, timer=CLOCK)
+        forms = group.forms(device)
+        for form in forms:
+            name = f"{group.name}: {form.name} {form.backend}".strip()
+            found.append(pytest.param(group, form, len(forms), id=name, marks=marks))
+    metafunc.parametrize("group, form, of", found)
+
+
+def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: Results) -> None:
+    device = results.device
+    if benchmark.enabled and results.has(group.name):
+        pytest.skip("in the file of --rows already; --again measures it anew")
+    rates = results.rates() if benchmark.enabled else None
+    d = fitted(group.dtypes, device, rates)
+    ops = form.primitives(device)
+    # In half precision a good form is some percent off, and so may a bad one be: float32 tells them apart.
+    exact = replace(d, polar=torch.float32) if form.case.polar_flops(group.sizes) else d
+    for own in dict.fromkeys((exact, d)):
+        inputs = form.case.inputs(group.sizes, own, numbers(device))
+        wrong = complaint(form.case, ops, partial(deepcopy, inputs))
+        if wrong:
+            results.fail(group.name)
+        assert not wrong, f"{group.name}, {form.name} {form.backend}: {wrong}"
+    run = form.case.bind(inputs, ops) if ops else partial(form.case.reference, inputs)
+    if rates is None:
+        benchmark(run)  # disabled: called once
+        return
+    moved = traffic(inputs, flat(run()))
+    found = row(form, group, d, device)
+    took = min(call_seconds(run, device, 0.0))
+    if took > SLOW:
+        why = f"left out: a call took {took:.1f} s, may take {SLOW:g}"
+        results.add(found | {"note": f"{why}; {found['note']}"}, of)
+        pytest.skip(why)
+    seconds = call_seconds(run, device, results.seconds)
+    results.add(found | measured(form, group, seconds, moved, rates), of)
+    benchmark.pedantic(CLOCK.advance, args=(seconds[::-1],), rounds=len(seconds))

@@ -1,0 +1,188 @@
+"""The stages of a step over a backend, each beside the specification weight by weight and KL-Shampoo's own stage.
+
+Dimension key: B matrices, m short side, n long side, r rank, k columns.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.costs import NS_STEPS
+from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, flat
+from prokl.algorithm import counts, klshampoo, pro_klshampoo, reference, reference_kl
+from prokl.algorithm.counts import Term
+from prokl.algorithm.primitives import Primitives, State
+from prokl.algorithm.settings import Hyper, ProHyper
+from prokl.backends.qr import householder_qr
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+H = ProHyper(1e-3, 0.1, 0.95, 0.95, 1e-8, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo")
+CONDITION = 1e4
+"""Of L, S and R."""
+DRIFT = 0.1
+"""Of the bases from the eigenvectors; condition and drift are roughly those of tests/data/captured_factors.npz."""
+
+
+def basis(n: int, k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return orthonormal X (B,n,k) and an orthonormal basis that has drifted from it, both in float64.
+
+    The matrices of a batch are one, its rows in other orders.
+    """
+    X = torch.linalg.qr(draw(n, k, dtype=torch.float64))[0]
+    drifted = householder_qr(X + DRIFT * draw(n, k, dtype=torch.float64) / n**0.5)
+    order = draw(B, n, dtype=torch.float64).argsort(dim=-1)
+    return X[order], drifted[order]
+
+
+def factor(k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Return a symmetric factor (B,k,k), its eigenvalues evenly spread in logarithms, and its basis of before."""
+    X, Q = basis(k, k, B, draw)
+    L = (X * CONDITION ** -torch.linspace(0, 1, k, dtype=X.dtype, device=X.device)) @ X.mT
+    return (L + L.mT) / 2, Q
+
+
+def pro_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """Draw gradients and Pro-KLShampoo's state; Q_S is no orthonormal basis, as between refreshes."""
+    (L, Q_L), (S, Q_S) = factor(s.m, s.B, draw), factor(s.r, s.B, draw)
+    Q_S = Q_S + DRIFT * draw(s.B, s.r, s.r, dtype=Q_S.dtype) / s.r**0.5
+    state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "U": basis(s.n, s.r, s.B, draw)[1]}
+    state |= {"L": L, "Q_L": Q_L, "S": S, "Q_S": Q_S}
+    for name, shape in (("lambda_L", (s.B, s.m)), ("lambda_S", (s.B, s.r)), ("mu", (s.B,))):
+        state[f"inv_sqrt_{name}"] = draw(*shape, dtype=d.arithmetic).abs()
+    return _inputs(s, d, draw, state) | {"ns_dtype": d.polar}
+
+
+def kl_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+    """Draw gradients and KL-Shampoo's state."""
+    (L, Q_L), (R, Q_R) = factor(s.m, s.B, draw), factor(s.n, s.B, draw)
+    state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "L": L, "Q_L": Q_L, "R": R, "Q_R": Q_R}
+    for name, k in (("lambda_L", s.m), ("lambda_R", s.n)):
+        state[f"inv_sqrt_{name}"] = draw(s.B, k, dtype=d.arithmetic).abs()
+    return _inputs(s, d, draw, state)
+
+
+def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State) -> Inputs:
+    stored = {name: t if name == "M" else t.to(d.arithmetic).contiguous() for name, t in state.items()}
+    return {"G": draw(s.B, s.m, s.n, dtype=d.weights).to(d.arithmetic), "state": stored}
+
+
+class Run:
+    """Pro-KLShampoo's step over a backend, up to a stage: what the stages before it leave."""
+
+    def __init__(self, i: Inputs, ops: Primitives) -> None:
+        self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
+
+    def momentum_and_projection(self) -> Any:
+        return pro_klshampoo.momentum_and_projection(self.G, self.state, self.h, None, self.ops)
+
+    def before(self) -> Any:
+        """Do stage (1), which may overwrite G and M, on copies."""
+        own = self.state | {"M": self.state["M"].clone()}
+        return pro_klshampoo.momentum_and_projection(self.G.clone(), own, self.h, None, self.ops)
+
+    def direction(self) -> Callable[[], Any]:
+        _, lookahead, _ = self.before()
+        scale = torch.ones_like(self.G[:, 0, 0])
+        return lambda: pro_klshampoo.direction(lookahead, self.state, self.h, scale, self.ops)
+
+    def statistics(self) -> Callable[[], Any]:
+        _, _, projected = self.before()
+        return lambda: pro_klshampoo.statistics(projected, self.state, self.h, None, self.ops)[0]
+
+    def track_subspace(self) -> Callable[[], Any]:
+        _, _, projected = self.before()
+        moments, sample = pro_klshampoo.statistics(projected, self.state, self.h, None, self.ops)
+        state = self.state | moments
+        return lambda: pro_klshampoo.track_subspace(projected, sample, state, self.h, self.ops)
+
+
+def _projected(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
+    M, G_par, G_hat_perp = reference.momentum_and_projection(G, state, h)
+    G_tilde = G @ state["U"]
+    return M, G_par, G_hat_perp, G_tilde, G - G_tilde @ state["U"].mT
+
+
+def _direction(G: Tensor, state: State, h: ProHyper) -> Tensor:
+    return reference.direction(*reference.momentum_and_projection(G, state, h)[1:], state, h, 1.0)
+
+
+def each(f: Callable[[Tensor, State, Any], Any]) -> Callable[[Inputs], Any]:
+    """Return what does ``f`` for one matrix after another and stacks the results."""
+
+    def plain(i: Inputs) -> list[Tensor]:
+        h = replace(H, ns_dtype=i["ns_dtype"]) if "ns_dtype" in i else H
+        found = [
+            flat(f(G, {name: t[b].to(G.dtype) for name, t in i["state"].items()}, h)) for b, G in enumerate(i["G"])
+        ]
+        return [torch.stack(own) for own in zip(*found, strict=True)]
+
+    return plain
+
+
+def _work(terms: Callable[[Sizes], list[Term]], stage: str, polar: bool | None = None) -> Callable[[Sizes], float]:
+    def flops(s: Sizes) -> float:
+        own = [t for t in terms(s) if t.stage == stage and polar in (None, t.newton_schulz)]
+        return sum(t.least for t in own)
+
+    return flops
+
+
+def _kl(stage: str, bind: Any, plain: Callable[[Tensor, State, Hyper], Any]) -> Case:
+    flops = _work(lambda s: counts.klshampoo(s.m, s.n), stage)
+    return Case(f"KL-Shampoo's {stage}", kl_inputs, bind, flops, plain=each(plain))
+
+
+def _pro(stage: str, bind: Any, plain: Callable[[Tensor, State, ProHyper], Any], other: Case | None = None) -> Case:
+    def terms(s: Sizes) -> list[Term]:
+        return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS)
+
+    polar, name = _work(terms, stage, polar=True), stage.replace("_", " ")
+    return Case(name, pro_inputs, bind, _work(terms, stage), polar, each(plain), other, timed=(FP32,))
+
+
+def _kl_direction(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    return lambda: klshampoo.direction(klshampoo.momentum(i["G"], i["state"], H), i["state"], H, ops)
+
+
+STAGES = (
+    _pro("momentum_and_projection", lambda i, ops: Run(i, ops).momentum_and_projection, _projected),
+    _pro(
+        "direction",
+        lambda i, ops: Run(i, ops).direction(),
+        _direction,
+        _kl(
+            "direction",
+            _kl_direction,
+            lambda G, state, h: reference_kl.direction(h.momentum * state["M"] + (1 - h.momentum) * G, state, h.eps),
+        ),
+    ),
+    _pro(
+        "statistics",
+        lambda i, ops: Run(i, ops).statistics(),
+        reference.statistics,
+        _kl(
+            "statistics",
+            lambda i, ops: lambda: klshampoo.statistics(i["G"], i["state"], H, ops),
+            lambda G, state, h: reference_kl.statistics(G, state, h.beta2),
+        ),
+    ),
+    _pro(
+        "track_subspace",
+        lambda i, ops: Run(i, ops).track_subspace(),
+        lambda G, state, h: reference.track_subspace(G, state | reference.statistics(G, state, h), h),
+    ),
+    _pro(
+        "refresh_eigenbases",
+        lambda i, ops: lambda: pro_klshampoo.refresh_eigenbases(i["state"], None, ops),
+        lambda G, state, h: reference.refresh_eigenbases(state),
+        _kl(
+            "refresh_eigenbases",
+            lambda i, ops: lambda: klshampoo.refresh_eigenbases(i["state"], None, ops),
+            lambda G, state, h: [reference.positive_qr(state[x] @ state[f"Q_{x}"]) for x in ("L", "R")],
+        ),
+    ),
+)
+"""In the order of a step; KL-Shampoo tracks no subspace. Its refresh, as ours, takes place once in tau steps."""

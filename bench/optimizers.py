@@ -1,0 +1,126 @@
+"""The optimizers that are compared, one table: what they are called, how they are built, the rates they train with.
+
+The protocol is the paper's: every optimizer but AdamW handles the hidden matrices alone; embedding, head
+and norms get AdamW with one learning rate, the same for all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import prokl
+from bench.training.cosmos import Cosmos
+
+ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
+COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one optimizer is built with; what its method does not take is None.
+
+    Attributes:
+        method: a key of :data:`OPTIMIZERS`.
+        lr: of the matrices; under AdamW, of everything.
+        adamw_lr: of embedding, head and norms under every other method.
+        weight_decay: of the matrices; under AdamW, also of embedding and head.
+        adamw_weight_decay: of embedding and head under every other method.
+        rank: of the tracked subspace.
+        alpha_kl: Pro-KLShampoo's mixing weight.
+        init_eigenvalue: start of the preconditioner's eigenvalues, a number or "auto".
+    """
+
+    method: str
+    lr: float
+    adamw_lr: float | None = None
+    weight_decay: float = 0.0
+    adamw_weight_decay: float = 0.0
+    rank: int | None = None
+    alpha_kl: float | None = None
+    init_eigenvalue: str | float | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table.
+
+    Attributes:
+        label: in tables and figures.
+        colour: of its lines.
+        lr: the best of the range in the row's comment, on the default run of ``bench.pretrain``, seed 0.
+        make: builds the optimizer of matrix weights, with its own settings by name.
+        settings: of ``make`` that have a field of :class:`Hyper`, apart from rates, and from a rank in a group.
+    """
+
+    label: str
+    colour: str
+    lr: float
+    make: Callable[..., torch.optim.Optimizer]
+    settings: tuple[str, ...] = ()
+
+
+_STARTED, _MIXED = ("init_eigenvalue",), ("init_eigenvalue", "alpha_kl")
+
+OPTIMIZERS = {
+    # swept 1e-3 to 1.2e-2
+    "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),
+    # swept 1e-2 to 4e-2
+    "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),
+    # swept 2e-3 to 1.5e-2
+    "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, _STARTED),
+    # swept 1e-2 to 6e-2
+    "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, _MIXED),
+    # not swept on the default run: what the paper chose on LLaMA 134M
+    "cosmos": Entry("COSMOS", "tab:olive", 1e-3, partial(Cosmos, gamma=COSMOS_GAMMA), ("rank",)),
+    # not swept: the paper's for LLaMA 134M, and for the ablations 1.5 times Pro-KLShampoo's as in the paper
+    **{
+        name: Entry(label, colour, lr, partial(prokl.ProKLShampoo, variant=name), hyper)
+        for name, label, colour, lr, hyper in (
+            ("smok-hop", "Smok-Hop", "tab:green", 3e-3, _STARTED),
+            ("subspace-only", "subspace only", "tab:purple", 4.5e-2, _MIXED),
+            ("complement-only", "complement only", "tab:brown", 4.5e-2, _MIXED),
+        )
+    },
+}
+"""By method, as every result file names it in the column ``optimizer``."""
+
+
+def label(method: str, rank: object = None) -> str:
+    """Return what tables call a method, with its rank where it has one; other packages' optimizers by their name."""
+    own = OPTIMIZERS[method].label if method in OPTIMIZERS else method
+    return own + (f", r = {rank}" if rank else "")
+
+
+def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
+    """Return parameter groups by prokl's own routing, so that all methods agree on what counts as a matrix."""
+    return prokl.param_groups(
+        model,
+        lr=h.lr,
+        adamw_lr=h.adamw_lr,
+        weight_decay=h.weight_decay,
+        adamw_weight_decay=h.adamw_weight_decay,
+        adamw_betas=ADAMW_BETAS,
+        rank=h.rank,
+    )
+
+
+def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a whole model, to step one after another; ``state_dtype`` is of prokl's own."""
+    if h.method == "adamw":
+        return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)), h.lr)]
+    entry, groups = OPTIMIZERS[h.method], split(model, h)
+    settings = {name: getattr(h, name) for name in entry.settings if getattr(h, name) is not None}
+    if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
+        return [entry.make(groups, state_dtype=state_dtype, **settings)]
+    rest = [group for group in groups if group["algorithm"] == "adamw"]
+    weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
+    return [entry.make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
+
+
+def _adamw(groups: list[dict[str, Any]], lr: float | None) -> torch.optim.Optimizer:
+    own = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
+    return torch.optim.AdamW(own, lr=lr, betas=ADAMW_BETAS)

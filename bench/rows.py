@@ -1,0 +1,221 @@
+"""The rows of every result file: one schema, where and with what they were measured, one reader and one writer.
+
+A file has those columns of the schema that its rows have, in the schema's order. Writing needs torch and the standard
+library only, so that a GPU machine without network can do it; :func:`frame` reads with pandas.
+"""
+
+import csv
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import prokl
+from bench.command import UsageError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Row = dict[str, Any]
+"""By column; as read from a file every value is text."""
+
+
+def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]:
+    return {name: kind for kind, names in ((str, text), (int, whole), (float, real)) for name in names.split()}
+
+
+KEYS = {
+    # A run, or an operation on a model's matrices; "case" is an operation with its shapes, or the machine.
+    **_columns("model case optimizer backend start", "rank"),
+    # Compiled code.
+    **_columns("source kernel config arch"),
+    # Of one weight, one seed, one step, or one line of a table.
+    **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
+    **_columns("metric unit dtype shapes"),
+}
+"""What was measured. ``start`` is that of the eigenvalues, "auto" or a number."""
+VALUES = {
+    **_columns("", "rounds", "median q1 q3 ratio floor"),
+    **_columns("seeds validation_loss_per_seed", "steps_done", "validation_loss validation_loss_se train_loss seconds"),
+    **_columns("diverged_at selected in_paper_range"),
+    **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
+    **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
+    **_columns(real="state_mb peak_gib difference difference_se confidence"),
+    **_columns("verdict decided"),
+    **_columns(whole="above_twice_tail_mean", real="largest_over_tail_mean tail_am_gm"),
+    **_columns(real="tail_variance clipped_L clipped_S clipped_mu"),
+    **_columns(whole="k", real="low high"),
+    **_columns(whole="state_elements", real="state_mib_bf16"),
+    **_columns(whole="factors eigenbases eigenvalues subspace_basis complement_scalar momentum second_moment"),
+    **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
+    **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
+    **_columns("instructions"),
+}
+"""What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
+lower bound in the same unit; ``_se`` is a standard error."""
+SETTINGS = {
+    **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
+    **_columns("family tied", "layers width heads mlp_width vocabulary context"),
+    **_columns("autocast state_dtype", "steps eval_every eval_windows batch micro_batch"),
+    **_columns("data data_sha256", "train_bytes validation_bytes"),
+}
+"""What a run was made of."""
+PROVENANCE = _columns("device cpu threads cores system python torch triton nvcc cuda prokl commit date")
+"""Where, with what and when it was measured."""
+COLUMNS = KEYS | VALUES | SETTINGS | PROVENANCE | _columns("note")
+"""Every column that a file may have, with its type. ``note`` says why there is no value, or what a reader must know."""
+SAME = ("device", "cpu", "threads", "torch", "triton", "cuda", "prokl", "commit")
+"""What two measurements that need no repetition share."""
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return where, with what and when the figures of this process are measured."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "cpu": processor(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "triton": version("triton") or "",
+        "cuda": (torch.version.cuda or "") if cuda else "",
+        "prokl": prokl.__version__,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version(distribution: str) -> str | None:
+    """Return the version of an installed distribution."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with "-dirty" where files other than the results differ or are new."""
+    commands = (["rev-parse", "HEAD"], ["status", "--porcelain", "--", ".", ":!bench/results"])
+    try:
+        name, changes = (
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True).stdout
+            for words in commands
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return name.strip() + ("-dirty" if changes else "")
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return median, q1 and q3; no quartiles where there is one value."""
+    if len(values) < 2:
+        return {"median": values[0]}
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3}
+
+
+def text(value: Any) -> str:
+    """Return a value as files have it: numbers with seven digits, empty for None and for a number that is none."""
+    if value is None or isinstance(value, float) and math.isnan(value):
+        return ""
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def _check(columns: Iterable[str], where: str) -> None:
+    if unknown := sorted(set(columns) - COLUMNS.keys()):
+        raise UsageError(f"{where} has columns {', '.join(unknown)}, unlike bench.rows.COLUMNS; rename or add them")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file as text; none where there is no file.
+
+    Raises:
+        UsageError: If it has a column that the schema lacks.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        _check(reader.fieldnames or (), str(path))
+        return list(reader)
+
+
+def frame(path: Path) -> "DataFrame":
+    """Return the rows of a file with typed columns; without rows where there is no file.
+
+    Missing text is "", a missing number NaN or, of a column of whole numbers, NA.
+
+    Raises:
+        UsageError: If it has a column that the schema lacks.
+    """
+    import pandas
+
+    rows = read(path)
+    data = pandas.DataFrame(rows, columns=list(rows[0]) if rows else None)
+    for name in data.columns:
+        if COLUMNS[name] is not str:
+            data[name] = pandas.to_numeric(data[name].replace("", None))
+            data[name] = data[name].astype("Int64" if COLUMNS[name] is int else float)
+    return data
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the rows, all or nothing: an interrupted run leaves the file as it was.
+
+    Raises:
+        UsageError: If one has a column that the schema lacks.
+    """
+    rows = list(rows)
+    having = {name for row in rows for name in row}
+    _check(having, f"a row for {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, [name for name in COLUMNS if name in having], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: text(value) for name, value in row.items()} for row in rows)
+    os.replace(partial, path)
+
+
+def upsert(path: Path, rows: Iterable[Mapping[str, Any]], key: Sequence[str]) -> None:
+    """Put rows into a file in the place of all that have the same values in the columns ``key``; others stay."""
+    groups: list[dict[tuple[str, ...], list[Mapping[str, Any]]]] = []
+    for its in (read(path), rows):
+        groups.append({})
+        for row in its:
+            groups[-1].setdefault(tuple(text(row.get(name)) for name in key), []).append(row)
+    old, new = groups
+    write(path, [row for group in (old | new).values() for row in group])
+
+
+def measured(path: Path, key: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Return whether the file has rows with this key, all of this commit, versions and machine, and none of them wrong.
+
+    Never from a changed tree.
+    """
+    rows = [row for row in read(path) if all(row.get(name) == value for name, value in key.items())]
+    if not rows or not here["commit"] or here["commit"].endswith("-dirty"):
+        return False
+    if any(row.get("note", "").startswith("wrong") for row in rows):
+        return False
+    return all(row.get(name, "") == here[name] for row in rows for name in SAME)

@@ -1,0 +1,66 @@
+"""Where the time of a step goes, kernel by kernel: one period of Pro-KLShampoo in PyTorch's profiler.
+
+On a CPU it is PyTorch's operators that are listed. What a step takes longer than all kernels together, the GPU stands
+idle.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench import rows
+from bench.shapes import ParameterSet
+from bench.steps.entries import PERIOD, backends, pro
+from bench.steps.problem import Problem
+from bench.steps.runs import TimedRun, enter
+
+SLOWEST = 20.0
+"""Seconds that a period may take."""
+TOP = 25
+"""Kernels listed."""
+
+
+def kernel_times(run: TimedRun) -> tuple[dict[str, float], Counter[str]]:
+    """Return milliseconds and calls of every kernel in one period; on a CPU of every PyTorch operator."""
+    device = run.problem.device
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    with profile(activities=activities):  # the first profile of a process also starts the profiler
+        torch.ones(1, device=device).add_(1).sum().item()
+    with profile(activities=activities) as recorded:
+        run.steps(PERIOD)
+    times: dict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for e in recorded.events():
+        on_gpu = e.device_type == torch.autograd.DeviceType.CUDA
+        # The optimizer's own annotation is repeated on the device.
+        if on_gpu != cuda or e.name.startswith(("Optimizer.", "ProfilerStep")) or getattr(e, "is_user_annotation", 0):
+            continue
+        times[e.name] += (e.time_range.elapsed_us() if cuda else e.self_cpu_time_total) / 1e3
+        calls[e.name] += 1
+    return times, calls
+
+
+def measure(s: ParameterSet, device: torch.device) -> Iterator[rows.Row]:
+    """Yield a step, all kernels, and those that take the most, at the largest rank; or why there is no figure."""
+    entry = pro(backends(device)[-1], s.ranks[-1], torch.bfloat16 if device.type == "cuda" else torch.float32)
+    row = {"model": s.name, "optimizer": entry.optimizer, "backend": entry.backend, "rank": entry.rank}
+    row |= {"dtype": entry.dtypes, "note": ""}
+    runs, left_out = enter([entry], Problem(s, device), SLOWEST)
+    for _, why in left_out:
+        yield row | {"metric": "kernel time", "note": why}
+    for run in runs:
+        step = 1e3 * sum(run.steps(PERIOD)) / PERIOD
+        yield row | {"metric": "step", "unit": "ms", "median": step, "rounds": 1}
+        times, calls = kernel_times(run)
+        total = sum(times.values()) / PERIOD
+        row |= {"metric": "kernel time", "unit": "ms", "rounds": 1}
+        yield row | {"median": total, "ratio": total / step, "note": "all; ratio is to the step"}
+        launches = calls.total() / PERIOD
+        yield row | {"metric": "kernel calls", "unit": "1", "median": launches, "note": "all, a step"}
+        for name in sorted(times, key=lambda name: -times[name])[:TOP]:
+            own = times[name] / PERIOD
+            note = f"{calls[name] / PERIOD:.3g} calls a step: {name[:120]}"
+            yield row | {"median": own, "ratio": own / total, "note": note}

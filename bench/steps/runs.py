@@ -1,0 +1,136 @@
+"""Optimizers that take turns on the same weights and gradients, timed period by period.
+
+A period is PERIOD steps, one of which refreshes, so that its mean is the amortised step.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.steps import agreement
+from bench.steps.entries import PERIOD, Entry
+from bench.steps.peers import CannotRun, reason
+from bench.steps.problem import Problem
+
+
+class TimedRun:
+    """One entry's own weights and optimizer.
+
+    Attributes:
+        entry: which.
+        weights: where they have got to.
+        optimizer: of these weights.
+        periods: seconds of every step of every period timed.
+        trouble: why there is no figure; None while all is well.
+        took: seconds of a period, from warming up.
+    """
+
+    def __init__(self, entry: Entry, problem: Problem) -> None:
+        self.entry, self.problem = entry, problem
+        self.weights: list[Tensor] = [torch.nn.Parameter(W.clone()) for W in problem.start]
+        self.optimizer = entry.build(self.weights)
+        self.periods: list[list[float]] = []
+        self.trouble: str | None = None
+        self.took = 0.0
+        self._steps = 0
+        if entry.backend:
+            saved = self.optimizer.state_dict()
+            saved["state"] = {i: _copied(problem.settled(entry, i)) for i in range(len(self.weights))}
+            self.optimizer.load_state_dict(saved)
+
+    def steps(self, count: int) -> list[float]:
+        """Return the seconds of the next steps; gradients are put in place outside of them."""
+        clocks = []
+        for _ in range(count):
+            self.problem.load(self.weights, self._steps)
+            self._steps += 1
+            clocks.append(timed(self.optimizer.step, self.problem.device))
+        return [clock() for clock in clocks]
+
+    def warm_up(self, slowest: float) -> None:
+        """Run a period that does not count, but for knowing how long one takes.
+
+        Raises:
+            CannotRun: it takes longer than ``slowest`` seconds, as the second step promises; the first initialises.
+        """
+        seconds = self.steps(2)
+        if seconds[1] * PERIOD > slowest:
+            raise CannotRun(f"too slow: a step took {seconds[1]:.2g} s, may take {slowest / PERIOD:g} s")
+        seconds += self.steps(PERIOD - 2)
+        self.took = sum(seconds[1:]) * PERIOD / (PERIOD - 1)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    """Run a step; what is returned says how many seconds it took, and may wait for the device."""
+    if device.type != "cuda":
+        before = perf_counter()
+        step()
+        seconds = perf_counter() - before
+        return lambda: seconds
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+
+    def read() -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return read
+
+
+def failure(entry: Entry, error: Exception) -> str:
+    """Say why there is no figure: a peer cannot run, while what fails of this package is wrong."""
+    return f"wrong: {reason(error)}" if entry.backend else reason(error)
+
+
+def enter(entries: Sequence[Entry], problem: Problem, slowest: float) -> tuple[list[TimedRun], list[tuple[Entry, str]]]:
+    """Check and warm up every entry with a period, of at most ``slowest`` seconds.
+
+    Returns:
+        Those that run, in the order in which they take turns; the others and why they do not.
+    """
+    runs: list[TimedRun] = []
+    left_out: list[tuple[Entry, str]] = []
+    for entry in entries:
+        try:
+            if entry.backend not in ("", "reference"):
+                for shape in dict.fromkeys(problem.parameters.each):
+                    if wrong := agreement.complaint(entry, shape, problem.device):
+                        raise CannotRun(f"wrong: {wrong}")
+            run = TimedRun(entry, problem)
+            run.warm_up(slowest)
+        except CannotRun as error:
+            left_out.append((entry, str(error)))
+        except Exception as error:  # a peer may fail in any way, and the rest is to be measured
+            left_out.append((entry, failure(entry, error)))
+        else:
+            runs.append(run)
+    return runs, left_out
+
+
+def take_turns(runs: Sequence[TimedRun], seconds: float, fewest: int, most: int) -> None:
+    """Time periods of all runs in turns, for about ``seconds`` each; the fewer ones of slow runs spread evenly.
+
+    A run of which one period takes twice as long has one only. A run that fails, or whose weights are not finite at
+    the end, gets ``trouble``.
+    """
+    rounds = [1 if run.took > 2 * seconds else max(fewest, min(most, round(seconds / run.took))) for run in runs]
+    total = max(rounds, default=0)
+    for k in range(total):
+        for run, own in zip(runs, rounds, strict=True):
+            if run.trouble is None and (k + 1) * own // total > k * own // total:
+                try:
+                    run.periods.append(run.steps(PERIOD))
+                except Exception as error:  # as in enter
+                    run.trouble = failure(run.entry, error)
+    for run in runs:
+        if run.trouble is None and not all(bool(W.isfinite().all()) for W in run.weights):
+            run.trouble = "wrong: weights are not finite"

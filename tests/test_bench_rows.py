@@ -1,0 +1,131 @@
+"""The result files: one schema, rows measured anew in place of old ones, what was measured told from what was not."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import rows
+from bench.command import UsageError
+from tests.commands import ROOT
+
+HERE = {column: "x" for column in rows.SAME} | {"commit": "0" * 40}
+
+
+def row(model, value, **others):
+    return {"model": model, "metric": "step", "median": value, **others}
+
+
+def test_rows_measured_anew_take_the_place_of_those_of_the_same_key(tmp_path):
+    path = tmp_path / "new" / "rows.csv"
+    rows.upsert(path, [row("a", 1.0), row("b", 3.0), row("a", 2.0)], ("model",))
+    rows.upsert(path, [row("c", 6.0), row("a", 4.0, note="x"), row("a", 5.0), row("a", 7.0)], ("model",))
+    found = [(r["model"], r["median"], r["note"]) for r in rows.read(path)]
+    assert found == [("a", "4", "x"), ("a", "5", ""), ("a", "7", ""), ("b", "3", ""), ("c", "6", "")]
+    assert [p.name for p in path.parent.iterdir()] == ["rows.csv"]
+
+
+def test_a_key_of_several_columns_is_compared_as_it_is_written(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write(path, [row("a", 1.0, rank=8), row("a", 2.0)])
+    rows.upsert(path, [row("a", 3.0, rank=8), row("a", 4.0, rank=None)], ("model", "rank"))
+    assert [r["median"] for r in rows.read(path)] == ["3", "4"]
+
+
+def test_a_file_has_the_columns_of_its_rows_and_no_nan(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write(path, [row("a", math.nan, rank=None), {"note": "x", "model": "b", "lr": 1 / 3, "rounds": 7}])
+    assert path.read_text() == "model,rank,metric,rounds,median,lr,note\na,,step,,,,\nb,,,7,,0.3333333,x\n"
+
+
+def test_a_frame_has_numbers_text_and_what_is_missing_of_each(tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write(path, [{"model": "a", "start": 0.1, "rank": 8, "lr": 0.5}, {"start": "auto", "seeds": "0"}])
+    found = rows.frame(path)
+    assert list(found["start"]) == ["0.1", "auto"] and list(found["seeds"]) == ["", "0"]
+    assert found["rank"][0] == 8 and found.isna()["rank"][1] and math.isnan(found["lr"][1])
+    assert rows.frame(tmp_path / "none.csv").empty
+
+
+def test_other_columns_are_refused_on_both_ways(tmp_path):
+    with pytest.raises(UsageError, match="has columns colour, unlike bench.rows.COLUMNS"):
+        rows.write(tmp_path / "a.csv", [row("a", 1.0, colour="red")])
+    old = tmp_path / "old.csv"
+    old.write_text("group,model\nstep,muon\n")
+    with pytest.raises(UsageError, match=r"old\.csv has columns group"):
+        rows.read(old)
+
+
+def test_every_committed_file_of_training_is_of_the_schema():
+    for name in ("pretrain", "main", "ablation", "spectra", "sensitivity", "alpha-kl", "memory-cost"):
+        for path in rows.RESULTS.glob(f"{name}*.csv"):
+            assert len(rows.frame(path)) == len(path.read_text().splitlines()) - 1
+
+
+def test_writing_needs_torch_and_the_standard_library_alone():
+    code = (
+        "import sys, bench.rows, bench.optimizers; print({'pandas', 'scipy', 'matplotlib', 'tyro'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "set()\n"
+
+
+@pytest.mark.parametrize(
+    "change, known",
+    [
+        ({}, True),
+        ({"commit": "1" * 40}, False),
+        ({"torch": "y"}, False),
+        ({"threads": "y"}, False),
+        ({"date": "y"}, True),
+    ],
+)
+def test_a_key_is_measured_when_commit_versions_and_machine_are_the_same(change, known, tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write(path, [row("a", 1.0) | HERE])
+    assert rows.measured(path, {"model": "a"}, HERE | change) is known
+    assert not rows.measured(path, {"model": "b"}, HERE | change)
+    rows.write(path, [row("a", 1.0) | HERE, {"model": "a", "note": "wrong: NaN"} | HERE])
+    assert not rows.measured(path, {"model": "a"}, HERE | change)
+
+
+@pytest.mark.parametrize("commit", ["", "0" * 40 + "-dirty"])
+def test_a_changed_or_unknown_tree_is_never_measured_already(commit, tmp_path):
+    path = tmp_path / "rows.csv"
+    rows.write(path, [row("a", 1.0) | HERE | {"commit": commit}])
+    assert not rows.measured(path, {"model": "a"}, HERE | {"commit": commit})
+
+
+def test_the_environment_fills_its_columns():
+    here = rows.environment(torch.device("cpu"))
+    assert here.keys() <= rows.PROVENANCE.keys() and here["device"] == "cpu" and here["cpu"] and here["cuda"] == ""
+    assert (here["torch"], here["threads"]) == (torch.__version__, str(torch.get_num_threads()))
+
+
+def test_a_tree_with_changed_or_new_files_is_dirty_and_one_with_new_results_is_not(tmp_path, monkeypatch):
+    def git(*command):
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    assert rows.commit() == ""  # no repository
+    (tmp_path / "code.py").write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "x")
+    clean = rows.commit()
+    assert len(clean) == 40
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "rows.csv").write_text("1")
+    assert rows.commit() == clean
+    (tmp_path / "new.py").write_text("1")
+    assert rows.commit() == clean + "-dirty"
+    (tmp_path / "new.py").unlink()
+    (tmp_path / "code.py").write_text("2")
+    assert rows.commit() == clean + "-dirty"
+
+
+def test_one_value_has_no_quartiles():
+    assert rows.quartiles([2.0]) == {"median": 2.0}
+    assert rows.quartiles([1.0, 2.0, 3.0]) == {"q1": 1.5, "median": 2.0, "q3": 2.5}

@@ -1,0 +1,324 @@
+"""The compilers' report: every kernel is in it, its checks can fail, and it specialises as the JIT does."""
+
+import json
+import os
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("setuptools")
+
+from bench import compile_report  # noqa: E402
+from bench.command import UsageError  # noqa: E402
+from bench.compiled import csrc  # noqa: E402
+from bench.compiled.launches import Launch, Pointer, describe  # noqa: E402
+from bench.compiled.triton_kernels import ARCHITECTURES, STAGE_BYTES, Row, complaints, every_launch  # noqa: E402
+from bench.micro.kernels import KERNELS as CASES  # noqa: E402
+from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
+from prokl.backends import extension  # noqa: E402
+from prokl.kernels import launch as launch_module  # noqa: E402
+from prokl.kernels.launch import Tile  # noqa: E402
+from tests.commands import ROOT, read, run, run_python  # noqa: E402
+
+FILES = sorted(path for path in (ROOT / "kernels").glob("*.py") if "@triton.jit" in path.read_text())
+NAMES = {name: path for path in FILES for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())}
+RESULTS = ROOT / "bench" / "results"
+with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="needs nvcc")
+
+SM_90 = """
+import json, os
+from dataclasses import asdict
+from bench.compiled.triton_kernels import report
+
+if __name__ == "__main__":
+    rows, wrong = report(os.cpu_count(), (90,))
+    print(json.dumps([wrong, [{k: str(v) for k, v in asdict(row).items()} for row in rows]]))
+"""
+
+
+@pytest.mark.slow
+def test_every_kernel_passes_the_checks_on_sm_90_and_the_committed_rows_are_those_of_this_code(tmp_path):
+    """Compiling for the other architectures as well takes minutes; a kernel that changes on one changes on all."""
+    script = tmp_path / "sm_90.py"  # a file, which the pool's processes can import
+    script.write_text(SM_90)
+    done = run_python(str(script))
+    assert done.returncode == 0, done.stderr
+    wrong, rows = json.loads(done.stdout)
+    assert wrong == []
+    committed = [row for row in read(RESULTS / "aot.csv") if row["arch"] == "90"]
+    remedy = "run python -m bench.compile_report --only aot --out bench/results"
+    if {row["triton"] for row in committed} == {row["triton"] for row in rows}:
+        assert committed == rows, remedy
+
+
+def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no_complaint(monkeypatch):
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
+    launches = {(launch.kernel, describe(launch)): launch for launch in every_launch()}
+    rows = read(RESULTS / "aot.csv")
+    assert [(row["kernel"], row["config"], int(row["arch"])) for row in rows] == [
+        (*key, arch) for key in launches for arch in ARCHITECTURES
+    ], "run python -m bench.compile_report --only aot --out bench/results"
+    assert {row["kernel"] for row in rows} == set(NAMES)
+    for row in rows:
+        numbers = {key: int(row[key]) for key in ("arch", "registers", "shared", "stack")}
+        assert complaints(Row(**row | numbers), launches[row["kernel"], row["config"]]) == [], row
+
+
+def test_every_file_has_cases_every_tile_is_compiled_and_every_product_has_its_loads_counted():
+    modules = {case.module.__name__.rpartition(".")[2]: case.module for case in CASES}
+    assert {path.stem for path in FILES} == set(modules)
+    assert len({case.name for case in CASES}) == len(CASES)
+    for module in modules.values():
+        shipped = {tile for name, tiles in vars(module).items() if name.startswith("TILES") for tile in tiles}
+        assert all(isinstance(tile, Tile) for tile in shipped)
+        cases = [case for case in CASES if case.module is module]
+        assert shipped <= {tile for case in cases for dtypes in case.dtypes for tile in case.tiles(dtypes)}
+    assert set(STAGE_BYTES) == {name for name, path in NAMES.items() if "tl.dot" in path.read_text()}
+
+
+HALF = torch.bfloat16
+PRODUCT = Launch(
+    "prokl.kernels.product",
+    "product_kernel",
+    (Pointer(HALF, 0), Pointer(HALF, 0), Pointer(HALF, 0), 768, 768, 1, 0, 3 * 2**31, 1, 768),
+    (
+        *{"HAS_C": True, "ENERGY": False, "OPERAND": "bf16", "PRECISION": "ieee"}.items(),
+        *{"TILE_M": 128, "TILE_N": 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3}.items(),
+    ),
+    ("A_ptr", "B_ptr", "D_ptr", "M", "N", "K", "stride_x_b", "stride_A_b", "stride_A_m", "stride_A_k"),
+)
+STAGE = 2 * (128 + 128) * 64
+GOOD = Row("product", "", 90, 128, 3 * STAGE + 64, 0, "wgmma cp.async", "")
+ON_80 = {"arch": 80, "instructions": "mma cp.async"}
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        ({}, None),
+        ({"shared": 2 * STAGE} | ON_80, None),
+        ({"arch": 100, "instructions": "tcgen05 cp.async"}, None),
+        ({"kernel": "stack", "shared": 0, "instructions": ""}, None),
+        ({"stack": 8}, "spill: 8 bytes"),
+        ({"shared": 227 * 1024 + 1}, "there are 232448"),
+        ({"shared": 163 * 1024 + 1} | ON_80, "there are 166912"),
+        ({"instructions": "wgmma cp.async trap"}, "traps"),
+        ({"instructions": "mma cp.async"}, "no wgmma"),
+        ({"instructions": "cp.async", "arch": 100}, "no tensor cores"),
+        ({"instructions": "wgmma"}, "no cp.async"),
+        ({"shared": 3 * STAGE - 1}, f"3 stages take {3 * STAGE}"),
+        ({"shared": 2 * STAGE - 1} | ON_80, f"3 stages take {2 * STAGE}"),
+    ],
+    ids=str,
+)
+def test_each_check_can_fail(change, complaint):
+    found = complaints(replace(GOOD, **change), PRODUCT)
+    assert found == [] if complaint is None else len(found) == 1 and complaint in found[0]
+
+
+def test_odd_sizes_need_no_pipeline_but_may_not_spill():
+    odd = replace(PRODUCT, arguments=(*PRODUCT.arguments[:3], 517, *PRODUCT.arguments[4:]))
+    assert complaints(replace(GOOD, instructions=""), odd) == []
+    assert len(complaints(replace(GOOD, stack=8), odd)) == 1
+
+
+@pytest.mark.parametrize(
+    "operand, precision, instructions, fine",
+    [
+        ("fp32", "ieee", "mma cp.async", True),
+        ("fp32", "tf32x3", "mma cp.async", False),
+        ("fp32", "tf32x3", "wgmma cp.async", True),
+        ("fp64", "ieee", "cp.async", True),
+    ],
+)
+def test_exact_float32_operands_need_no_wgmma_and_float64_ones_no_tensor_cores(operand, precision, instructions, fine):
+    other = replace(PRODUCT, constants=(*PRODUCT.constants, ("OPERAND", operand), ("PRECISION", precision)))
+    assert (complaints(replace(GOOD, instructions=instructions), other) == []) == fine
+
+
+def test_a_configuration_names_all_that_is_specialised():
+    assert describe(PRODUCT) == "128x128x64 8 warps 3 stages bf16 has_c operand=bf16 ieee K:1 A[16L 1 16]"
+
+
+COMPILED = """
+import re, torch
+from dataclasses import replace
+from bench.compiled.launches import recording, shapes
+from bench.compiled.triton_kernels import build, checked, record
+from bench.micro.case import Sizes
+from bench.micro.kernels import KERNELS
+from unittest.mock import patch
+from prokl.kernels import product
+from prokl.kernels.eigenvalue_ema import eigenvalue_ema
+from prokl.kernels.launch import Tile
+
+with recording() as launches:
+    def f(*shape): return shapes(*shape, dtype=torch.float32)
+    one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
+    state = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
+    per_weight = dict.fromkeys(("eps", "ceiling_L", "ceiling_S", "ceiling_mu"), one)
+    eigenvalue_ema(*state, huge, f(3, 33), f(3, 768), beta2=0.9, n=1000, **per_weight, active=one > 0)
+signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
+for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
+    print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
+
+case = next(case for case in KERNELS if case.name == "product Q X")
+full = Sizes(48, 768, 3072, 128)
+for tile, sizes in (
+    (Tile(256, 256, 64, 8, 2), full),
+    (Tile(64, 64, 64, 4, 4), Sizes(48, 767, 3071, 127)),
+    (Tile(128, 256, 64, 8, 5), full),
+    (Tile(100, 64, 64, 4, 4), full),
+):
+    with patch.object(product, "TILES_HALF", (tile,)):
+        launch = record(case, sizes)[0]
+    print("wrong", *checked(launch, 90)[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_named():
+    done = run_python("-c", COMPILED)
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(" ")[::2] for line in done.stdout.splitlines()]
+    found = {name: (kind, dtype) for what, rest in lines if what == "argument" for name, kind, dtype in [rest.split()]}
+    assert found["s_L_ptr"] == ("aligned", "!tt.ptr<f32>")
+    assert found["s_mu_ptr"] == ("any", "!tt.ptr<f32>")  # its storage starts one element earlier
+    assert found["active_ptr"] == ("aligned", "!tt.ptr<i1>")
+    assert found["M"] == ("aligned", "i32") and found["R"] == ("any", "i32")
+    assert found["beta2"] == found["N"] == ("any", "f64")
+    assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_ell_b"] == ("aligned", "i64")
+    assert found["stride_s_S_r"] == ("any", "i32")  # 3: transposed
+    assert not {"stride_s_L_m", "stride_s_S_b", "stride_active_b", "HAS_ACTIVE", "TILE"} & set(found)  # 1, or constexpr
+    wrong = [rest for what, rest in lines if what == "wrong"]
+    expected = ["registers spill", "loads do not run ahead", "of shared memory; there are", "does not compile"]
+    for line, tile, complaint in zip(wrong, ("256x256", "64x64", "128x256", "100x64"), expected, strict=True):
+        assert re.match(rf"product \({tile}.*on sm_90: .*{complaint}", line)
+
+
+@pytest.mark.slow
+def test_the_interpreter_is_refused():
+    done = run("bench.compile_report", "--only", "aot", TRITON_INTERPRET="1")
+    assert done.returncode == 2 and "unset it" in done.stderr
+
+
+LOG = """
+ptxas info    : 0 bytes gmem, 16 bytes cmem[4]
+ptxas info    : Compiling entry function '_ZN5prokl4sumsIfLi4EEEvPT_i' for 'sm_80'
+ptxas info    : Function properties for _ZN5prokl4sumsIfLi4EEEvPT_i
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 18 registers, used 1 barriers, 1024 bytes smem, 364 bytes cmem[0]
+ptxas info    : Compile time = 5.038 ms
+ptxas info    : Compiling entry function '_ZN5prokl7reverseIdEEvPT_i' for 'sm_90a'
+ptxas info    : Function properties for _ZN5prokl7reverseIdEEvPT_i
+    56 bytes stack frame, 52 bytes spill stores, 48 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 56 bytes cumulative stack size, 364 bytes cmem[0]
+ptxas info    : Compile time = 1.511 ms
+"""
+SUMS = csrc.Row("qr.cu", "_ZN5prokl4sumsIfLi4EEEvPT_i", "80", 18, 1024, 0, 0, 0, 0, "13.0")
+REVERSE = csrc.Row("qr.cu", "_ZN5prokl7reverseIdEEvPT_i", "90a", 128, 0, 0, 56, 52, 48, "13.0")
+CALLED = """ptxas info    : Function properties for _ZN5prokl6helperIfEET_S1_i
+    32 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+"""
+
+
+def test_every_figure_is_read_for_the_kernel_it_belongs_to():
+    assert csrc.parse(LOG, "qr.cu", "13.0") == [SUMS, REVERSE]
+    # What a called function spills counts for the kernel before it.
+    with_called = [SUMS, replace(REVERSE, stack=88, spill_stores=56, spill_loads=56)]
+    assert csrc.parse(LOG + CALLED, "qr.cu", "13.0") == with_called
+    assert csrc.parse("ptxas info    : 0 bytes gmem\n" + CALLED, "qr.cu", "13.0") == []
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ({"stack": 8}, "8 bytes of stack"),
+        ({"spill_stores": 4}, "4 stored"),
+        ({"spill_loads": 12}, "12 loaded"),
+        ({"launch_shared": 163 * 1024 - 1023}, "166913 bytes of shared memory; must be at most 166912"),
+    ],
+)
+def test_a_stack_a_spill_or_too_much_shared_memory_is_found(fault, words):
+    (found,) = csrc.complaints([SUMS, replace(SUMS, kernel="other", **fault)])
+    assert found.startswith("other on sm_80: ") and words in found
+    assert fault.keys() != {"launch_shared"} or list(csrc.complaints([replace(SUMS, arch="90", **fault)])) == []
+
+
+def test_launches_are_asked_of_the_extension_by_kernel_and_type(monkeypatch):
+    module = SimpleNamespace(
+        float32=SimpleNamespace(shared_memory=lambda: [("sums", 10), ("leaf<true>", 20)]),
+        float64=SimpleNamespace(shared_memory=lambda: [("sums", 30)]),
+    )
+    monkeypatch.setattr(csrc.extension, "load", lambda: (module, None))
+    kernels = [
+        ("qr_float.cu", "sums<float, 4>"),
+        ("qr_float.cu", "leaf<float, true>"),
+        ("qr_double.cu", "sums<double>"),
+    ]
+    rows = [replace(SUMS, source=source, kernel=kernel) for source, kernel in kernels]
+    assert [row.launch_shared for row in csrc.with_launches(rows)] == [10, 20, 30]
+    with pytest.raises(UsageError, match="leaves out leaf<float, false>"):
+        csrc.with_launches([replace(SUMS, source="qr_float.cu", kernel="leaf<float, false>")])
+    monkeypatch.setattr(csrc.extension, "load", lambda: (None, "it was left out"))
+    with pytest.raises(UsageError, match="not known: it was left out"):
+        csrc.with_launches(rows)
+
+
+def test_names_are_shortened_to_what_tells_kernels_apart():
+    mangled = ["_ZN5prokl5applyIfLb1EEEvNS_5BatchIKfEEPFviEi", "_ZN5prokl12_GLOBAL__N_14loneIdEEvPKd", "plain_kernel"]
+    rows = csrc.demangled([replace(SUMS, kernel=name) for name in mangled])
+    assert [row.kernel for row in rows] == ["apply<float, true>", "lone<double>", "plain_kernel"]
+
+
+def test_without_nvcc_it_says_so_and_fails(monkeypatch, capsys):
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda environ: None)
+    assert compile_report.main(["--only", "csrc"]) == 2
+    assert "nvcc was not found: put it on PATH" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_wrong_fails_the_command_and_is_still_written(monkeypatch, tmp_path, capsys):
+    rows = [SUMS, replace(REVERSE, arch="90")]
+    monkeypatch.setattr(csrc, "report", lambda jobs: rows)
+    monkeypatch.setitem(compile_report.REPORTS, "aot", lambda jobs: ([GOOD], []))
+    assert compile_report.main(["--out", str(tmp_path)]) == 1
+    assert [row["spill_stores"] for row in read(tmp_path / "csrc.csv")] == ["0", "52"]
+    assert [row["instructions"] for row in read(tmp_path / "aot.csv")] == [GOOD.instructions]
+    printed = capsys.readouterr()
+    assert REVERSE.kernel in printed.err and SUMS.kernel not in printed.err
+    rows.pop()
+    assert compile_report.main([]) == 0
+
+
+@with_nvcc
+def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(monkeypatch, tmp_path, capsys):
+    (tmp_path / "wrong.cu").write_text("__global__ void kernel() { undeclared = 1; }\n")
+    monkeypatch.setattr(csrc.build_cuda, "sources", lambda: [tmp_path / "wrong.cu"])
+    assert compile_report.main(["--only", "csrc"]) == 2
+    error = capsys.readouterr().err
+    assert "wrong.cu does not compile for sm_80" in error and '"undeclared" is undefined' in error
+
+
+@with_nvcc
+@pytest.mark.slow
+@pytest.mark.skipif(extension.load()[0] is None, reason="needs the extension")
+def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
+    rows, wrong = compile_report.of_csrc(os.cpu_count())
+    assert wrong == []
+    committed = read(RESULTS / "csrc.csv")
+    kernels = {
+        name
+        for path in (ROOT / "csrc").glob("*.cuh")
+        for name in re.findall(r"__global__ void(?: __launch_bounds__\([^)]*\))?\s+(\w+)\(", path.read_text())
+    }
+    assert kernels and kernels == {row.kernel.partition("<")[0] for row in rows}
+    assert {row.arch for row in rows} == set(USUAL_ARCHITECTURES)
+    remedy = "run python -m bench.compile_report --only csrc --out bench/results"
+    assert [(row["source"], row["kernel"], row["arch"]) for row in committed] == [
+        (row.source, row.kernel, row.arch) for row in rows
+    ], remedy
+    if {row["nvcc"] for row in committed} == {row.nvcc for row in rows}:
+        assert committed == [{key: str(value) for key, value in vars(row).items()} for row in rows], remedy
