@@ -5,9 +5,9 @@
     python tests/mutate.py --out FILE.csv --also OTHER_TREE  draw only what can be applied to both trees alike
 
 A third each comes from prokl/, kernels/ and csrc/; within one, every kind of mutation is as likely as the next.
-Tests run in a clone of the tree's last commit: first the files nearest to the mutated one, then, once and for all
-survivors at a time, the whole suite; what fails there is run again for each survivor alone. Rows that FILE.csv has
-already are not run again.
+Tests run in a clone of the tree's last commit: first the files nearest to the mutated one, without the slow tests,
+then, once and for all survivors at a time, the whole suite; what fails there is run again for each survivor alone.
+Rows that FILE.csv has already are not run again.
 """
 
 import argparse
@@ -232,12 +232,12 @@ def nearest(tree, mutation):
         core = [tree / "tests" / "test_triton_step.py"]
     elif mutation.file.startswith("csrc"):
         core = []
-    return [test for test in dict.fromkeys([*named, *speaking[:6], *core]) if test.exists()]
+    return [test for test in dict.fromkeys([*named, *speaking[:4], *core]) if test.exists()]
 
 
 def pytest(tree, arguments, limit):
     """Exit status (None where the time was over) and output of pytest in a tree."""
-    command = [sys.executable, "-m", "pytest", "-q", "--slow", "-p", "no:cacheprovider", *map(str, arguments)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     child = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -278,7 +278,7 @@ def together(tree, survivors, limit):
             path, text, mutant = applied(tree, mutation)
             originals.setdefault(path, text)
             path.write_text(mutant)
-        status, said = pytest(tree, ["tests"], limit)
+        status, said = pytest(tree, ["tests", "--slow"], limit)
     finally:
         for path, text in originals.items():
             path.write_text(text)
@@ -343,7 +343,8 @@ def main():
         if survivors and not options.nearest_only:
             suspects = together(scratch, [drawn[i] for i in survivors], 20 * options.limit)
             for i in survivors:
-                verdict = alone(scratch, drawn[i], suspects, 10 * options.limit) if suspects else ("survived", "")
+                again = ["--slow", *suspects]
+                verdict = alone(scratch, drawn[i], again, 10 * options.limit) if suspects else ("survived", "")
                 note(i, *(verdict if verdict[0] == "killed" else ("survived", "the whole suite")))
     print(Counter((row["file"].split("/")[0], row["verdict"]) for row in rows.values()))
 

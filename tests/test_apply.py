@@ -85,7 +85,15 @@ def assert_applied(bucket, before, a):
     assert (bucket.outside() == GUARD).all()
 
 
-@pytest.mark.parametrize("dtypes", ["float32 float32", "float16 float16", "float32 float16", "float64 float64"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        "float32 float32",
+        "float16 float16",
+        pytest.param("float32 float16", marks=pytest.mark.slow),
+        pytest.param("float64 float64", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_layout_and_nothing_beside_it(size, dtypes):
     weights, X = (getattr(torch, name) for name in dtypes.split())

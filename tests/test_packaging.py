@@ -89,6 +89,7 @@ def test_module_imports(name):
     importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_import_leaves_triton_and_cuda_alone():
     run(
         sys.executable,

@@ -102,11 +102,19 @@ def assert_energy(energy, dense, tile=None):
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", launch.FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float32,
+        *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float64)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_layout_is_stacked_as_it_is(size, dtype):
     bucket = Bucket(*size, dtype)
-    negate = dtype in (torch.float16, torch.float64)
+    negate = dtype in (torch.bfloat16, torch.float64)
     G, energy = stack(bucket.table, *size, dtype=dtype, negate=negate)
     assert G.dtype == dtype and G.is_contiguous()
     assert torch.equal(G, -bucket.dense() if negate else bucket.dense())
