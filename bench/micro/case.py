@@ -166,21 +166,35 @@ def doubled(x: Any) -> Any:
     return {k: doubled(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
-def complaint(case: Case, ops: Primitives | None, fresh: Callable[[], Inputs]) -> str:
-    """Say what is wrong with the case over these primitives, None for its plain form; "" if nothing is.
+@dataclass(frozen=True)
+class Expected:
+    """What the results of a case are compared with.
 
-    Args:
-        case: the operation.
-        ops: a backend's primitives.
-        fresh: makes the inputs, always the same.
+    Attributes:
+        truth: results of the plain form in float64.
+        usual: results of the plain form.
+        wrong: how far the PyTorch form is from the plain one in float64, if that is too far; else "".
     """
-    truth, usual = case.reference(doubled(fresh())), case.reference(fresh())
-    found = usual if ops is None else flat(case.bind(fresh(), ops)())
-    wrong = gate.complaint(found, usual, truth)
-    if not wrong and case.plain:
+
+    truth: list[Tensor]
+    usual: list[Tensor]
+    wrong: str
+
+
+def expect(case: Case, fresh: Callable[[], Inputs]) -> Expected:
+    """Compute what to compare with; ``fresh`` makes the inputs, always the same."""
+    truth, wrong = case.reference(doubled(fresh())), ""
+    if case.plain:
         i = doubled(fresh())
         wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
-    return wrong
+    return Expected(truth, case.reference(fresh()), wrong)
+
+
+def complaint(case: Case, ops: Primitives | None, fresh: Callable[[], Inputs], expected: Expected | None = None) -> str:
+    """Say what is wrong with the case over a backend's primitives, None for its plain form; "" if nothing is."""
+    expected = expected or expect(case, fresh)
+    found = flat(case.bind(fresh(), ops)()) if ops else expected.usual
+    return gate.complaint(found, expected.usual, expected.truth) or expected.wrong
 
 
 def traffic(i: Inputs, results: list[Tensor]) -> int:
