@@ -283,6 +283,7 @@ def test_alpha_and_memory_need_no_training(experiment, tmp_path, capsys):
         ("main --seeds 1 1", "--seeds names one twice: 1 1; give each once"),
         ("main --starts 0", "--starts 0: must be a finite number > 0"),
         ("ablation --lr subspace-only=0.1,0.2", "--lr subspace-only: is not searched; give one rate"),
+        ("cosmos --lr muon=0.02", "--lr muon: cosmos trains adamw, cosmos, pro-klshampoo; leave it out"),
         ("main --jobs 0", "--jobs 0: must be a whole number >= 1"),
         ("main --data nowhere", "--data nowhere does not exist"),
         ("main --scale paper --device cpu", "--scale paper has other data for each family; give --model gpt2 or llama"),

@@ -31,7 +31,7 @@ class Comparison:
         """Return the models on which the paper has this comparison, with all hyper-parameters or ranges that it needs.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is none, or a rate is of an optimizer that it does not train.
         """
         having = tuple(scale for scale in scales if self.kinds(scale, starts[0]))
         if not having:
@@ -39,6 +39,9 @@ class Comparison:
             others = ", ".join(scale.name for scale in SCALES["paper"] if self.kinds(scale, starts[0]))
             raise UsageError(f"the paper has no {self.name} on {names}; give --model with one of {others}")
         for scale in having:
+            trained = {"adamw", *(k.method for k in self.kinds(scale, starts[0]))}
+            if unknown := sorted(scale.lr.keys() - trained):
+                raise UsageError(f"--lr {unknown[0]}: {self.name} trains {', '.join(sorted(trained))}; leave it out")
             for start in starts:
                 check(self.kinds(scale, start), scale, search)
         return having
