@@ -15,18 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
 
-from bench.micro.case import (  # noqa: E402
-    Case,
-    Dtypes,
-    Expected,
-    Inputs,
-    Sizes,
-    complaint,
-    expect,
-    flat,
-    numbers,
-    traffic,
-)
+from bench.micro.case import Case, Dtypes, Expected, Inputs, Sizes, complaint, expect, flat, numbers, traffic  # noqa: E402
 from bench.micro.groups import Form, Group, Results, fitted, groups, measured, row  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from bench.timer import call_seconds  # noqa: E402

@@ -73,42 +73,23 @@ class Peer:
         return Entry(self.name, self.build, note="; ".join(filter(None, notes)))
 
 
+def _every_tenth(name: str, period: str) -> Callable[[Any, list[Tensor]], Optimizer]:
+    return lambda package, weights: getattr(package, name)(weights, **{period: PERIOD})
+
+
 PEERS = (
-    Peer(
-        "heavyball.KLShampoo",
-        "heavyball",
-        "heavyball",
-        lambda package, weights: package.KLShampoo(weights, precondition_frequency=PERIOD),
-        "torch.compile off",
-    ),
-    Peer(
-        "pytorch_optimizer.SOAP",
-        "pytorch-optimizer",
-        "pytorch_optimizer",
-        lambda package, weights: package.SOAP(weights, precondition_frequency=PERIOD),
-    ),
-    Peer(
-        "pytorch_optimizer.Shampoo",
-        "pytorch-optimizer",
-        "pytorch_optimizer",
-        lambda package, weights: package.Shampoo(weights, preconditioning_compute_steps=PERIOD),
-    ),
-    Peer(
-        "gram_newton_schulz.Muon",
-        "gram-newton-schulz",
-        "gram_newton_schulz",
-        _gram,
-        "torch.compile off, Newton-Schulz in float16",
-    ),
-    Peer(
-        "emerging_optimizers.SOAP",
-        "emerging-optimizers",
-        "emerging_optimizers.soap",
-        lambda package, weights: package.SOAP(weights, lr=1e-3, use_kl_shampoo=True),
-        "use_kl_shampoo=True; QR in every step, it has no period",
-        (3, 12),
-    ),
-)
+    Peer("heavyball.KLShampoo", "heavyball", "heavyball",
+         _every_tenth("KLShampoo", "precondition_frequency"), "torch.compile off"),
+    Peer("pytorch_optimizer.SOAP", "pytorch-optimizer", "pytorch_optimizer",
+         _every_tenth("SOAP", "precondition_frequency")),
+    Peer("pytorch_optimizer.Shampoo", "pytorch-optimizer", "pytorch_optimizer",
+         _every_tenth("Shampoo", "preconditioning_compute_steps")),
+    Peer("gram_newton_schulz.Muon", "gram-newton-schulz", "gram_newton_schulz",
+         _gram, "torch.compile off, Newton-Schulz in float16"),
+    Peer("emerging_optimizers.SOAP", "emerging-optimizers", "emerging_optimizers.soap",
+         lambda package, weights: package.SOAP(weights, lr=1e-3, use_kl_shampoo=True),
+         "use_kl_shampoo=True; QR in every step, it has no period", (3, 12)),
+)  # fmt: skip
 
 
 def reason(error: BaseException) -> str:
