@@ -252,7 +252,7 @@ def pytest(tree, arguments, limit):
 
 
 def failures(said):
-    return re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", said, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
 
 
 def alone(tree, mutation, arguments, limit):
