@@ -219,12 +219,12 @@ def compiles(tree, mutation):
 
 
 def nearest(tree, mutation):
-    """Test files that are named after the mutated one or speak of it, then those of whole steps."""
+    """List test files named after the mutated one or its folder, or that speak of it, then those of whole steps."""
     file, _, _ = applied(tree, mutation)
     stem = file.stem
     tests = sorted((tree / "tests").glob("test_*.py"))
     tests = [t for t in tests if not re.match(r"test_(bench|experiments|pretrain|gpu|aot|csrc)", t.name)]
-    named = [t for t in tests if stem in t.stem]
+    named = [t for t in tests if stem in t.stem or file.parent.name in t.stem]
     module = r"extension_on_cpu" if mutation.file.startswith("csrc") else rf"\b{re.escape(stem)}\b"
     speaking = sorted((t for t in tests if re.search(module, t.read_text())), key=lambda t: t.stat().st_size)
     core = [tree / "tests" / f"test_{name}.py" for name in CORE]
@@ -252,7 +252,7 @@ def pytest(tree, arguments, limit):
 
 
 def failures(said):
-    return re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", said, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
 
 
 def alone(tree, mutation, arguments, limit):
