@@ -23,12 +23,13 @@ class ProKLShampoo(MatrixOptimizer):
 
         (1) M <- mu M + G;  G^ = G + mu M;  G^par = G^ U;  G^perp = G^ - G^par U^T
         (2) W <- (1 - lr * weight_decay) W - lr * [c_a NS(L^-1/2 G^perp) + alpha_kl L^-1/2 G^par S^-1/2 U^T]
-        (3) with G~ = G U, G_perp = G - G~ U^T:
-            lambda_L, lambda_S <- EMAs of diag Q_L^T dL Q_L, diag Q_S^T dS Q_S
-            mu_perp            <- EMA of tr(G_perp^T L^-1 G_perp) / (m (n - r))
-            L <- b L + (1 - b) dL,  dL = (G~ S^-1 G~^T + G_perp G_perp^T / mu_perp) / n
-            S <- b S + (1 - b) dS,  dS = G~^T L^-1 G~ / m
-        (4) U_+ = qr(b U S + (1 - b)/m G^T L^-1 G U);  T = U^T U_+;  S <- T^T S T;  Q_S <- T^T Q_S;  U <- U_+
+        (3) G~ = G U;  G_perp = G - G~ U^T;  dL = (G~ S^-1 G~^T + G_perp G_perp^T / mu_perp) / n;  dS = G~^T L^-1 G~ / m
+            lambda_L, lambda_S <- EMAs of diag Q_L^T dL Q_L, diag Q_S^T dS Q_S     (dL, dS with the state before)
+            mu_perp            <- EMA of tr(G_perp^T L^-1 G_perp) / (m (n - r))    (with the new lambda_L)
+            L <- b L + (1 - b) dL                                       (dL with the new lambda_S, mu_perp)
+            S <- b S + (1 - b) dS                                       (dS with the new lambda_L)
+        (4) U_+ = qr(b U S + (1 - b)/m G^T L^-1 G U)                    (with the new S, lambda_L)
+            T = U^T U_+;  S <- T^T S T;  Q_S <- T^T Q_S;  U <- U_+
         (5) every tau steps: Q_L <- qr(L Q_L);  Q_S <- qr(S Q_S)
 
     L^-1/2 = Q_L diag(lambda_L^-1/2) Q_L^T, likewise S^-1/2; NS is Newton-Schulz orthogonalisation.

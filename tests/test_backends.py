@@ -45,9 +45,29 @@ def test_triton_on_a_cpu_raises_without_the_interpreter_and_leaves_no_group_behi
     optimizer.param_groups[0]["backend"] = "triton"
     p = optimizer.param_groups[0]["params"][0]
     p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=message):
-        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
     assert torch.equal(p, torch.ones_like(p))
+
+
+def test_a_backend_that_is_refused_later_on_is_refused_every_time(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    p = weight()
+    optimizer = prokl.ProKLShampoo([p])
+    for t in range(4):
+        p.grad = torch.full_like(p, 1.0 + t)
+        optimizer.param_groups[0]["backend"] = "triton" if t > 1 else None
+        before = p.detach().clone()
+        if t > 1:
+            with pytest.raises(ValueError, match="Invalid backend='triton'"):
+                optimizer.step()
+            assert torch.equal(p, before)
+        else:
+            optimizer.step()
+    optimizer.param_groups[0]["backend"] = None
+    optimizer.step()
+    assert not torch.equal(p, before)
 
 
 def test_without_triton_cuda_gets_pytorch_and_asking_raises(monkeypatch):

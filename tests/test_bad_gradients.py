@@ -18,6 +18,7 @@ from tests.inputs import (
     TAU,
     VARIANTS,
     changed,
+    forbid_host_reads,
     frozen,
     normal,
     same_bits,
@@ -399,3 +400,41 @@ def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method,
         assert len(never_moved_warnings(lambda: run(NEVER_MOVED_AFTER - 12))) == 1
     elif start == "auto":
         assert (w - weight(4, 6)).norm() > 1e-4
+
+
+@pytest.mark.parametrize("bad", [0.0, NAN, INF])
+def test_a_weight_that_does_not_move_is_not_written(method, bad):
+    cls, kwargs = method
+    weights = [weight(4, 6), weight(4, 6, seed=1)]
+    optimizer = cls(weights, **kwargs)
+    step(optimizer, weights, [normal(4, 6), torch.full((4, 6), bad)])
+    before = weights[1]._version
+    step(optimizer, weights, [normal(4, 6, seed=2), torch.full((4, 6), bad)])
+    assert weights[1]._version == before
+
+
+def test_a_bucket_that_cannot_be_made_is_made_at_the_next_step(monkeypatch):
+    p = weight(4, 6)
+    optimizer = PRO([p], rank=2)
+
+    def no_memory(*args):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prokl.engine.base.Bucket", no_memory)
+        with pytest.raises(MemoryError):
+            step(optimizer, [p], [normal(4, 6)])
+    before = p.detach().clone()
+    for seed in range(2):
+        step(optimizer, [p], [normal(4, 6, seed=seed)])
+    assert not torch.equal(p, before)
+
+
+def test_the_specification_skips_a_bad_gradient_also_where_reading_the_device_waits_for_it(monkeypatch):
+    forbid_host_reads(monkeypatch)
+    p = weight(4, 6)
+    optimizer = PRO([p], rank=2, backend="reference")
+    step(optimizer, [p], [normal(4, 6)])
+    before = frozen(optimizer, p)
+    step(optimizer, [p], [torch.full((4, 6), NAN)])
+    assert changed(before, frozen(optimizer, p)) == {"step", "skipped"}

@@ -58,7 +58,7 @@ def recorded(monkeypatch):
     recordings = []
     start = launch.start
 
-    def record(run, device, pool):
+    def record(run, device, capture):
         buckets = [bucket for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
         known = [t for b in buckets for t in (*b.stacks.values(), b.skipped, *(member.p.data for member in b.members))]
         before = [t.clone() for t in known]
@@ -86,6 +86,7 @@ def recorded(monkeypatch):
         return replay
 
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
+    monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device: None)
     forbid_host_reads(monkeypatch)
     return recordings
 
@@ -218,6 +219,29 @@ def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs_a_bucket(re
     replayed = train(cls, True, change, **kwargs)
     assert_same(replayed, train(cls, False, change, **kwargs))
     assert [len(replays) for replays in replayed[1]._graphs.replays.values()] == [3] * BUCKETS
+
+
+def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monkeypatch):
+    def change(t, optimizer, gradients):
+        optimizer.param_groups[0]["momentum"] = 0.9 if t % 2 else 0.9 + 0.001 * t
+
+    monkeypatch.setattr(prokl.engine.graphs, "KEPT", 2)
+    cls, kwargs = METHODS[0]
+    kwargs = {**kwargs, "precondition_frequency": 100}
+    assert_same(train(cls, True, change, **kwargs), train(cls, False, change, **kwargs))
+    assert len(recorded) == BUCKETS  # that of 0.9, once
+
+
+def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
+    others = [replace(prokl.engine.bucket.select("triton", None)) for _ in range(2)]
+    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: others[name is None])
+
+    def change(t, optimizer, gradients):
+        optimizer.param_groups[0]["backend"] = "triton" if t < 8 or t > 12 else None
+
+    cls, kwargs = METHODS[0]
+    assert_same(train(cls, True, change, 20, **kwargs), train(cls, False, change, 20, **kwargs))
+    assert len(recorded) > 2 * BUCKETS
 
 
 def test_a_step_inside_a_capture_raises(monkeypatch):

@@ -31,7 +31,8 @@ def imported(path, known):
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path} imports relatively"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             if name.split(".")[0] == "prokl":

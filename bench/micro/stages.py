@@ -83,18 +83,21 @@ class Run:
         own = self.state | {"M": self.state["M"].clone()}
         return pro_klshampoo.momentum_and_projection(self.G.clone(), own, self.h, None, self.ops)
 
+    def roots(self) -> pro_klshampoo.Roots:
+        return pro_klshampoo.damped_roots(self.state, self.h)
+
     def direction(self) -> Callable[[], Any]:
         _, lookahead, _ = self.before()
         scale = torch.ones_like(self.G[:, 0, 0])
-        return lambda: pro_klshampoo.direction(lookahead, self.state, self.h, scale, self.ops)
+        return lambda: pro_klshampoo.direction(lookahead, self.state, self.roots(), self.h, scale, self.ops)
 
     def statistics(self) -> Callable[[], Any]:
         _, _, projected = self.before()
-        return lambda: pro_klshampoo.statistics(projected, self.state, self.h, None, self.ops)[0]
+        return lambda: pro_klshampoo.statistics(projected, self.state, self.roots(), self.h, None, self.ops)[0]
 
     def track_subspace(self) -> Callable[[], Any]:
         _, _, projected = self.before()
-        moments, sample = pro_klshampoo.statistics(projected, self.state, self.h, None, self.ops)
+        moments, sample = pro_klshampoo.statistics(projected, self.state, self.roots(), self.h, None, self.ops)
         state = self.state | moments
         return lambda: pro_klshampoo.track_subspace(projected, sample, state, self.h, self.ops)
 
@@ -156,7 +159,7 @@ STAGES = (
         _kl(
             "direction",
             _kl_direction,
-            lambda G, state, h: reference_kl.direction(h.momentum * state["M"] + (1 - h.momentum) * G, state, h.eps),
+            lambda G, state, h: reference_kl.direction(reference_kl.momentum(G, state, h), state, h.eps),
         ),
     ),
     _pro(
@@ -181,7 +184,7 @@ STAGES = (
         _kl(
             "refresh_eigenbases",
             lambda i, ops: lambda: klshampoo.refresh_eigenbases(i["state"], None, ops),
-            lambda G, state, h: [reference.positive_qr(state[x] @ state[f"Q_{x}"]) for x in ("L", "R")],
+            lambda G, state, h: reference_kl.refresh_eigenbases(state),
         ),
     ),
 )

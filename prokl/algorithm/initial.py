@@ -31,13 +31,15 @@ def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
     return torch.full(G.shape[:-2], float(init_eigenvalue), dtype=G.dtype, device=G.device)
 
 
-def ceiling_scale(state: dict[str, Tensor]) -> Tensor | float:
-    """Return the factor of the ceilings: 1 for an absolute start value, ``lambda_0**-0.5`` (B,) for ``"auto"``."""
-    return state["lambda_0"].rsqrt() if "lambda_0" in state else 1.0
+def ceiling_factor(state: dict[str, Tensor]) -> Tensor:
+    """Return the factor of the ceilings (B,): 1 for an absolute start value, ``lambda_0**-0.5`` for ``"auto"``."""
+    s = state["inv_sqrt_lambda_L"]
+    return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(s[..., 0])
 
 
-def _start(scale: Tensor | float, lambda_0: Tensor, width: int, dim: int) -> Tensor:
-    s = torch.minimum(lambda_0.rsqrt(), torch.as_tensor(ceiling(dim) * scale, dtype=lambda_0.dtype))
+def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
+    """Return lambda_0^-1/2 (B, width), clipped at the ceiling of a factor of size ``dim``."""
+    s = torch.minimum(lambda_0.rsqrt(), ceiling(dim) * (lambda_0.rsqrt() if auto else torch.ones_like(lambda_0)))
     return s.unsqueeze(-1).expand(*s.shape, width).clone()
 
 
@@ -61,10 +63,10 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
     X, _, Yt = svd_with_sign_rule(G)
     U = Yt[..., :rank, :].mT.contiguous()
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
-    state = {"lambda_0": lambda_0} if init_eigenvalue == "auto" else {}
-    scale = ceiling_scale(state)
+    auto = init_eigenvalue == "auto"
+    state = {"lambda_0": lambda_0} if auto else {}
     Gt = G @ U
-    if state:
+    if auto:
         Gt = Gt * lambda_0.rsqrt()[..., None, None]
     state |= {
         "M": torch.zeros_like(G),
@@ -73,9 +75,9 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
         "S": (1 - beta2) / m * (Gt.mT @ Gt),
         "Q_L": X,
         "Q_S": torch.eye(rank, dtype=G.dtype, device=G.device).expand(*G.shape[:-2], rank, rank).clone(),
-        "inv_sqrt_lambda_L": _start(scale, lambda_0, m, m),
-        "inv_sqrt_lambda_S": _start(scale, lambda_0, rank, n),
-        "inv_sqrt_mu": _start(scale, lambda_0, 1, n).squeeze(-1),
+        "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),
+        "inv_sqrt_lambda_S": _start(lambda_0, rank, n, auto),
+        "inv_sqrt_mu": _start(lambda_0, 1, n, auto).squeeze(-1),
     }
     return state
 
@@ -94,17 +96,17 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     Y = Yt.mT
     completion, _ = torch.linalg.qr(Y, mode="complete")
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
-    state = {"lambda_0": lambda_0} if init_eigenvalue == "auto" else {}
-    scale = ceiling_scale(state)
-    Gs = G * lambda_0.rsqrt()[..., None, None] if state else G
+    auto = init_eigenvalue == "auto"
+    state = {"lambda_0": lambda_0} if auto else {}
+    Gs = G * lambda_0.rsqrt()[..., None, None] if auto else G
     state |= {
         "M": torch.zeros_like(G),
         "L": (1 - beta2) / n * (Gs @ Gs.mT),
         "R": (1 - beta2) / m * (Gs.mT @ Gs),
         "Q_L": X,
         "Q_R": torch.cat([Y, completion[..., m:]], dim=-1),
-        "inv_sqrt_lambda_L": _start(scale, lambda_0, m, m),
-        "inv_sqrt_lambda_R": _start(scale, lambda_0, n, n),
+        "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),
+        "inv_sqrt_lambda_R": _start(lambda_0, n, n, auto),
     }
     return state
 

@@ -9,21 +9,11 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import reference_kl
-from prokl.algorithm.initial import initialise_kl
+from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
-from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema, mask_inactive
+from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
-
-
-def ceiling_factor(state: State) -> Tensor:
-    """Return the factor of the ceilings (B,): lambda_0^-1/2 for an "auto" state, else 1."""
-    return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(state["inv_sqrt_lambda_L"][:, 0])
-
-
-def usable(G: Tensor, state: State, active: Tensor | None) -> Tensor:
-    """Return G (B,m,n) in the arithmetic dtype, zero for the matrices that do not step."""
-    return (G if active is None else mask_inactive(G, active)).to(state["inv_sqrt_lambda_L"].dtype)
 
 
 def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
@@ -46,7 +36,7 @@ def statistics(G: Tensor, state: State, h: Hyper, ops: Primitives) -> State:
     mm = ops.product
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    scale = ceiling_factor(state)
+    factor = ceiling_factor(state)
     GQ, QtG = mm(G, Q_R), mm(Q_L.mT, G)
     A = mm(QtG, Q_R)
     ell = (A * s_R[:, None, :]).square().mean(dim=-1)
@@ -56,8 +46,8 @@ def statistics(G: Tensor, state: State, h: Hyper, ops: Primitives) -> State:
     return {
         "L": ops.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
         "R": ops.symmetric_product(Y.mT, C=state["R"], beta=h.beta2, alpha=gain / m),
-        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * scale)[:, None]),
-        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * scale)[:, None]),
+        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
+        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
     }
 
 
@@ -110,14 +100,14 @@ class KLShampooMethod:
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G."""
-        G = usable(G, state, active)
+        G = G.to(state["inv_sqrt_lambda_L"].dtype)
         return Direction(direction(momentum(G, state, h), state, h, ops), decay_after=True)
 
     def step(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> tuple[Direction, State]:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
-        G = usable(G, state, active)
+        G = G.to(state["inv_sqrt_lambda_L"].dtype)
         M = momentum(G, state, h)
         delta = Direction(direction(M, state, h, ops), decay_after=True)
         return delta, {"M": M} | statistics(G, state, h, ops)

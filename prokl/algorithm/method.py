@@ -52,7 +52,7 @@ class Method(Protocol[H]):
     def direction(
         self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
-        """Return the direction that the next step takes with G; arguments as in :meth:`step`."""
+        """Return the direction that the next step takes with G; like :meth:`step` it may overwrite G and M."""
         ...
 
     def step(

@@ -61,11 +61,6 @@ def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Te
     return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
 
 
-def mask_inactive(G: Tensor, active: Tensor) -> Tensor:
-    """Zero in place the gradients G (B,m,n) of the matrices that do not step, those not ``active`` (B,)."""
-    return G.masked_fill_(~active[:, None, None], 0.0)
-
-
 class Primitives(Protocol):
     """One backend's operations on a batch of B matrices.
 
@@ -110,7 +105,7 @@ class Primitives(Protocol):
         ...
 
     def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r). May zero gradients that are not active."""
+        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
         ...
 
     def residuals(

@@ -1,4 +1,4 @@
-"""The fast step of Pro-KLShampoo for all weights of one oriented shape, written once over a table of primitives.
+"""The fast step of Pro-KLShampoo for all weights of one oriented shape, written once over the primitives.
 
 Its five stages are those of :mod:`prokl.algorithm.reference`, under the same names and in the same order. Differences,
 none of them in the mathematics:
@@ -21,11 +21,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from prokl.algorithm import reference
-from prokl.algorithm.initial import initialise
+from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
@@ -60,18 +59,32 @@ class Lookahead(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Result of stage (3) for stage (4): this gradient's part of the statistics."""
+    """Result of stage (3) for stage (4): this gradient's part of the statistics, with the new a_L."""
 
-    Z: Tensor
-    """diag(a_L) Q_L^T G~ (B,m,r), with the new a_L."""
+    whitened: Tensor
+    """diag(a_L^2) Q_L^T G~ (B,m,r): L^-1 G~ in the eigenbasis."""
     S: Tensor
-    """(1 - beta2)/m Z^T Z (B,r,r), the increment of S."""
+    """(1 - beta2)/m G~^T L^-1 G~ (B,r,r), the increment of S."""
 
 
-def damping(state: State, h: ProHyper) -> tuple[Tensor, Tensor]:
-    """Return eps and the factor of the ceilings (B,): both follow the start value of an "auto" state."""
-    scale = state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(state["inv_sqrt_mu"])
-    return h.eps / scale, scale
+class Roots(NamedTuple):
+    """Inverse roots of the state before the step, as they are used."""
+
+    a_L: Tensor
+    """1/(sqrt(lambda_L) + eps) (B,m)."""
+    a_S: Tensor
+    """Likewise for lambda_S (B,r)."""
+    eps: Tensor
+    """Damping (B,); follows the start value of an "auto" state, as the ceilings do."""
+    ceiling_factor: Tensor
+    """(B,)."""
+
+
+def damped_roots(state: State, h: ProHyper) -> Roots:
+    """Damp the inverse roots of a state (Algorithm 2, (P2))."""
+    factor = ceiling_factor(state)
+    eps = h.eps / factor
+    return Roots(damp(state["inv_sqrt_lambda_L"], eps), damp(state["inv_sqrt_lambda_S"], eps), eps, factor)
 
 
 def momentum_and_projection(
@@ -95,17 +108,16 @@ def momentum_and_projection(
     return M, Lookahead(G_par, G_hat_perp, negligible), Projected(G_tilde, G_perp)
 
 
-def direction(lookahead: Lookahead, state: State, h: ProHyper, aspect_scale: Tensor, ops: Primitives) -> Direction:
+def direction(
+    lookahead: Lookahead, state: State, roots: Roots, h: ProHyper, aspect_scale: Tensor, ops: Primitives
+) -> Direction:
     """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T."""
-    eps, _ = damping(state, h)
     G_par, G_hat_perp, negligible = lookahead
     U = state["U"]
-    a_L = damp(state["inv_sqrt_lambda_L"], eps)
-    P = ops.symmetric_product(state["Q_L"] * a_L.sqrt()[:, None, :])
+    P = ops.symmetric_product(state["Q_L"] * roots.a_L.sqrt()[:, None, :])
     subspace = None
     if h.variant in SUBSPACE_VARIANTS:
-        a_S = damp(state["inv_sqrt_lambda_S"], eps)
-        subspace = ops.precondition(P, G_par, state["Q_S"], a_S, h.subspace_weight)
+        subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, h.subspace_weight)
     if h.variant not in COMPLEMENT_VARIANTS:
         return Direction(None, left=subspace, right=U)
     assert G_hat_perp is not None and negligible is not None
@@ -114,20 +126,18 @@ def direction(lookahead: Lookahead, state: State, h: ProHyper, aspect_scale: Ten
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         scale = aspect_scale if scale is None else scale * aspect_scale
         return Direction(Y, Q, scale, subspace, None if subspace is None else U)
-    scale = damp(state["inv_sqrt_mu"], eps).masked_fill(negligible, 0.0)
+    scale = damp(state["inv_sqrt_mu"], roots.eps).masked_fill(negligible, 0.0)
     return Direction(ops.product(P, G_hat_perp), None, scale, subspace, U)
 
 
 def statistics(
-    projected: Projected, state: State, h: ProHyper, active: Tensor | None, ops: Primitives
+    projected: Projected, state: State, roots: Roots, h: ProHyper, active: Tensor | None, ops: Primitives
 ) -> tuple[State, Sample]:
     """Do (3): eigenvalue and factor EMAs of the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
     G_tilde, G_perp = projected
     _, m, n = G_perp.shape
     Q_L, Q_S = state["Q_L"], state["Q_S"]
-    eps, scale = damping(state, h)
-    a_L = damp(state["inv_sqrt_lambda_L"], eps)
-    a_S = damp(state["inv_sqrt_lambda_S"], eps)
+    a_L, a_S, eps, factor = roots
     mm = ops.product
 
     E = ops.symmetric_product(G_perp)
@@ -143,9 +153,9 @@ def statistics(
         beta2=h.beta2,
         n=n,
         eps=eps,
-        ceiling_L=ceiling(m) * scale,
-        ceiling_S=ceiling(n) * scale,
-        ceiling_mu=ceiling(n) * scale,
+        ceiling_L=ceiling(m) * factor,
+        ceiling_S=ceiling(n) * factor,
+        ceiling_mu=ceiling(n) * factor,
         active=active,
     )
     a_L, a_S, a_mu = damp(s_L, eps), damp(s_S, eps), damp(s_mu, eps)
@@ -156,15 +166,14 @@ def statistics(
     sample = ops.symmetric_product(Z.mT, alpha=gain / m)
     S = h.beta2 * state["S"] + sample
     new = {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu, "L": L, "S": S}
-    return new, Sample(Z, sample)
+    return new, Sample(Z * a_L[:, :, None], sample)
 
 
 def track_subspace(projected: Projected, sample: Sample, state: State, h: ProHyper, ops: Primitives) -> State:
-    """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S and a_L; S, Q_S turn with T = U^T U_+."""
+    """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
     U, S, mm = state["U"], state["S"], ops.product
     m = projected.G_perp.shape[-2]
-    eps, _ = damping(state, h)
-    Y = mm(state["Q_L"], sample.Z * damp(state["inv_sqrt_lambda_L"], eps)[:, :, None])
+    Y = mm(state["Q_L"], sample.whitened)
     K = h.beta2 * S + sample.S  # U^T V
     V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=(1 - h.beta2) / m)
     U_new = ops.tracking_qr(V, K, U)
@@ -223,15 +232,16 @@ class ProKLShampooMethod:
     ) -> Direction:
         """Return the direction that the next step takes with G: stages (1) and (2)."""
         _, lookahead, _ = momentum_and_projection(G, state, h, active, ops)
-        return direction(lookahead, state, h, aspect_scale, ops)
+        return direction(lookahead, state, damped_roots(state, h), h, aspect_scale, ops)
 
     def step(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> tuple[Direction, State]:
         """Do stages (1) to (4); arguments as :meth:`prokl.algorithm.method.Method.step` has them."""
         M, lookahead, projected = momentum_and_projection(G, state, h, active, ops)
-        delta = direction(lookahead, state, h, aspect_scale, ops)
+        roots = damped_roots(state, h)
+        delta = direction(lookahead, state, roots, h, aspect_scale, ops)
         del lookahead  # memory for the rest
-        moments, sample = statistics(projected, state, h, active, ops)
+        moments, sample = statistics(projected, state, roots, h, active, ops)
         turned = track_subspace(projected, sample, state | moments, h, ops)
         return delta, {"M": M} | moments | turned

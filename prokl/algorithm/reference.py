@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prokl.algorithm.initial import ceiling_scale
+from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper
 from prokl.algorithm.shapes import ceiling
 
@@ -32,8 +32,8 @@ def positive_qr(A: Tensor) -> Tensor:
 
 def damped(s: Tensor, state: State, eps: float) -> Tensor:
     """Damp (P2): 1/(sqrt(lambda) + eps) from s = lambda^-1/2; eps scales with sqrt(lambda_0) for "auto"."""
-    scale = state["lambda_0"].sqrt() if "lambda_0" in state else 1.0
-    return s / (1 + eps * scale * s)
+    start = state["lambda_0"].sqrt() if "lambda_0" in state else 1.0
+    return s / (1 + eps * start * s)
 
 
 def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
@@ -104,7 +104,7 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
     m, n = G.shape
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
     r = U.shape[1]
-    scale = ceiling_scale(state)
+    factor = ceiling_factor(state)
     Gt = G @ U
     G_perp = G - Gt @ U.mT
 
@@ -115,11 +115,11 @@ def statistics(G: Tensor, state: State, h: ProHyper) -> State:
     rdiag = (a_L.diag() @ Q_L.mT @ Gt @ Q_S).square().mean(dim=0)
     e_res = (Q_L.mT @ G_perp).square().sum(dim=1)
 
-    s_L = eigenvalue_ema(state["inv_sqrt_lambda_L"], (r * ldiag + a_mu**2 * e_res) / n, h.beta2, ceiling(m) * scale)
-    s_S = eigenvalue_ema(state["inv_sqrt_lambda_S"], rdiag, h.beta2, ceiling(n) * scale)
+    s_L = eigenvalue_ema(state["inv_sqrt_lambda_L"], (r * ldiag + a_mu**2 * e_res) / n, h.beta2, ceiling(m) * factor)
+    s_S = eigenvalue_ema(state["inv_sqrt_lambda_S"], rdiag, h.beta2, ceiling(n) * factor)
     a_L, a_S = damped(s_L, state, h.eps), damped(s_S, state, h.eps)
     tail = (e_res * a_L**2).sum() / (m * (n - r))
-    s_mu = eigenvalue_ema(state["inv_sqrt_mu"], tail, h.beta2, ceiling(n) * scale)
+    s_mu = eigenvalue_ema(state["inv_sqrt_mu"], tail, h.beta2, ceiling(n) * factor)
     a_mu = damped(s_mu, state, h.eps)
 
     X = Gt @ Q_S @ a_S.diag()

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prokl.algorithm.initial import ceiling_scale
+from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.reference import State, eigenvalue_ema, positive_qr
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
+
+
+def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
+    """Update the momentum, M <- momentum M + (1 - momentum) G (m,n)."""
+    return h.momentum * state["M"] + (1 - h.momentum) * G
 
 
 def direction(M: Tensor, state: State, eps: float) -> Tensor:
@@ -21,9 +26,9 @@ def direction(M: Tensor, state: State, eps: float) -> Tensor:
     The damping acts once, on the product of both sides; for "auto" it scales with lambda_0.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
-    scale = state["lambda_0"] if "lambda_0" in state else 1.0
+    start = state["lambda_0"] if "lambda_0" in state else 1.0
     s = state["inv_sqrt_lambda_L"].outer(state["inv_sqrt_lambda_R"])
-    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * scale * s))) @ Q_R.mT
+    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * start * s))) @ Q_R.mT
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
@@ -31,7 +36,7 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
     m, n = G.shape
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    scale = ceiling_scale(state)
+    factor = ceiling_factor(state)
     X = G @ Q_R @ s_R.diag()
     Y = G.mT @ Q_L @ s_L.diag()
     A = Q_L.mT @ G @ Q_R
@@ -40,8 +45,16 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
     return {
         "L": beta2 * state["L"] + (1 - beta2) / n * X @ X.mT,
         "R": beta2 * state["R"] + (1 - beta2) / m * Y @ Y.mT,
-        "inv_sqrt_lambda_L": eigenvalue_ema(s_L, ell, beta2, ceiling(m) * scale),
-        "inv_sqrt_lambda_R": eigenvalue_ema(s_R, rho, beta2, ceiling(n) * scale),
+        "inv_sqrt_lambda_L": eigenvalue_ema(s_L, ell, beta2, ceiling(m) * factor),
+        "inv_sqrt_lambda_R": eigenvalue_ema(s_R, rho, beta2, ceiling(n) * factor),
+    }
+
+
+def refresh_eigenbases(state: State) -> State:
+    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R)."""
+    return {
+        "Q_L": positive_qr(state["L"] @ state["Q_L"]),
+        "Q_R": positive_qr(state["R"] @ state["Q_R"]),
     }
 
 
@@ -57,13 +70,10 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    M = h.momentum * state["M"] + (1 - h.momentum) * G
+    M = momentum(G, state, h)
     W = W - h.lr * direction(M, state, h.eps)
     W = W - h.lr * h.weight_decay * W
     state = state | {"M": M} | statistics(G, state, h.beta2)
     if refresh:
-        state |= {
-            "Q_L": positive_qr(state["L"] @ state["Q_L"]),
-            "Q_R": positive_qr(state["R"] @ state["Q_R"]),
-        }
+        state |= refresh_eigenbases(state)
     return W, state

@@ -21,6 +21,8 @@ COMPLEMENT_VARIANTS = ("pro-klshampoo", "smok-hop", "complement-only")
 """Variants whose update has the complement part Delta_res."""
 POLAR_VARIANTS = ("pro-klshampoo", "complement-only")
 """Variants whose complement part goes through Newton-Schulz."""
+ALGORITHMS = ("matrix", "adamw")
+"""Values of a group's ``algorithm``."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
@@ -136,11 +138,6 @@ def check_betas(name: str, betas: Any) -> None:
     """Raise ValueError unless ``betas`` are AdamW's: two numbers in [0, 1)."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
         raise _invalid(name, betas, "two numbers in [0, 1)")
-
-
-def check_algorithm(group: dict[str, Any]) -> None:
-    """Raise ValueError unless the group says which algorithm steps it."""
-    check_choice("algorithm", group["algorithm"], ("matrix", "adamw"))
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ class Used(IntFlag):
     SHIFTED = 2
     """tracking_qr factored V + delta U, semidefinite_qr S + delta I; either differs by at most 4 k eps of its norm."""
     RAISED = 4
-    """A pass met a column with about a hundredth of its length or less outside the span of those before it."""
+    """A Cholesky pivot fell below about 1e-4 of its column's squared norm, nearly dependent, and was raised."""
     HOUSEHOLDER = 8
     """Cholesky QR did not end in orthonormal columns, Householder's QR took its place."""
     NONFINITE = 16

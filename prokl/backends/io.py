@@ -1,7 +1,7 @@
 """Reading the gradients of a bucket and writing its weights: the interface, and PyTorch's form.
 
-A member of a bucket is a view: some matrices of a parameter, oriented. Nothing but this module and the members
-themselves touches parameters and their gradients.
+A member of a bucket is a view: some matrices of a parameter, oriented. A step reads gradients and writes weights
+through its members alone.
 
 Dimension key: B matrices, m short side, n long side.
 """
@@ -88,11 +88,12 @@ class BucketIO(Protocol):
         """
         ...
 
-    def apply(self, direction: Direction, active: Tensor | None) -> None:
+    def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Do W <- (1 - lr weight_decay) W - lr D where active, rounding once where W is narrower than D.
 
         Args:
             direction: factors of D; says whether the decay comes after the step.
+            moving: rows that move, as far as the host knows; members without any are not touched from the host.
             active: (B,) bool, or None when all move.
         """
         ...
@@ -128,15 +129,16 @@ class TorchIO:
             G = G.neg_()
         return G, torch.linalg.vector_norm(G, dim=(-2, -1)).square()
 
-    def apply(self, direction: Direction, active: Tensor | None) -> None:
-        """Step one parameter after another; those without a gradient are not touched."""
+    def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
+        """Step one parameter after another."""
         lr, weight_decay = self.h.lr, self.h.weight_decay
         decay = 1 - lr * weight_decay
         D = direction.dense()
         if direction.decay_after:
             D = decay * D
-        for member, gradient in zip(self.members, self.gradients, strict=True):
-            if gradient is None:
+        moved = set(moving)
+        for member in self.members:
+            if moved.isdisjoint(member.rows):
                 continue
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
             own, moves = D[rows], None if active is None else active[rows]

@@ -22,7 +22,7 @@ pass leaves an orthogonality error of about eps * cond(W)^2."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """A batched matrix product. What feeds a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
-that a table on a GPU brings its own."""
+that a backend on a GPU brings its own."""
 
 
 def householder_qr(A: Tensor) -> Tensor:
@@ -92,9 +92,9 @@ def cholesky_tracking(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmu
 
 
 def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float, mm: Product) -> tuple[Tensor, Tensor]:
-    B = mm(Q.mT, mm(L, Q))
-    eye = torch.eye(B.shape[-1], dtype=B.dtype, device=B.device)
-    C, info = torch.linalg.cholesky_ex((B + B.mT) / 2 + shift * eye)
+    H = mm(Q.mT, mm(L, Q))
+    eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    C, info = torch.linalg.cholesky_ex((H + H.mT) / 2 + shift * eye)
     scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
     q, ok = _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1), mm)
     return mm(Q, q), ok
@@ -103,7 +103,7 @@ def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float, mm: Product) 
 def cholesky_refresh(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Return Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
 
-    B = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
+    H = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
     basis is re-orthonormalised first, so that one rounded to half precision in storage does as well. Where
     Cholesky fails L + delta I is taken, which has the same eigenvectors; where even that fails Q is kept.
     """

@@ -27,7 +27,7 @@ class Backend:
     """None: the specification itself, one matrix at a time."""
     io: Callable[[Sequence[Member], Layout], BucketIO]
     host_readable: bool
-    """True if reading a result on the host does not wait for a device."""
+    """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
     graphs: bool
     """True if CUDA graphs can capture its steps."""
 
@@ -37,9 +37,7 @@ def _torch_backend(host_readable: bool) -> Backend:
     return Backend("torch", TorchPrimitives(host_readable), TorchIO, host_readable, graphs=False)
 
 
-@cache
-def _reference_backend(host_readable: bool) -> Backend:
-    return Backend("reference", None, TorchIO, host_readable, graphs=False)
+REFERENCE = Backend("reference", None, TorchIO, host_readable=True, graphs=False)
 
 
 @cache
@@ -85,7 +83,7 @@ def select(backend: str | None, device: torch.device) -> Backend:
         raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
     readable = is_host_readable(device)
     if backend == "reference":
-        return _reference_backend(readable)
+        return REFERENCE
     if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
         return _torch_backend(readable)
     reason = _unsupported_reason(device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Primitives, clipped_ema, damp, mask_inactive
+from prokl.algorithm.primitives import Primitives, clipped_ema, damp
 from prokl.backends import qr
 
 
@@ -57,9 +57,7 @@ class TorchPrimitives(Primitives):
     symmetric_polynomial = product
 
     def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return G U and M U; zeroes the gradients that are not active."""
-        if active is not None:
-            mask_inactive(G, active)
+        """Return G U and M U."""
         return G @ U, M.to(U.dtype) @ U
 
     def residuals(
@@ -79,8 +77,6 @@ class TorchPrimitives(Primitives):
         G's, M are overwritten.
         """
         g, a, b = weights
-        if active is not None:
-            mask_inactive(G, active)
         if active is not None or M.dtype != G.dtype:
             M = M.to(G.dtype, copy=True)
         M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)

@@ -146,7 +146,7 @@ class TritonIO:
         a = self.layout
         return stack(self.gradient_table.table, a.m, a.n, dtype=a.weight_dtype, negate=negate)
 
-    def apply(self, direction: Direction, active: Tensor | None) -> None:
+    def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Step all weights in one launch, straight into their memory."""
         X = direction.X
         if direction.decay_after:
@@ -164,8 +164,10 @@ class TritonIO:
             right=direction.right,
             active=active,
         )
+        moved = set(moving)
         for member, weight in self._copied:
-            member.write(weight)
+            if not moved.isdisjoint(member.rows):
+                member.write(weight)
 
     def release(self) -> None:
         """Keep no gradient and no copy of a weight alive until the next step."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import check_adamw, check_algorithm
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.select import select
 from prokl.engine import checkpoint
@@ -61,7 +61,7 @@ class MatrixOptimizer(Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         group = dict(param_group)
         algorithm = group.setdefault("algorithm", "matrix")
-        check_algorithm(group)
+        check_choice("algorithm", group["algorithm"], ALGORITHMS)
         if algorithm == "adamw":
             group = {**self._adamw_defaults(), **group}
             check_adamw(group)
@@ -178,7 +178,7 @@ class MatrixOptimizer(Optimizer):
             inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
 
     def _check(self, index: int, group: Group) -> None:
-        check_algorithm(group)
+        check_choice("algorithm", group["algorithm"], ALGORITHMS)
         for p, name in self._named(index):
             check_gradient(p, name)
             state = self.state.get(p)
@@ -200,24 +200,23 @@ class MatrixOptimizer(Optimizer):
 
     def _assign_to_buckets(self, index: int, group: Group) -> None:
         """Give every parameter that has its first gradient a place in a bucket of its shape."""
-        touched: dict[BucketKey, None] = {}  # a set, but in order
+        newcomers: dict[Tensor, BucketKey] = {}
         for p in group["params"]:
             if p not in self._keys and (p.grad is not None or self.state.get(p)):
                 shape = MatrixShape.of(p)
                 m, n = shape.m, shape.n
-                key = (index, m, n, self.method.rank(group, m, n), p.dtype, p.device)
-                self._keys[p] = key
-                touched[key] = None
-        for key in touched:
+                newcomers[p] = (index, m, n, self.method.rank(group, m, n), p.dtype, p.device)
+        for key in dict.fromkeys(newcomers.values()):
             # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
-            members = [(p, name) for p, name in self._named(index) if self._keys.get(p) == key]
+            members = [(p, name) for p, name in self._named(index) if newcomers.get(p, self._keys.get(p)) == key]
             _, m, n, rank, dtype, _ = key
             itemsize = compute_dtype(dtype, state_dtype(group, members[0][0])).itemsize
             self._buckets[key] = [
                 Bucket(run, [self.state[p] for p, _ in run], self.method, rank, group, self._idle)
                 for run in split(members, self.method.workspace(m, n, rank), itemsize)
             ]
-        if touched:
+            self._keys.update((p, key) for p, _ in members)
+        if newcomers:
             self._graphs = Graphs() if self._graphs_enabled else None  # the old ones hold buckets that are no more
             self._remember(group)
 
@@ -226,7 +225,7 @@ class MatrixOptimizer(Optimizer):
         self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
 
     def enable_graphs(self) -> None:
-        """From now on replay the matrix groups' work from CUDA graphs.
+        """Replay the matrix groups' work from CUDA graphs from now on.
 
         A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
         refresh steps of every shape, per combination of hyper-parameters other than lr and weight decay: these, and

@@ -1,11 +1,13 @@
 """One bucket: the stacked state of all weights of one oriented shape, and one step of them.
 
-A step has three phases, which the optimizer visits once each, in this order, for all buckets:
+A step has three phases, which the optimizer visits once each:
 
 * :meth:`Bucket.decide`, on the host: clocks say which matrices begin, step and refresh; the I/O finds gradients and
   weights and writes its tables. Nothing waits for the device.
 * :meth:`Bucket.execute`, on the device: the linear algebra of :mod:`prokl.algorithm`. What a CUDA graph captures.
 * :meth:`Bucket.commit`, on the host: clocks move last of all, so that a step that fails on the way is not counted.
+
+All buckets decide before the first one executes; each is committed before the next one executes.
 
 A bucket owns the stacks; ``optimizer.state[p]`` holds views into them.
 
@@ -25,7 +27,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import Primitives, State
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import on_device
-from prokl.backends.io import Layout, Member
+from prokl.backends.io import BucketIO, Layout, Member
 from prokl.backends.select import Backend, select
 from prokl.engine.schedule import Plan, Schedule
 
@@ -39,6 +41,9 @@ several; one parameter is never split."""
 
 class Bucket:
     """Weights of one group, oriented shape, rank, dtype and device.
+
+    Attributes:
+        backend: who steps it; None before the first :meth:`decide`. io: its reading and writing, with it.
 
     Args:
         members: (parameter, name) pairs in the order of their group.
@@ -83,6 +88,7 @@ class Bucket:
         for i, state in enumerate(states):
             self._adopt(i, state)
         self.backend: Backend | None = None
+        self.io: BucketIO
         self._asked: str | None = None
         self._indices: dict[tuple[int, ...], Tensor] = {}
         owners = [i for i, member in enumerate(self.members) for _ in member.rows]
@@ -122,11 +128,17 @@ class Bucket:
         plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
         if plan is not None:
             if self.backend is None or self.group["backend"] != self._asked:
-                self._asked = self.group["backend"]
-                self.backend = select(self._asked, self.layout.device)
-                self.io = self.backend.io(self.members, self.layout)
+                self._choose_backend(self.group["backend"])
             self.io.locate(self.method.hyper(self.group))
         return plan
+
+    def _choose_backend(self, asked: str | None) -> None:
+        """Take another backend; one that is refused, or has no memory for its tables, leaves everything as it was."""
+        backend = select(asked, self.layout.device)
+        if backend is not self.backend:
+            self.io = backend.io(self.members, self.layout)
+            self.backend = backend
+        self._asked = asked
 
     def execute(self, plan: Plan) -> tuple[int, ...]:
         """Do the device's work of one step, after :meth:`decide`.
@@ -219,7 +231,7 @@ class Bucket:
             new["lambda_0"] = state["lambda_0"]
         if plan.refreshing:
             new |= self.method.refresh_eigenbases(state | new, self._index(plan.refreshing), ops)
-        self.io.apply(direction, active)
+        self.io.apply(direction, moving, active)
         for key, value in new.items():
             self._store(self.stacks[key], value, active)
 

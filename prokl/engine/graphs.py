@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,20 +19,36 @@ from prokl.engine.bucket import Bucket
 from prokl.engine.schedule import Plan
 
 
-def record(run: Callable[[], Any], device: torch.device, pool: Any) -> Callable[[], None]:
+class Capture(NamedTuple):
+    """What the graphs of one device share.
+
+    One pool is safe in any order of replays: they follow each other on one stream, and nothing that a graph allocates
+    outlives its replay. One stream, since libraries keep a workspace for each; torch's own stream of captures lies on
+    whichever device captured first.
+    """
+
+    pool: Any
+    stream: Any
+
+    @classmethod
+    def on(cls, device: torch.device) -> Capture:
+        """Make a pool and a stream of ``device``."""
+        return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Callable[[], None]:
     """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed."""
     with torch.cuda.device(device):
         graph = torch.cuda.CUDAGraph()
-        # The default stream of captures lies on whichever device captured first. Other threads (a data loader that
-        # pins memory) may use CUDA meanwhile.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        # Other threads (a data loader that pins memory) may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
             run()
     return graph.replay
 
 
-KEPT = 8
-"""Graphs kept of one bucket; the oldest go first. A momentum that changes at every step would need one a step."""
+KEPT = 32
+"""Graphs kept of one bucket; the longest unused go first. A momentum that changes at every step would need one a step,
+and experts that began at different steps need one for each of their refreshes."""
 
 
 class Graphs:
@@ -40,7 +56,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.replays: dict[Bucket, dict[Hashable, Callable[[], None] | None]] = {}
-        self.pools: dict[torch.device, Any] = {}
+        self.captures: dict[torch.device, Capture] = {}
 
     def execute(self, bucket: Bucket, plan: Plan) -> tuple[int, ...]:
         """Do the device's work of a bucket's step, from a graph where one can capture it.
@@ -53,25 +69,23 @@ class Graphs:
         """
         if not capturable(bucket, plan):
             return bucket.execute(plan)
-        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket))
+        # The I/O is in the key: a graph reads its tables.
+        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket), bucket.io)
         if key not in replays:
             bucket.execute(plan)
             replays[key] = None
             if len(replays) > KEPT:
                 del replays[next(iter(replays))]
             return plan.stepping
-        replay = replays[key]
+        replay = replays.pop(key)
         if replay is None:
             device = bucket.layout.device
-            replay = replays[key] = record(partial(bucket.execute, plan), device, self._pool(device))
+            if device not in self.captures:
+                self.captures[device] = Capture.on(device)
+            replay = record(partial(bucket.execute, plan), device, self.captures[device])
+        replays[key] = replay  # the last used is the last to go
         replay()
         return plan.stepping
-
-    def _pool(self, device: torch.device) -> Any:
-        # One pool: replays follow each other on one stream, and nothing in it outlives a replay.
-        if device not in self.pools:
-            self.pools[device] = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        return self.pools[device]
 
 
 def capturable(bucket: Bucket, plan: Plan) -> bool:
