@@ -92,7 +92,7 @@ def _apply(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
     own, direction = io(i, ops), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]))
 
     def run() -> list[Tensor]:
-        own.apply(direction, i.get("active"))
+        own.apply(direction, range(len(i["weights"])), i.get("active"))
         weights: list[Tensor] = i["weights"]
         return weights
 
