@@ -1,11 +1,13 @@
 """Bad hyper-parameters and parameters: an error that names what is wrong, and nothing has changed."""
 
+import io
 import math
 import re
 
 import pytest
 import torch
 
+from prokl.engine import validation
 from tests.inputs import (
     BACKENDS,
     INF,
@@ -317,3 +319,14 @@ def test_klshampoo_counts_all_its_groups_together(monkeypatch):
 def test_klshampoo_works_where_free_memory_cannot_be_told(monkeypatch):
     monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: None)
     KL([weight(4, 6)])
+
+
+@pytest.mark.parametrize("limit, free", [("1000", 600), ("max", 10240), ("100000", 10240)])
+def test_free_memory_is_what_the_machine_and_the_control_group_leave(limit, free, monkeypatch):
+    files = {
+        "/sys/fs/cgroup/memory.max": limit,
+        "/sys/fs/cgroup/memory.current": "400",
+        "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 10 kB\n",
+    }
+    monkeypatch.setattr(validation, "open", lambda name, encoding: io.StringIO(files[name]), raising=False)
+    assert validation.available_bytes(torch.device("cpu")) == free
