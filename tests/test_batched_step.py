@@ -63,6 +63,7 @@ def test_pro_equals_reference_in_float64(variant, rank, start, scale):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, 3, 5, 6, 7, 9])
 def test_pro_equals_reference_at_every_other_rank(rank):
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)

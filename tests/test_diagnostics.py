@@ -305,6 +305,7 @@ def test_a_plot_before_the_first_step_says_that_there_is_nothing_yet(tmp_path):
     assert (tmp_path / "early.svg").stat().st_size > 100
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_to_plot():
     script = """
 import sys

@@ -25,6 +25,7 @@ from tests.problems import VARIANTS, gradient_stream, state_tensors
 
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (4, 4)]
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 4, "ns_dtype": torch.float32}) for v in VARIANTS] + [(KLShampoo, {})]
+MOST = [METHODS[0], *(pytest.param(*method, marks=pytest.mark.slow) for method in METHODS[1:-1]), METHODS[-1]]
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
 STEPS = 14
 BUCKETS = 2  # that SHAPES make
@@ -135,13 +136,14 @@ def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
     assert len(recorded) == 2 * BUCKETS
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("cls, kwargs", MOST)
 def test_replayed_steps_equal_plain_ones_from_two_recordings_of_every_bucket(cls, kwargs, recorded, few_kernels):
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == 2 * BUCKETS
     assert recorded[2:] > recorded[:2]  # the refreshes come second
 
 
+@pytest.mark.slow
 def test_the_first_twenty_steps_of_an_auto_start_run_plainly(recorded, few_kernels):
     cls, kwargs = METHODS[0]
     kwargs = {**kwargs, "init_eigenvalue": "auto"}
@@ -151,6 +153,7 @@ def test_the_first_twenty_steps_of_an_auto_start_run_plainly(recorded, few_kerne
     assert recorded
 
 
+@pytest.mark.slow
 def test_a_learning_rate_tensor_is_followed(recorded, few_kernels):
     cls, kwargs = METHODS[0]
     one, two = (train(cls, graphs, lr=torch.tensor(0.02), **kwargs) for graphs in (True, False))
@@ -158,6 +161,7 @@ def test_a_learning_rate_tensor_is_followed(recorded, few_kernels):
     assert recorded
 
 
+@pytest.mark.slow
 def test_a_bad_gradient_in_a_replay_touches_nothing_and_is_counted(recorded, few_kernels):
     def spoil(t, optimizer, gradients):
         if t in (9, 11):
@@ -170,6 +174,7 @@ def test_a_bad_gradient_in_a_replay_touches_nothing_and_is_counted(recorded, few
     assert len(recorded) == 2 * BUCKETS
 
 
+@pytest.mark.slow
 def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few_kernels):
     def withhold(t, optimizer, gradients):
         if t == 6:
@@ -180,6 +185,7 @@ def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few
     assert len(recorded) > 2 * BUCKETS
 
 
+@pytest.mark.slow
 def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_kernels):
     def change(t, optimizer, gradients):
         group = optimizer.param_groups[0]
@@ -191,6 +197,7 @@ def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_ke
     assert len(recorded) == 4 * BUCKETS
 
 
+@pytest.mark.slow
 def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
     def reload(t, optimizer, gradients):
         if t == 10:
@@ -201,6 +208,7 @@ def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
     assert len(recorded) == 4 * BUCKETS
 
 
+@pytest.mark.slow
 def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorded, few_kernels):
     def withhold(t, optimizer, gradients):
         gradients[3] = gradients[3] if t < 3 else None  # the only one of its shape
@@ -210,6 +218,7 @@ def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorde
     assert len(recorded) == 3  # of the other shape ordinary and refresh steps, of this one ordinary ones
 
 
+@pytest.mark.slow
 def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs_a_bucket(recorded, few_kernels, monkeypatch):
     def change(t, optimizer, gradients):
         optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * (t % 4)
@@ -232,6 +241,7 @@ def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monke
     assert len(recorded) == BUCKETS  # that of 0.9, once
 
 
+@pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
     others = [replace(prokl.engine.bucket.select("triton", None)) for _ in range(2)]
     monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: others[name is None])

@@ -43,7 +43,11 @@ def error(D, truth):
 
 STEPS = [(1, MUON), (3, MUON), (5, MUON), (7, OTHER)]
 # Both forms at every size and with every number of steps; which of these meet makes no difference to either.
-CASES = [(size, *STEPS[(i + 2 * gram) % 4], gram) for i, size in enumerate(SIZES) for gram in (True, False)]
+CASES = [
+    pytest.param(size, *STEPS[(i + 2 * gram) % 4], gram, marks=[pytest.mark.slow] if size[2] > 100 else [])
+    for i, size in enumerate(SIZES)
+    for gram in (True, False)
+]
 
 
 @pytest.mark.parametrize("size, steps, coefficients, gram", CASES, ids=str)

@@ -189,6 +189,7 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path):
     assert here.equals(there)
 
 
+@pytest.mark.slow
 def test_several_rates_train_side_by_side(trained, text, tmp_path):
     assert run(text, tmp_path, "--optimizers", "muon", "pro-klshampoo", "--lr", "muon=1e-6,1e-5,0.03") == 0
     rows = frame(tmp_path / "summary.csv")

@@ -131,6 +131,7 @@ def residuals(found, left, right):
     return {key: float((getattr(found, key) - value).norm() / value.norm()) for key, value in expected.items()}
 
 
+@pytest.mark.slow
 def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_three_equations():
     """Algorithm 2's, with U given: after a burn-in, the mean state of 8000 steps with gradients N(0, left x right).
 

@@ -198,6 +198,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     assert all(torch.equal(p, q) for p, q in zip(parameters, whole, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor):
     def train(backend):
@@ -216,6 +217,7 @@ def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor):
 
 
 # Squares are normal numbers, subnormal ones of ever fewer digits, and zero.
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-22, 1e-30])
 def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale):
     stream = gradient_stream([(8, 12), (12, 12)], 3, dtype=torch.float32)
