@@ -43,8 +43,8 @@ def check_gradient(p: Tensor, name: str) -> None:
     """Raise RuntimeError for a sparse gradient, before anything has moved."""
     if p.grad is not None and p.grad.layout != torch.strided:
         raise RuntimeError(
-            f"{name} has a gradient of layout {p.grad.layout}; neither the matrix method nor AdamW takes it "
-            "(nn.Embedding(sparse=False))."
+            f"{name} has a gradient of layout {p.grad.layout}; neither the matrix method nor AdamW takes it: "
+            "build its module with sparse=False."
         )
 
 
