@@ -54,8 +54,7 @@ class ProKLShampoo(MatrixOptimizer):
         ns_coefficients: (a, b, c) of the quintic; the default is Muon's (Keller Jordan).
         init_eigenvalue: start of all eigenvalues. A number is the paper's lambda_0 (its experiments use 0.1);
             "auto" takes the rms of the initialising gradient, which makes training invariant to the loss scale.
-            A number below the clip's floor 1/C^2 of a factor is raised to it; an "auto" state is rescaled when
-            in its first 20 steps a gradient's rms is ten times what its eigenvalues predict.
+            A number below the clip's floor 1/C^2 of a factor is raised to it.
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
@@ -63,8 +62,14 @@ class ProKLShampoo(MatrixOptimizer):
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
+        clip_threshold: largest size of a gradient, whitened by the state before it, whose usual size is 1: beyond it
+            the gradient is scaled down to it before momentum and statistics, which bounds the step and lets the
+            eigenvalues follow within some ten steps. The whitened momentum is held below what gradients of size 1 that
+            never turn amount to; a gradient below 0.01 does not change factors and eigenvalues of a state that
+            gradients of its size have confirmed, and a zero one does nothing at all. ``clipped()`` counts the bounded
+            steps. None is the paper's form, whose steps have no bound.
 
-    State of a weight, oriented (m <= n): step, skipped, M (m,n), U (n,r), L, Q_L (m,m), S, Q_S (r,r),
+    State of a weight, oriented (m <= n): step, skipped, clipped, trust, M (m,n), U (n,r), L, Q_L (m,m), S, Q_S (r,r),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D weight has
     a leading dimension. ``step`` is -1 until the initialising gradient.
 
@@ -94,6 +99,7 @@ class ProKLShampoo(MatrixOptimizer):
         backend: str | None = None,
         maximize: bool = False,
         ns_dtype: torch.dtype | None = None,
+        clip_threshold: float | None = 5.0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -112,6 +118,7 @@ class ProKLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "ns_dtype": ns_dtype,
+            "clip_threshold": clip_threshold,
         }
         super().__init__(params, defaults)
 
@@ -133,8 +140,9 @@ class KLShampoo(MatrixOptimizer):
         precondition_frequency: steps between refreshes of the eigenbases.
         init_eigenvalue: as in :class:`ProKLShampoo`; the authors' code uses 0.1.
         state_dtype, backend, maximize: as in :class:`ProKLShampoo`.
+        clip_threshold: likewise; None is the authors' form.
 
-    State of a weight, oriented (m <= n): step, skipped, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
+    State of a weight, oriented (m <= n): step, skipped, clipped, trust, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
 
     Raises:
@@ -158,6 +166,7 @@ class KLShampoo(MatrixOptimizer):
         state_dtype: torch.dtype | None = None,
         backend: str | None = None,
         maximize: bool = False,
+        clip_threshold: float | None = 5.0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -170,5 +179,6 @@ class KLShampoo(MatrixOptimizer):
             "state_dtype": state_dtype,
             "backend": backend,
             "maximize": maximize,
+            "clip_threshold": clip_threshold,
         }
         super().__init__(params, defaults)

@@ -43,6 +43,12 @@ def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
     return s.unsqueeze(-1).expand(*s.shape, width).clone()
 
 
+def _unconfirmed(lambda_0: Tensor, auto: bool) -> dict[str, Tensor]:
+    """Return the counters of :mod:`prokl.algorithm.evidence`, and lambda_0 where the state is in its units."""
+    counters = {"trust": torch.zeros_like(lambda_0), "clipped": torch.zeros_like(lambda_0)}
+    return counters | ({"lambda_0": lambda_0} if auto else {})
+
+
 def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
     """Make Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
 
@@ -57,14 +63,14 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
             and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
 
     Returns:
-        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu and, for "auto", lambda_0.
+        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, _, Yt = svd_with_sign_rule(G)
     U = Yt[..., :rank, :].mT.contiguous()
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
-    state = {"lambda_0": lambda_0} if auto else {}
+    state = _unconfirmed(lambda_0, auto)
     Gt = G @ U
     if auto:
         Gt = Gt * lambda_0.rsqrt()[..., None, None]
@@ -89,7 +95,7 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     SVD completed to a basis. Arguments and "auto" as in :func:`initialise`.
 
     Returns:
-        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R and, for "auto", lambda_0.
+        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, trust, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, _, Yt = svd_with_sign_rule(G)
@@ -97,7 +103,7 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     completion, _ = torch.linalg.qr(Y, mode="complete")
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
-    state = {"lambda_0": lambda_0} if auto else {}
+    state = _unconfirmed(lambda_0, auto)
     Gs = G * lambda_0.rsqrt()[..., None, None] if auto else G
     state |= {
         "M": torch.zeros_like(G),
@@ -110,53 +116,3 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     }
     return state
 
-
-RESCALE_STEPS = 20
-"""Steps in which an "auto" start may still be corrected: the memory of the default EMA, 1/(1 - beta2)."""
-
-RESCALE_RATIO = 10.0
-"""Ratio of a gradient's rms to the one that the eigenvalues predict, above which an early "auto" state is rescaled.
-Gradients of one weight differ by less from step to step; a closed gate or rounding noise is orders below."""
-
-
-def underestimation(G: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Return the factor (...) by which the eigenvalues must grow before G (..., m, n) may step; mostly exactly 1.
-
-    The factors predict an rms of sqrt(mean(lambda_L) mean(lambda_R)). The direction divides by them as they were
-    before G, so a start from an unrepresentative gradient would turn the first real one into an enormous step.
-    """
-    m, n = G.shape[-2:]
-    left = (state["inv_sqrt_lambda_L"] ** -2).mean(dim=-1)
-    predicted = left.sqrt() * (long_side(state) ** -2).mean(dim=-1).sqrt()
-    found = torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
-    return torch.where(found > RESCALE_RATIO * predicted, found / predicted, torch.ones_like(found))
-
-
-def rescaled(state: dict[str, Tensor], k: Tensor) -> dict[str, Tensor]:
-    """Return the state that gradients k (...) times as large would have led to, momentum and bases aside."""
-    scaled = dict(state)
-    for key, value in state.items():
-        factor = k.reshape([*k.shape, *[1] * (value.ndim - k.ndim)])
-        if key in ("lambda_0", "L", "S", "R"):
-            scaled[key] = value * factor
-        elif key.startswith("inv_sqrt"):
-            scaled[key] = value * factor.rsqrt()
-    return scaled
-
-
-def long_side(state: dict[str, Tensor]) -> Tensor:
-    """Return lambda^-1/2 of the long side (..., n): lambda_S with n - r times mu_perp, or lambda_R."""
-    if "inv_sqrt_lambda_R" in state:
-        return state["inv_sqrt_lambda_R"]
-    n, r = state["U"].shape[-2:]
-    tail = state["inv_sqrt_mu"].unsqueeze(-1)
-    return torch.cat([state["inv_sqrt_lambda_S"], tail.expand(*tail.shape[:-1], n - r)], dim=-1)
-
-
-def rescale_early_state(G: Tensor, state: dict[str, Tensor], early: Tensor) -> dict[str, Tensor]:
-    """Return an "auto" state whose eigenvalues do not underestimate G (B,m,n) by more than RESCALE_RATIO.
-
-    Only for the matrices ``early`` (B,) in their life: later on a gradient out of all proportion is an outlier, and
-    passes.
-    """
-    return rescaled(state, torch.where(early, underestimation(G, state), 1.0))

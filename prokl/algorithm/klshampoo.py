@@ -5,10 +5,13 @@ Its stages are those of :mod:`prokl.algorithm.reference_kl`. Dimension key: B ma
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from prokl.algorithm import reference_kl
+from prokl.algorithm import evidence, reference_kl
+from prokl.algorithm.evidence import Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
@@ -16,32 +19,69 @@ from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
 
 
-def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
-    """Update the momentum, M <- momentum M + (1 - momentum) G (B,m,n)."""
-    return torch.lerp(state["M"].to(G.dtype), G, 1 - h.momentum)
+class Whitening(NamedTuple):
+    """The raw gradient in the eigenbases, for the decision about it and for the statistics."""
+
+    QtG: Tensor
+    """Q_L^T G (B,m,n)."""
+    A: Tensor
+    """Q_L^T G Q_R (B,m,n)."""
 
 
-def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
-    """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2."""
+def whitening(G: Tensor, state: State, ops: Primitives) -> Whitening:
+    """Turn the gradient (B,m,n) into the eigenbases."""
+    QtG = ops.product(state["Q_L"].mT, G)
+    return Whitening(QtG, ops.product(QtG, state["Q_R"]))
+
+
+def whitened_size(A: Tensor, state: State) -> Tensor:
+    """Return the rms (B,) of L^-1/2 G R^-1/2, in float64."""
+    whitened = A * state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
+    return evidence.norm(whitened) / (A.shape[-2] * A.shape[-1]) ** 0.5
+
+
+def decide(A: Tensor, state: State, h: Hyper) -> Verdict | None:
+    """Decide about the gradient by its whitened size; None in the authors' form."""
+    return None if h.clip_threshold is None else evidence.judge(whitened_size(A, state), state, h)
+
+
+def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
+    """Update the momentum, M <- momentum M + (1 - momentum) c G (B,m,n)."""
+    scaled = G if verdict is None else G * verdict.scale[:, None, None]
+    return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
+
+
+def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tensor, Tensor | None]:
+    """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
+
+    Returns:
+        The direction, and the factor (B,) that it was cut by, None where there is no bound.
+    """
     mm = ops.product
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
     s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-    return mm(mm(Q_L, mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s))), Q_R.mT)
+    whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
+    if h.clip_threshold is not None:
+        m, n = M.shape[-2:]
+        factor = evidence.cut(evidence.norm(whitened), h.gain * (m * n) ** 0.5)
+        whitened = whitened * factor.to(M.dtype)[:, None, None]
+    return mm(mm(Q_L, whitened), Q_R.mT), factor
 
 
-def statistics(G: Tensor, state: State, h: Hyper, ops: Primitives) -> State:
-    """Update the EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues."""
+def statistics(
+    G: Tensor, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper, ops: Primitives
+) -> State:
+    """Update the EMAs of both factors and both spectra by c G, each side whitened by the other side's eigenvalues."""
     _, m, n = G.shape
-    mm = ops.product
-    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    QtG, A = whitening
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    factor = ceiling_factor(state)
-    GQ, QtG = mm(G, Q_R), mm(Q_L.mT, G)
-    A = mm(QtG, Q_R)
-    ell = (A * s_R[:, None, :]).square().mean(dim=-1)
-    rho = (A * s_L[:, :, None]).square().mean(dim=-2)
-    X, Y = GQ * s_R[:, None, :], QtG * s_L[:, :, None]
+    factor, c_L, c_R = ceiling_factor(state), s_L, s_R
+    if verdict is not None:
+        c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
+    ell = (A * c_R[:, None, :]).square().mean(dim=-1)
+    rho = (A * c_L[:, :, None]).square().mean(dim=-2)
+    X, Y = ops.product(G, state["Q_R"]) * c_R[:, None, :], QtG * c_L[:, :, None]
     gain = 1 - h.beta2
     return {
         "L": ops.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
@@ -85,6 +125,8 @@ class KLShampooMethod:
             "Q_R": (n, n),
             "inv_sqrt_lambda_L": (m,),
             "inv_sqrt_lambda_R": (n,),
+            "trust": (),
+            "clipped": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 
@@ -96,21 +138,31 @@ class KLShampooMethod:
         """Make the state (B,...) from the initialising gradients G (B,m,n)."""
         return initialise_kl(G, group["beta2"], group["init_eigenvalue"])
 
+    def whitened_size(self, G: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
+        """Return the whitened size (B,) of G by the state before it."""
+        return whitened_size(whitening(G, state, ops).A, state)
+
     def direction(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        return Direction(direction(momentum(G, state, h), state, h, ops), decay_after=True)
+        M = momentum(G, decide(whitening(G, state, ops).A, state, h), state, h)
+        return Direction(direction(M, state, h, ops)[0], decay_after=True)
 
     def step(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> tuple[Direction, State]:
+    ) -> tuple[Direction, State, Tensor | None]:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        M = momentum(G, state, h)
-        delta = Direction(direction(M, state, h, ops), decay_after=True)
-        return delta, {"M": M} | statistics(G, state, h, ops)
+        found = whitening(G, state, ops)
+        verdict = decide(found.A, state, h)
+        M = momentum(G, verdict, state, h)
+        delta, factor = direction(M, state, h, ops)
+        new = {"M": M} | statistics(G, found, verdict, state, h, ops)
+        if verdict is not None:
+            new |= verdict.changed | {"clipped": evidence.count(verdict, factor, state)}
+        return Direction(delta, decay_after=True), new, None if verdict is None else verdict.evident
 
     def reference_step(
         self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool

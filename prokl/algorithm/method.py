@@ -49,6 +49,10 @@ class Method(Protocol[H]):
         """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
         ...
 
+    def whitened_size(self, G: Tensor, state: State, h: H, ops: Primitives) -> Tensor:
+        """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in float64."""
+        ...
+
     def direction(
         self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
@@ -57,7 +61,7 @@ class Method(Protocol[H]):
 
     def step(
         self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> tuple[Direction, State]:
+    ) -> tuple[Direction, State, Tensor | None]:
         """Do one step after the initialising one, all but the refresh, for B matrices.
 
         Args:
@@ -70,7 +74,8 @@ class Method(Protocol[H]):
             ops: primitives.
 
         Returns:
-            The direction (B,m,n) as factors, and what the step changes of the state.
+            The direction (B,m,n) as factors; what the step changes of the state; (B,) bool, False where of that only
+            :data:`prokl.algorithm.evidence.ALWAYS_MOVE` counts, or None for True.
         """
         ...
 

@@ -108,29 +108,30 @@ class Primitives(Protocol):
         """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
         ...
 
-    def residuals(
+    def momentum(
         self,
         G: Tensor,
         M: Tensor,
-        G_tilde: Tensor,
         G_par: Tensor | None,
         U: Tensor,
         momentum: float,
         weights: tuple[float, float, float],
+        scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Update the momentum, M <- momentum M + g G, and form both residuals, with G^ = a G + b M.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Update the momentum, M <- momentum M + g c G, and form the residual of G^ = a c G + b M.
 
         Args:
             G: (B,m,n); may be overwritten. M: (B,m,n) in the state's dtype; likewise.
-            G_tilde: G U (B,m,r). G_par: G^ U (B,m,r), or None when the complement takes no part in the direction.
+            G_par: G^ U (B,m,r), or None when the complement takes no part in the direction.
             U: (B,n,r).
             momentum: weight of the old M. weights: (g, a, b).
+            scale: c (B,), or None for 1.
             active: see above.
 
         Returns:
-            The new M, which may be M itself; G - G_tilde U^T; G^ - G_par U^T, or None without G_par; (B,) bool, True
-            where the latter is rounding noise of G^, or None.
+            The new M, which may be M itself; G^ - G_par U^T, or None without G_par; (B,) bool, True where the latter is
+            rounding noise of G^, or None.
         """
         ...
 

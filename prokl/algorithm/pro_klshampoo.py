@@ -1,7 +1,7 @@
 """The fast step of Pro-KLShampoo for all weights of one oriented shape, written once over the primitives.
 
-Its five stages are those of :mod:`prokl.algorithm.reference`, under the same names and in the same order. Differences,
-none of them in the mathematics:
+Its stages are those of :mod:`prokl.algorithm.reference`, in the same order. Differences, none of them in the
+mathematics:
 
 * L^-1/2 = Q_L diag(.) Q_L^T is formed once as an m x m matrix P, and X = P G^perp once; Newton-Schulz then works
   on m x m Gram matrices. Starting from P H P with H = G^_perp G^_perp^T instead would need H, and after the
@@ -13,6 +13,7 @@ none of them in the mathematics:
 * G^T L^-1 G U = G_perp^T L^-1 G U + U (G U)^T L^-1 G U, whose second term K has already: G itself is read no more.
 * The two m x n residuals are formed explicitly: the difference of Gram matrices loses accuracy as U captures
   more of the energy (in float32, 64 x 256 and r = 32: 2.7, 13 and 50 times the error at 50, 90 and 99 %).
+* c G is never formed: c, which is known after E, multiplies what is smaller, and G as the momentum reads it.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -21,9 +22,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from prokl.algorithm import reference
+from prokl.algorithm import evidence, reference
+from prokl.algorithm.evidence import Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
@@ -39,12 +42,27 @@ from prokl.algorithm.shapes import ceiling, effective_rank
 
 
 class Projected(NamedTuple):
-    """Result of stage (1) for stages (3) and (4): the raw gradient on the subspace and beside it."""
+    """Result of stage (1) but for the momentum: the raw gradient on the subspace and beside it."""
 
     G_tilde: Tensor
     """G U (B,m,r)."""
+    M_tilde: Tensor
+    """M U (B,m,r), of the old M."""
     G_perp: Tensor
     """G - G U U^T (B,m,n)."""
+
+
+class Energies(NamedTuple):
+    """The raw gradient in the eigenbases, for the decision about it and for stage (3)."""
+
+    E: Tensor
+    """G_perp G_perp^T (B,m,m)."""
+    e_res: Tensor
+    """diag Q_L^T E Q_L (B,m)."""
+    QtG: Tensor
+    """Q_L^T G~ (B,m,r)."""
+    A: Tensor
+    """Q_L^T G~ Q_S (B,m,r)."""
 
 
 class Lookahead(NamedTuple):
@@ -74,6 +92,8 @@ class Roots(NamedTuple):
     """1/(sqrt(lambda_L) + eps) (B,m)."""
     a_S: Tensor
     """Likewise for lambda_S (B,r)."""
+    a_mu: Tensor
+    """Likewise for mu_perp (B,)."""
     eps: Tensor
     """Damping (B,); follows the start value of an "auto" state, as the ceilings do."""
     ceiling_factor: Tensor
@@ -84,72 +104,126 @@ def damped_roots(state: State, h: ProHyper) -> Roots:
     """Damp the inverse roots of a state (Algorithm 2, (P2))."""
     factor = ceiling_factor(state)
     eps = h.eps / factor
-    return Roots(damp(state["inv_sqrt_lambda_L"], eps), damp(state["inv_sqrt_lambda_S"], eps), eps, factor)
+    roots = (damp(state[f"inv_sqrt_{key}"], eps) for key in ("lambda_L", "lambda_S", "mu"))
+    return Roots(*roots, eps, factor)
 
 
-def momentum_and_projection(
-    G: Tensor, state: State, h: ProHyper, active: Tensor | None, ops: Primitives
-) -> tuple[Tensor, Lookahead, Projected]:
-    """Do (1): M <- mu M + G, G^ = G + mu M, and both projected; G^ = a G + b M is linear in G and the old M."""
+def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
+    """Do the first half of (1): G and the old M on the subspace, and G beside it."""
+    G_tilde, M_tilde = ops.project(G, state["M"], state["U"], active)
+    return Projected(G_tilde, M_tilde, ops.product(G_tilde, state["U"].mT, C=G, alpha=-1.0))
+
+
+def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
+    """Compute what the statistics, and the whitened size of the gradient, are made of."""
+    mm, Q_L = ops.product, state["Q_L"]
+    E = ops.symmetric_product(projected.G_perp)
+    QtG = mm(Q_L.mT, projected.G_tilde)
+    # Rounding may leave a vanishing energy negative.
+    return Energies(E, mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0), QtG, mm(QtG, state["Q_S"]))
+
+
+def whitened_size(energies: Energies, roots: Roots, n: int) -> Tensor:
+    """Return the rms (B,) of L^-1/2 G R^-1/2 in the subspace or beside it, whichever is larger, in float64."""
+    m, r = energies.A.shape[-2:]
+    inside = energies.A * roots.a_L[:, :, None] * roots.a_S[:, None, :]
+    beside = (energies.e_res.sqrt() * roots.a_L * roots.a_mu[:, None])[:, :, None]
+    return torch.maximum(evidence.norm(inside) / (m * r) ** 0.5, evidence.norm(beside) / (m * (n - r)) ** 0.5)
+
+
+def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) -> Verdict | None:
+    """Decide about the gradient by its whitened size; None in the paper's form."""
+    if h.clip_threshold is None:
+        return None
+    return evidence.judge(whitened_size(energies, roots, n), state, h)
+
+
+def momentum(
+    G: Tensor,
+    projected: Projected,
+    verdict: Verdict | None,
+    state: State,
+    h: ProHyper,
+    active: Tensor | None,
+    ops: Primitives,
+) -> tuple[Tensor, Lookahead]:
+    """Do the rest of (1): M <- mu M + c G, G^ = c G + mu M, projected; G^ = a c G + b M is linear in G and the old M."""
     g, a, b = h.gradient_weights
-    U = state["U"]
-    G_tilde, M_tilde = ops.project(G, state["M"], U, active)
-    G_par = (a + b * g) * G_tilde + b * h.momentum * M_tilde
-    M, G_perp, G_hat_perp, negligible = ops.residuals(
+    G_tilde = projected.G_tilde if verdict is None else projected.G_tilde * verdict.scale[:, None, None]
+    G_par = (a + b * g) * G_tilde + b * h.momentum * projected.M_tilde
+    M, G_hat_perp, negligible = ops.momentum(
         G,
         state["M"],
-        G_tilde,
         G_par if h.variant in COMPLEMENT_VARIANTS else None,
-        U,
+        state["U"],
         h.momentum,
         h.gradient_weights,
+        None if verdict is None else verdict.scale,
         active,
     )
-    return M, Lookahead(G_par, G_hat_perp, negligible), Projected(G_tilde, G_perp)
+    return M, Lookahead(G_par, G_hat_perp, negligible)
 
 
 def direction(
     lookahead: Lookahead, state: State, roots: Roots, h: ProHyper, aspect_scale: Tensor, ops: Primitives
-) -> Direction:
-    """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T."""
+) -> tuple[Direction, Tensor | None]:
+    """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T.
+
+    Returns:
+        The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
+    """
     G_par, G_hat_perp, negligible = lookahead
-    U = state["U"]
+    U, bounded = state["U"], h.clip_threshold is not None
+    m, r = G_par.shape[-2:]
     P = ops.symmetric_product(state["Q_L"] * roots.a_L.sqrt()[:, None, :])
-    subspace = None
+    subspace = factor = None
     if h.variant in SUBSPACE_VARIANTS:
         subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, h.subspace_weight)
+        if bounded:
+            factor = evidence.cut(evidence.norm(subspace), h.subspace_weight * h.gain * (m * r) ** 0.5)
+            subspace = subspace * factor.to(subspace.dtype)[:, None, None]
     if h.variant not in COMPLEMENT_VARIANTS:
-        return Direction(None, left=subspace, right=U)
+        return Direction(None, left=subspace, right=U), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp.dtype))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         scale = aspect_scale if scale is None else scale * aspect_scale
-        return Direction(Y, Q, scale, subspace, None if subspace is None else U)
-    scale = damp(state["inv_sqrt_mu"], roots.eps).masked_fill(negligible, 0.0)
-    return Direction(ops.product(P, G_hat_perp), None, scale, subspace, U)
+        return Direction(Y, Q, scale, subspace, None if subspace is None else U), factor
+    X, scale = ops.product(P, G_hat_perp), roots.a_mu.masked_fill(negligible, 0.0)
+    if factor is not None:
+        n = X.shape[-1]
+        beside = evidence.cut(evidence.norm(X) * scale, h.gain * (m * (n - r)) ** 0.5)
+        scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
+    return Direction(X, None, scale, subspace, U), factor
 
 
 def statistics(
-    projected: Projected, state: State, roots: Roots, h: ProHyper, active: Tensor | None, ops: Primitives
+    projected: Projected,
+    energies: Energies,
+    verdict: Verdict | None,
+    state: State,
+    roots: Roots,
+    h: ProHyper,
+    active: Tensor | None,
+    ops: Primitives,
 ) -> tuple[State, Sample]:
-    """Do (3): eigenvalue and factor EMAs of the raw gradient; lambda_L, lambda_S, then mu_perp, L, S with the new."""
-    G_tilde, G_perp = projected
-    _, m, n = G_perp.shape
-    Q_L, Q_S = state["Q_L"], state["Q_S"]
-    a_L, a_S, eps, factor = roots
-    mm = ops.product
+    """Do (3): eigenvalue and factor EMAs of c G; lambda_L, lambda_S, then mu_perp, L, S with the new."""
+    E, e_res, QtG, A = energies
+    m, n = projected.G_perp.shape[-2:]
+    mm, GQ = ops.product, ops.product(projected.G_tilde, state["Q_S"])
+    a_L, a_S, _, eps, factor = roots
+    if verdict is not None:  # c twice, not its square: that may leave float32's range
+        c = verdict.scale[:, None, None]
+        QtG, A, GQ, e_res = QtG * c, A * c, GQ * c, e_res * c[:, 0] * c[:, 0]
 
-    E = ops.symmetric_product(G_perp)
-    QtG, GQ = mm(Q_L.mT, G_tilde), mm(G_tilde, Q_S)
-    A = mm(QtG, Q_S)
     s_L, s_S, s_mu = ops.eigenvalue_ema(
         state["inv_sqrt_lambda_L"],
         state["inv_sqrt_lambda_S"],
         state["inv_sqrt_mu"],
         (A * a_S[:, None, :]).square().sum(dim=-1),
         (A * a_L[:, :, None]).square().mean(dim=-2),
-        mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0),  # rounding may leave a vanishing one negative
+        e_res,
         beta2=h.beta2,
         n=n,
         eps=eps,
@@ -161,7 +235,8 @@ def statistics(
     a_L, a_S, a_mu = damp(s_L, eps), damp(s_S, eps), damp(s_mu, eps)
     gain = 1 - h.beta2
     L = ops.symmetric_product(GQ * a_S[:, None, :], C=state["L"], beta=h.beta2, alpha=gain / n)
-    L.addcmul_(E, (gain / n * a_mu**2)[:, None, None])
+    a_E = a_mu if verdict is None else a_mu * verdict.scale
+    L.addcmul_(E, (gain / n * a_E**2)[:, None, None])
     Z = QtG * a_L[:, :, None]
     sample = ops.symmetric_product(Z.mT, alpha=gain / m)
     S = h.beta2 * state["S"] + sample
@@ -169,13 +244,16 @@ def statistics(
     return new, Sample(Z * a_L[:, :, None], sample)
 
 
-def track_subspace(projected: Projected, sample: Sample, state: State, h: ProHyper, ops: Primitives) -> State:
+def track_subspace(
+    projected: Projected, verdict: Verdict | None, sample: Sample, state: State, h: ProHyper, ops: Primitives
+) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
     U, S, mm = state["U"], state["S"], ops.product
-    m = projected.G_perp.shape[-2]
+    weight = (1 - h.beta2) / projected.G_perp.shape[-2]
     Y = mm(state["Q_L"], sample.whitened)
     K = h.beta2 * S + sample.S  # U^T V
-    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=(1 - h.beta2) / m)
+    alpha = weight if verdict is None else weight * verdict.scale
+    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=alpha)
     U_new = ops.tracking_qr(V, K, U)
     T = mm(U.mT, U_new)
     return {"U": U_new, "S": mm(T.mT, mm(S, T)), "Q_S": mm(T.mT, state["Q_S"])}
@@ -216,6 +294,8 @@ class ProKLShampooMethod:
             "inv_sqrt_lambda_L": (m,),
             "inv_sqrt_lambda_S": (rank,),
             "inv_sqrt_mu": (),
+            "trust": (),
+            "clipped": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 
@@ -227,21 +307,33 @@ class ProKLShampooMethod:
         """Make the state (B,...) from the initialising gradients G (B,m,n)."""
         return initialise(G, rank, group["beta2"], group["init_eigenvalue"])
 
+    def whitened_size(self, G: Tensor, state: State, h: ProHyper, ops: Primitives) -> Tensor:
+        """Return the whitened size (B,) of G by the state before it."""
+        found = energies(project(G, state, None, ops), state, ops)
+        return whitened_size(found, damped_roots(state, h), G.shape[-1])
+
     def direction(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G: stages (1) and (2)."""
-        _, lookahead, _ = momentum_and_projection(G, state, h, active, ops)
-        return direction(lookahead, state, damped_roots(state, h), h, aspect_scale, ops)
+        projected, roots = project(G, state, active, ops), damped_roots(state, h)
+        verdict = decide(energies(projected, state, ops), state, roots, h, G.shape[-1])
+        _, lookahead = momentum(G, projected, verdict, state, h, active, ops)
+        return direction(lookahead, state, roots, h, aspect_scale, ops)[0]
 
     def step(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> tuple[Direction, State]:
+    ) -> tuple[Direction, State, Tensor | None]:
         """Do stages (1) to (4); arguments as :meth:`prokl.algorithm.method.Method.step` has them."""
-        M, lookahead, projected = momentum_and_projection(G, state, h, active, ops)
-        roots = damped_roots(state, h)
-        delta = direction(lookahead, state, roots, h, aspect_scale, ops)
+        projected, roots = project(G, state, active, ops), damped_roots(state, h)
+        found = energies(projected, state, ops)
+        verdict = decide(found, state, roots, h, G.shape[-1])
+        M, lookahead = momentum(G, projected, verdict, state, h, active, ops)
+        delta, factor = direction(lookahead, state, roots, h, aspect_scale, ops)
         del lookahead  # memory for the rest
-        moments, sample = statistics(projected, state, roots, h, active, ops)
-        turned = track_subspace(projected, sample, state | moments, h, ops)
-        return delta, {"M": M} | moments | turned
+        moments, sample = statistics(projected, found, verdict, state, roots, h, active, ops)
+        turned = track_subspace(projected, verdict, sample, state | moments, h, ops)
+        new = {"M": M} | moments | turned
+        if verdict is None:
+            return delta, new, None
+        return delta, new | verdict.changed | {"clipped": evidence.count(verdict, factor, state)}, verdict.evident

@@ -6,18 +6,20 @@ may be stored in any floating dtype, and the caller converts.
 
 Dimension key: m short side, n long side, r rank. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), U (n,r), L and Q_L (m,m), S and Q_S (r,r), inv_sqrt_lambda_L (m,),
-inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () when the start value is "auto".
+inv_sqrt_lambda_S (r,), inv_sqrt_mu (), trust and clipped (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 
 State = dict[str, Tensor]
@@ -60,6 +62,50 @@ def newton_schulz(
     return Y.to(X.dtype)
 
 
+def whitened_size(G: Tensor, state: State, h: ProHyper) -> float:
+    """Return the rms of L^-1/2 G R^-1/2 in the subspace or beside it, whichever is larger. G (m,n)."""
+    m, n = G.shape
+    U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
+    r = U.shape[1]
+    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps).double()
+    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps).double()
+    a_mu = damped(state["inv_sqrt_mu"], state, h.eps).double()
+    Gt = G @ U
+    G_perp = G - Gt @ U.mT
+    inside = a_L.diag() @ (Q_L.mT @ Gt @ Q_S).double() @ a_S.diag()
+    beside = a_mu * a_L.diag() @ (Q_L.mT @ G_perp).double()
+    return float(max(inside.square().sum() / (m * r), beside.square().sum() / (m * (n - r))) ** 0.5)
+
+
+def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
+    """Decide, by its whitened size, what a gradient may do (:mod:`prokl.algorithm.evidence`).
+
+    Returns:
+        c, whether c G is evidence for factors, eigenvalues and bases, and what changes of trust and lambda_0.
+    """
+    kappa, trust = h.clip_threshold, state["trust"]
+    assert kappa is not None
+    if not math.isfinite(size):
+        return 0.0, False, {}
+    trusted = bool(trust > TRUSTED)
+    if size < QUIET:
+        return 1.0, not trusted, {"trust": (trust - 1 / (2 * PATIENCE)).clamp(min=0)}
+    if size <= kappa:
+        return 1.0, True, {"trust": (trust + (1 - h.beta2)).clamp(max=1)}
+    if trusted or "lambda_0" not in state:
+        return kappa / size, True, {}
+    grown = min(size / kappa, h.beta2 + (1 - h.beta2) * kappa**2)
+    return kappa / size, True, {"lambda_0": state["lambda_0"] * grown}
+
+
+def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
+    """Scale a whitened part of the direction of so many entries to the norm that they may have; True where it was."""
+    bound, norm = h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
+    if h.clip_threshold is None or norm <= bound:
+        return whitened, False
+    return whitened * (bound / norm), True
+
+
 def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor, Tensor]:
     """Do (1): M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
     g, a, b = h.gradient_weights
@@ -72,31 +118,39 @@ def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tenso
     return M, G_par, G_perp
 
 
-def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> Tensor:
-    """Compute (2) Delta_sub = L^-1/2 G^par S^-1/2 U^T. G^par (m,r) -> (m,n)."""
+def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> tuple[Tensor, bool]:
+    """Compute (2) Delta_sub = L^-1/2 G^par S^-1/2 U^T, and whether it was bounded. G^par (m,r) -> (m,n)."""
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
     Q_L, Q_S = state["Q_L"], state["Q_S"]
-    return Q_L @ a_L.diag() @ Q_L.mT @ G_par @ Q_S @ a_S.diag() @ Q_S.mT @ state["U"].mT
+    whitened = Q_L @ a_L.diag() @ Q_L.mT @ G_par @ Q_S @ a_S.diag() @ Q_S.mT
+    whitened, cut = bounded(whitened, G_par.numel(), h)
+    return whitened @ state["U"].mT, cut
 
 
-def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
-    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp. (m,n) -> (m,n)."""
+def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> tuple[Tensor, bool]:
+    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp, bounded. (m,n) -> (m,n)."""
+    m, n = G_perp.shape
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.variant in POLAR_VARIANTS:
-        return aspect_scale * newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
-    return damped(state["inv_sqrt_mu"], state, h.eps) * whitened
+        whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
+        return aspect_scale * whitened, False
+    return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 
 
-def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> Tensor:
-    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps. (m,n)."""
-    total = torch.zeros_like(G_perp)
+def direction(
+    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float
+) -> tuple[Tensor, bool]:
+    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded."""
+    total, cut = torch.zeros_like(G_perp), False
     if h.variant in COMPLEMENT_VARIANTS:
-        total = total + complement_direction(G_perp, state, h, aspect_scale)
+        part, cut = complement_direction(G_perp, state, h, aspect_scale)
+        total = total + part
     if h.variant in SUBSPACE_VARIANTS:
-        total = total + h.subspace_weight * subspace_direction(G_par, state, h)
-    return total
+        part, own = subspace_direction(G_par, state, h)
+        total, cut = total + h.subspace_weight * part, cut or own
+    return total, cut
 
 
 def statistics(G: Tensor, state: State, h: ProHyper) -> State:
@@ -150,7 +204,9 @@ def refresh_eigenbases(state: State) -> State:
 def step(
     W: Tensor, G: Tensor, state: State, h: ProHyper, *, aspect_scale: float, refresh: bool
 ) -> tuple[Tensor, State]:
-    """Do one step of Algorithm 2 after the initialising one, for one oriented weight.
+    """Do one step of Algorithm 2 after the initialising one, on c G for G, for one oriented weight.
+
+    Without ``clip_threshold`` c is 1 and every gradient is evidence: the algorithm as printed.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
@@ -162,16 +218,20 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    M, G_par, G_perp = momentum_and_projection(G, state, h)
-    delta = direction(G_par, G_perp, state, h, aspect_scale)
+    c, evident, decided = 1.0, True, {}
+    if h.clip_threshold is not None:
+        c, evident, decided = admit(whitened_size(G, state, h), state, h)
+    M, G_par, G_perp = momentum_and_projection(c * G, state, h)
+    delta, cut = direction(G_par, G_perp, state, h, aspect_scale)
     W = (1 - h.lr * h.weight_decay) * W
     W = W - h.lr * delta
-    state = state | {"M": M}
-    state |= statistics(G, state, h)
-    state |= track_subspace(G, state, h)
-    if refresh:
-        state |= refresh_eigenbases(state)
-    return W, state
+    new = state | {"M": M}
+    if evident:
+        new |= statistics(c * G, state, h)
+        new |= track_subspace(c * G, new, h)
+        if refresh:
+            new |= refresh_eigenbases(new)
+    return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
 
 
 def polar(X: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Dimension key: m short side, n long side. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), L and Q_L (m,m), R and Q_R (n,n), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,),
-and lambda_0 () when the start value is "auto".
+trust and clipped (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
@@ -10,9 +10,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.reference import State, eigenvalue_ema, positive_qr
+from prokl.algorithm.reference import State, admit, bounded, eigenvalue_ema, positive_qr
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
+
+
+def whitened_size(G: Tensor, state: State) -> float:
+    """Return the rms of L^-1/2 G R^-1/2. G (m,n)."""
+    s = state["inv_sqrt_lambda_L"].double().outer(state["inv_sqrt_lambda_R"].double())
+    return float(((state["Q_L"].mT @ G @ state["Q_R"]).double() * s).square().mean().sqrt())
 
 
 def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
@@ -20,15 +26,16 @@ def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
     return h.momentum * state["M"] + (1 - h.momentum) * G
 
 
-def direction(M: Tensor, state: State, eps: float) -> Tensor:
+def direction(M: Tensor, state: State, h: Hyper) -> tuple[Tensor, bool]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
 
-    The damping acts once, on the product of both sides; for "auto" it scales with lambda_0.
+    The damping acts once, on the product of both sides; for "auto" it scales with lambda_0. True where bounded.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     start = state["lambda_0"] if "lambda_0" in state else 1.0
     s = state["inv_sqrt_lambda_L"].outer(state["inv_sqrt_lambda_R"])
-    return Q_L @ ((Q_L.mT @ M @ Q_R) * (s / (1 + eps * start * s))) @ Q_R.mT
+    whitened, cut = bounded((Q_L.mT @ M @ Q_R) * (s / (1 + h.eps * start * s)), M.numel(), h)
+    return Q_L @ whitened @ Q_R.mT, cut
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
@@ -59,7 +66,9 @@ def refresh_eigenbases(state: State) -> State:
 
 
 def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
-    """Do one step after the initialising one; weight decay comes after the step, on the updated weight.
+    """Do one step after the initialising one, on c G; weight decay comes after the step, on the updated weight.
+
+    Without ``clip_threshold`` c is 1 and every gradient is evidence: the authors' form.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.
@@ -70,10 +79,16 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    M = momentum(G, state, h)
-    W = W - h.lr * direction(M, state, h.eps)
+    c, evident, decided = 1.0, True, {}
+    if h.clip_threshold is not None:
+        c, evident, decided = admit(whitened_size(G, state), state, h)
+    M = momentum(c * G, state, h)
+    delta, cut = direction(M, state, h)
+    W = W - h.lr * delta
     W = W - h.lr * h.weight_decay * W
-    state = state | {"M": M} | statistics(G, state, h.beta2)
-    if refresh:
-        state |= refresh_eigenbases(state)
-    return W, state
+    new = state | {"M": M}
+    if evident:
+        new |= statistics(c * G, state, h.beta2)
+        if refresh:
+            new |= refresh_eigenbases(new)
+    return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}

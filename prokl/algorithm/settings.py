@@ -6,7 +6,7 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -38,11 +38,17 @@ class Hyper:
     momentum: float
     beta2: float
     eps: float
+    clip_threshold: float | None
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
         """Read from a parameter group."""
-        return cls(group["lr"], group["weight_decay"], group["momentum"], group["beta2"], group["eps"])
+        return cls(*(group[field.name] for field in fields(cls)))
+
+    @property
+    def gain(self) -> float:
+        """Size of the momentum under gradients of size 1 that never change direction; 1 for an EMA."""
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -58,18 +64,14 @@ class ProHyper(Hyper):
     @classmethod
     def of(cls, group: dict[str, Any]) -> ProHyper:
         """Read from a parameter group."""
-        return cls(
-            group["lr"],
-            group["weight_decay"],
-            group["momentum"],
-            group["beta2"],
-            group["eps"],
-            group["alpha_kl"],
-            group["ns_steps"],
-            tuple(group["ns_coefficients"]),
-            group["ns_dtype"],
-            group["variant"],
-        )
+        own = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
+        return cls(*(own[field.name] for field in fields(cls)))
+
+    @property
+    def gain(self) -> float:
+        """See :class:`Hyper`; 1 / (1 - momentum) with Nesterov's lookahead."""
+        g, a, b = self.gradient_weights
+        return a + b * g / (1 - self.momentum)
 
     @property
     def subspace_weight(self) -> float:
@@ -147,6 +149,9 @@ def check_common(group: dict[str, Any]) -> None:
     _number("momentum", group["momentum"], "in [0, 1)", 0.0, 1.0)
     _number("beta2", group["beta2"], "in [0, 1)", 0.0, 1.0)
     check_nonnegative("eps", group["eps"])
+    threshold = group["clip_threshold"]
+    if threshold is not None and not (_is_number(threshold) and 1 < threshold < math.inf):
+        raise _invalid("clip_threshold", threshold, "a finite number above 1, the usual size, or None for no bound")
     check_integer("precondition_frequency", group["precondition_frequency"])
     start = group["init_eigenvalue"]
     if start != "auto" and not (_is_number(start) and 0 < start < math.inf):

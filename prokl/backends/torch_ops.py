@@ -60,33 +60,34 @@ class TorchPrimitives(Primitives):
         """Return G U and M U."""
         return G @ U, M.to(U.dtype) @ U
 
-    def residuals(
+    def momentum(
         self,
         G: Tensor,
         M: Tensor,
-        G_tilde: Tensor,
         G_par: Tensor | None,
         U: Tensor,
         momentum: float,
         weights: tuple[float, float, float],
+        scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Update the momentum and form both residuals.
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Update the momentum and form the residual.
 
         A CPU pays more for fresh memory than for arithmetic on it, so that G and, where all step and the dtype is
         G's, M are overwritten.
         """
         g, a, b = weights
+        if scale is not None and not (self.host_readable and bool((scale == 1).all())):
+            G = G.mul_(scale[:, None, None])
         if active is not None or M.dtype != G.dtype:
             M = M.to(G.dtype, copy=True)
         M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)
-        G_hat_perp = negligible = None
-        if G_par is not None:
-            G_hat = torch.add(G if a == 1 else a * G, M, alpha=b) if a else b * M
-            G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
-            size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
-            negligible = size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
-        return M, G.baddbmm_(G_tilde, U.mT, alpha=-1), G_hat_perp, negligible
+        if G_par is None:
+            return M, None, None
+        G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
+        G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+        size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
+        return M, G_hat_perp, size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
 
     def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""

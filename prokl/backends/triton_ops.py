@@ -20,10 +20,10 @@ from prokl.backends.io import Layout, Member
 from prokl.backends.pointers import PointerTable
 from prokl.kernels.apply import apply
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
+from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.precondition import can_use_precondition, precondition
 from prokl.kernels.product import product
 from prokl.kernels.project import project
-from prokl.kernels.residuals import residuals
 from prokl.kernels.stack import stack
 from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
 
@@ -47,24 +47,24 @@ class TritonPrimitives(Primitives):
     def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
         self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
 
-    def residuals(
+    def momentum(
         self,
         G: Tensor,
         M: Tensor,
-        G_tilde: Tensor,
         G_par: Tensor | None,
         U: Tensor,
         momentum: float,
         weights: tuple[float, float, float],
+        scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Form both residuals; M is updated in place and returned."""
-        G_perp, G_hat_perp, size, whole = residuals(
-            G, M, G_tilde, G_par, U, momentum=momentum, weights=weights, active=active
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Update M in place and form the residual."""
+        G_hat_perp, size, whole = launch_momentum(
+            G, M, G_par, U, momentum=momentum, weights=weights, scale=scale, active=active
         )
-        if size is None or whole is None:
-            return M, G_perp, None, None
-        return M, G_perp, G_hat_perp, size <= (100 * torch.finfo(G_perp.dtype).eps) ** 2 * whole
+        if G_hat_perp is None or size is None or whole is None:
+            return M, None, None
+        return M, G_hat_perp, size <= (100 * torch.finfo(G_hat_perp.dtype).eps) ** 2 * whole
 
     def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par S^-1/2: one launch, or four products where r x r does not fit one program."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.initial import RESCALE_STEPS, rescale_early_state
 from prokl.algorithm.newton_schulz import gram_factor
 from prokl.algorithm.primitives import Direction
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
@@ -89,6 +88,7 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if "U" in batch.state:
         captured, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
         found["captured_energy"] = (captured / whole).square()
+    found["whitened_size"] = batch.method.whitened_size(G, batch.state, batch.method.hyper(batch.group), OPS)
     direction = coming_direction(batch, G, usable)
     D = direction.dense()
     found["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
@@ -105,12 +105,8 @@ def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:
 
     G and the batch's M may be overwritten.
     """
-    state = batch.state
-    if "lambda_0" in state:  # an early "auto" start that underestimates the gradient is rescaled before its step
-        early = on_device([step < RESCALE_STEPS for step in batch.steps], torch.bool, G.device)
-        state = rescale_early_state(G, state, early)
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
-    return batch.method.direction(G, state, batch.method.hyper(batch.group), scales, usable, OPS)
+    return batch.method.direction(G, batch.state, batch.method.hyper(batch.group), scales, usable, OPS)
 
 
 def _trace(A: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.initial import rescale_early_state
+from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.primitives import Primitives, State
+from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import on_device
 from prokl.backends.io import BucketIO, Layout, Member
@@ -37,6 +37,9 @@ NEVER_MOVED_AFTER = 100
 WORKSPACE = 2 * 2**30
 """Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
 several; one parameter is never split."""
+
+SCALARS = ("lambda_0", "trust", "clipped")
+"""State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
 
 class Bucket:
@@ -76,14 +79,13 @@ class Bucket:
         self.dtype = self.layout.dtype
         self.stacks: dict[str, Tensor] = {}
         for key, tail in method.state_shapes(m, n, rank, group).items():
-            dtype = self.dtype if key == "lambda_0" else state_dtype(group, first.p)
+            dtype = self.dtype if key in SCALARS else state_dtype(group, first.p)
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self.views: list[dict[str, Tensor]] = []
         self.schedule = Schedule(
             [member.rows for member in self.members],
             [step for member, state in zip(self.members, states, strict=True) for step in _steps_of(member, state)],
-            "lambda_0" in self.stacks,
         )
         for i, state in enumerate(states):
             self._adopt(i, state)
@@ -149,15 +151,17 @@ class Bucket:
         assert self.backend is not None
         G, sq_norm = self.io.gather(self.group["maximize"])
         finite = self._finite_members(sq_norm.float().isfinite())
+        usable = finite & (sq_norm > 0)
+        steps = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
         known = None
         if self.backend.host_readable or plan.initialising:
-            known = torch.stack([finite, sq_norm > 0]).tolist()
-            if usable := [b for b in plan.initialising if known[0][b] and known[1][b]]:
-                self._initialise(usable, G)
-        moving = tuple(b for b in plan.stepping if known is None or known[0][b])
+            known, begins = torch.stack([steps, usable]).tolist()
+            if rows := [b for b in plan.initialising if begins[b]]:
+                self._initialise(rows, G)
+        moving = tuple(b for b in plan.stepping if known is None or known[b])
         if moving:
-            self._step(G, plan, moving, finite if known is None else None, self.backend.ops)
+            self._step(G, plan, moving, steps if known is None else None, self.backend)
         self._count_skipped(plan.has_grad, finite)
         return moving
 
@@ -214,33 +218,32 @@ class Bucket:
         self.schedule.begin(rows)
 
     def _step(
-        self, G: Tensor, plan: Plan, moving: tuple[int, ...], finite: Tensor | None, ops: Primitives | None
+        self, G: Tensor, plan: Plan, moving: tuple[int, ...], steps: Tensor | None, backend: Backend
     ) -> None:
-        """Step the ``moving`` matrices, of which ``finite`` (B,) masks those that the host cannot know of."""
+        """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
         h = self.method.hyper(self.group)
         state = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}
-        early = [b for b in plan.can_rescale if b in moving]
-        if early:
-            state = rescale_early_state(G.to(self.dtype), state, self._mask(early))
+        ops = backend.ops
         if ops is None:
             self._reference_step(G, state, h, moving, set(plan.refreshing))
             return
-        active = self._active(moving, finite)
-        direction, new = self.method.step(G, state, h, self.aspect_scale, active, ops)
-        if early:
-            new["lambda_0"] = state["lambda_0"]
+        active = self._active(moving, steps)
+        direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
         if plan.refreshing:
             new |= self.method.refresh_eigenbases(state | new, self._index(plan.refreshing), ops)
         self.io.apply(direction, moving, active)
+        if evident is not None and backend.host_readable and bool(evident.all()):
+            evident = None
+        learning = active if evident is None else evident if active is None else active & evident
         for key, value in new.items():
-            self._store(self.stacks[key], value, active)
+            self._store(self.stacks[key], value, active if key in ALWAYS_MOVE else learning)
 
-    def _active(self, moving: tuple[int, ...], finite: Tensor | None) -> Tensor | None:
+    def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
         """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
         if len(moving) == self.layout.count:
-            return finite
+            return steps
         mask = self._mask(moving)
-        return mask if finite is None else mask & finite
+        return mask if steps is None else mask & steps
 
     def _mask(self, rows: Sequence[int]) -> Tensor:
         chosen = set(rows)

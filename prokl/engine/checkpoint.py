@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.shapes import MatrixShape
+from prokl.algorithm.shapes import MatrixShape, compute_dtype
 
 
 class _NoCast:
@@ -84,6 +85,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             if not own:
                 continue
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in own.items()}
+            own = _counters(p, own) | own
             shapes = _state_shapes(p, method, group)
             if (found := _shapes_of(own)) != shapes or not _has_clock(p, own):
                 name = names[j] if names else f"parameter {j} of group {i}"
@@ -95,6 +97,12 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             state["state"][p] = {k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}
             made.add(i)
     return made
+
+
+def _counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
+    """Return what checkpoints before 0.5 lack: they trained, so their state is trusted."""
+    leading, dtype = p.shape[:1] if p.ndim == 3 else (), compute_dtype(p.dtype, own["M"].dtype)
+    return {"trust": torch.ones(leading, dtype=dtype), "clipped": torch.zeros(leading, dtype=dtype)}
 
 
 def _state_shapes(p: Tensor, method: Method[Any], group: Group) -> dict[str, Any]:

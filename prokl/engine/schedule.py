@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prokl.algorithm.initial import RESCALE_STEPS
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -21,15 +19,13 @@ class Plan:
     """Matrices whose state this gradient initialises, if it is finite and not zero."""
     stepping: tuple[int, ...]
     """Matrices that have begun and have a gradient; those whose gradient is not finite will not move."""
-    can_rescale: tuple[int, ...]
-    """Stepping matrices whose "auto" start may still be corrected."""
     refreshing: tuple[int, ...]
     """Stepping matrices whose step is divisible by tau."""
 
     @property
     def steady(self) -> bool:
-        """True if every matrix steps and none begins or can be rescaled: what a graph can capture."""
-        return all(self.has_grad) and not self.initialising and not self.can_rescale
+        """True if every matrix steps and none begins: what a graph can capture."""
+        return all(self.has_grad) and not self.initialising
 
 
 class Schedule:
@@ -38,12 +34,10 @@ class Schedule:
     Args:
         members: the rows of every member.
         steps: the clock of every matrix.
-        rescales: True if an "auto" start is corrected in its first steps.
     """
 
-    def __init__(self, members: Sequence[range], steps: Sequence[int], rescales: bool) -> None:
-        self.members, self.rescales = list(members), rescales
-        self.steps = list(steps)
+    def __init__(self, members: Sequence[range], steps: Sequence[int]) -> None:
+        self.members, self.steps = list(members), list(steps)
 
     def decide(self, has_grad: Sequence[bool], frequency: int) -> Plan | None:
         """Return what the next step does; None when there is no gradient."""
@@ -55,7 +49,6 @@ class Schedule:
             tuple(has_grad),
             tuple(b for b in rows if self.steps[b] < 0),
             stepping,
-            tuple(b for b in stepping if self.steps[b] < RESCALE_STEPS) if self.rescales else (),
             tuple(b for b in stepping if (self.steps[b] + 1) % frequency == 0),
         )
 

@@ -1,6 +1,6 @@
-"""Momentum update and both residuals in one pass over the gradient.
+"""Momentum update and the residual of its lookahead in one pass over the gradient.
 
-In PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.residuals``.
+In PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.momentum``.
 
 B: matrices; M: short side; N: long side; R: rank.
 """
@@ -17,14 +17,13 @@ from prokl.kernels.launch import Tile
 
 
 @triton.jit
-def residuals_kernel(
+def momentum_kernel(
     G_ptr,
     M_ptr,
-    G_tilde_ptr,
     G_par_ptr,
     U_ptr,
+    scale_ptr,
     active_ptr,
-    G_perp_ptr,
     G_hat_perp_ptr,
     size2_ptr,
     whole2_ptr,
@@ -41,16 +40,15 @@ def residuals_kernel(
     stride_M_b,
     stride_M_m,
     stride_M_n,
-    stride_G_tilde_b,
-    stride_G_tilde_m,
-    stride_G_tilde_r,
     stride_G_par_b,
     stride_G_par_m,
     stride_G_par_r,
     stride_U_b,
     stride_U_n,
     stride_U_r,
+    stride_scale_b,
     stride_active_b,
+    HAS_SCALE: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     HAT: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -61,9 +59,9 @@ def residuals_kernel(
 ):
     """Do one (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
 
-    M <- momentum M + g G where active; G_perp = G - G_tilde U^T; G_hat_perp = a G + b M - G_par U^T; G counts as zero
-    where not active. size2 and whole2 take the tile's sums of squares of G_hat_perp and a G + b M.
-    G, the momentum (M, N), G_tilde, G_par (M, R) and U (N, R) have any strides; the outputs are contiguous, of DTYPE.
+    M <- momentum M + g c G where active; G_hat_perp = a c G + b M - G_par U^T; G counts as zero where not active, and c
+    is the matrix's scale. size2 and whole2 take the tile's sums of squares of G_hat_perp and a c G + b M.
+    G, the momentum (M, N), G_par (M, R) and U (N, R) have any strides; G_hat_perp is contiguous, of DTYPE.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -81,30 +79,26 @@ def residuals_kernel(
     if HAS_ACTIVE:  # an inactive matrix has no row to read of G or to write of M
         m_active = (o_m[:, None] < tl.where(tl.load(active_ptr + i_b * stride_active_b), M, 0)) & m_n
 
-    t_at = G_tilde_ptr + i_b * stride_G_tilde_b + o_m[:, None] * stride_G_tilde_m + o_r[None, :] * stride_G_tilde_r
-    p_at = G_par_ptr + i_b * stride_G_par_b + o_m[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
-    u_at = U_ptr + i_b * stride_U_b + o_n[None, :] * stride_U_n + o_r[:, None] * stride_U_r
-    step = tl.full((), TILE_R, tl.int64)
-    tilde = tl.zeros((TILE_M, TILE_N), DTYPE)
     par = tl.zeros((TILE_M, TILE_N), DTYPE)
-    for k in range(0, R, TILE_R):
-        m_r = o_r < R - k
-        u = tl.load(u_at, m_n & m_r[:, None], 0.0).to(DTYPE)
-        t = tl.load(t_at, m_m & m_r[None, :], 0.0).to(DTYPE)
-        tilde = tl.dot(t, u, tilde, input_precision=PRECISION, out_dtype=DTYPE)
-        if HAT:
+    if HAT:
+        p_at = G_par_ptr + i_b * stride_G_par_b + o_m[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
+        u_at = U_ptr + i_b * stride_U_b + o_n[None, :] * stride_U_n + o_r[:, None] * stride_U_r
+        step = tl.full((), TILE_R, tl.int64)
+        for k in range(0, R, TILE_R):
+            m_r = o_r < R - k
+            u = tl.load(u_at, m_n & m_r[:, None], 0.0).to(DTYPE)
             p = tl.load(p_at, m_m & m_r[None, :], 0.0).to(DTYPE)
             par = tl.dot(p, u, par, input_precision=PRECISION, out_dtype=DTYPE)
             p_at += step * stride_G_par_r
-        u_at += step * stride_U_r
-        t_at += step * stride_G_tilde_r
+            u_at += step * stride_U_r
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
     at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
     # Scalars come as fp64 and are rounded once; tl.full also takes the interpreter's Python floats.
     x = tl.load(G_at, m_active, 0.0).to(DTYPE)
-    tl.store(G_perp_ptr + at, x - tilde, mask)
+    if HAS_SCALE:
+        x = x * tl.load(scale_ptr + i_b * stride_scale_b).to(DTYPE)
     y = tl.load(M_at, mask, 0.0).to(DTYPE)
     y = tl.full((), momentum, DTYPE) * y + tl.full((), g, DTYPE) * x
     tl.store(M_at, y.to(M_ptr.dtype.element_ty), m_active)
@@ -116,8 +110,8 @@ def residuals_kernel(
         tl.store(size2_ptr + i, tl.sum(y * y))
 
 
-# m, n: block of M and of the residuals; k: how much of r is added at a time.
-# Two accumulators and the tile of G, M and the outputs share the registers: wider tiles spill on sm_80.
+# m, n: block of M and of the residual; k: how much of r is added at a time.
+# The accumulator and the tile of G, M and the output share the registers.
 TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 8, 3),)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
@@ -127,20 +121,20 @@ def choose_tile(dtype: torch.dtype) -> Tile:
     return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
 
 
-def residuals(
+def momentum(
     G: Tensor,
     M: Tensor,
-    G_tilde: Tensor,
     G_par: Tensor | None,
     U: Tensor,
     *,
     momentum: float,
     weights: tuple[float, float, float],
+    scale: Tensor | None = None,
     active: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Do M <- momentum M + g G in place, G - G~ U^T and G^ - G^par U^T, with G^ = a G + b M, in one launch.
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Do M <- momentum M + g c G in place and G^ - G^par U^T, with G^ = a c G + b M, in one launch.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
     is in float64 where one of them is, else in float32; G^ takes the new M before it is rounded to its dtype.
@@ -148,18 +142,18 @@ def residuals(
     Args:
         G: gradients (B,m,n).
         M: momentum (B,m,n); updated in place.
-        G_tilde: G U (B,m,r).
         G_par: G^ U (B,m,r), or None where G^ is not wanted.
         U: bases (B,n,r).
         momentum: weight of the old M.
         weights: (g, a, b).
+        scale: c (B,); None is 1.
         active: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the dtypes.
 
     Returns:
-        (G - G~ U^T, G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n) twice, contiguous, then (B,)
-        twice, in the dtype of the arithmetic. The last three are None without ``G_par``.
+        (G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n), contiguous, then (B,) twice, in the dtype of
+        the arithmetic. All three are None without ``G_par``.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -175,35 +169,33 @@ def residuals(
     launch.check("M", M, (B, m, n), G.device, like="G")
     if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
         raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
-    launch.check("G_tilde", G_tilde, (B, m, r), G.device, like="G")
     launch.check("U", U, (B, n, r), G.device, like="G")
     hat = G_par is not None
     if G_par is None:
-        G_par = G_tilde  # not read
+        G_par = U[:, :1].expand(B, m, r)  # not read
     launch.check("G_par", G_par, (B, m, r), G.device, like="G")
+    if scale is not None:
+        launch.check("scale", scale, (B,), G.device, like="G")
     if active is not None:
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
-    dtype = launch.arithmetic_dtype(G, M, G_tilde, G_par, U)
+    dtype = launch.arithmetic_dtype(G, M, G_par, U)
     tile = tile or choose_tile(dtype)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    G_perp = torch.empty((B, m, n), dtype=dtype, device=G.device)
-    G_hat_perp, size2, whole2 = G_perp, G_perp, G_perp  # not written
+    G_hat_perp, size2, whole2 = M, M, M  # not written
     if hat:
-        G_hat_perp = torch.empty_like(G_perp)
+        G_hat_perp = torch.empty((B, m, n), dtype=dtype, device=G.device)
         size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
     if B > 0:
         launch.start(
-            residuals_kernel,
+            momentum_kernel,
             (B * tiles,),
             G.device,
             G,
             M,
-            G_tilde,
             G_par,
             U,
-            G if active is None else active,  # not read
-            G_perp,
+            *(G if t is None else t for t in (scale, active)),  # G: not read as such
             G_hat_perp,
             size2,
             whole2,
@@ -214,10 +206,10 @@ def residuals(
             *(float(w) for w in weights),
             *G.stride(),
             *M.stride(),
-            *G_tilde.stride(),
             *G_par.stride(),
             *U.stride(),
-            0 if active is None else active.stride(0),
+            *(0 if t is None else t.stride(0) for t in (scale, active)),
+            HAS_SCALE=scale is not None,
             HAS_ACTIVE=active is not None,
             HAT=hat,
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
@@ -228,4 +220,4 @@ def residuals(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return (G_perp, G_hat_perp, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (G_perp, None, None, None)
+    return (G_hat_perp, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (None, None, None)

@@ -1,0 +1,96 @@
+"""What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is silent.
+
+The state predicts whitened gradients of size 1: for G with E[g g^T] = L (x) R, E ||L^-1/2 G R^-1/2||^2 = m n. So the root
+mean square of the whitened gradient, by the state before it, says in the state's own units how surprising a gradient is.
+Pro-KLShampoo takes the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa) bounds it:
+
+* Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
+  then takes c G for G. Every eigenvalue mean grows by at most beta2 + (1 - beta2) kappa^2 a step, both factors' product
+  by its square: 2.2 in units of the gradient with the defaults, so that 1e4 times larger ones are followed in 12 steps.
+  One direction alone may grow by up to (1 - beta2) kappa^2 m: a row that wakes needs a step or two, and no bound of its
+  own. A lone gradient of size kappa among independent ones of size 1 makes the whitened momentum
+  sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 2.9 times.
+* The whitened momentum itself is held below what gradients of size 1 that never change direction amount to.
+* A gradient below QUIET leaves factors, eigenvalues and bases as they are: it is silence, not evidence of small
+  gradients. That takes a state which gradients of its size have confirmed, and ends after PATIENCE such gradients, so
+  that neither a start out of proportion nor a lasting change of scale is kept. A gradient of exactly zero does nothing
+  at all.
+
+Dimension key: B matrices.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.primitives import State
+from prokl.algorithm.settings import Hyper
+
+QUIET = 0.01
+"""Whitened size below which a gradient is silence. In recorded runs none was below 0.02 after its first 20 steps."""
+
+PATIENCE = 1000
+"""Silent gradients after which a fully trusted state takes small gradients for evidence again."""
+
+TRUSTED = 0.5
+"""Trust from which a state is kept through silence; 1 / (2 (1 - beta2)) gradients of the size that it predicts."""
+
+ALWAYS_MOVE = ("M", "trust", "clipped", "lambda_0")
+"""State that a silent gradient changes, too."""
+
+
+class Verdict(NamedTuple):
+    """The decision about one gradient a matrix."""
+
+    scale: Tensor
+    """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by."""
+    evident: Tensor
+    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays."""
+    changed: State
+    """The new trust and, for "auto", lambda_0 (B,)."""
+
+
+def growth(h: Hyper) -> float:
+    """Return the most that one gradient multiplies the mean of a factor's eigenvalues by."""
+    assert h.clip_threshold is not None
+    return h.beta2 + (1 - h.beta2) * h.clip_threshold**2
+
+
+def judge(size: Tensor, state: State, h: Hyper) -> Verdict:
+    """Decide about gradients of whitened ``size`` (B,), float64; one that is not finite is ignored altogether.
+
+    An "auto" start that has not been confirmed yet takes the units of its ceilings and its damping, lambda_0, along as
+    it grows.
+    """
+    kappa, trust = h.clip_threshold, state["trust"]
+    assert kappa is not None
+    known, trusted = size.isfinite(), trust > TRUSTED
+    quiet, beyond = size < QUIET, known & (size > kappa)
+    scale = torch.where(beyond, kappa / size, known.to(size.dtype)).to(trust.dtype)
+    gained = (1 - h.beta2) * (known & ~quiet & ~beyond).to(trust.dtype)
+    changed = {"trust": (trust + gained - quiet.to(trust.dtype) / (2 * PATIENCE)).clamp(0, 1)}
+    if "lambda_0" in state:
+        outgrown = (size / kappa).clamp(max=growth(h)).to(trust.dtype)
+        changed["lambda_0"] = torch.where(beyond & ~trusted, state["lambda_0"] * outgrown, state["lambda_0"])
+    return Verdict(scale, known & ~(quiet & trusted), changed)
+
+
+def cut(norm: Tensor, bound: float) -> Tensor:
+    """Return the factors (B,) that bring ``norm`` (B,) down to ``bound`` where it is beyond."""
+    return torch.where(norm > bound, bound / norm, 1.0)
+
+
+def norm(t: Tensor) -> Tensor:
+    """Return Frobenius norms (B,) in float64: squares of whitened float32 may overflow."""
+    return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64)
+
+
+def count(verdict: Verdict, factor: Tensor | None, state: State) -> Tensor:
+    """Return how many steps were bounded so far (B,), by ``verdict`` or by the ``factor`` of :func:`cut`."""
+    bounded = verdict.scale < 1
+    if factor is not None:
+        bounded = bounded | (factor < 1)
+    return state["clipped"] + bounded
