@@ -1,8 +1,8 @@
 """What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is silent.
 
-The state predicts whitened gradients of size 1: for G with E[g g^T] = L (x) R, E ||L^-1/2 G R^-1/2||^2 = m n. So the root
-mean square of the whitened gradient, by the state before it, says in the state's own units how surprising a gradient is.
-Pro-KLShampoo takes the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa) bounds it:
+The state predicts whitened gradients of size 1: E[g g^T] = L (x) R makes E ||L^-1/2 G R^-1/2||^2 = m n. So the root mean
+square of the whitened gradient, by the state before it, says how surprising the gradient is. Pro-KLShampoo takes the
+larger one of its subspace's and its complement's. ``clip_threshold`` (kappa) bounds it:
 
 * Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
   then takes c G for G. Every eigenvalue mean grows by at most beta2 + (1 - beta2) kappa^2 a step, both factors' product

@@ -84,7 +84,8 @@ def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
         c, whether c G is evidence for factors, eigenvalues and bases, and what changes of trust and lambda_0.
     """
     kappa, trust = h.clip_threshold, state["trust"]
-    assert kappa is not None
+    if kappa is None:
+        return 1.0, True, {}
     if not math.isfinite(size):
         return 0.0, False, {}
     trusted = bool(trust > TRUSTED)
@@ -139,9 +140,7 @@ def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 
 
-def direction(
-    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float
-) -> tuple[Tensor, bool]:
+def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> tuple[Tensor, bool]:
     """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded."""
     total, cut = torch.zeros_like(G_perp), False
     if h.variant in COMPLEMENT_VARIANTS:
@@ -218,9 +217,7 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = 1.0, True, {}
-    if h.clip_threshold is not None:
-        c, evident, decided = admit(whitened_size(G, state, h), state, h)
+    c, evident, decided = admit(whitened_size(G, state, h), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale)
     W = (1 - h.lr * h.weight_decay) * W

@@ -258,7 +258,7 @@ class MatrixOptimizer(Optimizer):
         return self._counts("skipped")
 
     def clipped(self) -> dict[str, int]:
-        """Count the steps per matrix weight that ``clip_threshold`` bounded, over all its matrices. Reads the device."""
+        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device."""
         return self._counts("clipped")
 
     def _counts(self, key: str) -> dict[str, int]:
