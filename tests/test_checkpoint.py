@@ -141,13 +141,15 @@ def test_the_dtype_of_the_state_survives(cls, dtype, state_dtype):
     for _ in range(2):
         for name in SHAPES:
             state = resumed.optimizer.state[resumed.weights[name]]
-            dtypes = {k: v.dtype for k, v in state.items() if torch.is_tensor(v) and k not in ("skipped", "lambda_0")}
+            dtypes = {k: v.dtype for k, v in state.items() if torch.is_tensor(v) and k != "skipped"}
+            scalars = {dtypes.pop(key) for key in ("lambda_0", "trust", "clipped")}
+            assert scalars == {torch.float64 if torch.float64 in (dtype, stored) else torch.float32}
             assert set(dtypes.values()) == {stored}
             assert state["skipped"].dtype == torch.int64
         resumed.steps(5, 7)
 
 
-COMMON_KEYS = {"step", "skipped", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
+COMMON_KEYS = {"step", "skipped", "clipped", "trust", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
 KEYS = {
     PRO: COMMON_KEYS | {"U", "S", "Q_S", "inv_sqrt_lambda_S", "inv_sqrt_mu"},
     KL: COMMON_KEYS | {"R", "Q_R", "inv_sqrt_lambda_R"},

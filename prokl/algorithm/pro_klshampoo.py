@@ -135,7 +135,9 @@ def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) 
     """Decide about the gradient by its whitened size; None in the paper's form."""
     if h.clip_threshold is None:
         return None
-    return evidence.judge(whitened_size(energies, roots, n), state, h)
+    rest = energies.e_res.sqrt()[:, :, None]
+    rms = torch.hypot(evidence.norm(energies.QtG), evidence.norm(rest)) / (rest.shape[1] * n) ** 0.5
+    return evidence.judge(whitened_size(energies, roots, n), rms, state, h)
 
 
 def momentum(

@@ -77,8 +77,8 @@ def whitened_size(G: Tensor, state: State, h: ProHyper) -> float:
     return float(max(inside.square().sum() / (m * r), beside.square().sum() / (m * (n - r))) ** 0.5)
 
 
-def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
-    """Decide, by its whitened size, what a gradient may do (:mod:`prokl.algorithm.evidence`).
+def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool, State]:
+    """Decide, by its whitened size and its rms, what a gradient may do (:mod:`prokl.algorithm.evidence`).
 
     Returns:
         c, whether c G is evidence for factors, eigenvalues and bases, and what changes of trust and lambda_0.
@@ -95,8 +95,12 @@ def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
         return 1.0, True, {"trust": (trust + (1 - h.beta2)).clamp(max=1)}
     if trusted or "lambda_0" not in state:
         return kappa / size, True, {}
-    grown = min(size / kappa, h.beta2 + (1 - h.beta2) * kappa**2)
-    return kappa / size, True, {"lambda_0": state["lambda_0"] * grown}
+    return kappa / size, True, {"lambda_0": state["lambda_0"].clamp(min=kappa / size * rms)}
+
+
+def rms(G: Tensor) -> float:
+    """Return the root mean square of a gradient, whose squares may overflow."""
+    return float(G.double().square().mean().sqrt())
 
 
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
@@ -217,7 +221,7 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = admit(whitened_size(G, state, h), state, h)
+    c, evident, decided = admit(whitened_size(G, state, h), rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale)
     W = (1 - h.lr * h.weight_decay) * W
