@@ -330,6 +330,31 @@ def test_an_adamw_group_of_an_older_file_without_a_key_gets_its_default(key):
     assert differences(run.steps(4, 7).contents(), target.steps(4, 7).contents()) == set()
 
 
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_state_of_an_older_file_is_trusted_and_continues_as_it_did(cls):
+    """Until 0.4 there was no bound, no counter and no trust."""
+    run = Run(cls, {"clip_threshold": None}).steps(0, 8)
+    old = copy.deepcopy(run.optimizer.state_dict())
+    for state in old["state"].values():
+        for key in ("trust", "clipped"):
+            state.pop(key, None)
+    for group in old["param_groups"]:
+        group.pop("clip_threshold", None)
+    resumed = Run(cls, {"clip_threshold": None}).steps(0, 1)
+    with torch.no_grad():
+        for name, p in resumed.weights.items():
+            p.copy_(run.weights[name])
+    resumed.optimizer.load_state_dict(old)
+    for name in ("a", "stack"):
+        state = resumed.optimizer.state[resumed.weights[name]]
+        assert bool((state["trust"] == 1).all()) and not state["clipped"].any()
+        assert state["trust"].shape == state["clipped"].shape == state["lambda_0"].shape
+    resumed.steps(8, 12)
+    run.steps(8, 12)
+    for name, p in resumed.weights.items():
+        assert torch.equal(p, run.weights[name]), name
+
+
 def test_hyperparameters_come_from_the_checkpoint():
     """As with every torch optimizer; rank and start value too, which the loaded state depends on."""
     run = Run(PRO, {"rank": 3, "init_eigenvalue": 0.1, "momentum": 0.5}).steps(0, 5)
