@@ -12,7 +12,7 @@ import torch
 import prokl
 from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
-from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, method, normal, path, step, weight  # noqa: F401  (fixtures)
+from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
 from tests.transcription import (
     VARIANTS,
