@@ -152,7 +152,7 @@ def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_s
         total = total + part
     if h.variant in SUBSPACE_VARIANTS:
         part, own = subspace_direction(G_par, state, h)
-        total, cut = total + h.subspace_weight * part, cut or own
+        total, cut = total + h.subspace_weight * part, cut or (own and h.subspace_weight > 0)
     return total, cut
 
 
