@@ -29,14 +29,11 @@ from bench.shapes import SETS, ParameterSet
 from bench.steps.entries import PERIOD
 from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm.initial import RESCALE_STEPS
 from prokl.algorithm.shapes import effective_rank
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import split
 
 FREQUENCY = PERIOD
-OLD = FREQUENCY * (RESCALE_STEPS // FREQUENCY + 1)
-"""A step that refreshes, and late enough that the steps before it correct no start."""
 DTYPES = (torch.float32, torch.bfloat16)
 FEW = {"pro-klshampoo": 4, "kl-shampoo": 2}
 """Weights from which the workspace of many is extrapolated, where they are narrower than the arithmetic: they are
@@ -65,8 +62,8 @@ TABLE: dict[str, Callable[[int, int, int], dict[str, int]]] = {
 }
 """Elements of one weight in the lines of the paper's table; Muon's and AdamW's likewise, which it does not have."""
 SCALARS: dict[str, tuple[str, ...]] = {
-    "pro-klshampoo": ("lambda_0", "skipped", "step"),
-    "kl-shampoo": ("lambda_0", "skipped", "step"),
+    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "step", "trust"),
+    "kl-shampoo": ("clipped", "lambda_0", "skipped", "step", "trust"),
     "muon": (),
     "adamw": ("step",),
 }
@@ -102,9 +99,9 @@ def state(method: str, m: int, n: int, rank: int, dtype: torch.dtype) -> tuple[i
 
 
 def settle(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
-    """Give weights a state past its first steps, two before a refresh, without the SVD that a start takes.
+    """Give weights a state two steps before a refresh, without the SVD that a start takes.
 
-    Which values it has decides nothing about memory, as long as the bases are some.
+    Which values it has decides nothing about memory, as long as the bases are some and the gradients usual to it.
     """
     optimizer.step()
     saved = optimizer.state_dict()
@@ -112,7 +109,7 @@ def settle(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
         for key, value in own.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 own[key] = torch.eye(*value.shape) if value.ndim == 2 and key != "M" else torch.ones_like(value)
-        own["step"] = OLD - 3
+        own["step"] = FREQUENCY - 3
     optimizer.load_state_dict(saved)
     g = torch.Generator().manual_seed(0)
     for W in weights:

@@ -171,15 +171,14 @@ def momentum(
         raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
     launch.check("U", U, (B, n, r), G.device, like="G")
     hat = G_par is not None
-    if G_par is None:
-        G_par = U[:, :1].expand(B, m, r)  # not read
-    launch.check("G_par", G_par, (B, m, r), G.device, like="G")
+    if G_par is not None:
+        launch.check("G_par", G_par, (B, m, r), G.device, like="G")
     if scale is not None:
         launch.check("scale", scale, (B,), G.device, like="G")
     if active is not None:
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
-    dtype = launch.arithmetic_dtype(G, M, G_par, U)
+    dtype = launch.arithmetic_dtype(*(t for t in (G, M, G_par, U) if t is not None))
     tile = tile or choose_tile(dtype)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     G_hat_perp, size2, whole2 = M, M, M  # not written
@@ -193,9 +192,7 @@ def momentum(
             G.device,
             G,
             M,
-            G_par,
-            U,
-            *(G if t is None else t for t in (scale, active)),  # G: not read as such
+            *(G if t is None else t for t in (G_par, U, scale, active)),  # G: not read as such
             G_hat_perp,
             size2,
             whole2,
@@ -206,7 +203,7 @@ def momentum(
             *(float(w) for w in weights),
             *G.stride(),
             *M.stride(),
-            *G_par.stride(),
+            *((0, 0, 0) if G_par is None else G_par.stride()),
             *U.stride(),
             *(0 if t is None else t.stride(0) for t in (scale, active)),
             HAS_SCALE=scale is not None,

@@ -69,6 +69,10 @@ def test_pro_equals_reference_at_every_other_rank(rank):
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)
 
 
+def test_a_subspace_part_without_weight_is_never_counted_as_bounded():
+    assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=4, alpha_kl=0.0, momentum=0.0)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["plain", "clipping"])
 @pytest.mark.parametrize("start", [0.1, "auto"])
 def test_kl_equals_reference_in_float64(start, scale):

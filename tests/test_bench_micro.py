@@ -92,9 +92,9 @@ def test_a_wrong_result_is_found(wrong):
 
 
 def test_one_wrong_result_of_several_is_found():
-    case = named("momentum and projection")
+    case = named("momentum")
     count = len(flat(case.reference(inputs(case)())))
-    assert count == 5
+    assert count == 3
     for place in range(count):
 
         def change(results, place=place):
@@ -122,11 +122,12 @@ def test_work_is_that_of_the_stages_terms():
     least = {t.stage: 0.0 for t in terms("pro-klshampoo", 64, 256, 16)}
     for t in terms("pro-klshampoo", 64, 256, 16):
         least[t.stage] += t.least
-    assert [case.flops(s) for case in STAGES] == [least[case.name.replace(" ", "_")] for case in STAGES]
+    of_products = [case for case in STAGES if case.name != "decide"]
+    assert [(case.name.replace(" ", "_"), case.flops(s)) for case in of_products] == [*least.items()][:-1]
     assert min(least.values()) > 0
     ns, apply, product = PRIMITIVES
     # Five steps on Gram matrices with a restart every two, polynomials by half: 11 m^3 + 9 m^2 n.
-    assert ns.flops(s) == ns.polar_flops(s) == STAGES[1].polar_flops(s) == 64**2 * (11 * 64 + 9 * 256)
+    assert ns.flops(s) == ns.polar_flops(s) == named("direction").polar_flops(s) == 64**2 * (11 * 64 + 9 * 256)
     assert ns.flops(replace(s, n=64)) == 64**3 * 5 * 4
     assert apply.flops(s) == least["apply"] == 2 * 64 * 256 * 16 and product.flops(s) == 64 * 65 * 256
     i = inputs(product, BF16, s)()
@@ -152,7 +153,8 @@ def test_on_a_gpu_there_are_the_kernels_too(monkeypatch):
     found = {g.case.name: forms_of(g, CUDA) for g in groups.groups([TINY], CUDA)}
     assert set(found) == {case.name for case in EVERY if case.timed}
     assert found["direction"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
-    assert found["residuals"] == [(PLAIN, ""), (OURS, "triton")]
+    assert found["momentum update"] == [(PLAIN, ""), (OURS, "triton")]
+    assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
 def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():

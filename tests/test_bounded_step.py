@@ -12,7 +12,7 @@ import torch
 import prokl
 from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
-from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, method, normal, path, step, weight  # noqa: F401  (fixtures)
+from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
 from tests.transcription import (
     VARIANTS,
@@ -119,7 +119,7 @@ def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (3, 6, 10)], ids=str)
-def test_a_zero_gradient_moves_nothing(method, path, shape):  # noqa: F811
+def test_a_zero_gradient_moves_nothing(method, path, shape):
     cls, kw = method
     p, optimizer = grown(cls, {"weight_decay": 0.1, "precondition_frequency": 1, **kw}, path, shape)
     before = everything(optimizer)
@@ -128,7 +128,7 @@ def test_a_zero_gradient_moves_nothing(method, path, shape):  # noqa: F811
     assert_nothing_moved(before, optimizer)
 
 
-def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):  # noqa: F811
+def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):
     cls, kw = method
     p, optimizer = grown(cls, kw, path, (3, 6, 10))
     before, G = p.detach().clone(), normal(3, 6, 10, seed=99)
@@ -138,7 +138,7 @@ def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):  # no
     assert not torch.equal(p[0], before[0]) and not torch.equal(p[2], before[2])
 
 
-def test_in_the_papers_form_a_zero_gradient_is_a_gradient(method, path):  # noqa: F811
+def test_in_the_papers_form_a_zero_gradient_is_a_gradient(method, path):
     cls, kw = method
     p, optimizer = grown(cls, {"clip_threshold": None, **kw}, path)
     before = frozen(optimizer, p)
@@ -151,7 +151,7 @@ def test_in_the_papers_form_a_zero_gradient_is_a_gradient(method, path):  # noqa
 LEARNT = {"U", "L", "S", "R", "Q_L", "Q_S", "Q_R", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R"}
 
 
-def test_silence_moves_momentum_and_weight_and_teaches_a_trusted_state_nothing(method, path):  # noqa: F811
+def test_silence_moves_momentum_and_weight_and_teaches_a_trusted_state_nothing(method, path):
     cls, kw = method
     p, optimizer = grown(cls, {"precondition_frequency": 1, **kw}, path)
     before = frozen(optimizer, p)
@@ -164,7 +164,7 @@ def test_silence_moves_momentum_and_weight_and_teaches_a_trusted_state_nothing(m
     assert float(after["trust"]) == pytest.approx(1 - 1 / (2 * evidence.PATIENCE), abs=1e-7)
 
 
-def test_a_start_out_of_proportion_is_not_trusted_and_falls_as_the_papers(method, path):  # noqa: F811
+def test_a_start_out_of_proportion_is_not_trusted_and_falls_as_the_papers(method, path):
     """Ten thousand times too large: the eigenvalues fall by beta2 a step, as those of the paper's form do."""
     cls, kw = method
     found = []
@@ -177,7 +177,7 @@ def test_a_start_out_of_proportion_is_not_trusted_and_falls_as_the_papers(method
     assert torch.equal(*found)
 
 
-def test_patience_ends_and_the_state_follows_a_lasting_change(path):  # noqa: F811
+def test_patience_ends_and_the_state_follows_a_lasting_change(path):
     cls, kw = PRO, {"rank": 3}
     p, optimizer = grown(cls, kw, path)
     optimizer.state[p]["trust"].fill_(0.5 + 2.5 / (2 * evidence.PATIENCE))
@@ -190,7 +190,7 @@ def test_patience_ends_and_the_state_follows_a_lasting_change(path):  # noqa: F8
 
 
 @pytest.mark.parametrize("scale", [1e15, 1e22])
-def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite(method, path, scale):  # noqa: F811
+def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite(method, path, scale):
     cls, kw = method
     p = weight(6, 10)
     optimizer = cls([p], lr=0.1, backend=path, **kw)
@@ -204,7 +204,7 @@ def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite
     assert max(usual[30:]) <= 3 * sum(usual[20:30]) / 10
 
 
-def test_a_row_that_wakes_is_followed_in_two_steps(method, path):  # noqa: F811
+def test_a_row_that_wakes_is_followed_in_two_steps(method, path):
     """One direction may grow by (1 - beta2) kappa^2 m at once: the bound on the whole is enough for it."""
     cls, kw = method
     m, n = 16, 24
@@ -231,7 +231,7 @@ def test_counters_count_in_any_state_dtype(state_dtype):
     assert float(optimizer.state[p]["trust"]) == pytest.approx(1 - 300 / (2 * evidence.PATIENCE), abs=1e-5)
 
 
-def test_an_auto_start_keeps_its_units_in_proportion(method, path):  # noqa: F811
+def test_an_auto_start_keeps_its_units_in_proportion(method, path):
     """After a first gradient 1e6 times too small, lambda_0 is within a few times that of a start in proportion."""
     cls, kw = method
     units = []

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import prokl.engine.schedule
 from prokl import KLShampoo, ProKLShampoo
 from prokl.kernels import launch
 from prokl.kernels.product import product
@@ -35,6 +34,8 @@ both_methods = pytest.mark.parametrize(  # of the two KLShampoo has the fewer la
     ],
     indirect=["device"],
 )
+PERIOD = 5
+"""Steps from one refresh to the next. The first of them compile kernels and create the libraries' workspaces."""
 EXACT = {"ns_dtype": torch.float32}  # Newton-Schulz too: bfloat16 would hide what the other products lose
 
 
@@ -42,17 +43,11 @@ EXACT = {"ns_dtype": torch.float32}  # Newton-Schulz too: bfloat16 would hide wh
 def device(request, monkeypatch):
     if request.param == "cpu":  # take the path of a device that the host may not read
         forbid_host_reads(monkeypatch)
-        monkeypatch.setattr(prokl.engine.schedule, "RESCALE_STEPS", 5)  # fewer steps to interpret
     return torch.device(request.param)
 
 
 def is_gpu(device):
     return device.type == "cuda"
-
-
-def young():
-    """Steps in which an "auto" start may still be corrected: the ones after them can be captured."""
-    return prokl.engine.schedule.RESCALE_STEPS
 
 
 def shapes_on(device):
@@ -71,7 +66,7 @@ def settings_of(cls, device, **kwargs):
     own = {"rank": rank_on(device)} if cls is ProKLShampoo else {}
     if cls is ProKLShampoo and not is_gpu(device):
         own |= EXACT
-    return {"precondition_frequency": 5, **own, **kwargs}
+    return {"precondition_frequency": PERIOD, **own, **kwargs}
 
 
 def stream_on(device, shapes, steps, dtype=torch.float32, seed=0):
@@ -186,15 +181,15 @@ def kernels_in(work, device):
 
 
 def kernels_per_step(cls, weights, device):
-    """Of an ordinary and of a refresh step, once no start is young."""
+    """Of an ordinary and of a refresh step of the second period."""
     k = 16 if is_gpu(device) else 1
     shapes = [(8 * k, 16 * k) if i % 2 else (16 * k, 8 * k) for i in range(weights)]
-    stream = stream_on(device, shapes, young() + 6)
+    stream = stream_on(device, shapes, PERIOD + 6)
     parameters, optimizer = run(
-        cls, stream[: young() + 1], dtype=torch.float32, backend="triton", **settings_of(cls, device)
+        cls, stream[: PERIOD + 1], dtype=torch.float32, backend="triton", **settings_of(cls, device)
     )
     counts = []
-    for gradients in stream[young() + 1 :]:
+    for gradients in stream[PERIOD + 1 :]:
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         counts.append(kernels_in(optimizer.step, device))
@@ -239,21 +234,20 @@ def test_a_host_read_would_be_seen(device):
 @pytest.mark.slow
 @both_methods
 def test_no_step_after_the_first_waits_for_the_device(cls, device):
-    stream = stream_on(device, shapes_on(device), young() + 7)
+    stream = stream_on(device, shapes_on(device), PERIOD + 7)
     parameters, optimizer = run(cls, stream[:1], dtype=torch.float32, backend="triton", **settings_of(cls, device))
     for t, gradients in enumerate(stream[1:], 1):
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
-        since = t - young()
-        # While the starts are young and after, in an ordinary step and in a refresh.
-        if t in (2, 5) or since in (2, 5):
+        # In the first period and after, in an ordinary step and in a refresh.
+        if t in (2, 5, PERIOD + 2, PERIOD + 5):
             parameters[1].grad = None
-        if t in (3, 5) or since in (3, 5):
+        if t in (3, 5, PERIOD + 3, PERIOD + 5):
             gradients[0][2, 3] = float("nan")
         with no_host_read(device):
             optimizer.step()
     assert all(p.isfinite().all() for p in parameters)
-    assert optimizer.skipped()["parameter 0 of group 0"] == len({3, 5, young() + 3, young() + 5})
+    assert optimizer.skipped()["parameter 0 of group 0"] == 4
 
 
 # Graphs
@@ -274,9 +268,9 @@ def train(cls, device, graphs, start=None):
         optimizer.enable_graphs()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     held, addresses = [], set()
-    for t, gradients in enumerate(stream_on(device, shapes, young() + (25 if is_gpu(device) else 16))):
+    for t, gradients in enumerate(stream_on(device, shapes, 25 if is_gpu(device) else 16)):
         gradients = [x.clone() for x in gradients]
-        if t - young() in (13, 15):
+        if t in (13, 15):
             gradients[0][2, 3] = float("nan")
         for p, x in zip(parameters, gradients, strict=True):
             p.grad = x
@@ -334,7 +328,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device)
     settings = settings_of(cls, device, **({"rank": rank} if pro else {}))
     optimizer = cls(parameters, backend="triton", **settings)
     taken = []
-    for _ in range(young() + 7):
+    for _ in range(PERIOD + 7):
         for p, g in zip(parameters, signal, strict=True):
             p.grad = g + 0.3 * torch.randn_like(g)
         if is_gpu(device):
@@ -343,7 +337,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device)
         before = requested(device, "current")
         optimizer.step()
         taken.append(requested(device, "peak") - before)
-    most = max(taken[young() + 1 :])  # with a refresh among them
+    most = max(taken[PERIOD + 1 :])  # with a refresh among them
     allowed = count * cls.method.workspace(*shape, rank) * 4
     print(f"{shape}: {most / allowed:.2f} of the workspace")
     assert most <= allowed + 2**20  # slack: the libraries' lists of pointers

@@ -144,13 +144,42 @@ def test_replayed_steps_equal_plain_ones_from_two_recordings_of_every_bucket(cls
 
 
 @pytest.mark.slow
-def test_the_first_twenty_steps_of_an_auto_start_run_plainly(recorded, few_kernels):
-    cls, kwargs = METHODS[0]
-    kwargs = {**kwargs, "init_eigenvalue": "auto"}
-    assert_same(train(cls, True, steps=20, **kwargs), train(cls, False, steps=20, **kwargs))
-    assert not recorded
-    assert_same(train(cls, True, steps=26, **kwargs), train(cls, False, steps=26, **kwargs))
-    assert recorded
+@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[-1]])
+def test_an_auto_start_that_gradients_outgrow_is_corrected_in_replays(cls, kwargs, recorded, few_kernels):
+    def outgrow(t, optimizer, gradients):
+        for x in gradients:
+            x.mul_(1e4 if t else 1)
+
+    kwargs = {**kwargs, "init_eigenvalue": "auto", "steps": 10}
+    replayed = train(cls, True, outgrow, **kwargs)
+    assert_same(replayed, train(cls, False, outgrow, **kwargs))
+    assert len(recorded) == 2 * BUCKETS  # after the first step of either kind
+    assert min(replayed[1].clipped().values()) > 2  # not only the two that ran plainly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[-1]])
+def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, recorded, few_kernels):
+    sizes, kept = {9: 1e-5, 10: 1e5, 11: 0.0}, {}
+
+    def change(t, optimizer, gradients):
+        p = optimizer.param_groups[0]["params"][0]
+        kept[t] = {"W": p.detach().clone(), **{k: v.clone() for k, v in state_tensors(optimizer.state[p]).items()}}
+        for x in gradients:
+            x.mul_(sizes.get(t, 1.0))
+
+    kwargs = {**kwargs, "beta2": 0.8, "precondition_frequency": 100}  # three usual gradients make a state trusted
+    plain = train(cls, False, change, **kwargs)
+    assert_same(train(cls, True, change, **kwargs), plain)  # last: its steps are kept
+    assert len(recorded) == BUCKETS
+
+    def moved(t):
+        return {k for k, v in kept[t].items() if not torch.equal(v, kept[t + 1][k])}
+
+    assert moved(8) == {*kept[8]} - {"trust", "clipped", "Q_L", "Q_R"}  # trusted wholly, and no refresh
+    assert moved(9) == {"W", "M", "trust"}
+    assert moved(10) == moved(8) | {"clipped"}
+    assert moved(11) == set()
 
 
 @pytest.mark.slow

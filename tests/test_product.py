@@ -32,6 +32,7 @@ DTYPES = [
     (SINGLE, HALF, DOUBLE),
     (HALF, DOUBLE, SINGLE),
     (HALF, BF16, HALF),
+    (SINGLE, SINGLE, BF16),  # a half-precision gradient minus what the subspace has of it
 ]
 SMALL = Tile(16, 16, 16, 4, 1)
 
@@ -227,14 +228,15 @@ def test_one_step_along_the_depth_beyond_32_bits():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, where an infinite value meets a zero
-def test_nan_stays_in_its_matrix_row_and_column():
+def test_nan_stays_in_its_matrix_row_and_column_and_that_of_the_addend_where_it_is():
     A, right, C = arguments(3, 20, 24, 70)
     want = product(A, right, C=C)
     A[1, 3, 5] = torch.nan
     right[2, 4, 66] = torch.inf
+    C[0, 2, 7] = torch.nan
     got = product(A, right, C=C)
     spoilt = torch.zeros_like(got, dtype=torch.bool)
-    spoilt[1, 3] = spoilt[2, :, 66] = True
+    spoilt[1, 3] = spoilt[2, :, 66] = spoilt[0, 2, 7] = True
     assert torch.equal(got.isfinite(), ~spoilt)
     assert torch.equal(got[~spoilt], want[~spoilt])
 

@@ -63,9 +63,7 @@ def _item(a: dict[str, Any], *operands: str) -> int:
 
 STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "project": lambda a: a["TILE_N"] * (a["TILE_M"] * _item(a, "G", "M") + a["TILE_R"] * _item(a, "U")),
-    "residuals": lambda a: (
-        a["TILE_R"] * (a["TILE_M"] * (_item(a, "G_tilde") + a["HAT"] * _item(a, "G_par")) + a["TILE_N"] * _item(a, "U"))
-    ),
+    "momentum": lambda a: a["HAT"] * a["TILE_R"] * (a["TILE_M"] * _item(a, "G_par") + a["TILE_N"] * _item(a, "U")),
     "precondition": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "P") + a["TILE_R"] * _item(a, "G_par")),
     "apply": lambda a: (
         a["TILE_K"] * (a["TILE_M"] * _item(a, "Q") + a["TILE_N"] * _item(a, "X"))
@@ -75,8 +73,8 @@ STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "product": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "A") + a["TILE_N"] * _item(a, "B")),
     "symmetric_product": lambda a: a["TILE"] * a["TILE_K"] * _item(a, "A", "B"),
 }
-"""Bytes of operands that one step of a matrix kernel's first loop reads, from the arguments of the launch by name; a
-kernel that is not here multiplies no matrices."""
+"""Bytes of operands that one step of a matrix kernel's first loop reads, from the arguments of the launch by name; 0
+where it multiplies no matrices, as a kernel does not that is not here."""
 
 
 class Offline:
@@ -148,7 +146,8 @@ def complaints(row: Row, launch: Launch) -> list[str]:
         wrong.append("the code traps: the compiler gave up on it; take another tile")
     values = launch.by_name
     at_odd_sizes = any(values.get(name) in (ODD.m, ODD.n, ODD.r) for name in ("M", "N", "K", "R"))
-    if row.kernel not in STAGE_BYTES or at_odd_sizes:
+    stage_bytes = STAGE_BYTES[row.kernel](values) if row.kernel in STAGE_BYTES else 0
+    if stage_bytes == 0 or at_odd_sizes:
         return wrong
     operand = str(values.get("OPERAND", values.get("DTYPE")))
     if operand != "fp64" and not found & {"mma", "wgmma", "tcgen05"}:
@@ -160,7 +159,7 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     if stages >= 2:
         # wgmma reads halves where they lie; other operands go through registers, and leave room for the next ones.
         in_place = row.arch == 90 and operand in HALVES
-        least = STAGE_BYTES[row.kernel](values) * (stages if in_place else stages - 1)
+        least = stage_bytes * (stages if in_place else stages - 1)
         if "cp.async" not in found:
             wrong.append("loads do not run ahead: no cp.async")
         elif row.arch <= 90 and row.shared < least:

@@ -31,7 +31,7 @@ from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.triton_ops import TritonIO
-from prokl.kernels import apply, eigenvalue_ema, precondition, product, project, residuals, stack, symmetric_product
+from prokl.kernels import apply, eigenvalue_ema, momentum, precondition, product, project, stack, symmetric_product
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 BOTH = (FP32, BF16)
@@ -170,17 +170,23 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
 
 def _project(active: bool, **fields: Any) -> Case:
     inputs = _optional(active, "G mn weights", "M mn momentum", "U nr")
-    bind, name = call("project", "G", "M", "U", "active"), "project" + " active" * active
+    bind, name = call("project", "G", "M", "U", "active"), "projection" + " active" * active
     return Case(name, inputs, bind, lambda s: 4 * s.m * s.n * s.r, module=project, narrow=True, **fields)
 
 
-def _residuals(hat: bool, active: bool, **fields: Any) -> Case:
-    specs = ["G mn weights", "M mn momentum", "G_tilde mr", "U nr", *["G_par mr"] * hat]
-    more = {} if hat else {"G_par": None}
+def _residual(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+    G = i["G"] if ops.name == "triton" else i["G"].to(i["U"].dtype)
+    return lambda: ops.product(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
+
+
+def _momentum(hat: bool, scaled: bool, active: bool, **fields: Any) -> Case:
+    specs = ["G mn weights", "M mn momentum", "U nr", *["G_par mr"] * hat, *["scale .+"] * scaled]
+    more = {name: None for name, given in (("G_par", hat), ("scale", scaled)) if not given}
     inputs = _optional(active, *specs, momentum=H.momentum, weights=H.gradient_weights, **more)
-    bind = call("residuals", "G", "M", "G_tilde", "G_par", "U", "momentum", "weights", "active")
-    name = "residuals" + " without G^" * (not hat) + " active" * active
-    return Case(name, inputs, bind, lambda s: 2 * (1 + hat) * s.m * s.n * s.r, module=residuals, **fields)
+    bind = call("momentum", "G", "M", "G_par", "U", "momentum", "weights", "scale", "active")
+    name = "momentum update" + " without G^" * (not hat) + " without bound" * (not scaled) + " active" * active
+    flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
+    return Case(name, inputs, bind, flops, module=momentum, **fields)
 
 
 def _eigenvalue_ema(active: bool, **fields: Any) -> Case:
@@ -199,15 +205,20 @@ KERNELS: tuple[Case, ...] = (
     Case("stack negated", matrices(), _stack(True), lambda s: 2 * s.m * s.n, module=stack),
     _project(active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
     _project(active=True, dtypes=(BF16,)),
-    _residuals(hat=True, active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
-    _residuals(hat=True, active=True, dtypes=(BF16,)),
-    _residuals(hat=False, active=False, dtypes=(BF16,)),
+    _momentum(hat=True, scaled=True, active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
+    _momentum(hat=True, scaled=True, active=True, dtypes=(BF16,)),
+    _momentum(hat=True, scaled=False, active=False, dtypes=(BF16,)),
+    _momentum(hat=False, scaled=True, active=False, dtypes=(BF16,)),
     Case(
         "precondition", tensors("P mm", "G_par mr", "Q_S rr", "a_S r", alpha=0.01),
         call("precondition", "P", "G_par", "Q_S", "a_S"), lambda s: 2 * s.m * s.r * (s.m + 2 * s.r),
         dtypes=(FP32, FP64), timed=(FP32,), module=precondition, operand="arithmetic", narrow=True,
     ),
-    # The products of the step, in its order: those of r x r and m x r, X = P G^perp, the tracked basis.
+    # The products of the step: G_perp, those of r x r and m x r, X = P G^perp, the tracked basis.
+    Case(
+        "product G_perp", tensors("G mn weights", "G_tilde mr", "U nr"), _residual, lambda s: 2 * s.m * s.n * s.r,
+        dtypes=(FP32, BF16, FP64), timed=BOTH, module=product,
+    ),
     product_case("product", "mmr", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     product_case("product A^T", "mmr", "mmT, mr"),
     product_case("product B^T", "mrr", "mr, rrT"),
@@ -215,7 +226,7 @@ KERNELS: tuple[Case, ...] = (
         "whiten", tensors("P mm", "G_perp mn", "active .?", dtype=lambda s, d: d.polar), _whiten,
         lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
     ),
-    product_case("product V", "nmr", "nmT, mr", ("C nr",), timed=(FP32,)),
+    product_case("product V", "nmr", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
     product_case(
         "product Q X", "mmn", "mm polar, mn polar", ("C mn polar", "alpha .", "beta ."),
         timed=(FP32,), operand="polar", polar_flops=lambda s: 2 * s.m * s.m * s.n,

@@ -5,6 +5,7 @@ Dimension key: B matrices, m short side, n long side, r rank, k columns.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from bench.costs import NS_STEPS
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, flat
 from prokl.algorithm import counts, klshampoo, pro_klshampoo, reference, reference_kl
 from prokl.algorithm.counts import Term
+from prokl.algorithm.evidence import Verdict
 from prokl.algorithm.primitives import Primitives, State
 from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.backends.qr import householder_qr
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-H = ProHyper(1e-3, 0.1, 0.95, 0.95, 1e-8, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo")
+COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0)
+H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo"), Hyper(*COMMON)
 CONDITION = 1e4
 """Of L, S and R."""
 DRIFT = 0.1
@@ -45,7 +48,7 @@ def factor(k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:
 
 
 def pro_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-    """Draw gradients and Pro-KLShampoo's state; Q_S is no orthonormal basis, as between refreshes."""
+    """Draw gradients of a usual size to Pro-KLShampoo's state; Q_S is no orthonormal basis, as between refreshes."""
     (L, Q_L), (S, Q_S) = factor(s.m, s.B, draw), factor(s.r, s.B, draw)
     Q_S = Q_S + DRIFT * draw(s.B, s.r, s.r, dtype=Q_S.dtype) / s.r**0.5
     state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "U": basis(s.n, s.r, s.B, draw)[1]}
@@ -56,7 +59,7 @@ def pro_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
 
 
 def kl_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-    """Draw gradients and KL-Shampoo's state."""
+    """Draw gradients of a usual size to KL-Shampoo's state."""
     (L, Q_L), (R, Q_R) = factor(s.m, s.B, draw), factor(s.n, s.B, draw)
     state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "L": L, "Q_L": Q_L, "R": R, "Q_R": Q_R}
     for name, k in (("lambda_L", s.m), ("lambda_R", s.n)):
@@ -64,59 +67,106 @@ def kl_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
     return _inputs(s, d, draw, state)
 
 
+def surprising(inputs: Callable[[Sizes, Dtypes, Draw], Inputs]) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
+    """Return what draws gradients that are bounded, each otherwise: of usual ones a decision is the same for all."""
+
+    def drawn(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+        i = inputs(s, d, draw)
+        return i | {"G": 10 * i["G"]}
+
+    return drawn
+
+
 def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State) -> Inputs:
+    state |= {"trust": torch.ones_like(state["L"][:, 0, 0]), "clipped": torch.zeros_like(state["L"][:, 0, 0])}
     stored = {name: t if name == "M" else t.to(d.arithmetic).contiguous() for name, t in state.items()}
     return {"G": draw(s.B, s.m, s.n, dtype=d.weights).to(d.arithmetic), "state": stored}
 
 
 class Run:
-    """Pro-KLShampoo's step over a backend, up to a stage: what the stages before it leave."""
+    """Pro-KLShampoo's step over a backend, stage by stage: each returns the call of one, after those before it."""
 
     def __init__(self, i: Inputs, ops: Primitives) -> None:
         self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
+        self.roots = pro_klshampoo.damped_roots(self.state, self.h)
 
-    def momentum_and_projection(self) -> Any:
-        return pro_klshampoo.momentum_and_projection(self.G, self.state, self.h, None, self.ops)
+    def project(self) -> Callable[[], Any]:
+        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)
 
-    def before(self) -> Any:
-        """Do stage (1), which may overwrite G and M, on copies."""
-        own = self.state | {"M": self.state["M"].clone()}
-        return pro_klshampoo.momentum_and_projection(self.G.clone(), own, self.h, None, self.ops)
+    def energies(self) -> Callable[[], Any]:
+        projected = self.projected
+        return lambda: pro_klshampoo.energies(projected, self.state, self.ops)
 
-    def roots(self) -> pro_klshampoo.Roots:
-        return pro_klshampoo.damped_roots(self.state, self.h)
+    def decide(self) -> Callable[[], Any]:
+        found, n = self.found, self.G.shape[-1]
+        return lambda: pro_klshampoo.decide(found, self.state, self.roots, self.h, n)
+
+    @cached_property
+    def projected(self) -> pro_klshampoo.Projected:
+        projected: pro_klshampoo.Projected = self.project()()
+        return projected
+
+    @cached_property
+    def found(self) -> pro_klshampoo.Energies:
+        found: pro_klshampoo.Energies = self.energies()()
+        return found
+
+    @cached_property
+    def verdict(self) -> Verdict | None:
+        verdict: Verdict | None = self.decide()()
+        return verdict
+
+    def momentum(self) -> Callable[[], Any]:
+        projected, verdict = self.projected, self.verdict
+        return lambda: pro_klshampoo.momentum(self.G, projected, verdict, self.state, self.h, None, self.ops)
 
     def direction(self) -> Callable[[], Any]:
-        _, lookahead, _ = self.before()
-        scale = torch.ones_like(self.G[:, 0, 0])
-        return lambda: pro_klshampoo.direction(lookahead, self.state, self.roots(), self.h, scale, self.ops)
+        # The stage before may overwrite G and M, which others still read.
+        own, scale = self.state | {"M": self.state["M"].clone()}, torch.ones_like(self.G[:, 0, 0])
+        _, lookahead = pro_klshampoo.momentum(self.G.clone(), self.projected, self.verdict, own, self.h, None, self.ops)
+        return lambda: pro_klshampoo.direction(lookahead, self.state, self.roots, self.h, scale, self.ops)[0]
 
     def statistics(self) -> Callable[[], Any]:
-        _, _, projected = self.before()
-        return lambda: pro_klshampoo.statistics(projected, self.state, self.roots(), self.h, None, self.ops)[0]
+        before = self.projected, self.found, self.verdict, self.state, self.roots, self.h, None, self.ops
+        return lambda: pro_klshampoo.statistics(*before)[0]
 
     def track_subspace(self) -> Callable[[], Any]:
-        _, _, projected = self.before()
-        moments, sample = pro_klshampoo.statistics(projected, self.state, self.roots(), self.h, None, self.ops)
+        projected, verdict = self.projected, self.verdict
+        moments, sample = pro_klshampoo.statistics(
+            projected, self.found, verdict, self.state, self.roots, self.h, None, self.ops
+        )
         state = self.state | moments
-        return lambda: pro_klshampoo.track_subspace(projected, sample, state, self.h, self.ops)
+        return lambda: pro_klshampoo.track_subspace(projected, verdict, sample, state, self.h, self.ops)
+
+    def refresh_eigenbases(self) -> Callable[[], Any]:
+        return lambda: pro_klshampoo.refresh_eigenbases(self.state, None, self.ops)
 
 
-def _projected(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
-    M, G_par, G_hat_perp = reference.momentum_and_projection(G, state, h)
+def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     G_tilde = G @ state["U"]
-    return M, G_par, G_hat_perp, G_tilde, G - G_tilde @ state["U"].mT
+    return G_tilde, state["M"] @ state["U"], G - G_tilde @ state["U"].mT
+
+
+def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
+    G_tilde, _, G_perp = _project(G, state, h)
+    QtG = state["Q_L"].mT @ G_tilde
+    return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), QtG, QtG @ state["Q_S"]
+
+
+def _admitted(size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
+    scale, _, changed = reference.admit(size, state, h)
+    return state["trust"].new_tensor(scale), (state | changed)["trust"]
 
 
 def _direction(G: Tensor, state: State, h: ProHyper) -> Tensor:
-    return reference.direction(*reference.momentum_and_projection(G, state, h)[1:], state, h, 1.0)
+    return reference.direction(*reference.momentum_and_projection(G, state, h)[1:], state, h, 1.0)[0]
 
 
 def each(f: Callable[[Tensor, State, Any], Any]) -> Callable[[Inputs], Any]:
     """Return what does ``f`` for one matrix after another and stacks the results."""
 
     def plain(i: Inputs) -> list[Tensor]:
-        h = replace(H, ns_dtype=i["ns_dtype"]) if "ns_dtype" in i else H
+        h = replace(H, ns_dtype=i["ns_dtype"]) if "ns_dtype" in i else KL_H
         found = [
             flat(f(G, {name: t[b].to(G.dtype) for name, t in i["state"].items()}, h)) for b, G in enumerate(i["G"])
         ]
@@ -138,48 +188,85 @@ def _kl(stage: str, bind: Any, plain: Callable[[Tensor, State, Hyper], Any]) -> 
     return Case(f"KL-Shampoo's {stage}", kl_inputs, bind, flops, plain=each(plain))
 
 
-def _pro(stage: str, bind: Any, plain: Callable[[Tensor, State, ProHyper], Any], other: Case | None = None) -> Case:
+def _pro(stage: str, plain: Callable[[Tensor, State, ProHyper], Any], other: Case | None = None) -> Case:
     def terms(s: Sizes) -> list[Term]:
         return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS)
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        call: Callable[[], Any] = getattr(Run(i, ops), stage)()
+        return call
 
     polar, name = _work(terms, stage, polar=True), stage.replace("_", " ")
     return Case(name, pro_inputs, bind, _work(terms, stage), polar, each(plain), other, timed=(FP32,))
 
 
+def _kl_whitening(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    return lambda: klshampoo.whitening(i["G"], i["state"], ops)
+
+
+def _kl_decide(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    A = klshampoo.whitening(i["G"], i["state"], ops).A
+    return lambda: klshampoo.decide(A, i["state"], KL_H)
+
+
+def _kl_momentum(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    verdict = _kl_decide(i, ops)()
+    return lambda: klshampoo.momentum(i["G"], verdict, i["state"], KL_H)
+
+
 def _kl_direction(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    return lambda: klshampoo.direction(klshampoo.momentum(i["G"], i["state"], H), i["state"], H, ops)
+    M = _kl_momentum(i, ops)()
+    return lambda: klshampoo.direction(M, i["state"], KL_H, ops)[0]
+
+
+def _kl_statistics(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    whitening, verdict = _kl_whitening(i, ops)(), _kl_decide(i, ops)()
+    return lambda: klshampoo.statistics(i["G"], whitening, verdict, i["state"], KL_H, ops)
+
+
+def _kl_whitened(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
+    QtG = state["Q_L"].mT @ G
+    return QtG, QtG @ state["Q_R"]
 
 
 STAGES = (
-    _pro("momentum_and_projection", lambda i, ops: Run(i, ops).momentum_and_projection, _projected),
+    _pro("project", _project),
+    _pro("energies", _energies, _kl("whitening", _kl_whitening, _kl_whitened)),
+    replace(
+        _pro(
+            "decide",
+            lambda G, state, h: _admitted(reference.whitened_size(G, state, h), state, h),
+            replace(
+                _kl(
+                    "decide", _kl_decide, lambda G, state, h: _admitted(reference_kl.whitened_size(G, state), state, h)
+                ),
+                inputs=surprising(kl_inputs),
+            ),
+        ),
+        inputs=surprising(pro_inputs),
+        flops=lambda s: 4 * s.m * s.r,  # elementwise, of which counts has nothing
+    ),
+    _pro("momentum", reference.momentum_and_projection, _kl("momentum", _kl_momentum, reference_kl.momentum)),
     _pro(
         "direction",
-        lambda i, ops: Run(i, ops).direction(),
         _direction,
         _kl(
             "direction",
             _kl_direction,
-            lambda G, state, h: reference_kl.direction(reference_kl.momentum(G, state, h), state, h.eps),
+            lambda G, state, h: reference_kl.direction(reference_kl.momentum(G, state, h), state, h)[0],
         ),
     ),
     _pro(
         "statistics",
-        lambda i, ops: Run(i, ops).statistics(),
         reference.statistics,
-        _kl(
-            "statistics",
-            lambda i, ops: lambda: klshampoo.statistics(i["G"], i["state"], H, ops),
-            lambda G, state, h: reference_kl.statistics(G, state, h.beta2),
-        ),
+        _kl("statistics", _kl_statistics, lambda G, state, h: reference_kl.statistics(G, state, h.beta2)),
     ),
     _pro(
         "track_subspace",
-        lambda i, ops: Run(i, ops).track_subspace(),
         lambda G, state, h: reference.track_subspace(G, state | reference.statistics(G, state, h), h),
     ),
     _pro(
         "refresh_eigenbases",
-        lambda i, ops: lambda: pro_klshampoo.refresh_eigenbases(i["state"], None, ops),
         lambda G, state, h: reference.refresh_eigenbases(state),
         _kl(
             "refresh_eigenbases",

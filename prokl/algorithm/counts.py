@@ -127,7 +127,14 @@ def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5) -> list[Term]:
     """Count :mod:`prokl.algorithm.pro_klshampoo` from top to bottom, refresh included; r is the effective rank."""
     return _staged(
         {
-            "momentum_and_projection": [Term("G U, M U", 4 * m * n * r), Term("G_perp, G^_perp", 4 * m * n * r)],
+            "project": [Term("G U, M U", 4 * m * n * r), Term("G_perp", 2 * m * n * r)],
+            "energies": [
+                Term("E", 2 * m * m * n, "symmetric"),
+                Term("Q_L^T G U", 2 * m * m * r),
+                Term("E Q_L", 2 * m**3),
+                Term("A", 2 * m * r * r),
+            ],
+            "momentum": [Term("G^_perp", 2 * m * n * r)],
             "direction": [
                 Term("P", 2 * m**3, "symmetric"),
                 Term("G_par S^-1/2", 4 * m * r * r),
@@ -136,10 +143,7 @@ def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5) -> list[Term]:
                 *newton_schulz(m, n, ns_steps),
             ],
             "statistics": [
-                Term("E", 2 * m * m * n, "symmetric"),
-                Term("Q_L^T G U", 2 * m * m * r),
-                Term("G U Q_S, A", 4 * m * r * r),
-                Term("E Q_L", 2 * m**3),
+                Term("G U Q_S", 2 * m * r * r),
                 Term("L", 2 * m * m * r, "symmetric"),
                 Term("S", 2 * m * r * r, "symmetric"),
             ],
@@ -161,11 +165,10 @@ def klshampoo(m: int, n: int) -> list[Term]:
     """Count :mod:`prokl.algorithm.klshampoo` from top to bottom, refresh included."""
     return _staged(
         {
+            "whitening": [Term("Q_L^T G", 2 * m * m * n), Term("A", 2 * m * n * n)],
             "direction": [Term("Q_L^T M, Q_L (.)", 4 * m * m * n), Term("(.) Q_R, (.) Q_R^T", 4 * m * n * n)],
             "statistics": [
                 Term("G Q_R", 2 * m * n * n),
-                Term("Q_L^T G", 2 * m * m * n),
-                Term("A", 2 * m * n * n),
                 Term("L", 2 * m * m * n, "symmetric"),
                 Term("R", 2 * m * n * n, "symmetric"),
             ],

@@ -49,11 +49,11 @@ def newton_schulz(
 ) -> Tensor:
     """Do (P3): ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
 
-    A zero X gives zero.
+    A zero X gives zero, as one whose squared norm underflows: what rounding leaves of it does not normalise X.
     """
     a, b, c = coefficients
     norm = torch.linalg.matrix_norm(X)
-    if norm == 0:
+    if norm < torch.finfo(X.dtype).tiny ** 0.5:
         return torch.zeros_like(X)
     Y = (X / norm).to(dtype or X.dtype)
     for _ in range(steps):
@@ -152,7 +152,7 @@ def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_s
         total = total + part
     if h.variant in SUBSPACE_VARIANTS:
         part, own = subspace_direction(G_par, state, h)
-        total, cut = total + h.subspace_weight * part, cut or own
+        total, cut = total + h.subspace_weight * part, cut or (own and h.subspace_weight > 0)
     return total, cut
 
 
