@@ -5,30 +5,34 @@ from collections.abc import Sequence
 
 from pandas import DataFrame, isna
 
+from bench.disturbances import experts, steps
 from bench.disturbances.forms import FORMS
 from bench.markdown import table
 from bench.optimizers import label
 
 Line = tuple[str, str, tuple[str, ...]]
-"""Title in front of the case's value, case, and beginnings of the metrics of which the largest is shown."""
+"""Title in front of the case's value, case, and the metrics of which the largest is shown."""
+LENGTHS = ("first step", f"largest of the next {steps.AFTER}")
 
 STEPS: tuple[Line, ...] = (
-    ("one gradient larger", "spike", ("first step", "largest of the next")),
-    ("zero gradients", "zeros", ("first step", "largest of the next")),
-    ("gradients of 1e-4", "faint", ("first step", "largest of the next")),
-    ("one row zero", "row", ("first step", "largest of the next")),
+    ("one gradient larger", "spike", LENGTHS),
+    ("zero gradients", "zeros", LENGTHS),
+    ("gradients of 1e-4", "faint", LENGTHS),
+    ("one row zero", "row", LENGTHS),
     ("the same, the row's own step", "row", ("first step of the row",)),
-    ("gradients of 1e-6, then one larger", "huge", ("first step", "largest of the next")),
+    ("gradients of 1e-6, then one larger", "huge", LENGTHS),
     ("another scale for good", "scale", ("largest step",)),
     ("the same, steps until as usual", "scale", ("as usual again after",)),
 )
 LOSSES: tuple[Line, ...] = (
     ("experts, before they are idle", "experts", ("loss before",)),
-    ("idle experts, worst after return", "experts", ("worst loss",)),
+    ("idle experts, worst after return", "experts", (f"worst loss of the next {experts.AFTER}",)),
     ("GPT, undisturbed", "undisturbed", ("validation loss",)),
     ("GPT, a layer's gradients zero", "layer", ("validation loss",)),
     ("GPT, gradient spikes", "spikes", ("validation loss",)),
 )
+DIGITS = {"steps": 0, "usual steps": 2, "usual steps of the row": 2}
+"""Decimals by unit; of losses more."""
 
 
 def steps_table(rows: DataFrame) -> str:
@@ -45,10 +49,10 @@ def _table(rows: DataFrame, lines: Sequence[Line]) -> str:
     """Return a line for every case and value, a column for every optimizer: the paper's form in parentheses."""
     found = []
     for title, case, metrics in lines:
-        own = rows[(rows["case"] == case) & rows["metric"].str.startswith(metrics)]
+        own = rows[(rows["case"] == case) & rows["metric"].isin(metrics)]
         for value, its in own.groupby("value", sort=False):
             figures = its.groupby(["optimizer", "clip_threshold"])["median"].max()
-            digits = 0 if (its["unit"] == "steps").all() else 2
+            digits = DIGITS.get(its["unit"].iloc[0], 3)
             cells = {"case": f"{title}, {value}" if value else title}
             for form in FORMS:
                 figure = short(figures[form.optimizer, form.clip_threshold], digits)
