@@ -31,6 +31,7 @@ class Hyper:
     rank: int | None = None  # of the tracked subspace
     alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
     init_eigenvalue: str | float | None = None  # start of the preconditioner's eigenvalues, a number or "auto"
+    bounded: bool = True  # whether prokl's own keep their clip_threshold; the paper has none
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in entry.settings if getattr(h, name) is not None}
     if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
+        settings |= {} if h.bounded else {"clip_threshold": None}
         return [entry.make(groups, state_dtype=state_dtype, **settings)]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]

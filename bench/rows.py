@@ -52,7 +52,7 @@ VALUES = {
     **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
     **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
     **_columns(real="state_mb peak_gib difference difference_se confidence"),
-    **_columns("verdict decided"),
+    **_columns("verdict decided bounded_per_seed"),
     **_columns(whole="above_twice_tail_mean", real="largest_over_tail_mean tail_am_gm"),
     **_columns(real="tail_variance clipped_L clipped_S clipped_mu"),
     **_columns(whole="k", real="low high"),

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from tests.transcription import ceiling, qr_q
+from tests.transcription import Guard, ceiling, qr_q
 
 
 class KLTranscription:
@@ -30,20 +30,27 @@ class KLTranscription:
         eps=1e-8,
         precondition_frequency=10,
         init_eigenvalue=0.1,
+        clip_threshold=None,
     ):
         self.W = W.to(torch.float64).clone()
         self.rows, self.cols = self.W.shape
         self.lr, self.weight_decay, self.momentum, self.beta2 = lr, weight_decay, momentum, beta2
         self.eps, self.tau, self.init_eigenvalue = eps, precondition_frequency, init_eigenvalue
+        self.guard = Guard(clip_threshold, beta2, 1.0)
         self.t = None
+
+    def _measure_in(self, lambda_0):
+        """Take the start value as the unit of ceilings and damping; 1 for a number."""
+        self.lambda_0 = lambda_0
+        unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
+        self.C_L, self.C_R = ceiling(self.rows) / math.sqrt(unit), ceiling(self.cols) / math.sqrt(unit)
+        self.damping = self.eps * unit
 
     def initialise(self, G, long_basis=None):
         G = G.to(torch.float64)
         auto = self.init_eigenvalue == "auto"
-        self.lambda_0 = float(G.square().mean().sqrt()) if auto else self.init_eigenvalue
+        self._measure_in(float(G.square().mean().sqrt()) if auto else self.init_eigenvalue)
         unit = self.lambda_0 if auto else 1.0
-        self.C_L, self.C_R = ceiling(self.rows) / math.sqrt(unit), ceiling(self.cols) / math.sqrt(unit)
-        self.damping = self.eps * unit
         X, _, Yt = torch.linalg.svd(G, full_matrices=True)
         self.Q_L, self.Q_R = X, Yt.T
         if long_basis is not None and self.rows < self.cols:
@@ -59,11 +66,28 @@ class KLTranscription:
         self.t = 0
 
     def step(self, G):
-        G, beta2, Q_L, Q_R = G.to(torch.float64), self.beta2, self.Q_L, self.Q_R
+        G, Q_L, Q_R = G.to(torch.float64), self.Q_L, self.Q_R
         self.t += 1
-        self.M = torch.lerp(self.M, G, 1 - self.momentum)
+        if self.guard.kappa is not None and not G.any():
+            return
         s = torch.outer(self.s_L, self.s_R)
-        self.direction = Q_L @ ((Q_L.T @ self.M @ Q_R) * (s / (1 + self.damping * s))) @ Q_R.T
+        self.guard.look(float((Q_L.T @ G @ Q_R * s).square().mean().sqrt()))
+        G = self.guard.c * G
+        unit = max(self.lambda_0, float(G.square().mean().sqrt()))
+        self.M = torch.lerp(self.M, G, 1 - self.momentum)
+        whitened = (Q_L.T @ self.M @ Q_R) * (s / (1 + self.damping * s))
+        self.direction = Q_L @ self.guard.hold(whitened, self.M.numel()) @ Q_R.T
+        if self.guard.learns:
+            self._learn(G)
+        self.W = self.W - self.lr * self.direction
+        self.W = self.W - self.lr * self.weight_decay * self.W
+        self.guard.close()
+        if self.init_eigenvalue == "auto" and self.guard.remeasures:
+            self._measure_in(unit)
+
+    def _learn(self, G):
+        """EMAs of both factors and spectra, and every tau steps the new bases."""
+        beta2, Q_L, Q_R = self.beta2, self.Q_L, self.Q_R
         X = G @ Q_R @ torch.diag(self.s_R)
         Y = G.T @ Q_L @ torch.diag(self.s_L)
         self.L = beta2 * self.L + (1 - beta2) / self.cols * X @ X.T
@@ -75,8 +99,6 @@ class KLTranscription:
         self.s_R = (beta2 * self.s_R**-2 + (1 - beta2) * right).rsqrt().clamp(max=self.C_R)
         if self.t % self.tau == 0:
             self.Q_L, self.Q_R = qr_q(self.L @ Q_L), qr_q(self.R @ Q_R)
-        self.W = self.W - self.lr * self.direction
-        self.W = self.W - self.lr * self.weight_decay * self.W
 
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
@@ -89,9 +111,11 @@ class KLTranscription:
             "inv_sqrt_lambda_R": self.s_R,
         }
         state = {"M": self.M, **sides}
+        counters = {"trust": self.guard.trust, "clipped": float(self.guard.count)}
         if self.rows > self.cols:
             state = {key[:-1] + {"L": "R", "R": "L"}[key[-1]]: value for key, value in sides.items()}
             state["M"] = self.M.T
+        state |= {key: torch.tensor(value, dtype=torch.float64) for key, value in counters.items()}
         if self.init_eigenvalue == "auto":
             state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)
         return state

@@ -36,6 +36,7 @@ HYPERPARAMETERS = {
     "alpha_kl": 0.1,
     "eps": 1e-2,
     "precondition_frequency": 10,
+    "clip_threshold": None,
 }
 # Wide, tall, square, vectors; r = 1, in between, m, n - 1, and larger than the weight allows.
 SHAPES_AND_RANKS = [

@@ -402,6 +402,20 @@ def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method,
         assert (w - weight(4, 6)).norm() > 1e-4
 
 
+@pytest.mark.parametrize("ns_steps, shape", [(2, (2, 16)), (5, (6, 10))])
+def test_a_complement_whose_squares_underflow_makes_no_step_of_their_rounding(path, ns_steps, shape):
+    """Its norm, of which rounding leaves a part, would make a start outside Newton-Schulz's region of convergence."""
+    w, size = weight(*shape), {}
+    optimizer = PRO(
+        [w], rank=1, lr=1.0, variant="complement-only", ns_steps=ns_steps, init_eigenvalue=3e3, backend=path
+    )
+    for t in range(8):
+        before = w.detach().clone()
+        step(optimizer, [w], [3e-22 * normal(*shape, seed=t)])
+        size[t] = float((w - before).detach().norm())
+    assert max(size.values()) <= 1.3 * shape[0] ** 0.5, size
+
+
 @pytest.mark.parametrize("bad", [0.0, NAN, INF])
 def test_a_weight_that_does_not_move_is_not_written(method, bad):
     cls, kwargs = method

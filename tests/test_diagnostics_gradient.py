@@ -48,13 +48,27 @@ def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs, bac
         assert all(math.isfinite(value) for value in found.values())
 
 
-def test_a_young_start_that_its_gradient_has_outgrown_is_foreseen():
-    """The step rescales such a state; without that the update would be 1e4 times as large."""
+def test_a_start_that_its_gradient_has_outgrown_is_foreseen():
+    """The step bounds such a gradient; without that the update would be 1e4 times as large."""
     stream = gradient_stream([(6, 10)], 2)
     parameters, optimizer = run(PRO, [[1e-4 * g for g in stream[0]]], lr=0.5, rank=3, alpha_kl=1.0)
     found, directions = moves(optimizer, parameters, stream[1])
     expected = float(directions["group0.0"].square().mean().sqrt())
     assert found["prokl/group0.0/update_rms"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
+def test_whitened_size_says_what_the_step_is_about_to_bound(cls, kwargs):
+    (p,), optimizer = run(cls, gradient_stream([(6, 10)], 40), **kwargs)
+    name, sizes = "prokl/group0.0", []
+    for factor in (1.0, 3.0, 1e3):
+        p.grad = factor * gradient_stream([(6, 10)], 41)[-1][0]
+        sizes.append(diagnostics.scalars(optimizer)[f"{name}/whitened_size"])
+    assert sizes[1:] == pytest.approx([3 * sizes[0], 1e3 * sizes[0]], rel=1e-9)
+    assert 0.2 < sizes[0] < 5 < sizes[2]
+    before = diagnostics.scalars(optimizer)[f"{name}/clipped"]
+    optimizer.step()
+    assert diagnostics.scalars(optimizer)[f"{name}/clipped"] == before + 1
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -70,6 +70,7 @@ def test_the_papers_models_take_its_selected_values_without_a_run(scale, measure
         paper = preset(k.method, scale.name, k.rank)
         assert (hyper.lr, hyper.weight_decay, hyper.alpha_kl) == (paper.lr, paper.weight_decay, paper.alpha_kl)
         assert (hyper.adamw_lr, hyper.adamw_weight_decay) == (paper.adamw_lr, paper.adamw_weight_decay)
+        assert not hyper.bounded
     assert not measure.asked
 
 
@@ -79,6 +80,7 @@ def test_tuning_a_model_of_the_paper_tries_all_of_its_table(measure):
         table = RANGES[method, "gpt2-124m", rank]
         tried = {(h.lr, h.weight_decay) for h in measure.asked if h.method == method and h.rank == rank}
         assert {(lr, decay) for lr in table.lr for decay in table.weight_decay} <= tried
+    assert not any(h.bounded for h in measure.asked if h.method == PRO)
 
 
 def test_what_the_paper_does_not_have_is_known_before_anything_trains(measure, monkeypatch):

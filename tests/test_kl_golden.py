@@ -20,7 +20,14 @@ from tests.transcription import (
 BACKENDS = ("reference", "torch")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
 # The defaults of the authors' code.
-OFFICIAL = {"momentum": 0.9, "beta2": 0.98, "eps": 1e-8, "precondition_frequency": 10, "init_eigenvalue": 0.1}
+OFFICIAL = {
+    "momentum": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-8,
+    "precondition_frequency": 10,
+    "init_eigenvalue": 0.1,
+    "clip_threshold": None,
+}
 START = 0.1
 
 
@@ -199,6 +206,7 @@ def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
         "eps": 1e-2,
         "precondition_frequency": 10,
         "init_eigenvalue": start_value,
+        "clip_threshold": None,
     }
     W = 0.1 * gaussian(1, shape, torch.float64, seed=7)[0]
     paper, p = KLTranscription(W, **settings), torch.nn.Parameter(W.clone())

@@ -42,6 +42,45 @@ def polar(X):
     return P[:, sigma > 1e-12 * sigma[0]] @ Qt[sigma > 1e-12 * sigma[0]]
 
 
+class Guard:
+    """The bound on gradients that surprise, which the paper does not have, written out for one weight.
+
+    `kappa` is the largest whitened size of a gradient and None the paper's form; `gain` is what a momentum amounts to
+    under gradients of size 1 that never turn.
+    """
+
+    def __init__(self, kappa, beta2, gain):
+        self.kappa, self.beta2, self.gain = kappa, beta2, gain
+        self.trust, self.count = 0.0, 0
+        self.c, self.learns = 1.0, True
+
+    def look(self, size):
+        """Take in the size of a gradient: sets c, whether statistics learn from it, and whether it makes a new unit."""
+        self.c, self.learns, self.acted, self.remeasures = 1.0, True, False, False
+        if self.kappa is None:
+            return
+        trusted = self.trust > 0.5
+        if size > self.kappa:
+            self.c, self.acted, self.remeasures = self.kappa / size, True, not trusted
+        elif size < 0.01:
+            self.learns = not trusted
+            self.trust = max(0.0, self.trust - 0.0005)
+        else:
+            self.trust = min(1.0, self.trust + 1 - self.beta2)
+
+    def hold(self, D, entries):
+        """Bring a whitened part of the direction down to the norm that it may have."""
+        most, norm = self.gain * math.sqrt(entries), float(torch.linalg.matrix_norm(D))
+        if self.kappa is None or norm <= most:
+            return D
+        self.acted = True
+        return most / norm * D
+
+    def close(self):
+        """Count the step if it was bounded."""
+        self.count += self.acted
+
+
 class ProTranscription:
     """Algorithm 2 (practical) for one weight; `step(G)` is one call of the optimizer with gradient G."""
 
@@ -61,6 +100,7 @@ class ProTranscription:
         ns_coefficients=(3.4445, -4.7750, 2.0315),
         init_eigenvalue=0.1,
         variant="pro-klshampoo",
+        clip_threshold=None,
     ):
         self.W = W.to(torch.float64).clone()
         self.rows, self.cols = self.W.shape
@@ -71,6 +111,7 @@ class ProTranscription:
         self.alpha = 1.0 if variant == "smok-hop" else alpha_kl
         self.ns_steps, self.ns_coefficients = ns_steps, ns_coefficients
         self.init_eigenvalue, self.variant = init_eigenvalue, variant
+        self.guard = Guard(clip_threshold, beta2, 1.0 if variant == "smok-hop" else 1 / (1 - momentum))
         self.t = None
 
     def step(self, G):
@@ -80,18 +121,40 @@ class ProTranscription:
                 self.initialise(G)
             return
         self.t += 1
-        (self._step_right if self.rows <= self.cols else self._step_left)(G)
+        if self.guard.kappa is not None and not G.any():
+            return
+        self.guard.look(self._whitened_size(G))
+        (self._step_right if self.rows <= self.cols else self._step_left)(self.guard.c * G)
+        self.guard.close()
+        if self.init_eigenvalue == "auto" and self.guard.remeasures:
+            self._measure_in(max(self.lambda_0, self.guard.c * float(G.square().mean().sqrt())))
+
+    def _whitened_size(self, G):
+        """The larger rms of L^-1/2 G R^-1/2 in the subspace and outside it, R = U S U^T + mu (I - U U^T)."""
+        G = G if self.rows <= self.cols else G.T
+        a_L, a_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        outside = torch.eye(self.n, dtype=torch.float64) - self.U @ self.U.T
+        root_R = self.U @ self.Q_S @ a_S @ self.Q_S.T @ self.U.T + self.damped(self.s_mu) * outside
+        # Between refreshes Q_S is no orthogonal basis: the part inside is measured in its coordinates.
+        inside = a_L @ self.Q_short.T @ G @ self.U @ self.Q_S @ a_S
+        beside = a_L @ self.Q_short.T @ G @ root_R @ outside
+        return float(max(inside.square().mean(), beside.square().sum() / (self.m * (self.n - self.r))) ** 0.5)
+
+    def _measure_in(self, lambda_0):
+        """Take the start value as the unit of ceilings and damping; 1 for a number."""
+        self.lambda_0 = lambda_0
+        unit = lambda_0 if self.init_eigenvalue == "auto" else 1.0
+        self.C_short = ceiling(self.m) / math.sqrt(unit)
+        self.C_sub = ceiling(self.n) / math.sqrt(unit)
+        self.C_mu = ceiling(max(self.m, self.n)) / math.sqrt(unit)
+        self.damping = self.eps * math.sqrt(unit)
 
     def initialise(self, G):
         """The first gradient sets the state and moves nothing."""
         auto = self.init_eigenvalue == "auto"
         lambda_0 = float(G.square().mean().sqrt()) if auto else self.init_eigenvalue
-        self.lambda_0 = lambda_0
+        self._measure_in(lambda_0)
         unit = lambda_0 if auto else 1.0  # "auto" measures every eigenvalue in units of lambda_0
-        self.C_short = ceiling(self.m) / math.sqrt(unit)
-        self.C_sub = ceiling(self.n) / math.sqrt(unit)
-        self.C_mu = ceiling(max(self.m, self.n)) / math.sqrt(unit)
-        self.damping = self.eps * math.sqrt(unit)
 
         X, _, Yt = torch.linalg.svd(G, full_matrices=False)
         if self.rows <= self.cols:
@@ -131,7 +194,7 @@ class ProTranscription:
         if self.variant == "subspace-only":
             return torch.zeros_like(whitened)
         if self.variant == "smok-hop":
-            return self.damped(self.s_mu) * whitened
+            return self.guard.hold(self.damped(self.s_mu) * whitened, self.m * (self.n - self.r))
         noise = 100 * torch.finfo(torch.float64).eps * torch.linalg.matrix_norm(G_hat)
         if torch.linalg.matrix_norm(G_hat_perp) <= noise:
             return torch.zeros_like(whitened)
@@ -140,8 +203,9 @@ class ProTranscription:
 
     def _move(self, D_res, D_sub):
         """Lines 5 and 6."""
-        if self.variant == "complement-only":
-            D_sub = torch.zeros_like(D_sub)
+        D_sub = (
+            torch.zeros_like(D_sub) if self.variant == "complement-only" else self.guard.hold(D_sub, self.m * self.r)
+        )
         self.direction = D_res + self.alpha * D_sub
         self.W = (1 - self.lr * self.weight_decay) * self.W
         self.W = self.W - self.lr * self.direction
@@ -162,6 +226,8 @@ class ProTranscription:
         D_sub = Q_L @ D_L @ Q_L.T @ G_hat_par @ Q_S @ D_S @ Q_S.T @ U.T
         D_res = self._residual_direction(G_hat, G_hat_perp, Q_L @ D_L @ Q_L.T @ G_hat_perp)
         self._move(D_res, D_sub)
+        if not self.guard.learns:
+            return
         # (3) statistics of the raw gradient
         G_til = G @ U
         G_perp = G - G_til @ U.T
@@ -199,6 +265,8 @@ class ProTranscription:
         D_sub = U @ Q_S @ D_S @ Q_S.T @ G_hat_par @ Q_R @ D_R @ Q_R.T
         D_res = self._residual_direction(G_hat, G_hat_perp, G_hat_perp @ Q_R @ D_R @ Q_R.T)
         self._move(D_res, D_sub)
+        if not self.guard.learns:
+            return
         # (3)
         G_til = U.T @ G
         G_perp = G - U @ G_til
@@ -236,6 +304,8 @@ class ProTranscription:
             "inv_sqrt_lambda_L": self.s_short,
             "inv_sqrt_lambda_S": self.s_S,
             "inv_sqrt_mu": self.s_mu,
+            "trust": torch.tensor(self.guard.trust, dtype=torch.float64),
+            "clipped": torch.tensor(float(self.guard.count), dtype=torch.float64),
         }
         if self.init_eigenvalue == "auto":
             state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)

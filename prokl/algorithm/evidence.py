@@ -1,8 +1,8 @@
 """What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is silent.
 
-The state predicts whitened gradients of size 1: for G with E[g g^T] = L (x) R, E ||L^-1/2 G R^-1/2||^2 = m n. So the root
-mean square of the whitened gradient, by the state before it, says in the state's own units how surprising a gradient is.
-Pro-KLShampoo takes the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa) bounds it:
+The state predicts whitened gradients of size 1: E[g g^T] = L (x) R makes E ||L^-1/2 G R^-1/2||^2 = m n. So the root
+mean square of the whitened gradient, by the state before it, says how surprising the gradient is. Pro-KLShampoo takes
+the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa) bounds it:
 
 * Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
   then takes c G for G. Every eigenvalue mean grows by at most beta2 + (1 - beta2) kappa^2 a step, both factors' product
@@ -53,29 +53,23 @@ class Verdict(NamedTuple):
     """The new trust and, for "auto", lambda_0 (B,)."""
 
 
-def growth(h: Hyper) -> float:
-    """Return the most that one gradient multiplies the mean of a factor's eigenvalues by."""
-    assert h.clip_threshold is not None
-    return h.beta2 + (1 - h.beta2) * h.clip_threshold**2
+def judge(size: Tensor, rms: Tensor, state: State, h: Hyper) -> Verdict:
+    """Decide about gradients of whitened ``size`` and root mean square ``rms`` (B,), float64.
 
-
-def judge(size: Tensor, state: State, h: Hyper) -> Verdict:
-    """Decide about gradients of whitened ``size`` (B,), float64; one that is not finite is ignored altogether.
-
-    An "auto" start that has not been confirmed yet takes the units of its ceilings and its damping, lambda_0, along as
-    it grows.
+    One whose size is not finite is ignored altogether. An "auto" start that has not been confirmed yet takes c G for
+    its initialising gradient where that is larger: lambda_0, the unit of its ceilings and damping, grows along.
     """
     kappa, trust = h.clip_threshold, state["trust"]
     assert kappa is not None
     known, trusted = size.isfinite(), trust > TRUSTED
     quiet, beyond = size < QUIET, known & (size > kappa)
-    scale = torch.where(beyond, kappa / size, known.to(size.dtype)).to(trust.dtype)
+    scale = torch.where(beyond, kappa / size, known.to(size.dtype))
     gained = (1 - h.beta2) * (known & ~quiet & ~beyond).to(trust.dtype)
     changed = {"trust": (trust + gained - quiet.to(trust.dtype) / (2 * PATIENCE)).clamp(0, 1)}
     if "lambda_0" in state:
-        outgrown = (size / kappa).clamp(max=growth(h)).to(trust.dtype)
-        changed["lambda_0"] = torch.where(beyond & ~trusted, state["lambda_0"] * outgrown, state["lambda_0"])
-    return Verdict(scale, known & ~(quiet & trusted), changed)
+        start = state["lambda_0"]
+        changed["lambda_0"] = torch.where(beyond & ~trusted, start.maximum((scale * rms).to(start.dtype)), start)
+    return Verdict(scale.to(trust.dtype), known & ~(quiet & trusted), changed)
 
 
 def cut(norm: Tensor, bound: float) -> Tensor:

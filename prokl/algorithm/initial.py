@@ -63,7 +63,8 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
             and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
 
     Returns:
-        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped and, for "auto", lambda_0.
+        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped and, for "auto",
+        lambda_0.
     """
     m, n = G.shape[-2:]
     X, _, Yt = svd_with_sign_rule(G)
@@ -115,4 +116,3 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
         "inv_sqrt_lambda_R": _start(lambda_0, n, n, auto),
     }
     return state
-

@@ -42,7 +42,10 @@ def whitened_size(A: Tensor, state: State) -> Tensor:
 
 def decide(A: Tensor, state: State, h: Hyper) -> Verdict | None:
     """Decide about the gradient by its whitened size; None in the authors' form."""
-    return None if h.clip_threshold is None else evidence.judge(whitened_size(A, state), state, h)
+    if h.clip_threshold is None:
+        return None
+    rms = evidence.norm(A) / (A.shape[-2] * A.shape[-1]) ** 0.5
+    return evidence.judge(whitened_size(A, state), rms, state, h)
 
 
 def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:

@@ -142,7 +142,8 @@ class Primitives(Protocol):
     def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
 
-        The factor is None where X has been multiplied by it. It is 0 where X is zero or ``negligible`` (B,).
+        The factor is None where X has been multiplied by it. It is 0 where X is ``negligible`` (B,), zero, or so small
+        that the square of its norm is below the dtype's smallest normal number.
         """
         ...
 

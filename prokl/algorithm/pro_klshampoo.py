@@ -104,8 +104,8 @@ def damped_roots(state: State, h: ProHyper) -> Roots:
     """Damp the inverse roots of a state (Algorithm 2, (P2))."""
     factor = ceiling_factor(state)
     eps = h.eps / factor
-    roots = (damp(state[f"inv_sqrt_{key}"], eps) for key in ("lambda_L", "lambda_S", "mu"))
-    return Roots(*roots, eps, factor)
+    a_L, a_S, a_mu = (damp(state[f"inv_sqrt_{key}"], eps) for key in ("lambda_L", "lambda_S", "mu"))
+    return Roots(a_L, a_S, a_mu, eps, factor)
 
 
 def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
@@ -135,7 +135,9 @@ def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) 
     """Decide about the gradient by its whitened size; None in the paper's form."""
     if h.clip_threshold is None:
         return None
-    return evidence.judge(whitened_size(energies, roots, n), state, h)
+    rest = energies.e_res.sqrt()[:, :, None]
+    rms = torch.hypot(evidence.norm(energies.QtG), evidence.norm(rest)) / (rest.shape[1] * n) ** 0.5
+    return evidence.judge(whitened_size(energies, roots, n), rms, state, h)
 
 
 def momentum(
@@ -147,7 +149,7 @@ def momentum(
     active: Tensor | None,
     ops: Primitives,
 ) -> tuple[Tensor, Lookahead]:
-    """Do the rest of (1): M <- mu M + c G, G^ = c G + mu M, projected; G^ = a c G + b M is linear in G and the old M."""
+    """Do the rest of (1): M <- mu M + c G, G^ = c G + mu M, projected; G^ is linear in G and the old M."""
     g, a, b = h.gradient_weights
     G_tilde = projected.G_tilde if verdict is None else projected.G_tilde * verdict.scale[:, None, None]
     G_par = (a + b * g) * G_tilde + b * h.momentum * projected.M_tilde
@@ -211,7 +213,7 @@ def statistics(
     """Do (3): eigenvalue and factor EMAs of c G; lambda_L, lambda_S, then mu_perp, L, S with the new."""
     E, e_res, QtG, A = energies
     m, n = projected.G_perp.shape[-2:]
-    mm, GQ = ops.product, ops.product(projected.G_tilde, state["Q_S"])
+    GQ = ops.product(projected.G_tilde, state["Q_S"])
     a_L, a_S, _, eps, factor = roots
     if verdict is not None:  # c twice, not its square: that may leave float32's range
         c = verdict.scale[:, None, None]

@@ -49,11 +49,11 @@ def newton_schulz(
 ) -> Tensor:
     """Do (P3): ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
 
-    A zero X gives zero.
+    A zero X gives zero, as one whose squared norm underflows: what rounding leaves of it does not normalise X.
     """
     a, b, c = coefficients
     norm = torch.linalg.matrix_norm(X)
-    if norm == 0:
+    if norm < torch.finfo(X.dtype).tiny ** 0.5:
         return torch.zeros_like(X)
     Y = (X / norm).to(dtype or X.dtype)
     for _ in range(steps):
@@ -77,14 +77,15 @@ def whitened_size(G: Tensor, state: State, h: ProHyper) -> float:
     return float(max(inside.square().sum() / (m * r), beside.square().sum() / (m * (n - r))) ** 0.5)
 
 
-def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
-    """Decide, by its whitened size, what a gradient may do (:mod:`prokl.algorithm.evidence`).
+def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool, State]:
+    """Decide, by its whitened size and its rms, what a gradient may do (:mod:`prokl.algorithm.evidence`).
 
     Returns:
         c, whether c G is evidence for factors, eigenvalues and bases, and what changes of trust and lambda_0.
     """
     kappa, trust = h.clip_threshold, state["trust"]
-    assert kappa is not None
+    if kappa is None:
+        return 1.0, True, {}
     if not math.isfinite(size):
         return 0.0, False, {}
     trusted = bool(trust > TRUSTED)
@@ -94,8 +95,12 @@ def admit(size: float, state: State, h: Hyper) -> tuple[float, bool, State]:
         return 1.0, True, {"trust": (trust + (1 - h.beta2)).clamp(max=1)}
     if trusted or "lambda_0" not in state:
         return kappa / size, True, {}
-    grown = min(size / kappa, h.beta2 + (1 - h.beta2) * kappa**2)
-    return kappa / size, True, {"lambda_0": state["lambda_0"] * grown}
+    return kappa / size, True, {"lambda_0": state["lambda_0"].clamp(min=kappa / size * rms)}
+
+
+def rms(G: Tensor) -> float:
+    """Return the root mean square of a gradient, whose squares may overflow."""
+    return float(G.double().square().mean().sqrt())
 
 
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
@@ -139,9 +144,7 @@ def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 
 
-def direction(
-    G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float
-) -> tuple[Tensor, bool]:
+def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> tuple[Tensor, bool]:
     """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded."""
     total, cut = torch.zeros_like(G_perp), False
     if h.variant in COMPLEMENT_VARIANTS:
@@ -149,7 +152,7 @@ def direction(
         total = total + part
     if h.variant in SUBSPACE_VARIANTS:
         part, own = subspace_direction(G_par, state, h)
-        total, cut = total + h.subspace_weight * part, cut or own
+        total, cut = total + h.subspace_weight * part, cut or (own and h.subspace_weight > 0)
     return total, cut
 
 
@@ -218,9 +221,7 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = 1.0, True, {}
-    if h.clip_threshold is not None:
-        c, evident, decided = admit(whitened_size(G, state, h), state, h)
+    c, evident, decided = admit(whitened_size(G, state, h), rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale)
     W = (1 - h.lr * h.weight_decay) * W

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.reference import State, admit, bounded, eigenvalue_ema, positive_qr
+from prokl.algorithm.reference import State, admit, bounded, eigenvalue_ema, positive_qr, rms
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 
@@ -79,9 +79,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = 1.0, True, {}
-    if h.clip_threshold is not None:
-        c, evident, decided = admit(whitened_size(G, state), state, h)
+    c, evident, decided = admit(whitened_size(G, state), rms(G), state, h)
     M = momentum(c * G, state, h)
     delta, cut = direction(M, state, h)
     W = W - h.lr * delta

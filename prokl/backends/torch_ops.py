@@ -97,7 +97,9 @@ class TorchPrimitives(Primitives):
         """Return P G_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
         X = P @ G_perp
         norm = torch.linalg.vector_norm(X, dim=(-2, -1))
-        inverse = torch.where(negligible | (norm == 0), 0.0, 1 / norm)
+        # What rounding leaves of squares below the smallest normal number does not normalise X.
+        vanishing = norm < torch.finfo(norm.dtype).tiny ** 0.5
+        inverse = torch.where(negligible | vanishing, 0.0, 1 / norm)
         return X.mul_(inverse[:, None, None]).to(dtype), None
 
     def eigenvalue_ema(

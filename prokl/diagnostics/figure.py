@@ -20,6 +20,8 @@ PANELS = {
     "captured_energy": "energy captured by U",
     "orthogonality": r"$\|Q^\top Q - I\|_F$",
     "polar_error": "polar error",
+    "whitened_size": "whitened size of the gradient",
+    "clipped": "bounded steps",
     "update_rms": "update, rms",
     "update_norm": "update, operator norm",
     "alpha_kl": r"$\alpha_{kl}$ bracket",

@@ -22,6 +22,9 @@ OPS = TorchPrimitives(host_readable=False)
 
 BASES = ("U", "Q_L", "Q_S", "Q_R")
 
+OF_STATE = ("clipped", *(f"orthogonality_{key}" for key in BASES))
+"""Figures that need no gradient."""
+
 SQUARINGS = 12
 """Of A A^T in :func:`operator_norm`, whose relative error is at most log(m) / 2^13: 8e-4 at m = 1000."""
 
@@ -30,9 +33,9 @@ TO_ISOMETRY = 12
 what a smaller one lacks changes the error by less than the value itself."""
 
 
-def orthogonality(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ||Q^T Q - I||_F (B,) of every basis, as it is stored."""
-    found = {}
+def of_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ||Q^T Q - I||_F (B,) of every basis, as it is stored, and the count of bounded steps (B,)."""
+    found = {"clipped": state["clipped"]}
     for key in BASES:
         if key in state:
             gram = state[key].mT @ state[key]

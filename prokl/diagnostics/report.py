@@ -31,13 +31,15 @@ def scalars(
     From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
     just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
     rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_low``, ``alpha_kl_high``, the
-    bracket of :func:`alpha_kl_bracket`. A factor that has no eigenvalue beyond the rank has no tail.
+    bracket of :func:`alpha_kl_bracket`; ``clipped``, the steps that ``clip_threshold`` has bounded. A factor that has
+    no eigenvalue beyond the rank has no tail.
 
     From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
-    ``captured_energy``, ||GU||^2/||G||^2; ``update_rms`` and ``update_norm``, root mean square and operator norm of
-    the coming update before lr and weight decay; ``polar_error``, distance of the Newton-Schulz output from the exact
-    polar factor over the size of the latter. A weight without a gradient lacks them; NaN says that its gradient is
-    not finite, or of ``captured_energy`` that it is zero.
+    ``captured_energy``, ||GU||^2/||G||^2; ``whitened_size``, what ``clip_threshold`` bounds, usually about 1;
+    ``update_rms`` and ``update_norm``, root mean square and operator norm of the coming update before lr and weight
+    decay; ``polar_error``, distance of the Newton-Schulz output from the exact polar factor over the size of the
+    latter. A weight without a gradient lacks them; NaN says that its gradient is not finite, or of ``captured_energy``
+    that it is zero.
 
     Args:
         optimizer: a ProKLShampoo or KLShampoo on any backend. The coming update is computed by PyTorch's primitives.
@@ -57,7 +59,7 @@ def scalars(
     kept, measured, vectors = [], [], []
     for batch in batches(optimizer, model):
         kept.append(replace(batch, gradient=None, state={}))
-        measured.append(measures.orthogonality(batch.state) | measures.of_gradient(batch))
+        measured.append(measures.of_state(batch.state) | measures.of_gradient(batch))
         vectors.append(_inverse_square_roots(batch))
     known = {name for batch in kept for name in batch.names}
     if unknown := sorted((phi or {}).keys() - known):
@@ -66,7 +68,7 @@ def scalars(
     values: dict[str, dict[str, float]] = {}
     for batch, found, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
         for b, name in enumerate(batch.names):
-            own = {k: float(v[b]) for k, v in found.items() if batch.given[b] or k.startswith("orthogonality")}
+            own = {k: float(v[b]) for k, v in found.items() if batch.given[b] or k in measures.OF_STATE}
             spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
             if batch.rank:
                 shape = batch.shapes[b]

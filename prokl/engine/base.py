@@ -230,8 +230,9 @@ class MatrixOptimizer(Optimizer):
         A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
         refresh steps of every shape, per combination of hyper-parameters other than lr and weight decay: these, and
         the gradients' addresses, may change freely. Weights of one shape run as without graphs in a step in which one
-        of them begins, has no gradient, or is a convolution in another than PyTorch's default memory format. The AdamW groups are not captured. Loading a state dict, or editing groups
-        by hand, starts the recording anew; a copy of the optimizer starts without graphs.
+        of them begins, has no gradient, or is a convolution in another than PyTorch's default memory format. The AdamW
+        groups are not captured. Loading a state dict, or editing groups by hand, starts the recording anew; a copy of
+        the optimizer starts without graphs.
 
         Raises:
             ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
@@ -258,7 +259,7 @@ class MatrixOptimizer(Optimizer):
         return self._counts("skipped")
 
     def clipped(self) -> dict[str, int]:
-        """Count the steps per matrix weight that ``clip_threshold`` bounded, over all its matrices. Reads the device."""
+        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device."""
         return self._counts("clipped")
 
     def _counts(self, key: str) -> dict[str, int]:

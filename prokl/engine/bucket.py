@@ -217,9 +217,7 @@ class Bucket:
             self.stacks[key][rows] = value.to(self.stacks[key].dtype)
         self.schedule.begin(rows)
 
-    def _step(
-        self, G: Tensor, plan: Plan, moving: tuple[int, ...], steps: Tensor | None, backend: Backend
-    ) -> None:
+    def _step(self, G: Tensor, plan: Plan, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
         h = self.method.hyper(self.group)
         state = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}

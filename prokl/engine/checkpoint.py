@@ -85,7 +85,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             if not own:
                 continue
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in own.items()}
-            own = _counters(p, own) | own
+            own = _missing_counters(p, own) | own
             shapes = _state_shapes(p, method, group)
             if (found := _shapes_of(own)) != shapes or not _has_clock(p, own):
                 name = names[j] if names else f"parameter {j} of group {i}"
@@ -99,8 +99,10 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
     return made
 
 
-def _counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
-    """Return what checkpoints before 0.5 lack: they trained, so their state is trusted."""
+def _missing_counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the counters that checkpoints before 0.5 lack; what has trained is trusted."""
+    if not isinstance(own.get("M"), Tensor):
+        return {}
     leading, dtype = p.shape[:1] if p.ndim == 3 else (), compute_dtype(p.dtype, own["M"].dtype)
     return {"trust": torch.ones(leading, dtype=dtype), "clipped": torch.zeros(leading, dtype=dtype)}
 

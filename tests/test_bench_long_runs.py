@@ -1,0 +1,66 @@
+"""The commands that watch long or recorded runs: ``bench.drift`` and ``bench.undisturbed``."""
+
+import pytest
+
+from bench import drift, rows, undisturbed
+from bench.experiments.scales import AUTO
+
+
+@pytest.mark.slow
+def test_drift_writes_every_basis_of_both_optimizers_in_every_form(tmp_path):
+    out = tmp_path / "drift.csv"
+    assert drift.main(["--steps", "12", "--every", "6", "--out", str(out)]) == 0
+    found = rows.read(out)
+    seen = {(row["optimizer"], row["dtype"], row["metric"]) for row in found}
+    own = {"pro-klshampoo": ("U", "Q_L"), "kl-shampoo": ("Q_L", "Q_R")}
+    for method, bases in own.items():
+        for form in drift.FORMS:
+            metrics = {metric for m, f, metric in seen if (m, f) == (method, form)}
+            assert metrics == {f"orthogonality of {basis}" for basis in bases} | {"training loss", "bounded steps"}
+    assert {row["step"] for row in found} == {"6", "12"}
+    # Only a state in bfloat16 keeps bases that are rounded to it.
+    worst = {
+        form: max(float(r["median"]) for r in found if r["dtype"] == form and "orth" in r["metric"])
+        for form in drift.FORMS
+    }
+    assert worst["float32"] < 1e-4 and worst["bfloat16 weights"] < 1e-4 < worst["bfloat16 state"] < 0.5
+
+
+@pytest.mark.slow
+def test_undisturbed_repeats_the_recorded_settings_and_counts_by_seed(tmp_path, capsys):
+    out = tmp_path / "undisturbed.csv"
+    options = ["--steps", "22", "--seeds", "0", "17", "--models", "llama-tiny", "--out", str(out)]
+    assert undisturbed.main(options) == 0
+    found = {row["optimizer"]: row for row in rows.read(out)}
+    recorded = [r for r in rows.read(rows.RESULTS / "main.csv") if r["model"] == "llama-tiny" and r["start"] == AUTO]
+    assert found.keys() == set(undisturbed.METHODS)
+    for method, row in found.items():
+        own = [r for r in recorded if r["optimizer"] == method]
+        widest = max(own, key=lambda r: int(r["rank"] or 0))
+        assert [row[key] for key in ("lr", "rank", "alpha_kl")] == [widest[key] for key in ("lr", "rank", "alpha_kl")]
+        assert len(row["bounded_per_seed"].split()) == 2 and row["seeds"] == "0 17"
+        first = float(row["validation_loss_per_seed"].split()[0])
+        before = float(widest["validation_loss_per_seed"].split()[0])
+        assert float(row["difference"]) == pytest.approx(first - before, abs=1e-5)  # seed 17 was not recorded
+        assert "of 56 gradients after step 20" in row["note"]  # 28 matrices, two steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--models", "gpt5"], "--models gpt5 is none of gpt2-tiny, llama-tiny, byte-gpt"),
+        (["--records", "/nowhere"], "/nowhere/main.csv has no runs of gpt2-tiny"),
+        (["--steps", "0"], "--steps 0: must be a whole number >= 1"),
+        (["--seeds", "1", "1"], "--seeds"),
+    ],
+)
+def test_undisturbed_refuses_wrong_input_in_one_line(arguments, says, capsys):
+    assert undisturbed.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+
+
+def test_drift_refuses_wrong_input_in_one_line(capsys):
+    assert drift.main(["--every", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --every 0") and error.count("\n") == 1

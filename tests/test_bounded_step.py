@@ -1,0 +1,274 @@
+"""What a gradient that surprises, whispers or is zero does to a weight and its state.
+
+The rule is written out once more in `tests.transcription.Guard`; both paths follow it in float64.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import prokl
+from prokl.algorithm import evidence, reference
+from prokl.algorithm.settings import ProHyper
+from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, normal, step, weight
+from tests.kl_transcription import KLTranscription
+from tests.transcription import (
+    VARIANTS,
+    ProTranscription,
+    column_signs,
+    low_rank_plus_noise,
+    relative_error,
+    with_signs,
+)
+
+BACKENDS = ("reference", "torch")
+SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps": 1e-2, "precondition_frequency": 4}
+# Sizes of the gradients: a start out of proportion, life, one outlier, life, whispers, life, a new scale for good.
+SCALES = [1e-5, *[1.0] * 14, 1e3, *[1.0] * 4, *[1e-4] * 3, 0.0, *[1.0] * 3, *[1e3] * 12]
+# At 50 an outlier brings the momentum to its own bound, which an outlier of 2 or 5 does not reach.
+THRESHOLDS = [2.0, 5.0, 50.0]
+
+
+def disturbed(shape):
+    return [size * G for size, G in zip(SCALES, low_rank_plus_noise(shape, len(SCALES)), strict=True)]
+
+
+def compared(state, expected, signs):
+    turned = with_signs({key: state[key] for key in expected}, signs)
+    return {k: relative_error(turned[k], v) if v.any() else float(turned[k].norm()) for k, v in expected.items()}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("start_value", ["auto", 0.1])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
+def test_a_disturbed_run_of_pro_klshampoo_follows_the_rule(backend, threshold, start_value, variant, shape):
+    own = {"rank": 4, "variant": variant, "alpha_kl": 0.1, "init_eigenvalue": start_value, "clip_threshold": threshold}
+    W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
+    paper, p = ProTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
+    optimizer = prokl.ProKLShampoo([p], backend=backend, **SETTINGS, **own)
+    signs = None
+    for t, G in enumerate(disturbed(shape)):
+        step(optimizer, [p], [G])
+        paper.step(G)
+        signs = signs or column_signs(optimizer.state[p], paper.oriented_state())
+        errors = compared(optimizer.state[p], paper.oriented_state(), signs)
+        assert max(errors.values()) < 1e-9, (t, errors)
+        assert relative_error(p.detach() - W, paper.W - W) < 1e-9 or not t, t
+    assert paper.guard.count > (0 if threshold == 50 else 3)
+    assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("start_value", ["auto", 0.1])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
+def test_a_disturbed_run_of_kl_shampoo_follows_the_rule(backend, threshold, start_value, shape):
+    own = {"init_eigenvalue": start_value, "clip_threshold": threshold}
+    W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
+    paper, p = KLTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
+    optimizer = prokl.KLShampoo([p], backend=backend, **SETTINGS, **own)
+    signs = None
+    for t, G in enumerate(disturbed(shape)):
+        step(optimizer, [p], [G])
+        if t:
+            paper.step(G)
+            assert relative_error(p.detach() - W, paper.W - W) < 1e-9, t
+        else:
+            paper.initialise(G, long_basis=optimizer.state[p]["Q_R"])
+        signs = signs or column_signs(optimizer.state[p], paper.oriented_state())
+        errors = compared(optimizer.state[p], paper.oriented_state(), signs)
+        assert max(errors.values()) < 1e-9, (t, errors)
+    assert paper.guard.count > (0 if threshold == 50 else 3)
+    assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
+
+
+SIZES = [0.0, 1e-9, 0.00999, 0.01, 0.3, 1.0, 5.0, 5.001, 7.0, 1e4, 1e30, 1e300, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("lambda_0", [None, 0.3])
+@pytest.mark.parametrize("threshold", [1.5, 5.0])
+@pytest.mark.parametrize("rms", [0.1, 100.0])
+def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0, rms):
+    h = SimpleNamespace(clip_threshold=threshold, beta2=0.95)
+    trusts = [0.0, 0.0002, 0.5, 0.51, 0.98, 1.0]
+    sizes = [size for size in SIZES for _ in trusts]
+    state = {"trust": torch.tensor(trusts * len(SIZES), dtype=torch.float64)}
+    if lambda_0 is not None:
+        state["lambda_0"] = torch.full_like(state["trust"], lambda_0)
+    verdict = evidence.judge(torch.tensor(sizes, dtype=torch.float64), torch.full_like(state["trust"], rms), state, h)
+    for b, size in enumerate(sizes):
+        own = {key: value[b] for key, value in state.items()}
+        c, evident, changed = reference.admit(size, rms, own, h)
+        assert float(verdict.scale[b]) == pytest.approx(c, rel=1e-15), size
+        assert bool(verdict.evident[b]) == evident, size
+        for key, value in (own | changed).items():
+            assert float(verdict.changed[key][b]) == pytest.approx(float(value), rel=1e-15), (size, key)
+
+
+def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
+    """A weight that has trained on ordinary gradients."""
+    p = weight(*shape, dtype=dtype)
+    optimizer = cls([p], lr=0.1, backend=backend, **kw)
+    for t in range(steps):
+        step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
+    return p, optimizer
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (3, 6, 10)], ids=str)
+def test_a_zero_gradient_moves_nothing(method, path, shape):
+    cls, kw = method
+    p, optimizer = grown(cls, {"weight_decay": 0.1, "precondition_frequency": 1, **kw}, path, shape)
+    before = everything(optimizer)
+    step(optimizer, [p], [torch.zeros(shape)])
+    before[0]["step"] = frozen(optimizer, p)["step"]  # the clock has seen it
+    assert_nothing_moved(before, optimizer)
+
+
+def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):
+    cls, kw = method
+    p, optimizer = grown(cls, kw, path, (3, 6, 10))
+    before, G = p.detach().clone(), normal(3, 6, 10, seed=99)
+    G[1] = 0
+    step(optimizer, [p], [G])
+    assert torch.equal(p[1], before[1])
+    assert not torch.equal(p[0], before[0]) and not torch.equal(p[2], before[2])
+
+
+def test_in_the_papers_form_a_zero_gradient_is_a_gradient(method, path):
+    cls, kw = method
+    p, optimizer = grown(cls, {"clip_threshold": None, **kw}, path)
+    before = frozen(optimizer, p)
+    step(optimizer, [p], [torch.zeros(6, 10)])
+    after = frozen(optimizer, p)
+    assert not torch.equal(before["W"], after["W"])
+    assert float(after["inv_sqrt_lambda_L"].min()) > float(before["inv_sqrt_lambda_L"].min())
+
+
+LEARNT = {"U", "L", "S", "R", "Q_L", "Q_S", "Q_R", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R"}
+
+
+def test_silence_moves_momentum_and_weight_and_teaches_a_trusted_state_nothing(method, path):
+    cls, kw = method
+    p, optimizer = grown(cls, {"precondition_frequency": 1, **kw}, path)
+    before = frozen(optimizer, p)
+    assert float(before["trust"]) == 1
+    step(optimizer, [p], [1e-4 * normal(6, 10, seed=77)])
+    after = frozen(optimizer, p)
+    for key in (LEARNT | {"inv_sqrt_mu", "clipped", "lambda_0"}) & before.keys():
+        assert torch.equal(before[key], after[key]), key
+    assert not torch.equal(before["W"], after["W"]) and not torch.equal(before["M"], after["M"])
+    assert float(after["trust"]) == pytest.approx(1 - 1 / (2 * evidence.PATIENCE), abs=1e-7)
+
+
+def test_a_start_out_of_proportion_is_not_trusted_and_falls_as_the_papers(method, path):
+    """Ten thousand times too large: the eigenvalues fall by beta2 a step, as those of the paper's form do."""
+    cls, kw = method
+    found = []
+    for threshold in (5.0, None):
+        p = weight(6, 10)
+        optimizer = cls([p], lr=0.0, backend=path, clip_threshold=threshold, **kw)
+        for t in range(30):
+            step(optimizer, [p], [(1e4 if t == 0 else 1.0) * normal(6, 10, seed=t)])
+        found.append(optimizer.state[p]["inv_sqrt_lambda_L"].clone())
+    assert torch.equal(*found)
+
+
+def test_patience_ends_and_the_state_follows_a_lasting_change(path):
+    cls, kw = PRO, {"rank": 3}
+    p, optimizer = grown(cls, kw, path)
+    optimizer.state[p]["trust"].fill_(0.5 + 2.5 / (2 * evidence.PATIENCE))
+    falls = []
+    for t in range(5):
+        before = optimizer.state[p]["inv_sqrt_lambda_L"].clone()
+        step(optimizer, [p], [1e-4 * normal(6, 10, seed=t)])
+        falls.append(not torch.equal(before, optimizer.state[p]["inv_sqrt_lambda_L"]))
+    assert falls == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e22])
+def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite(method, path, scale):
+    cls, kw = method
+    p = weight(6, 10)
+    optimizer = cls([p], lr=0.1, backend=path, **kw)
+    usual = []
+    for t in range(60):
+        before = p.detach().clone()
+        step(optimizer, [p], [1e-6 * (scale if t == 30 else 1.0) * normal(6, 10, seed=t)])
+        usual.append(float((p.detach() - before).norm()))
+        assert all(torch.isfinite(v).all() for v in frozen(optimizer, p).values() if torch.is_tensor(v)), t
+    assert optimizer.clipped()["parameter 0 of group 0"] >= 1
+    assert max(usual[30:]) <= 3 * sum(usual[20:30]) / 10
+
+
+def test_a_row_that_wakes_is_followed_in_two_steps(method, path):
+    """One direction may grow by (1 - beta2) kappa^2 m at once: the bound on the whole is enough for it."""
+    cls, kw = method
+    m, n = 16, 24
+    p = weight(m, n)
+    optimizer = cls([p], lr=0.1, backend=path, **kw)
+    for t in range(300):
+        G = normal(m, n, seed=t)
+        if t > 60:
+            G[3] = 0
+        step(optimizer, [p], [G])
+    counts = []
+    for t in range(300, 310):
+        step(optimizer, [p], [normal(m, n, seed=t)])
+        counts.append(optimizer.clipped()["parameter 0 of group 0"])
+    assert counts[-1] == counts[1] <= counts[0] + 1
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
+def test_counters_count_in_any_state_dtype(state_dtype):
+    p, optimizer = grown(PRO, {"rank": 3, "state_dtype": state_dtype}, "torch", dtype=torch.bfloat16)
+    for t in range(300):
+        step(optimizer, [p], [1e-4 * normal(6, 10, seed=t, dtype=torch.bfloat16)])
+    assert optimizer.state[p]["trust"].dtype == torch.float32
+    assert float(optimizer.state[p]["trust"]) == pytest.approx(1 - 300 / (2 * evidence.PATIENCE), abs=1e-5)
+
+
+def test_an_auto_start_keeps_its_units_in_proportion(method, path):
+    """After a first gradient 1e6 times too small, lambda_0 is within a few times that of a start in proportion."""
+    cls, kw = method
+    units = []
+    for first in (1.0, 1e-6):
+        p = weight(6, 10)
+        optimizer = cls([p], lr=0.0, backend=path, **kw)
+        for t in range(40):
+            step(optimizer, [p], [(first if t == 0 else 1.0) * normal(6, 10, seed=t)])
+        units.append(float(optimizer.state[p]["lambda_0"]))
+        assert float(optimizer.state[p]["trust"]) > 0.5
+    assert 0.2 < units[1] / units[0] < 5
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.5, -1, 0, math.inf, math.nan, True, "auto"])
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_threshold_that_would_bound_the_usual_is_refused(cls, threshold):
+    with pytest.raises(ValueError, match=r"Invalid clip_threshold=.*: must be a finite number above 1.*or None"):
+        cls([weight(4, 6)], clip_threshold=threshold)
+
+
+def test_the_threshold_may_change_between_steps():
+    p, optimizer = grown(PRO, {"rank": 3}, "torch")
+    optimizer.param_groups[0]["clip_threshold"] = None
+    step(optimizer, [p], [1e3 * normal(6, 10, seed=5)])
+    assert optimizer.clipped() == {"parameter 0 of group 0": 0}
+    optimizer.param_groups[0]["clip_threshold"] = 2.0
+    step(optimizer, [p], [1e9 * normal(6, 10, seed=6)])
+    assert optimizer.clipped() == {"parameter 0 of group 0": 1}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gain_is_what_a_constant_gradient_brings_the_momentum_to(variant):
+    defaults = prokl.ProKLShampoo([weight(4, 6)], variant=variant, momentum=0.9).defaults
+    h = ProHyper.of(defaults)
+    g, a, b = h.gradient_weights
+    M = 0.0
+    for _ in range(1000):
+        M = h.momentum * M + g
+        last = a + b * M
+    assert last == pytest.approx(h.gain, rel=1e-12)
