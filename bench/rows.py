@@ -36,15 +36,17 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
 
 
 KEYS = {
-    # A run, or an operation on a model's matrices; "case" is an operation with its shapes, or the machine.
-    **_columns("model case optimizer backend start", "rank"),
+    # A run, or an operation on a model's matrices; "case" is an operation with its shapes, the machine, or what happens
+    # to gradients.
+    **_columns("model case optimizer clip_threshold backend start", "rank"),
     # Compiled code.
     **_columns("source kernel config arch"),
     # Of one weight, one seed, one step, or one line of a table.
     **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
     **_columns("metric unit dtype shapes"),
 }
-"""What was measured. ``start`` is that of the eigenvalues, "auto" or a number."""
+"""What was measured. ``start`` is that of the eigenvalues, "auto" or a number, ``clip_threshold`` a number or "none".
+"""
 VALUES = {
     **_columns("", "rounds", "median q1 q3 ratio floor"),
     **_columns("seeds validation_loss_per_seed", "steps_done", "validation_loss validation_loss_se train_loss seconds"),
@@ -143,8 +145,9 @@ def text(value: Any) -> str:
 
 def describe(row: Mapping[str, Any]) -> str:
     """Return a row of a measurement as a line: what it is of, the figures, or the note why there is none."""
-    keys = ("model", "case", "optimizer", "backend", "rank", "metric")
-    who = " ".join(f"r={row[key]}" if key == "rank" else row[key] for key in keys if row.get(key))
+    keys = ("model", "case", "value", "optimizer", "clip_threshold", "backend", "rank", "metric")
+    given = {"rank": "r=", "clip_threshold": "clip_threshold="}
+    who = " ".join(f"{given.get(key, '')}{row[key]}" for key in keys if row.get(key))
     if row.get("median") is None:
         return f"{who}: {row['note']}"
     line = f"{who}: {row['median']:{'' if isinstance(row['median'], int) else '.5g'}} {row['unit']}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from bench import timing_tables
 from bench.command import command, options
+from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
 from bench.rows import RESULTS, frame
@@ -37,6 +38,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("state", "memory.csv", partial(timing_tables.memory, metric="state")),
             ("workspace", "memory.csv", partial(timing_tables.memory, metric="workspace")),
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
+            ("disturbances-steps", "disturbances.csv", disturbances.steps_table),
+            ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
             ("memory-cost", "memory-cost.csv", cost.table),
             ("main", "main.csv", experiments.main_table),

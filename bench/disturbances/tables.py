@@ -1,0 +1,69 @@
+"""The tables of disturbed steps and runs, from the rows of disturbances.csv."""
+
+import math
+from collections.abc import Sequence
+
+from pandas import DataFrame, isna
+
+from bench.disturbances.forms import FORMS
+from bench.markdown import table
+from bench.optimizers import label
+
+Line = tuple[str, str, tuple[str, ...]]
+"""Title in front of the case's value, case, and beginnings of the metrics of which the largest is shown."""
+
+STEPS: tuple[Line, ...] = (
+    ("one gradient larger", "spike", ("first step", "largest of the next")),
+    ("zero gradients", "zeros", ("first step", "largest of the next")),
+    ("gradients of 1e-4", "faint", ("first step", "largest of the next")),
+    ("one row zero", "row", ("first step", "largest of the next")),
+    ("the same, the row's own step", "row", ("first step of the row",)),
+    ("gradients of 1e-6, then one larger", "huge", ("first step", "largest of the next")),
+    ("another scale for good", "scale", ("largest step",)),
+    ("the same, steps until as usual", "scale", ("as usual again after",)),
+)
+LOSSES: tuple[Line, ...] = (
+    ("experts, before they are idle", "experts", ("loss before",)),
+    ("idle experts, worst after return", "experts", ("worst loss",)),
+    ("GPT, undisturbed", "undisturbed", ("validation loss",)),
+    ("GPT, a layer's gradients zero", "layer", ("validation loss",)),
+    ("GPT, gradient spikes", "spikes", ("validation loss",)),
+)
+
+
+def steps_table(rows: DataFrame) -> str:
+    """Return the largest steps, and how long a change of scale is felt."""
+    return _table(rows, STEPS)
+
+
+def losses_table(rows: DataFrame) -> str:
+    """Return the losses of the mixture of experts and of the GPT."""
+    return _table(rows, LOSSES)
+
+
+def _table(rows: DataFrame, lines: Sequence[Line]) -> str:
+    """Return a line for every case and value, a column for every optimizer: the paper's form in parentheses."""
+    found = []
+    for title, case, metrics in lines:
+        own = rows[(rows["case"] == case) & rows["metric"].str.startswith(metrics)]
+        for value, its in own.groupby("value", sort=False):
+            figures = its.groupby(["optimizer", "clip_threshold"])["median"].max()
+            digits = 0 if (its["unit"] == "steps").all() else 2
+            cells = {"case": f"{title}, {value}" if value else title}
+            for form in FORMS:
+                figure = short(figures[form.optimizer, form.clip_threshold], digits)
+                name = label(form.optimizer)
+                cells[name] = f"{cells[name]} ({figure})" if name in cells else figure
+            found.append(cells)
+    return table(DataFrame(found), 1)
+
+
+def short(figure: float, digits: int) -> str:
+    """Return a figure with at most this many decimals, fewer where it is large; "-" where there is none."""
+    if isna(figure):
+        return "-"
+    if math.isinf(figure):
+        return "not finite"
+    if figure >= 1e5:
+        return f"{figure:.0e}".replace("e+", "e").replace("e0", "e")
+    return f"{figure:,.{0 if figure >= 100 else min(digits, 1) if figure >= 10 else digits}f}"

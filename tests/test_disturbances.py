@@ -1,0 +1,166 @@
+"""Gradients that are no ordinary ones: by default no step is longer than three usual ones and idle experts come back.
+
+The cases are those of `bench.disturbances`, on small weights; the paper's form fails them, so that these tests can.
+The runs of a GPT are too long for a test: what was measured stands in bench/results/disturbances.csv.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from bench import rows
+from bench.disturbances import experts, gpt, steps
+from bench.disturbances.__main__ import CASES
+from bench.disturbances.forms import DEFAULT, FORMS, OWN, Form, bounded, paper
+from bench.disturbances.steps import Case
+
+LONGEST = 3.0  # usual steps
+VARIANTS = ("smok-hop", "subspace-only", "complement-only")
+UNBOUNDED = [method for method in OWN if method != "complement-only"]  # its only part is orthogonalised in every form
+SHAPE = (64, 128)
+DISTURBED = {
+    "a larger gradient": Case("spike", "100", SHAPE, (100.0,)),
+    "a gradient beyond all others": Case("spike", "1e4", SHAPE, (1e4,)),
+    "zeros": Case("zeros", "100", SHAPE, (0.0,) * 100, returning=True),
+    "tiny gradients": Case("faint", "120", SHAPE, (1e-4,) * 120, returning=True),
+    "larger gradients for good": Case("scale", "1e4", SHAPE, (1e4,) * 40, lasting=True),
+    "beyond float32's squares": Case("huge", "1e23", SHAPE, (1e23,), scale=1e-6),
+}
+LONG = {
+    "a silent row": Case("row", "400", SHAPE, (0.0,) * 400, returning=True, rows=1),
+    "tiny gradients beyond all patience": Case("faint", "1500", SHAPE, (1e-4,) * 1500, returning=True),
+    "smaller gradients for good": Case("scale", "1e-3", SHAPE, (1e-3,) * 1500, lasting=True),
+}
+SHORT = ("a gradient beyond all others", "zeros", "larger gradients for good", "beyond float32's squares")
+SLOW = pytest.mark.slow
+
+
+@cache
+def figures(case, form, backend):
+    return steps.figures(case, form, backend=backend)
+
+
+def longest(case, form, backend):
+    return max(figure for figure, unit in figures(case, form, backend).values() if unit == "usual steps")
+
+
+@pytest.mark.parametrize("case", [*DISTURBED, *(pytest.param(name, marks=SLOW) for name in LONG)])
+@pytest.mark.parametrize("method", OWN)
+def test_no_step_is_longer_than_three_usual_ones(method, case):
+    assert longest((DISTURBED | LONG)[case], bounded(method), "torch") <= LONGEST
+
+
+@pytest.mark.parametrize("case", SHORT)
+@pytest.mark.parametrize("method", OWN)
+def test_nor_is_one_of_the_specification(method, case):
+    small = replace(DISTURBED[case], shape=(32, 64))
+    assert longest(small, bounded(method), "reference") <= LONGEST
+
+
+@pytest.mark.parametrize("case", DISTURBED)
+@pytest.mark.parametrize("method", UNBOUNDED)
+def test_the_papers_form_has_no_such_bound(method, case):
+    assert longest(DISTURBED[case], paper(method), "torch") > LONGEST
+
+
+def test_the_papers_form_is_not_finite_after_a_huge_gradient_even_if_all_of_it_is_orthogonalised():
+    case = DISTURBED["beyond float32's squares"]
+    assert longest(case, paper("complement-only"), "torch") == math.inf
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_larger_gradients_for_good_are_followed_in_some_ten_steps(method):
+    figure, unit = figures(DISTURBED["larger gradients for good"], bounded(method), "torch")["as usual again after"]
+    assert figure <= 30 and unit == "steps"  # the momentum, too, has to forget
+
+
+@SLOW
+@pytest.mark.parametrize("method", OWN)
+def test_smaller_gradients_for_good_are_followed_once_patience_is_over(method):
+    figure, _ = figures(LONG["smaller gradients for good"], bounded(method), "torch")["as usual again after"]
+    assert figure <= 1300
+
+
+@cache
+def experts_worst(form):
+    """The worst loss after idle experts' return over the loss before, and the worst loss."""
+    before, worst = experts.figures(form, before=60, idle=100)
+    return worst / before, worst
+
+
+@pytest.mark.parametrize("method", [*OWN[:2], *(pytest.param(method, marks=SLOW) for method in VARIANTS)])
+def test_idle_experts_return_as_they_left_where_muons_do_not_and_the_papers_explode(method):
+    ratio, worst = experts_worst(bounded(method))
+    assert worst <= experts_worst(Form("muon"))[1] and ratio <= 1.5
+    assert experts_worst(paper(method))[0] > 1.5
+
+
+def test_both_optimizers_have_the_bound_that_is_disturbed():
+    for method in OWN:
+        optimizer = bounded(method).build([torch.nn.Parameter(torch.ones(2, 3))], 0.1)
+        assert optimizer.defaults["clip_threshold"] == DEFAULT
+        optimizer = paper(method).build([torch.nn.Parameter(torch.ones(2, 3))], 0.1)
+        assert optimizer.defaults["clip_threshold"] is None
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The figures of the committed rows by case, value, metric and form."""
+    return {
+        (row["case"], row["value"], row["metric"], Form(row["optimizer"], row["clip_threshold"])): float(row["median"])
+        for row in rows.read(rows.RESULTS / "disturbances.csv")
+        if row["median"]
+    }
+
+
+def test_recorded_are_all_cases_of_all_forms_from_one_clean_commit(recorded):
+    assert {(case, form) for case, _, _, form in recorded} == {(case, form) for case in CASES for form in FORMS}
+    commits = {row["commit"] for row in rows.read(rows.RESULTS / "disturbances.csv")}
+    assert len(commits) == 1 and not commits.pop().endswith("-dirty")
+
+
+def recorded_lengths(recorded, form, *cases):
+    """The steps of a form in usual ones."""
+    metrics = ("first step", f"largest of the next {steps.AFTER}", "largest step")
+    return [x for (case, _, metric, by), x in recorded.items() if by == form and case in cases and metric in metrics]
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_recorded_steps_are_at_most_three_usual_ones(recorded, method):
+    found = recorded_lengths(recorded, bounded(method), *CASES)
+    assert len(found) == sum(1 if case.lasting else 2 for case in steps.CASES) and max(found) <= LONGEST
+
+
+@pytest.mark.parametrize("case", dict.fromkeys(case.name for case in steps.CASES))
+@pytest.mark.parametrize("method", UNBOUNDED)
+def test_recorded_steps_of_the_papers_form_are_longer_in_every_case(recorded, method, case):
+    assert max(recorded_lengths(recorded, paper(method), case)) > LONGEST
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_recorded_idle_experts_end_no_worse_than_muons(recorded, method):
+    for idle in experts.IDLE:
+        own, muon = (
+            recorded["experts", f"{idle} steps", f"worst loss of the next {experts.AFTER}", form]
+            for form in (bounded(method), Form("muon"))
+        )
+        assert own <= muon
+
+
+@pytest.mark.parametrize("case", ["layer", "spikes"])
+@pytest.mark.parametrize("method", OWN)
+def test_recorded_disturbed_runs_end_no_worse_than_muons(recorded, method, case):
+    def lost(form):
+        return loss(case, form) - loss("undisturbed", form)
+
+    def loss(case, form):
+        return recorded[case, gpt.DISTURBANCES[case][0], "validation loss", form]
+
+    muon, own = Form("muon"), bounded(method)
+    assert lost(own) <= lost(muon)
+    if loss("undisturbed", own) <= loss("undisturbed", muon) or case == "spikes":
+        assert loss(case, own) <= loss(case, muon)
+    assert lost(paper(method)) > lost(own)
