@@ -77,6 +77,13 @@ def cut(norm: Tensor, bound: float) -> Tensor:
     return torch.where(norm > bound, bound / norm, 1.0)
 
 
+def tempered(a: Tensor, sizes: Tensor, verdict: Verdict, h: Hyper) -> Tensor:
+    """Return inverse roots a (B,k), lowered where c G of whitened ``sizes`` (B,k), a size each, is beyond kappa."""
+    assert h.clip_threshold is not None
+    excess = (sizes * verdict.scale[:, None]).nan_to_num(0.0) / h.clip_threshold
+    return a / excess.clamp(min=1).to(a.dtype)
+
+
 def norm(t: Tensor) -> Tensor:
     """Return Frobenius norms (B,) in float64: squares of whitened float32 may overflow."""
     return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64)
