@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference_kl
-from prokl.algorithm.evidence import Verdict
+from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
@@ -34,19 +34,8 @@ def whitening(G: Tensor, state: State, ops: Primitives) -> Whitening:
     return Whitening(QtG, ops.product(QtG, state["Q_R"]))
 
 
-class Sizes(NamedTuple):
-    """Root mean squares of the whitened gradient L^-1/2 G R^-1/2, in float64."""
-
-    rows: Tensor
-    """Of each direction of L (B,m)."""
-    columns: Tensor
-    """Of each direction of R (B,n)."""
-    whole: Tensor
-    """(B,)."""
-
-
 def whitened_sizes(A: Tensor, state: State) -> Sizes:
-    """Measure the gradient by the state before it."""
+    """Measure the gradient (B,m,n) in the eigenbases."""
     m, n = A.shape[-2:]
     whitened = A * state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
     rows, columns = (torch.linalg.vector_norm(whitened, dim=dim, dtype=torch.float64) for dim in (-1, -2))
@@ -62,10 +51,9 @@ def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
     if h.clip_threshold is None:
         return None, state
     rms = evidence.norm(A) / (A.shape[-2] * A.shape[-1]) ** 0.5
-    sizes = whitened_sizes(A, state)
-    verdict = evidence.judge(sizes.whole, rms, state, h)
-    own = {"inv_sqrt_lambda_L": sizes.rows, "inv_sqrt_lambda_R": sizes.columns}
-    return verdict, state | {key: evidence.tempered(state[key], size, verdict, h) for key, size in own.items()}
+    verdict = evidence.judge(whitened_sizes(A, state), rms, state, h)
+    factors = {"inv_sqrt_lambda_L": verdict.rows, "inv_sqrt_lambda_R": verdict.columns}
+    return verdict, state | {key: state[key] * factor for key, factor in factors.items()}
 
 
 def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:

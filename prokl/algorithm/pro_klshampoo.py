@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference
-from prokl.algorithm.evidence import Verdict
+from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
@@ -123,19 +123,8 @@ def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     return Energies(E, mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0), QtG, mm(QtG, state["Q_S"]))
 
 
-class Sizes(NamedTuple):
-    """Root mean squares of the whitened gradient L^-1/2 G R^-1/2, in float64."""
-
-    rows: Tensor
-    """Of each direction of L (B,m)."""
-    columns: Tensor
-    """Of each direction of S (B,r)."""
-    whole: Tensor
-    """In the subspace or beside it, whichever is larger (B,)."""
-
-
 def whitened_sizes(energies: Energies, roots: Roots, n: int) -> Sizes:
-    """Measure the gradient by the state before it."""
+    """Measure the gradient; the whole is in the subspace or beside it, whichever is larger."""
     m, r = energies.A.shape[-2:]
     inside = energies.A * roots.a_L[:, :, None] * roots.a_S[:, None, :]
     beside = (energies.e_res.sqrt() * roots.a_L * roots.a_mu[:, None]).double()
@@ -156,10 +145,8 @@ def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) 
     rest = energies.e_res.sqrt()[:, :, None]
     rms = torch.hypot(evidence.norm(energies.QtG), evidence.norm(rest)) / (rest.shape[1] * n) ** 0.5
     sizes = whitened_sizes(energies, roots, n)
-    verdict = evidence.judge(sizes.whole, rms, state, h)
-    a_L = evidence.tempered(roots.a_L, sizes.rows, verdict, h)
-    a_S = evidence.tempered(roots.a_S, sizes.columns, verdict, h)
-    return verdict, roots._replace(a_L=a_L, a_S=a_S)
+    verdict = evidence.judge(sizes, rms, state, h)
+    return verdict, roots._replace(a_L=roots.a_L * verdict.rows, a_S=roots.a_S * verdict.columns)
 
 
 def momentum(
