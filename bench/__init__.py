@@ -5,6 +5,7 @@ steps, ``pytest bench`` stages and kernels; ``compile_report`` compiles; ``summa
 recorded in ``results``; ``c4`` makes data. What they are built from:
 
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
+* ``disturbances``: what spikes, silence and other scales of gradients do; a command like those above.
 * ``training``: data, one training loop; ``experiments``: the paper's tables and figures, ``pretrain`` the smallest.
 * ``steps``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first; ``timing_tables``: its tables.
 * ``compiled``: launches of kernels, and what the compilers make of them and of csrc.

@@ -17,7 +17,7 @@ STEPS: tuple[Line, ...] = (
     ("zero gradients", "zeros", ("first step", "largest of the next")),
     ("gradients of 1e-4", "faint", ("first step", "largest of the next")),
     ("one row zero", "row", ("first step", "largest of the next")),
-    ("the same, the row's own step", "row", ("first step of the row",)),
+    ("the same, the row's own step", "row", ("row's",)),
     ("gradients of 1e-6, then one larger", "huge", ("first step", "largest of the next")),
     ("another scale for good", "scale", ("largest step",)),
     ("the same, steps until as usual", "scale", ("as usual again after",)),
