@@ -94,7 +94,6 @@ def momentum_kernel(
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
-    at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
     # Scalars come as fp64 and are rounded once; tl.full also takes the interpreter's Python floats.
     x = tl.load(G_at, m_active, 0.0).to(DTYPE)
     if HAS_SCALE:
@@ -106,12 +105,13 @@ def momentum_kernel(
         y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
         tl.store(whole2_ptr + i, tl.sum(y * y))
         y -= par
-        tl.store(G_hat_perp_ptr + at, y, mask)
+        # The address as late as it is needed: before, it takes registers, which spilt on sm_100.
+        tl.store(G_hat_perp_ptr + (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask)
         tl.store(size2_ptr + i, tl.sum(y * y))
 
 
 # m, n: block of M and of the residual; k: how much of r is added at a time.
-# The accumulator and the tile of G, M and the output share the registers.
+# The accumulator and the tile of G, M and the output share the registers: twice as wide, they spill at odd sizes.
 TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 8, 3),)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 

@@ -71,7 +71,10 @@ class KLTranscription:
         if self.guard.kappa is not None and not G.any():
             return
         s = torch.outer(self.s_L, self.s_R)
-        self.guard.look(float((Q_L.T @ G @ Q_R * s).square().mean().sqrt()))
+        squares = (Q_L.T @ G @ Q_R * s).square()
+        self.guard.look(float(squares.mean().sqrt()))
+        s_L = self.guard.temper(self.s_L, squares.mean(dim=1).sqrt())
+        s = torch.outer(s_L, self.guard.temper(self.s_R, squares.mean(dim=0).sqrt()))
         G = self.guard.c * G
         unit = max(self.lambda_0, float(G.square().mean().sqrt()))
         self.M = torch.lerp(self.M, G, 1 - self.momentum)

@@ -50,7 +50,7 @@ def test_a_silent_row_is_the_first_alone_and_what_counts_is_its_return(plain):
     assert not silent[:, 0].any() and silent[:, 1].all() and each[case.start :].all()
     assert len(each) == case.start + 1 + steps.AFTER
     own = float(each[case.start, 0] / each[steps.BEFORE - steps.AFTER : steps.BEFORE, 0].mean())
-    assert steps.figures(case, MUON)["first step of the row"] == (pytest.approx(own), "usual steps of the row")
+    assert steps.figures(case, MUON)["row's first step"] == (pytest.approx(own), "usual steps")
 
 
 def test_another_scale_for_good_is_as_usual_when_it_stays_so(monkeypatch):

@@ -99,7 +99,8 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
     state = {"trust": torch.tensor(trusts * len(SIZES), dtype=torch.float64)}
     if lambda_0 is not None:
         state["lambda_0"] = torch.full_like(state["trust"], lambda_0)
-    verdict = evidence.judge(torch.tensor(sizes, dtype=torch.float64), torch.full_like(state["trust"], rms), state, h)
+    whole, none = torch.tensor(sizes, dtype=torch.float64), torch.zeros(len(sizes), 2, dtype=torch.float64)
+    verdict = evidence.judge(evidence.Sizes(none, none, whole), torch.full_like(whole, rms), state, h)
     for b, size in enumerate(sizes):
         own = {key: value[b] for key, value in state.items()}
         c, evident, changed = reference.admit(size, rms, own, h)

@@ -68,6 +68,15 @@ class Guard:
         else:
             self.trust = min(1.0, self.trust + 1 - self.beta2)
 
+    def temper(self, a, sizes):
+        """Lower the inverse root of each direction in which c G is beyond the threshold, as far as it is."""
+        if self.kappa is None:
+            return a
+        self.acted |= bool((self.c * sizes > self.kappa).any())
+        return torch.tensor(
+            [x / max(1.0, self.c * float(size) / self.kappa) for x, size in zip(a, sizes, strict=True)]
+        ).to(a)
+
     def hold(self, D, entries):
         """Bring a whitened part of the direction down to the norm that it may have."""
         most, norm = self.gain * math.sqrt(entries), float(torch.linalg.matrix_norm(D))
@@ -138,7 +147,13 @@ class ProTranscription:
         # Between refreshes Q_S is no orthogonal basis: the part inside is measured in its coordinates.
         inside = a_L @ self.Q_short.T @ G @ self.U @ self.Q_S @ a_S
         beside = a_L @ self.Q_short.T @ G @ root_R @ outside
+        self.row_sizes = ((inside.square().sum(dim=1) + beside.square().sum(dim=1)) / self.n).sqrt()
+        self.column_sizes = inside.square().mean(dim=0).sqrt()
         return float(max(inside.square().mean(), beside.square().sum() / (self.m * (self.n - self.r))) ** 0.5)
+
+    def _roots_of_the_direction(self):
+        short = self.guard.temper(self.damped(self.s_short), self.row_sizes)
+        return torch.diag(short), torch.diag(self.guard.temper(self.damped(self.s_S), self.column_sizes))
 
     def _measure_in(self, lambda_0):
         """Take the start value as the unit of ceilings and damping; 1 for a number."""
@@ -222,13 +237,14 @@ class ProTranscription:
         G_hat_par = G_hat @ U
         G_hat_perp = G_hat - G_hat_par @ U.T
         # (2) update direction
-        D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        D_L, D_S = self._roots_of_the_direction()
         D_sub = Q_L @ D_L @ Q_L.T @ G_hat_par @ Q_S @ D_S @ Q_S.T @ U.T
         D_res = self._residual_direction(G_hat, G_hat_perp, Q_L @ D_L @ Q_L.T @ G_hat_perp)
         self._move(D_res, D_sub)
         if not self.guard.learns:
             return
         # (3) statistics of the raw gradient
+        D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         G_til = G @ U
         G_perp = G - G_til @ U.T
         ldiag = (Q_L.T @ G_til @ Q_S @ D_S).square().mean(dim=1)
@@ -261,13 +277,14 @@ class ProTranscription:
         G_hat_par = U.T @ G_hat
         G_hat_perp = G_hat - U @ G_hat_par
         # (2)
-        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
+        D_R, D_S = self._roots_of_the_direction()
         D_sub = U @ Q_S @ D_S @ Q_S.T @ G_hat_par @ Q_R @ D_R @ Q_R.T
         D_res = self._residual_direction(G_hat, G_hat_perp, G_hat_perp @ Q_R @ D_R @ Q_R.T)
         self._move(D_res, D_sub)
         if not self.guard.learns:
             return
         # (3)
+        D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         G_til = U.T @ G
         G_perp = G - U @ G_til
         short_diag = (D_S @ Q_S.T @ G_til @ Q_R).square().mean(dim=0)

@@ -100,7 +100,8 @@ def figures(case: Case, form: Form, **settings: Any) -> dict[str, tuple[float, s
     }
     if case.rows is not None:
         own = in_usual_steps(each[:, : case.rows], case.start)
-        found["first step of the row"] = (own[0].item(), "usual steps of the row")
+        found["row's first step"] = (own[0].item(), "usual steps")
+        found[f"row's largest of the next {AFTER}"] = (own[1:].max().item(), "usual steps")
     return found
 
 

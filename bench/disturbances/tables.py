@@ -19,7 +19,7 @@ STEPS: tuple[Line, ...] = (
     ("zero gradients", "zeros", LENGTHS),
     ("gradients of 1e-4", "faint", LENGTHS),
     ("one row zero", "row", LENGTHS),
-    ("the same, the row's own step", "row", ("first step of the row",)),
+    ("the same, the row's own step", "row", tuple(f"row's {metric}" for metric in LENGTHS)),
     ("gradients of 1e-6, then one larger", "huge", LENGTHS),
     ("another scale for good", "scale", ("largest step",)),
     ("the same, steps until as usual", "scale", ("as usual again after",)),
@@ -31,7 +31,7 @@ LOSSES: tuple[Line, ...] = (
     ("GPT, a layer's gradients zero", "layer", ("validation loss",)),
     ("GPT, gradient spikes", "spikes", ("validation loss",)),
 )
-DIGITS = {"steps": 0, "usual steps": 2, "usual steps of the row": 2}
+DIGITS = {"steps": 0, "usual steps": 2}
 """Decimals by unit; of losses more."""
 
 

@@ -153,8 +153,8 @@ def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), QtG, QtG @ state["Q_S"]
 
 
-def _admitted(size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
-    scale, _, changed = reference.admit(size, state, h)
+def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
+    scale, _, changed = reference.admit(size, reference.rms(G), state, h)
     return state["trust"].new_tensor(scale), (state | changed)["trust"]
 
 
@@ -235,10 +235,12 @@ STAGES = (
     replace(
         _pro(
             "decide",
-            lambda G, state, h: _admitted(reference.whitened_size(G, state, h), state, h),
+            lambda G, state, h: _admitted(G, reference.whitened_size(G, state, h), state, h),
             replace(
                 _kl(
-                    "decide", _kl_decide, lambda G, state, h: _admitted(reference_kl.whitened_size(G, state), state, h)
+                    "decide",
+                    _kl_decide,
+                    lambda G, state, h: _admitted(G, reference_kl.whitened_size(G, state), state, h),
                 ),
                 inputs=surprising(kl_inputs),
             ),

@@ -7,16 +7,17 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 * Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
   then takes c G for G. Every eigenvalue mean grows by at most beta2 + (1 - beta2) kappa^2 a step, both factors' product
   by its square: 2.2 in units of the gradient with the defaults, so that 1e4 times larger ones are followed in 12 steps.
-  One direction alone may grow by up to (1 - beta2) kappa^2 m: a row that wakes needs a step or two, and no bound of its
-  own. A lone gradient of size kappa among independent ones of size 1 makes the whitened momentum
+  A lone gradient of size kappa among independent ones of size 1 makes the whitened momentum
   sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 2.9 times.
+* A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
+  step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
 * The whitened momentum itself is held below what gradients of size 1 that never change direction amount to.
 * A gradient below QUIET leaves factors, eigenvalues and bases as they are: it is silence, not evidence of small
   gradients. That takes a state which gradients of its size have confirmed, and ends after PATIENCE such gradients, so
   that neither a start out of proportion nor a lasting change of scale is kept. A gradient of exactly zero does nothing
   at all.
 
-Dimension key: B matrices.
+Dimension key: B matrices, m short side, k size of the long side's factor.
 """
 
 from __future__ import annotations
@@ -42,34 +43,56 @@ ALWAYS_MOVE = ("M", "trust", "clipped", "lambda_0")
 """State that a silent gradient changes, too."""
 
 
+class Sizes(NamedTuple):
+    """Root mean squares of the whitened gradient, by the state before it, in float64."""
+
+    rows: Tensor
+    """Of each direction of the short side's factor (B,m)."""
+    columns: Tensor
+    """Of each direction of the long side's factor (B,k)."""
+    whole: Tensor
+    """What the decision goes by (B,)."""
+
+
 class Verdict(NamedTuple):
     """The decision about one gradient a matrix."""
 
     scale: Tensor
     """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by."""
+    rows: Tensor
+    """(B,m), in (0, 1]: what the direction multiplies the short side's inverse roots by."""
+    columns: Tensor
+    """(B,k), likewise of the long side."""
     evident: Tensor
     """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays."""
+    bounded: Tensor
+    """(B,) bool: whether something is below 1."""
     changed: State
     """The new trust and, for "auto", lambda_0 (B,)."""
 
 
-def judge(size: Tensor, rms: Tensor, state: State, h: Hyper) -> Verdict:
-    """Decide about gradients of whitened ``size`` and root mean square ``rms`` (B,), float64.
+def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
+    """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,), float64.
 
     One whose size is not finite is ignored altogether. An "auto" start that has not been confirmed yet takes c G for
     its initialising gradient where that is larger: lambda_0, the unit of its ceilings and damping, grows along.
     """
-    kappa, trust = h.clip_threshold, state["trust"]
+    kappa, trust, size = h.clip_threshold, state["trust"], sizes.whole
     assert kappa is not None
     known, trusted = size.isfinite(), trust > TRUSTED
     quiet, beyond = size < QUIET, known & (size > kappa)
     scale = torch.where(beyond, kappa / size, known.to(size.dtype))
+    rows, columns = (
+        1 / ((scale / kappa)[:, None] * t).nan_to_num(0.0).clamp(min=1) for t in (sizes.rows, sizes.columns)
+    )
     gained = (1 - h.beta2) * (known & ~quiet & ~beyond).to(trust.dtype)
     changed = {"trust": (trust + gained - quiet.to(trust.dtype) / (2 * PATIENCE)).clamp(0, 1)}
     if "lambda_0" in state:
         start = state["lambda_0"]
         changed["lambda_0"] = torch.where(beyond & ~trusted, start.maximum((scale * rms).to(start.dtype)), start)
-    return Verdict(scale.to(trust.dtype), known & ~(quiet & trusted), changed)
+    bounded = (scale < 1) | (rows < 1).any(dim=-1) | (columns < 1).any(dim=-1)
+    scale, rows, columns = (t.to(trust.dtype) for t in (scale, rows, columns))
+    return Verdict(scale, rows, columns, known & ~(quiet & trusted), bounded, changed)
 
 
 def cut(norm: Tensor, bound: float) -> Tensor:
@@ -84,7 +107,4 @@ def norm(t: Tensor) -> Tensor:
 
 def count(verdict: Verdict, factor: Tensor | None, state: State) -> Tensor:
     """Return how many steps were bounded so far (B,), by ``verdict`` or by the ``factor`` of :func:`cut`."""
-    bounded = verdict.scale < 1
-    if factor is not None:
-        bounded = bounded | (factor < 1)
-    return state["clipped"] + bounded
+    return state["clipped"] + (verdict.bounded if factor is None else verdict.bounded | (factor < 1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference_kl
-from prokl.algorithm.evidence import Verdict
+from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
@@ -34,18 +34,26 @@ def whitening(G: Tensor, state: State, ops: Primitives) -> Whitening:
     return Whitening(QtG, ops.product(QtG, state["Q_R"]))
 
 
-def whitened_size(A: Tensor, state: State) -> Tensor:
-    """Return the rms (B,) of L^-1/2 G R^-1/2, in float64."""
+def whitened_sizes(A: Tensor, state: State) -> Sizes:
+    """Measure the gradient (B,m,n) in the eigenbases."""
+    m, n = A.shape[-2:]
     whitened = A * state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-    return evidence.norm(whitened) / (A.shape[-2] * A.shape[-1]) ** 0.5
+    rows, columns = (torch.linalg.vector_norm(whitened, dim=dim, dtype=torch.float64) for dim in (-1, -2))
+    return Sizes(rows / n**0.5, columns / m**0.5, torch.linalg.vector_norm(rows, dim=-1) / (m * n) ** 0.5)
 
 
-def decide(A: Tensor, state: State, h: Hyper) -> Verdict | None:
-    """Decide about the gradient by its whitened size; None in the authors' form."""
+def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
+    """Decide about the gradient by its whitened sizes; None in the authors' form.
+
+    Returns:
+        The decision, and the state whose eigenvalues the direction takes.
+    """
     if h.clip_threshold is None:
-        return None
+        return None, state
     rms = evidence.norm(A) / (A.shape[-2] * A.shape[-1]) ** 0.5
-    return evidence.judge(whitened_size(A, state), rms, state, h)
+    verdict = evidence.judge(whitened_sizes(A, state), rms, state, h)
+    factors = {"inv_sqrt_lambda_L": verdict.rows, "inv_sqrt_lambda_R": verdict.columns}
+    return verdict, state | {key: state[key] * factor for key, factor in factors.items()}
 
 
 def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
@@ -143,15 +151,15 @@ class KLShampooMethod:
 
     def whitened_size(self, G: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
-        return whitened_size(whitening(G, state, ops).A, state)
+        return whitened_sizes(whitening(G, state, ops).A, state).whole
 
     def direction(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        M = momentum(G, decide(whitening(G, state, ops).A, state, h), state, h)
-        return Direction(direction(M, state, h, ops)[0], decay_after=True)
+        verdict, used = decide(whitening(G, state, ops).A, state, h)
+        return Direction(direction(momentum(G, verdict, state, h), used, h, ops)[0], decay_after=True)
 
     def step(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
@@ -159,9 +167,9 @@ class KLShampooMethod:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
         found = whitening(G, state, ops)
-        verdict = decide(found.A, state, h)
+        verdict, used = decide(found.A, state, h)
         M = momentum(G, verdict, state, h)
-        delta, factor = direction(M, state, h, ops)
+        delta, factor = direction(M, used, h, ops)
         new = {"M": M} | statistics(G, found, verdict, state, h, ops)
         if verdict is not None:
             new |= verdict.changed | {"clipped": evidence.count(verdict, factor, state)}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference
-from prokl.algorithm.evidence import Verdict
+from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
@@ -123,21 +123,30 @@ def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     return Energies(E, mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0), QtG, mm(QtG, state["Q_S"]))
 
 
-def whitened_size(energies: Energies, roots: Roots, n: int) -> Tensor:
-    """Return the rms (B,) of L^-1/2 G R^-1/2 in the subspace or beside it, whichever is larger, in float64."""
+def whitened_sizes(energies: Energies, roots: Roots, n: int) -> Sizes:
+    """Measure the gradient; the whole is in the subspace or beside it, whichever is larger."""
     m, r = energies.A.shape[-2:]
     inside = energies.A * roots.a_L[:, :, None] * roots.a_S[:, None, :]
-    beside = (energies.e_res.sqrt() * roots.a_L * roots.a_mu[:, None])[:, :, None]
-    return torch.maximum(evidence.norm(inside) / (m * r) ** 0.5, evidence.norm(beside) / (m * (n - r)) ** 0.5)
+    beside = (energies.e_res.sqrt() * roots.a_L * roots.a_mu[:, None]).double()
+    rows, columns = (torch.linalg.vector_norm(inside, dim=dim, dtype=torch.float64) for dim in (-1, -2))
+    subspace, complement = (torch.linalg.vector_norm(t, dim=-1) for t in (rows, beside))
+    whole = torch.maximum(subspace / (m * r) ** 0.5, complement / (m * (n - r)) ** 0.5)
+    return Sizes(torch.hypot(rows, beside) / n**0.5, columns / m**0.5, whole)
 
 
-def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) -> Verdict | None:
-    """Decide about the gradient by its whitened size; None in the paper's form."""
+def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) -> tuple[Verdict | None, Roots]:
+    """Decide about the gradient by its whitened sizes; None in the paper's form.
+
+    Returns:
+        The decision, and the roots that the direction takes.
+    """
     if h.clip_threshold is None:
-        return None
+        return None, roots
     rest = energies.e_res.sqrt()[:, :, None]
     rms = torch.hypot(evidence.norm(energies.QtG), evidence.norm(rest)) / (rest.shape[1] * n) ** 0.5
-    return evidence.judge(whitened_size(energies, roots, n), rms, state, h)
+    sizes = whitened_sizes(energies, roots, n)
+    verdict = evidence.judge(sizes, rms, state, h)
+    return verdict, roots._replace(a_L=roots.a_L * verdict.rows, a_S=roots.a_S * verdict.columns)
 
 
 def momentum(
@@ -312,16 +321,16 @@ class ProKLShampooMethod:
     def whitened_size(self, G: Tensor, state: State, h: ProHyper, ops: Primitives) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
         found = energies(project(G, state, None, ops), state, ops)
-        return whitened_size(found, damped_roots(state, h), G.shape[-1])
+        return whitened_sizes(found, damped_roots(state, h), G.shape[-1]).whole
 
     def direction(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G: stages (1) and (2)."""
         projected, roots = project(G, state, active, ops), damped_roots(state, h)
-        verdict = decide(energies(projected, state, ops), state, roots, h, G.shape[-1])
+        verdict, used = decide(energies(projected, state, ops), state, roots, h, G.shape[-1])
         _, lookahead = momentum(G, projected, verdict, state, h, active, ops)
-        return direction(lookahead, state, roots, h, aspect_scale, ops)[0]
+        return direction(lookahead, state, used, h, aspect_scale, ops)[0]
 
     def step(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
@@ -329,9 +338,9 @@ class ProKLShampooMethod:
         """Do stages (1) to (4); arguments as :meth:`prokl.algorithm.method.Method.step` has them."""
         projected, roots = project(G, state, active, ops), damped_roots(state, h)
         found = energies(projected, state, ops)
-        verdict = decide(found, state, roots, h, G.shape[-1])
+        verdict, used = decide(found, state, roots, h, G.shape[-1])
         M, lookahead = momentum(G, projected, verdict, state, h, active, ops)
-        delta, factor = direction(lookahead, state, roots, h, aspect_scale, ops)
+        delta, factor = direction(lookahead, state, used, h, aspect_scale, ops)
         del lookahead  # memory for the rest
         moments, sample = statistics(projected, found, verdict, state, roots, h, active, ops)
         turned = track_subspace(projected, verdict, sample, state | moments, h, ops)

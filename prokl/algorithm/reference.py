@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,16 @@ def newton_schulz(
     return Y.to(X.dtype)
 
 
-def whitened_size(G: Tensor, state: State, h: ProHyper) -> float:
-    """Return the rms of L^-1/2 G R^-1/2 in the subspace or beside it, whichever is larger. G (m,n)."""
+class Sizes(NamedTuple):
+    """Root mean squares of L^-1/2 G R^-1/2: of each direction of both factors, and what the decision goes by."""
+
+    rows: Tensor
+    columns: Tensor
+    whole: float
+
+
+def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> Sizes:
+    """Measure G (m,n): rows (m,) of Q_L, columns (r,) of Q_S, the larger one of subspace and complement."""
     m, n = G.shape
     U, Q_L, Q_S = state["U"], state["Q_L"], state["Q_S"]
     r = U.shape[1]
@@ -72,9 +81,19 @@ def whitened_size(G: Tensor, state: State, h: ProHyper) -> float:
     a_mu = damped(state["inv_sqrt_mu"], state, h.eps).double()
     Gt = G @ U
     G_perp = G - Gt @ U.mT
-    inside = a_L.diag() @ (Q_L.mT @ Gt @ Q_S).double() @ a_S.diag()
-    beside = a_mu * a_L.diag() @ (Q_L.mT @ G_perp).double()
-    return float(max(inside.square().sum() / (m * r), beside.square().sum() / (m * (n - r))) ** 0.5)
+    inside = (a_L.diag() @ (Q_L.mT @ Gt @ Q_S).double() @ a_S.diag()).square()
+    beside = (a_mu * a_L.diag() @ (Q_L.mT @ G_perp).double()).square()
+    rows = ((inside.sum(dim=1) + beside.sum(dim=1)) / n).sqrt()
+    whole = float(max(inside.sum() / (m * r), beside.sum() / (m * (n - r))) ** 0.5)
+    return Sizes(rows, inside.mean(dim=0).sqrt(), whole)
+
+
+def tempered(s: Tensor, sizes: Tensor, c: float, h: Hyper) -> tuple[Tensor, bool]:
+    """Lower inverse roots (k,) of directions where c G has a size (k,) beyond the threshold; True if one is."""
+    if h.clip_threshold is None or not math.isfinite(float(sizes.sum())):
+        return s, False
+    excess = c * sizes / h.clip_threshold
+    return s / excess.clamp(min=1).to(s.dtype), bool((excess > 1).any())
 
 
 def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool, State]:
@@ -123,20 +142,19 @@ def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tenso
     return M, G_par, G_perp
 
 
-def subspace_direction(G_par: Tensor, state: State, h: ProHyper) -> tuple[Tensor, bool]:
+def subspace_direction(G_par: Tensor, state: State, a_L: Tensor, a_S: Tensor, h: ProHyper) -> tuple[Tensor, bool]:
     """Compute (2) Delta_sub = L^-1/2 G^par S^-1/2 U^T, and whether it was bounded. G^par (m,r) -> (m,n)."""
-    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
-    a_S = damped(state["inv_sqrt_lambda_S"], state, h.eps)
     Q_L, Q_S = state["Q_L"], state["Q_S"]
     whitened = Q_L @ a_L.diag() @ Q_L.mT @ G_par @ Q_S @ a_S.diag() @ Q_S.mT
     whitened, cut = bounded(whitened, G_par.numel(), h)
     return whitened @ state["U"].mT, cut
 
 
-def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> tuple[Tensor, bool]:
+def complement_direction(
+    G_perp: Tensor, state: State, a_L: Tensor, h: ProHyper, aspect_scale: float
+) -> tuple[Tensor, bool]:
     """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp, bounded. (m,n) -> (m,n)."""
     m, n = G_perp.shape
-    a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.variant in POLAR_VARIANTS:
         whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
@@ -144,16 +162,34 @@ def complement_direction(G_perp: Tensor, state: State, h: ProHyper, aspect_scale
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 
 
-def direction(G_par: Tensor, G_perp: Tensor, state: State, h: ProHyper, aspect_scale: float) -> tuple[Tensor, bool]:
-    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded."""
-    total, cut = torch.zeros_like(G_perp), False
+def direction(
+    G_par: Tensor,
+    G_perp: Tensor,
+    state: State,
+    h: ProHyper,
+    aspect_scale: float,
+    c: float = 1.0,
+    sizes: Sizes | None = None,
+) -> tuple[Tensor, bool]:
+    """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded.
+
+    ``sizes`` are those of the raw gradient, of which the momentum took c times; None leaves all directions as they are.
+    """
+    a_L, a_S = (damped(state[f"inv_sqrt_lambda_{key}"], state, h.eps) for key in "LS")
+    cuts = [False]
+    if sizes is not None:
+        (a_L, left), (a_S, right) = tempered(a_L, sizes.rows, c, h), tempered(a_S, sizes.columns, c, h)
+        cuts += [left, right]
+    total = torch.zeros_like(G_perp)
     if h.variant in COMPLEMENT_VARIANTS:
-        part, cut = complement_direction(G_perp, state, h, aspect_scale)
+        part, cut = complement_direction(G_perp, state, a_L, h, aspect_scale)
         total = total + part
+        cuts.append(cut)
     if h.variant in SUBSPACE_VARIANTS:
-        part, own = subspace_direction(G_par, state, h)
-        total, cut = total + h.subspace_weight * part, cut or (own and h.subspace_weight > 0)
-    return total, cut
+        part, cut = subspace_direction(G_par, state, a_L, a_S, h)
+        total = total + h.subspace_weight * part
+        cuts.append(cut and h.subspace_weight > 0)
+    return total, any(cuts)
 
 
 def statistics(G: Tensor, state: State, h: ProHyper) -> State:
@@ -221,9 +257,10 @@ def step(
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = admit(whitened_size(G, state, h), rms(G), state, h)
+    sizes = whitened_sizes(G, state, h)
+    c, evident, decided = admit(sizes.whole, rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h)
-    delta, cut = direction(G_par, G_perp, state, h, aspect_scale)
+    delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c, sizes)
     W = (1 - h.lr * h.weight_decay) * W
     W = W - h.lr * delta
     new = state | {"M": M}

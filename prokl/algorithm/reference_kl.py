@@ -10,15 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.reference import State, admit, bounded, eigenvalue_ema, positive_qr, rms
+from prokl.algorithm.reference import Sizes, State, admit, bounded, eigenvalue_ema, positive_qr, rms, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 
 
-def whitened_size(G: Tensor, state: State) -> float:
-    """Return the rms of L^-1/2 G R^-1/2. G (m,n)."""
+def whitened_sizes(G: Tensor, state: State) -> Sizes:
+    """Measure L^-1/2 G R^-1/2 (m,n): its rows (m,), its columns (n,) and all of it."""
     s = state["inv_sqrt_lambda_L"].double().outer(state["inv_sqrt_lambda_R"].double())
-    return float(((state["Q_L"].mT @ G @ state["Q_R"]).double() * s).square().mean().sqrt())
+    squares = ((state["Q_L"].mT @ G @ state["Q_R"]).double() * s).square()
+    return Sizes(squares.mean(dim=1).sqrt(), squares.mean(dim=0).sqrt(), float(squares.mean().sqrt()))
 
 
 def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
@@ -26,16 +27,18 @@ def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
     return h.momentum * state["M"] + (1 - h.momentum) * G
 
 
-def direction(M: Tensor, state: State, h: Hyper) -> tuple[Tensor, bool]:
+def direction(M: Tensor, state: State, h: Hyper, c: float, sizes: Sizes) -> tuple[Tensor, bool]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
 
     The damping acts once, on the product of both sides; for "auto" it scales with lambda_0. True where bounded.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     start = state["lambda_0"] if "lambda_0" in state else 1.0
-    s = state["inv_sqrt_lambda_L"].outer(state["inv_sqrt_lambda_R"])
+    s_L, left = tempered(state["inv_sqrt_lambda_L"], sizes.rows, c, h)
+    s_R, right = tempered(state["inv_sqrt_lambda_R"], sizes.columns, c, h)
+    s = s_L.outer(s_R)
     whitened, cut = bounded((Q_L.mT @ M @ Q_R) * (s / (1 + h.eps * start * s)), M.numel(), h)
-    return Q_L @ whitened @ Q_R.mT, cut
+    return Q_L @ whitened @ Q_R.mT, cut or left or right
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
@@ -79,9 +82,10 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
-    c, evident, decided = admit(whitened_size(G, state), rms(G), state, h)
+    sizes = whitened_sizes(G, state)
+    c, evident, decided = admit(sizes.whole, rms(G), state, h)
     M = momentum(c * G, state, h)
-    delta, cut = direction(M, state, h)
+    delta, cut = direction(M, state, h, c, sizes)
     W = W - h.lr * delta
     W = W - h.lr * h.weight_decay * W
     new = state | {"M": M}

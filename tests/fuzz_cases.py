@@ -1,0 +1,210 @@
+"""The cases of :mod:`tests.fuzz`: shapes, settings and gradients, all drawn from one integer."""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl import KLShampoo, ProKLShampoo
+from tests.inputs import INF, NAN, VARIANTS
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+"""A gradient whose sum of squares is beyond this is not finite to the optimizers, in float64 too."""
+
+STRUCTURES = ("normal", "low rank", "rank one", "one row", "one column", "asleep")
+SIZES = ("usual", "tiny", "denormal", "huge", "brim", "largest")
+OTHERS = ("flip", "repeat", "zero", "missing", "not finite")
+CALM = ("normal", "low rank", "tiny", "huge", "flip", "repeat", "zero", "missing", "not finite")
+"""Kinds after which full-rank gradients leave the result unique."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer, its weights and how their gradients are drawn."""
+
+    seed: int
+    optimizer: type
+    settings: dict[str, Any]
+    path: str
+    """"reference", "torch" or "blind", as in tests.inputs."""
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    steps: int
+    unique: bool
+    """True if the result is unique up to rounding, so that every path must find it."""
+    kinds: tuple[str, ...]
+    """What gradients are drawn from; a kind may stand there several times."""
+    scale: float
+    """Usual size of a gradient's entries, log10."""
+    jumps: tuple[float, float]
+    """Probability and size, log10, of a lasting change of scale."""
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
+        return (
+            f"seed {self.seed}: {self.optimizer.__name__}({settings}) on {self.path}, {self.dtype} weights "
+            f"{self.shapes}, {self.steps} steps of {sorted(set(self.kinds))}, size 1e{self.scale:.1f}, "
+            f"jumps {self.jumps}"
+        )
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """Return the weights as they are at the start."""
+        g = torch.Generator().manual_seed(self.seed)
+        drawn = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in self.shapes)
+        return [torch.nn.Parameter(t.to(self.dtype)) for t in drawn]
+
+
+def _shape(rng: random.Random) -> tuple[int, ...]:
+    """Draw a vector, a matrix, a stack or a convolution, its sides up to 24 and 40."""
+    short, long = rng.choice([1, 1, 2, 3, rng.randint(1, 24), rng.randint(1, 24)]), rng.randint(1, 40)
+    form = rng.random()
+    if form < 0.1:  # square, or nearly
+        long = short + rng.choice([0, 0, 1])
+    sides = (short, long) if rng.random() < 0.5 else (long, short)
+    if math.prod(sides) == 1:
+        sides = (1, 2)
+    if form > 0.85:
+        k = rng.choice([2, 2, 3])
+        return (sides[0], max(1, sides[1] // k**2), k, k)
+    return (rng.randint(1, 4), *sides) if form > 0.65 else sides
+
+
+def _settings(rng: random.Random, pro: bool, unique: bool) -> dict[str, Any]:
+    """Draw hyper-parameters; those of a unique case let rounding grow by no more than a few orders."""
+    settings: dict[str, Any] = {
+        "lr": 10 ** rng.uniform(-4, 0),
+        "weight_decay": rng.choice([0.0, 0.0, 0.1, 1.0]),
+        "momentum": rng.choice([0.95, 0.95, 0.0, 0.5, 0.9, 0.99, rng.uniform(0, 0.99)]),
+        "beta2": rng.choice([0.95, 0.95, 0.9, 0.99] + ([] if unique else [0.0, 0.5, 0.999, rng.uniform(0, 0.999)])),
+        "eps": rng.choice([1e-8, 1e-8, 0.0, 1e-12, 1e-4, 1e-2]),
+        "precondition_frequency": rng.choice([10, *range(1, 11)]),
+        "init_eigenvalue": rng.choice(["auto", "auto", 0.1, 10 ** rng.uniform(-12, 12)]),
+        "clip_threshold": rng.choice([5.0, 5.0, 1 + 10 ** rng.uniform(-3, 2)]),
+        "maximize": rng.random() < 0.2,
+    }
+    if not unique:
+        settings["state_dtype"] = rng.choice([None, None, torch.bfloat16, torch.float32, torch.float64])
+    if pro:
+        settings["rank"] = rng.choice([rng.randint(1, 4), rng.randint(1, 40), 40])
+        settings["variant"] = rng.choice([VARIANTS[0], *VARIANTS])
+        settings["alpha_kl"] = rng.choice([0.01, 0.01, 0.0, 0.1, 1.0, 10.0])
+        settings["ns_steps"] = rng.choice([5, 5, 1, 2, 3, 4, 6, 8])
+        if not unique:
+            settings["ns_dtype"] = rng.choice([None, None, torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    return settings
+
+
+def draw(seed: int) -> Case:
+    """Return the case of a seed."""
+    rng = random.Random(seed)
+    unique, pro = rng.random() < 0.06, rng.random() < 0.7
+    dtype = torch.float64
+    if not unique:
+        dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
+    shapes: list[tuple[int, ...]] = []
+    for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
+        shapes.append(rng.choice(shapes) if shapes and rng.random() < 0.4 else _shape(rng))
+    settings = _settings(rng, pro, unique)
+    if unique:
+        kinds = [rng.choice(CALM) for _ in range(rng.randint(0, 3))]
+    else:
+        kinds = [rng.choice(STRUCTURES + SIZES + OTHERS) for _ in range(rng.randint(1, 5))]
+    if unique or rng.random() < 0.8:
+        kinds += rng.randint(len(kinds) + 1, 3 * len(kinds) + 1) * ["normal"]
+    path = rng.choice(["torch", "blind"] if unique else ["torch", "torch", "blind", "blind", "reference"])
+    return Case(
+        seed=seed,
+        optimizer=ProKLShampoo if pro else KLShampoo,
+        settings=settings,
+        path=path,
+        dtype=dtype,
+        shapes=tuple(shapes),
+        steps=rng.randint(8, rng.choice([12, 12, 12, 40])),
+        unique=unique,
+        kinds=tuple(kinds),
+        scale=rng.choice([0.0, -3.0, rng.uniform(-8, 4), rng.uniform(-22, 18)]),
+        jumps=(0.0, 0.0) if unique else (rng.choice([0.0, 0.0, 0.05, 0.3]), rng.choice([1.0, 4.0, 12.0, 30.0])),
+    )
+
+
+class _Stream:
+    """The gradients of one matrix, one after another."""
+
+    def __init__(self, case: Case, shape: tuple[int, int], rng: random.Random, generator: torch.Generator) -> None:
+        self.case, self.shape, self.rng, self.generator = case, shape, rng, generator
+        self.scale, self.last = case.scale, torch.zeros(shape, dtype=torch.float64)
+        self.asleep = torch.rand(shape[0], 1, generator=generator) < 0.3
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def _structured(self, kind: str) -> Tensor:
+        rows, cols = self.shape
+        G = self._normal(rows, cols)
+        if kind == "rank one":
+            G = self._normal(rows, 1) @ self._normal(1, cols)
+        elif kind == "low rank":  # with noise: the usual gradient
+            G = self._normal(rows, 3) @ self._normal(3, cols) + 0.1 * G
+        elif kind == "one row":
+            G = G * (torch.arange(rows) == self.rng.randrange(rows))[:, None]
+        elif kind == "one column":
+            G = G * (torch.arange(cols) == self.rng.randrange(cols))
+        elif kind == "asleep":
+            G = G * ~self.asleep
+        return G
+
+    def _size(self, kind: str) -> float:
+        """Draw the entries' size, log10."""
+        limits = torch.finfo(self.case.dtype)
+        if kind == "tiny":
+            return self.scale - self.rng.uniform(1, 12)
+        if kind == "denormal":
+            return math.log10(limits.smallest_normal) - self.rng.uniform(0, 3)
+        if kind == "huge":
+            return self.scale + self.rng.uniform(1, 4 if self.case.unique else 20)
+        if kind == "brim":  # the sum of squares is just about FLOAT32_MAX
+            return math.log10(self.rng.uniform(0.2, 1.1) * (FLOAT32_MAX / math.prod(self.shape)) ** 0.5)
+        return math.log10(limits.max) if kind == "largest" else self.scale
+
+    def draw(self, kind: str) -> Tensor:
+        """Return the next gradient, in float64; "missing" is up to the weight."""
+        probability, size = self.case.jumps
+        if self.rng.random() < probability:
+            self.scale += self.rng.uniform(-size, size)
+        if kind == "zero":
+            return torch.zeros(self.shape, dtype=torch.float64)
+        if kind == "flip":
+            self.last = -self.last
+        elif kind != "repeat":
+            limit = torch.finfo(self.case.dtype).max
+            size = min(max(self._size(kind), -320.0), 308.0)
+            self.last = (self._structured(kind) * 10**size).clamp(-limit, limit)
+        if kind != "not finite":
+            return self.last
+        bad = self.last.clone()
+        bad.view(-1)[self.rng.randrange(bad.numel())] = self.rng.choice([NAN, INF, -INF])
+        return bad
+
+
+def gradients(case: Case) -> Iterator[list[Tensor | None]]:
+    """Yield the gradients of every step, in the weights' dtype; kinds tend to stay."""
+    rng, generator = random.Random(case.seed + 0.5), torch.Generator().manual_seed(case.seed + 1)
+    streams, kinds = [], []
+    for shape in case.shapes:
+        count = shape[0] if len(shape) == 3 else 1
+        sides = shape[1:] if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
+        streams.append([_Stream(case, sides, rng, generator) for _ in range(count)])
+        kinds.append([rng.choice(case.kinds) for _ in range(count)])
+    for _ in range(case.steps):
+        step: list[Tensor | None] = []
+        for shape, own, kind in zip(case.shapes, streams, kinds, strict=True):
+            for i in range(len(own)):
+                if rng.random() < 0.5:
+                    kind[i] = rng.choice(case.kinds)
+            drawn = [stream.draw(k) for stream, k in zip(own, kind, strict=True)]
+            step.append(None if "missing" in kind else torch.stack(drawn).reshape(shape).to(case.dtype))
+        yield step

@@ -1,0 +1,170 @@
+"""Random cases of tests.fuzz, and the proof that its checks notice what they are there for."""
+
+import pytest
+import torch
+
+from prokl.algorithm import evidence, primitives
+from prokl.backends import qr, torch_ops
+from prokl.backends.io import TorchIO
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.engine.bucket import Bucket
+from tests import fuzz
+from tests.fuzz import examine, main
+from tests.fuzz_cases import OTHERS, SIZES, STRUCTURES, draw, gradients
+
+QUICK, ALL, CHUNK = 200, 1800, 20
+"""Cases of the default run; of CI's; of one test."""
+
+
+def chunks(first, last):
+    return [pytest.param(range(i, i + CHUNK), id=f"{i}-{i + CHUNK - 1}") for i in range(first, last, CHUNK)]
+
+
+def failures(seeds):
+    found = ((seed, examine(seed)) for seed in seeds)
+    return [(str(draw(seed)), lines) for seed, lines in found if lines]
+
+
+@pytest.mark.parametrize("seeds", chunks(0, QUICK))
+def test_whatever_comes_steps_are_bounded_and_the_state_is_sound(seeds):
+    assert failures(seeds) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", chunks(QUICK, ALL))
+def test_whatever_comes_steps_are_bounded_and_the_state_is_sound_in_many_more_cases(seeds):
+    assert failures(seeds) == []
+
+
+def uncut(patch):
+    patch.setattr(evidence, "cut", lambda norm, bound: torch.ones_like(norm))
+
+
+def unmasked(patch):
+    store = Bucket._store
+    patch.setattr(Bucket, "_store", lambda self, stack, value, active: store(self, stack, value, None))
+
+
+def unfiltered(patch):
+    gather = TorchIO.gather
+
+    def with_finite_norms(self, negate):
+        G, sq_norm = gather(self, negate)
+        return G, torch.where(sq_norm.isfinite(), sq_norm, 1.0)
+
+    patch.setattr(TorchIO, "gather", with_finite_norms)
+
+
+def without_ceilings(patch):
+    patch.setattr(torch_ops, "clipped_ema", lambda s, x, b, limit: primitives.clipped_ema(s, x, b, limit + torch.inf))
+
+
+def nearly_orthonormal(patch):
+    householder = qr.householder_qr
+    patch.setattr(qr, "householder_qr", lambda A: householder(A) * 1.001)
+
+
+def indefinite(patch):
+    product = TorchPrimitives.symmetric_product
+
+    def shifted(self, A, /, *, C=None, alpha=1.0, beta=1.0):
+        D = product(self, A, C=C, alpha=alpha, beta=beta)
+        return D if C is None else D - 1e-3 * D.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] * torch.eye(len(D[0]))
+
+    patch.setattr(TorchPrimitives, "symmetric_product", shifted)
+
+
+def lopsided(patch):
+    product = TorchPrimitives.symmetric_product
+
+    def skewed(self, A, /, *, C=None, alpha=1.0, beta=1.0):
+        D = product(self, A, C=C, alpha=alpha, beta=beta)
+        return D if C is None else D * (1 + 1e-3 * torch.ones_like(D).triu(1))
+
+    patch.setattr(TorchPrimitives, "symmetric_product", skewed)
+
+
+def imprecise(patch):
+    project = TorchPrimitives.project
+    patch.setattr(TorchPrimitives, "project", lambda self, *args: tuple(t * (1 + 1e-8) for t in project(self, *args)))
+
+
+def failing(patch):
+    patch.setattr(evidence, "count", lambda *args: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "sabotage, complaint",
+    [
+        (uncut, "moved: "),
+        (unmasked, "without a usable gradient, changed entries: "),
+        (unfiltered, "not counted as skipped: "),
+        (unfiltered, "not finite, entries: "),
+        (without_ceilings, "above its ceiling: "),
+        (nearly_orthonormal, "not orthonormal: "),
+        (indefinite, "not positive semi-definite: "),
+        (lopsided, "not symmetric: "),
+        (imprecise, "unlike the reference's: "),
+        (failing, "raised ZeroDivisionError: "),
+    ],
+)
+def test_a_broken_step_is_noticed(monkeypatch, sabotage, complaint):
+    sabotage(monkeypatch)
+    assert any(complaint in line for seed in range(100) for line in examine(seed))
+
+
+def test_a_case_is_its_seed():
+    for seed in range(20):
+        case, again = draw(seed), draw(seed)
+        assert case == again
+        for step, same in zip(gradients(case), gradients(again), strict=True):
+            for g, h in zip(step, same, strict=True):
+                assert (g is None) == (h is None)
+                assert g is None or torch.equal(g.nan_to_num(), h.nan_to_num())
+
+
+def test_cases_reach_every_kind_setting_and_path():
+    cases = [draw(seed) for seed in range(1000)]
+    assert {kind for case in cases for kind in case.kinds} == {*STRUCTURES, *SIZES, *OTHERS}
+    assert len({(case.optimizer, case.settings.get("variant"), case.path) for case in cases}) == 5 * 3
+    assert len({(case.dtype, case.settings.get("state_dtype")) for case in cases}) == 4 * 4
+    shapes = {shape for case in cases for shape in case.shapes}
+    assert {len(shape) for shape in shapes} == {2, 3, 4}
+    assert any(rows < cols for rows, cols in (s[-2:] for s in shapes)) and any(s[-2] > s[-1] for s in shapes)
+    assert sum(case.unique for case in cases) >= 30
+
+
+def test_the_command_prints_every_failure_and_a_summary(monkeypatch, capsys):
+    said = {8: ["moved: far", "moved: again"], 9: ["moved: too"]}
+    monkeypatch.setattr(fuzz, "examine", lambda seed: said.get(seed, []))
+    assert main(["--cases", "3", "--first", "7"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[:5] == [str(draw(8)), "    moved: far", "    moved: again", str(draw(9)), "    moved: too"]
+    assert out[5].startswith("2 of 3 cases failed") and out[6:] == ["      2  moved"]
+
+
+def test_the_command_prints_the_summary_so_far_after_ctrl_c(monkeypatch, capsys):
+    def examine_two(seed):
+        if seed == 2:
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(fuzz, "examine", examine_two)
+    assert main(["--cases", "10"]) == 130
+    assert capsys.readouterr().out.startswith("0 of 2 cases failed")
+
+
+def test_the_command_finds_with_two_processes_what_it_finds_with_one(capsys):
+    assert main(["--cases", "3", "--first", "20", "--jobs", "2"]) == 0
+    assert capsys.readouterr().out.startswith("0 of 3 cases failed")
+
+
+def test_without_the_bound_a_case_is_run_in_the_papers_form(monkeypatch):
+    monkeypatch.setattr(evidence, "judge", lambda *args: 1 / 0)
+    assert draw(1).path != "reference" and fuzz.examine_unbounded(1) == []
+
+
+@pytest.mark.parametrize("options", [("--cases", "0"), ("--first", "-1"), ("--jobs", "no")])
+def test_the_command_refuses_wrong_input_in_one_line(options, capsys):
+    assert main(list(options)) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
