@@ -64,7 +64,8 @@ class ProKLShampoo(MatrixOptimizer):
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
         clip_threshold: largest size of a gradient, whitened by the state before it, whose usual size is 1: beyond it
             the gradient is scaled down to it before momentum and statistics, which bounds the step and lets the
-            eigenvalues follow within some ten steps. The whitened momentum is held below what gradients of size 1 that
+            eigenvalues follow within some ten steps. A direction in which it is beyond that by itself, as a row that
+            wakes, is lowered to it in the step. The whitened momentum is held below what gradients of size 1 that
             never turn amount to; a gradient below 0.01 does not change factors and eigenvalues of a state that
             gradients of its size have confirmed, and a zero one does nothing at all. ``clipped()`` counts the bounded
             steps. None is the paper's form, whose steps have no bound.

@@ -56,15 +56,18 @@ class Guard:
 
     def look(self, size):
         """Take in the size of a gradient: sets c, whether statistics learn from it, and whether it makes a new unit."""
-        self.c, self.learns, self.acted, self.remeasures = 1.0, True, False, False
+        self.c, self.learns, self.acted, self.unit = 1.0, True, False, None
         if self.kappa is None:
             return
         trusted = self.trust > 0.5
         if size > self.kappa:
-            self.c, self.acted, self.remeasures = self.kappa / size, True, not trusted
+            self.c, self.acted = self.kappa / size, True
+            self.unit = (lambda unit, rms: max(unit, self.c * rms)) if not trusted else None
+            self.trust = max(0.0, self.trust - 2 * (1 - self.beta2))
         elif size < 0.01:
             self.learns = not trusted
-            self.trust = max(0.0, self.trust - 0.0005)
+            self.unit = (lambda unit, rms: min(unit, 100 * rms)) if not trusted else None
+            self.trust = max(0.0, self.trust - 1 / 60)
         else:
             self.trust = min(1.0, self.trust + 1 - self.beta2)
 
@@ -79,7 +82,7 @@ class Guard:
 
     def hold(self, D, entries):
         """Bring a whitened part of the direction down to the norm that it may have."""
-        most, norm = self.gain * math.sqrt(entries), float(torch.linalg.matrix_norm(D))
+        most, norm = 2 * self.gain * math.sqrt(entries), float(torch.linalg.matrix_norm(D))
         if self.kappa is None or norm <= most:
             return D
         self.acted = True
@@ -131,12 +134,14 @@ class ProTranscription:
             return
         self.t += 1
         if self.guard.kappa is not None and not G.any():
+            self._refresh()
             return
         self.guard.look(self._whitened_size(G))
         (self._step_right if self.rows <= self.cols else self._step_left)(self.guard.c * G)
+        self._refresh()
         self.guard.close()
-        if self.init_eigenvalue == "auto" and self.guard.remeasures:
-            self._measure_in(max(self.lambda_0, self.guard.c * float(G.square().mean().sqrt())))
+        if self.init_eigenvalue == "auto" and self.guard.unit:
+            self._measure_in(self.guard.unit(self.lambda_0, float(G.square().mean().sqrt())))
 
     def _whitened_size(self, G):
         """The larger rms of L^-1/2 G R^-1/2 in the subspace and outside it, R = U S U^T + mu (I - U U^T)."""
@@ -150,6 +155,12 @@ class ProTranscription:
         self.row_sizes = ((inside.square().sum(dim=1) + beside.square().sum(dim=1)) / self.n).sqrt()
         self.column_sizes = inside.square().mean(dim=0).sqrt()
         return float(max(inside.square().mean(), beside.square().sum() / (self.m * (self.n - self.r))) ** 0.5)
+
+    def _refresh(self):
+        """(5) periodic eigenbasis refresh, of what has changed since the last one."""
+        if self.t % self.tau == 0 and self.stale:
+            self.Q_short, self.Q_S = qr_q(self.short @ self.Q_short), qr_q(self.S @ self.Q_S)
+            self.stale = False
 
     def _roots_of_the_direction(self):
         short = self.guard.temper(self.damped(self.s_short), self.row_sizes)
@@ -190,7 +201,7 @@ class ProTranscription:
         self.s_S = torch.full((self.r,), start, dtype=torch.float64)
         self.s_mu = torch.tensor(start, dtype=torch.float64)
         self.M = torch.zeros_like(self.W)
-        self.t = 0
+        self.t, self.stale = 0, False
 
     def damped(self, s):
         """1 / (sqrt(lambda) + eps) from s = lambda^(-1/2)."""
@@ -265,9 +276,7 @@ class ProTranscription:
         U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / m * G.T @ Q_L @ D_L @ D_L @ Q_L.T @ G @ U)
         T_rot = U.T @ U_new
         self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
-        # (5) periodic eigenbasis refresh
-        if self.t % self.tau == 0:
-            self.Q_short, self.Q_S = qr_q(self.short @ Q_L), qr_q(self.S @ self.Q_S)
+        self.stale = True
 
     def _step_left(self, G):
         p, q, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
@@ -305,9 +314,7 @@ class ProTranscription:
         U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / q * G @ Q_R @ D_R @ D_R @ Q_R.T @ G.T @ U)
         T_rot = U.T @ U_new
         self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
-        # (5)
-        if self.t % self.tau == 0:
-            self.Q_short, self.Q_S = qr_q(self.short @ Q_R), qr_q(self.S @ self.Q_S)
+        self.stale = True
 
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
@@ -323,6 +330,7 @@ class ProTranscription:
             "inv_sqrt_mu": self.s_mu,
             "trust": torch.tensor(self.guard.trust, dtype=torch.float64),
             "clipped": torch.tensor(float(self.guard.count), dtype=torch.float64),
+            "stale": torch.tensor(float(self.stale), dtype=torch.float64),
         }
         if self.init_eigenvalue == "auto":
             state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)

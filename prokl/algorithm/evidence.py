@@ -11,11 +11,11 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
   sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 2.9 times.
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
   step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
-* The whitened momentum itself is held below what gradients of size 1 that never change direction amount to.
-* A gradient below QUIET leaves factors, eigenvalues and bases as they are: it is silence, not evidence of small
-  gradients. That takes a state which gradients of its size have confirmed, and ends after PATIENCE such gradients, so
-  that neither a start out of proportion nor a lasting change of scale is kept. A gradient of exactly zero does nothing
-  at all.
+* The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to.
+* A gradient below QUIET leaves factors and eigenvalues as they are: it is silence, not evidence of small gradients.
+  That takes a state which gradients of its size have confirmed, and ends after PATIENCE such gradients or a burst of
+  larger ones, so that neither a start out of proportion nor a lasting change of scale is kept. A gradient of exactly
+  zero teaches nothing and moves nothing, however many follow.
 
 Dimension key: B matrices, m short side, k size of the long side's factor.
 """
@@ -33,11 +33,18 @@ from prokl.algorithm.settings import Hyper
 QUIET = 0.01
 """Whitened size below which a gradient is silence. In recorded runs none was below 0.02 after its first 20 steps."""
 
-PATIENCE = 1000
-"""Silent gradients after which a fully trusted state takes small gradients for evidence again."""
+PATIENCE = 30
+"""Silent gradients after which a fully trusted state takes small gradients for evidence again: some more than the EMAs
+remember by default. Bounded steps cover what comes after longer silence; a longer patience kept KL-Shampoo's steps
+small for as long after every burst of outliers and every lasting fall of the gradients."""
 
 TRUSTED = 0.5
-"""Trust from which a state is kept through silence; 1 / (2 (1 - beta2)) gradients of the size that it predicts."""
+"""Trust from which a state is kept through silence; 1 / (2 (1 - beta2)) gradients of the size that it predicts. One
+that is bounded takes two of them back: it has moved the scale."""
+
+COHERENT = 2.0
+"""Of the whitened momentum's bound. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
+where gradients did not differ at all, or without momentum; with 2 none was."""
 
 ALWAYS_MOVE = ("M", "trust", "clipped", "lambda_0")
 """State that a silent gradient changes, too."""
@@ -74,8 +81,9 @@ class Verdict(NamedTuple):
 def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
     """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,), float64.
 
-    One whose size is not finite is ignored altogether. An "auto" start that has not been confirmed yet takes c G for
-    its initialising gradient where that is larger: lambda_0, the unit of its ceilings and damping, grows along.
+    One whose size is not finite counts as zero, with c = 0 and no evidence. An "auto" start that has not been confirmed
+    yet takes c G for its initialising gradient where that is larger, and where it was 1 / QUIET times too large this
+    many times G: lambda_0, the unit of ceilings and damping, moves along.
     """
     kappa, trust, size = h.clip_threshold, state["trust"], sizes.whole
     assert kappa is not None
@@ -86,18 +94,21 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
         1 / ((scale / kappa)[:, None] * t).nan_to_num(0.0).clamp(min=1) for t in (sizes.rows, sizes.columns)
     )
     gained = (1 - h.beta2) * (known & ~quiet & ~beyond).to(trust.dtype)
-    changed = {"trust": (trust + gained - quiet.to(trust.dtype) / (2 * PATIENCE)).clamp(0, 1)}
+    lost = quiet.to(trust.dtype) / (2 * PATIENCE) + 2 * (1 - h.beta2) * beyond.to(trust.dtype)
+    changed = {"trust": (trust + gained - lost).clamp(0, 1)}
     if "lambda_0" in state:
         start = state["lambda_0"]
-        changed["lambda_0"] = torch.where(beyond & ~trusted, start.maximum((scale * rms).to(start.dtype)), start)
+        grown, fallen = start.maximum((scale * rms).to(start.dtype)), start.minimum((rms / QUIET).to(start.dtype))
+        own = torch.where(beyond, grown, torch.where(quiet & (rms > 0), fallen, start))
+        changed["lambda_0"] = torch.where(trusted, start, own)
     bounded = (scale < 1) | (rows < 1).any(dim=-1) | (columns < 1).any(dim=-1)
     scale, rows, columns = (t.to(trust.dtype) for t in (scale, rows, columns))
     return Verdict(scale, rows, columns, known & ~(quiet & trusted), bounded, changed)
 
 
-def cut(norm: Tensor, bound: float) -> Tensor:
-    """Return the factors (B,) that bring ``norm`` (B,) down to ``bound`` where it is beyond."""
-    return torch.where(norm > bound, bound / norm, 1.0)
+def cut(norm: Tensor, usual: float) -> Tensor:
+    """Return the factors (B,) that bring ``norm`` (B,) down to COHERENT times ``usual`` where it is beyond."""
+    return torch.where(norm > COHERENT * usual, COHERENT * usual / norm, 1.0)
 
 
 def norm(t: Tensor) -> Tensor:

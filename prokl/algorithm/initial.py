@@ -45,7 +45,7 @@ def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
 
 def _unconfirmed(lambda_0: Tensor, auto: bool) -> dict[str, Tensor]:
     """Return the counters of :mod:`prokl.algorithm.evidence`, and lambda_0 where the state is in its units."""
-    counters = {"trust": torch.zeros_like(lambda_0), "clipped": torch.zeros_like(lambda_0)}
+    counters = {key: torch.zeros_like(lambda_0) for key in ("trust", "clipped", "stale")}
     return counters | ({"lambda_0": lambda_0} if auto else {})
 
 
@@ -63,7 +63,7 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
             and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
 
     Returns:
-        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped and, for "auto",
+        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped, stale and, for "auto",
         lambda_0.
     """
     m, n = G.shape[-2:]
@@ -96,7 +96,7 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     SVD completed to a basis. Arguments and "auto" as in :func:`initialise`.
 
     Returns:
-        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, trust, clipped and, for "auto", lambda_0.
+        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, trust, clipped, stale and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, _, Yt = svd_with_sign_rule(G)

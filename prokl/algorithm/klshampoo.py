@@ -121,6 +121,7 @@ class KLShampooMethod:
     check = staticmethod(check_common)
     hyper = staticmethod(Hyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)
+    reference_refresh = staticmethod(reference_kl.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return 0: both factors are whole."""
@@ -138,6 +139,7 @@ class KLShampooMethod:
             "inv_sqrt_lambda_R": (n,),
             "trust": (),
             "clipped": (),
+            "stale": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 

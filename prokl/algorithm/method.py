@@ -89,6 +89,10 @@ class Method(Protocol[H]):
         """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
         ...
 
+    def reference_refresh(self, state: State) -> State:
+        """Return what the specification's refresh changes, for one matrix."""
+        ...
+
 
 def refreshed_rows(state: State, key: str, rows: Tensor | None, fresh: Tensor) -> Tensor:
     """Return state[key] with ``rows`` replaced by ``fresh``; the tensor that was there stays as it is."""

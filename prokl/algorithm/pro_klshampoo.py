@@ -224,7 +224,7 @@ def statistics(
     m, n = projected.G_perp.shape[-2:]
     GQ = ops.product(projected.G_tilde, state["Q_S"])
     a_L, a_S, _, eps, factor = roots
-    if verdict is not None:  # c twice, not its square: that may leave float32's range
+    if verdict is not None:  # c twice, not its square, which may leave float32's range
         c = verdict.scale[:, None, None]
         QtG, A, GQ, e_res = QtG * c, A * c, GQ * c, e_res * c[:, 0] * c[:, 0]
 
@@ -288,6 +288,7 @@ class ProKLShampooMethod:
     hyper = staticmethod(ProHyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)
     reference_step = staticmethod(reference.step)
+    reference_refresh = staticmethod(reference.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
         """Return min(rank, m, n - 1)."""
@@ -307,6 +308,7 @@ class ProKLShampooMethod:
             "inv_sqrt_mu": (),
             "trust": (),
             "clipped": (),
+            "stale": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 

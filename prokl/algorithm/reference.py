@@ -6,7 +6,7 @@ may be stored in any floating dtype, and the caller converts.
 
 Dimension key: m short side, n long side, r rank. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), U (n,r), L and Q_L (m,m), S and Q_S (r,r), inv_sqrt_lambda_L (m,),
-inv_sqrt_lambda_S (r,), inv_sqrt_mu (), trust and clipped (), and lambda_0 () when the start value is "auto".
+inv_sqrt_lambda_S (r,), inv_sqrt_mu (), trust, clipped and stale (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
+from prokl.algorithm.evidence import COHERENT, PATIENCE, QUIET, TRUSTED
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
@@ -108,13 +108,14 @@ def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool,
     if not math.isfinite(size):
         return 0.0, False, {}
     trusted = bool(trust > TRUSTED)
+    moves = {"lambda_0": state["lambda_0"]} if "lambda_0" in state and not trusted else {}
     if size < QUIET:
-        return 1.0, not trusted, {"trust": (trust - 1 / (2 * PATIENCE)).clamp(min=0)}
+        fallen = {key: value.clamp(max=rms / QUIET) if rms > 0 else value for key, value in moves.items()}
+        return 1.0, not trusted, fallen | {"trust": (trust - 1 / (2 * PATIENCE)).clamp(min=0)}
     if size <= kappa:
         return 1.0, True, {"trust": (trust + (1 - h.beta2)).clamp(max=1)}
-    if trusted or "lambda_0" not in state:
-        return kappa / size, True, {}
-    return kappa / size, True, {"lambda_0": state["lambda_0"].clamp(min=kappa / size * rms)}
+    grown = {key: value.clamp(min=kappa / size * rms) for key, value in moves.items()}
+    return kappa / size, True, grown | {"trust": (trust - 2 * (1 - h.beta2)).clamp(min=0)}
 
 
 def rms(G: Tensor) -> float:
@@ -124,7 +125,7 @@ def rms(G: Tensor) -> float:
 
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
     """Scale a whitened part of the direction of so many entries to the norm that they may have; True where it was."""
-    bound, norm = h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
+    bound, norm = COHERENT * h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
     if h.clip_threshold is None or norm <= bound:
         return whitened, False
     return whitened * (bound / norm), True
@@ -233,8 +234,9 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); nothing is stale then."""
     return {
+        "stale": torch.zeros_like(state["stale"]),
         "Q_L": positive_qr(state["L"] @ state["Q_L"]),
         "Q_S": positive_qr(state["S"] @ state["Q_S"]),
     }
@@ -267,8 +269,9 @@ def step(
     if evident:
         new |= statistics(c * G, state, h)
         new |= track_subspace(c * G, new, h)
-        if refresh:
-            new |= refresh_eigenbases(new)
+        new["stale"] = torch.ones_like(state["stale"])
+    if refresh and bool(new["stale"] > 0):
+        new |= refresh_eigenbases(new)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
 
 

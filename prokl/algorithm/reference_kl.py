@@ -2,11 +2,12 @@
 
 Dimension key: m short side, n long side. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), L and Q_L (m,m), R and Q_R (n,n), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,),
-trust and clipped (), and lambda_0 () when the start value is "auto".
+trust, clipped and stale (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_factor
@@ -61,8 +62,9 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R)."""
+    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R); nothing is stale then."""
     return {
+        "stale": torch.zeros_like(state["stale"]),
         "Q_L": positive_qr(state["L"] @ state["Q_L"]),
         "Q_R": positive_qr(state["R"] @ state["Q_R"]),
     }
@@ -90,7 +92,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     W = W - h.lr * h.weight_decay * W
     new = state | {"M": M}
     if evident:
-        new |= statistics(c * G, state, h.beta2)
-        if refresh:
-            new |= refresh_eigenbases(new)
+        new |= statistics(c * G, state, h.beta2) | {"stale": torch.ones_like(state["stale"])}
+    if refresh and bool(new["stale"] > 0):
+        new |= refresh_eigenbases(new)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}

@@ -38,7 +38,7 @@ WORKSPACE = 2 * 2**30
 """Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
 several; one parameter is never split."""
 
-SCALARS = ("lambda_0", "trust", "clipped")
+SCALARS = ("lambda_0", "trust", "clipped", "stale")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
 
@@ -161,7 +161,9 @@ class Bucket:
                 self._initialise(rows, G)
         moving = tuple(b for b in plan.stepping if known is None or known[b])
         if moving:
-            self._step(G, plan, moving, steps if known is None else None, self.backend)
+            self._step(G, moving, steps if known is None else None, self.backend)
+        if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
+            self._refresh(plan.refreshing, finite, self.backend)
         self._count_skipped(plan.has_grad, finite)
         return moving
 
@@ -217,24 +219,39 @@ class Bucket:
             self.stacks[key][rows] = value.to(self.stacks[key].dtype)
         self.schedule.begin(rows)
 
-    def _step(self, G: Tensor, plan: Plan, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
+    def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
         h = self.method.hyper(self.group)
         state = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}
         ops = backend.ops
         if ops is None:
-            self._reference_step(G, state, h, moving, set(plan.refreshing))
+            self._reference_step(G, state, h, moving)
             return
         active = self._active(moving, steps)
         direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
-        if plan.refreshing:
-            new |= self.method.refresh_eigenbases(state | new, self._index(plan.refreshing), ops)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
         learning = active if evident is None else evident if active is None else active & evident
         for key, value in new.items():
             self._store(self.stacks[key], value, active if key in ALWAYS_MOVE else learning)
+        self._store(self.stacks["stale"], torch.ones_like(self.stacks["stale"]), learning)
+
+    def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
+        """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
+        due = finite & (self.stacks["stale"] > 0)
+        if len(rows) < self.layout.count:
+            due &= self._mask(rows)
+        state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key != "M"}
+        if backend.ops is None:
+            for b in due.nonzero().flatten().tolist():
+                for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
+                    self.stacks[key][b] = value.to(self.stacks[key].dtype)
+            return
+        everywhere = backend.host_readable and bool(due.all())
+        for key, value in self.method.refresh_eigenbases(state, self._index(rows), backend.ops).items():
+            self._store(self.stacks[key], value, None if everywhere else due)
+        self.stacks["stale"].masked_fill_(due, 0.0)
 
     def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
         """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
@@ -265,13 +282,13 @@ class Bucket:
             stack.copy_(torch.where(mask, value.to(stack.dtype), stack))
 
     def _reference_step(
-        self, G: Tensor, state: State, h: Any, moving: tuple[int, ...], refreshing: set[int]
+        self, G: Tensor, state: State, h: Any, moving: tuple[int, ...]
     ) -> None:  # fmt: skip
         W = torch.cat([member.weight().to(self.dtype) for member in self.members])
         for b in moving:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale = float(self.aspect_scale[b])
-            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=b in refreshing)
+            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=False)
             for key, value in own.items():
                 self.stacks[key][b] = value.to(self.stacks[key].dtype)
         rows = set(moving)

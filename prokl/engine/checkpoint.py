@@ -104,7 +104,8 @@ def _missing_counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(own.get("M"), Tensor):
         return {}
     leading, dtype = p.shape[:1] if p.ndim == 3 else (), compute_dtype(p.dtype, own["M"].dtype)
-    return {"trust": torch.ones(leading, dtype=dtype), "clipped": torch.zeros(leading, dtype=dtype)}
+    ones = torch.ones(leading, dtype=dtype)
+    return {"trust": ones, "clipped": torch.zeros_like(ones), "stale": ones.clone()}
 
 
 def _state_shapes(p: Tensor, method: Method[Any], group: Group) -> dict[str, Any]:
