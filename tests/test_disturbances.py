@@ -31,8 +31,8 @@ DISTURBED = {
 }
 LONG = {
     "a silent row": Case("row", "400", SHAPE, (0.0,) * 400, returning=True, rows=1),
-    "tiny gradients beyond all patience": Case("faint", "1500", SHAPE, (1e-4,) * 1500, returning=True),
-    "smaller gradients for good": Case("scale", "1e-3", SHAPE, (1e-3,) * 1500, lasting=True),
+    "tiny gradients beyond all patience": Case("faint", "500", SHAPE, (1e-4,) * 500, returning=True),
+    "smaller gradients for good": Case("scale", "1e-3", SHAPE, (1e-3,) * 400, lasting=True),
 }
 SHORT = ("a gradient beyond all others", "zeros", "larger gradients for good", "beyond float32's squares")
 SLOW = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_larger_gradients_for_good_are_followed_in_some_ten_steps(method):
 @pytest.mark.parametrize("method", OWN)
 def test_smaller_gradients_for_good_are_followed_once_patience_is_over(method):
     figure, _ = figures(LONG["smaller gradients for good"], bounded(method), "torch")["as usual again after"]
-    assert figure <= 1300
+    assert figure <= 200  # the patience; 135 in which both factors together fall by 1e-6; and the momentum's memory
 
 
 @cache
