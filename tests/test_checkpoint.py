@@ -142,14 +142,14 @@ def test_the_dtype_of_the_state_survives(cls, dtype, state_dtype):
         for name in SHAPES:
             state = resumed.optimizer.state[resumed.weights[name]]
             dtypes = {k: v.dtype for k, v in state.items() if torch.is_tensor(v) and k != "skipped"}
-            scalars = {dtypes.pop(key) for key in ("lambda_0", "trust", "clipped")}
+            scalars = {dtypes.pop(key) for key in ("lambda_0", "trust", "clipped", "stale")}
             assert scalars == {torch.float64 if torch.float64 in (dtype, stored) else torch.float32}
             assert set(dtypes.values()) == {stored}
             assert state["skipped"].dtype == torch.int64
         resumed.steps(5, 7)
 
 
-COMMON_KEYS = {"step", "skipped", "clipped", "trust", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
+COMMON_KEYS = {"step", "skipped", "clipped", "stale", "trust", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
 KEYS = {
     PRO: COMMON_KEYS | {"U", "S", "Q_S", "inv_sqrt_lambda_S", "inv_sqrt_mu"},
     KL: COMMON_KEYS | {"R", "Q_R", "inv_sqrt_lambda_R"},
@@ -336,7 +336,7 @@ def test_a_state_of_an_older_file_is_trusted_and_continues_as_it_did(cls):
     run = Run(cls, {"clip_threshold": None}).steps(0, 8)
     old = copy.deepcopy(run.optimizer.state_dict())
     for state in old["state"].values():
-        for key in ("trust", "clipped"):
+        for key in ("trust", "clipped", "stale"):
             state.pop(key, None)
     for group in old["param_groups"]:
         group.pop("clip_threshold", None)
