@@ -38,6 +38,9 @@ WORKSPACE = 2 * 2**30
 """Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
 several; one parameter is never split."""
 
+INDICES_KEPT = 32
+"""Index tensors of refreshing matrices that a bucket keeps: clocks that drifted apart make ever new ones."""
+
 SCALARS = ("lambda_0", "trust", "clipped")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
@@ -102,14 +105,13 @@ class Bucket:
     def _adopt(self, i: int, state: dict[str, Any]) -> None:
         """Copy a parameter's state into the stacks and leave views of them in its place."""
         member = self.members[i]
-        if state:
+        if "step" in state:
             self.skipped[i] = state["skipped"]
             for key, stack in self.stacks.items():
                 member.part(stack).copy_(state[key])
-        state.clear()
         state.update({"step": self._clock(member), "skipped": self.skipped[i]})
         state.update((key, member.part(stack)) for key, stack in self.stacks.items())
-        self.views.append({key: value for key, value in state.items() if key != "step"})
+        self.views.append({key: state[key] for key in ("skipped", *self.stacks)})
 
     def holds(self, states: Sequence[dict[str, Any]]) -> bool:
         """Return True if the weights and the views handed out are still what they were when the bucket was made."""
@@ -228,7 +230,7 @@ class Bucket:
         active = self._active(moving, steps)
         direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
         if plan.refreshing:
-            new |= self.method.refresh_eigenbases(state | new, self._index(plan.refreshing), ops)
+            new |= self.method.refresh_eigenbases(state | new, self.index(plan.refreshing), ops)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
@@ -247,13 +249,17 @@ class Bucket:
         chosen = set(rows)
         return on_device([b in chosen for b in range(self.layout.count)], torch.bool, self.layout.device)
 
-    def _index(self, rows: tuple[int, ...]) -> Tensor | None:
-        """Return ``rows`` on the device, None for all; kept, so that a captured graph finds it again."""
+    def index(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return ``rows`` on the device, None for all; the last used are kept, as making one costs a copy."""
         if len(rows) == self.layout.count:
             return None
-        if rows not in self._indices:
-            self._indices[rows] = on_device(rows, torch.int64, self.layout.device)
-        return self._indices[rows]
+        found = self._indices.pop(rows, None)
+        if found is None:
+            found = on_device(rows, torch.int64, self.layout.device)
+        self._indices[rows] = found
+        if len(self._indices) > INDICES_KEPT:
+            del self._indices[next(iter(self._indices))]
+        return found
 
     def _store(self, stack: Tensor, value: Tensor, active: Tensor | None) -> None:
         if value is stack:
