@@ -70,8 +70,8 @@ class ProKLShampoo(MatrixOptimizer):
             gradients of its size have confirmed, and a zero one does nothing at all. ``clipped()`` counts the bounded
             steps. None is the paper's form, whose steps have no bound.
 
-    State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m), S, Q_S (r,r),
-    inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D weight has
+    State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
+    S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D weight has
     a leading dimension. ``step`` is -1 until the initialising gradient.
 
     Raises:

@@ -300,7 +300,7 @@ def test_an_expanded_weight_is_refused_before_anything_moves():
 
 @pytest.mark.parametrize("floats, dtype, fits", [(1, None, True), (0.9, None, False), (0.9, torch.bfloat16, True)])
 def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, floats, dtype, fits):
-    # The eigenvalues and lambda_0, trust, clipped and stale are 14 numbers more; a tenth of the state leaves room for them.
+    # The eigenvalues and four scalars are 14 numbers more; a tenth of the state leaves room for them.
     free = int(4 * floats * (KL_FLOATS + 14))
     monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: free)
     if fits:
