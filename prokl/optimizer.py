@@ -62,9 +62,9 @@ class ProKLShampoo(MatrixOptimizer):
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
-        clip_threshold: largest size of a gradient, whitened by the state before it, whose usual size is 1. Beyond it the
-            gradient is scaled down to it before momentum and statistics: the step is bounded, and the eigenvalues
-            follow within some ten steps. A direction of a factor that is beyond it by itself, as a row that wakes, is
+        clip_threshold: largest size of a gradient, whitened by the state before it; usual is 1. Beyond it the gradient
+            is scaled down to it before momentum and statistics: the step is bounded, and the eigenvalues follow within
+            some ten steps. A direction of a factor that is beyond it by itself, as a row that wakes, is
             held at it for the step, and the whitened momentum at twice what gradients of size 1 that never turn amount
             to. A gradient below 0.01 leaves factors and eigenvalues that others have confirmed as they are, for up to
             30 in a row; a zero one moves and teaches nothing. ``clipped()`` counts the bounded steps. None is the
