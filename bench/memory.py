@@ -62,8 +62,8 @@ TABLE: dict[str, Callable[[int, int, int], dict[str, int]]] = {
 }
 """Elements of one weight in the lines of the paper's table; Muon's and AdamW's likewise, which it does not have."""
 SCALARS: dict[str, tuple[str, ...]] = {
-    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "step", "trust"),
-    "kl-shampoo": ("clipped", "lambda_0", "skipped", "step", "trust"),
+    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "stale", "step", "trust"),
+    "kl-shampoo": ("clipped", "lambda_0", "skipped", "stale", "step", "trust"),
     "muon": (),
     "adamw": ("step",),
 }

@@ -62,17 +62,17 @@ class ProKLShampoo(MatrixOptimizer):
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
-        clip_threshold: largest size of a gradient, whitened by the state before it, whose usual size is 1: beyond it
-            the gradient is scaled down to it before momentum and statistics, which bounds the step and lets the
-            eigenvalues follow within some ten steps. A direction in which it is beyond that by itself, as a row that
-            wakes, is lowered to it in the step. The whitened momentum is held below what gradients of size 1 that
-            never turn amount to; a gradient below 0.01 does not change factors and eigenvalues of a state that
-            gradients of its size have confirmed, and a zero one does nothing at all. ``clipped()`` counts the bounded
-            steps. None is the paper's form, whose steps have no bound.
+        clip_threshold: largest size of a gradient, whitened by the state before it; usual is 1. Beyond it the gradient
+            is scaled down to it before momentum and statistics: the step is bounded, and the eigenvalues follow within
+            some ten steps. A direction of a factor that is beyond it by itself, as a row that wakes, is
+            held at it for the step, and the whitened momentum at twice what gradients of size 1 that never turn amount
+            to. A gradient below 0.01 leaves factors and eigenvalues that others have confirmed as they are, for up to
+            30 in a row; a zero one moves and teaches nothing. ``clipped()`` counts the bounded steps. None is the
+            paper's form, whose steps have no bound.
 
-    State of a weight, oriented (m <= n): step, skipped, clipped, trust, M (m,n), U (n,r), L, Q_L (m,m), S, Q_S (r,r),
-    inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D weight has
-    a leading dimension. ``step`` is -1 until the initialising gradient.
+    State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
+    S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
+    weight has a leading dimension. ``step`` is -1 until the initialising gradient.
 
     Raises:
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
@@ -143,7 +143,7 @@ class KLShampoo(MatrixOptimizer):
         state_dtype, backend, maximize: as in :class:`ProKLShampoo`.
         clip_threshold: likewise; None is the authors' form.
 
-    State of a weight, oriented (m <= n): step, skipped, clipped, trust, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
+    State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
 
     Raises:

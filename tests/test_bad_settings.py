@@ -268,7 +268,7 @@ def test_a_rank_larger_than_the_weight_allows_is_clamped(shape, r, backend):
     expected = {
         "M": (m, n), "U": (n, r), "L": (m, m), "S": (r, r), "Q_L": (m, m), "Q_S": (r, r),
         "inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_S": (r,), "inv_sqrt_mu": (), "lambda_0": (),
-        "trust": (), "clipped": (),
+        "trust": (), "clipped": (), "stale": (),
     }  # fmt: skip
     assert {k: tuple(v.shape) for k, v in state.items() if k not in ("step", "skipped")} == {
         k: stack + tail for k, tail in expected.items()
@@ -300,8 +300,8 @@ def test_an_expanded_weight_is_refused_before_anything_moves():
 
 @pytest.mark.parametrize("floats, dtype, fits", [(1, None, True), (0.9, None, False), (0.9, torch.bfloat16, True)])
 def test_klshampoo_counts_its_state_in_the_dtype_it_is_stored_in(monkeypatch, floats, dtype, fits):
-    # The eigenvalues and lambda_0, trust and clipped are 13 numbers more; a tenth of the state leaves room for them.
-    free = int(4 * floats * (KL_FLOATS + 13))
+    # The eigenvalues and four scalars are 14 numbers more; a tenth of the state leaves room for them.
+    free = int(4 * floats * (KL_FLOATS + 14))
     monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: free)
     if fits:
         KL([weight(4, 6)], state_dtype=dtype)

@@ -12,7 +12,7 @@ import torch
 import prokl
 from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
-from tests.inputs import KL, PRO, assert_nothing_moved, everything, frozen, normal, step, weight
+from tests.inputs import KL, PRO, assert_nothing_moved, changed, everything, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
 from tests.transcription import (
     VARIANTS,
@@ -226,10 +226,80 @@ def test_a_row_that_wakes_is_followed_in_two_steps(method, path):
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
 def test_counters_count_in_any_state_dtype(state_dtype):
     p, optimizer = grown(PRO, {"rank": 3, "state_dtype": state_dtype}, "torch", dtype=torch.bfloat16)
-    for t in range(300):
+    for t in range(20):
         step(optimizer, [p], [1e-4 * normal(6, 10, seed=t, dtype=torch.bfloat16)])
-    assert optimizer.state[p]["trust"].dtype == torch.float32
-    assert float(optimizer.state[p]["trust"]) == pytest.approx(1 - 300 / (2 * evidence.PATIENCE), abs=1e-5)
+    state = optimizer.state[p]
+    assert state["trust"].dtype == torch.float32
+    assert float(state["trust"]) == pytest.approx(1 - 20 / (2 * evidence.PATIENCE), abs=1e-5)
+    state["clipped"].fill_(256)  # the first whole number that bfloat16 cannot count on from
+    before = optimizer.clipped()["parameter 0 of group 0"]
+    step(optimizer, [p], [1e6 * normal(6, 10, seed=21, dtype=torch.bfloat16)])
+    assert optimizer.clipped()["parameter 0 of group 0"] == before + 1 == 257
+
+
+@pytest.mark.parametrize("other", [0.0, 1e-4])
+def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, path, other):
+    """Between refreshes Q_S shrinks with every turn of U: without them the subspace part would vanish."""
+    cls, kw = method
+    p = weight(6, 10)
+    optimizer = cls([p], lr=0.1, backend=path, precondition_frequency=2, **kw)
+    bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
+    for t in range(201):
+        step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else other) * normal(6, 10, seed=t)])
+    for key in bases:
+        Q = optimizer.state[p][key]
+        assert float((Q.mT @ Q - torch.eye(Q.shape[-1])).norm()) < 1e-4, key
+
+
+def test_bases_of_an_idle_weight_stay_as_they_are(method, path):
+    cls, kw = method
+    p, optimizer = grown(cls, {"precondition_frequency": 2, **kw}, path)
+    for _ in range(2):
+        step(optimizer, [p], [torch.zeros(6, 10)])  # what was learnt since the last refresh
+    before = frozen(optimizer, p)
+    for _ in range(20):
+        step(optimizer, [p], [torch.zeros(6, 10)])
+    assert changed(before, frozen(optimizer, p)) == {"step"}
+
+
+@pytest.mark.parametrize("outliers", [4, 8, 20])
+def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_papers_form(outliers):
+    slow = {}
+    for threshold in (5.0, None):
+        p = weight(16, 32)
+        optimizer = KL([p], lr=0.1, clip_threshold=threshold)
+        sizes = []
+        for t in range(500):
+            before = p.detach().clone()
+            size = 1e6 if 100 <= t < 100 + outliers else 1.0
+            step(optimizer, [p], [size * normal(16, 32, seed=t)])
+            sizes.append(float((p.detach() - before).norm()))
+        usual = sum(sizes[50:100]) / 50
+        slow[threshold] = sum(size < 0.3 * usual for size in sizes[100 + outliers :])
+        assert threshold is None or max(sizes[100:]) <= 3 * usual
+    assert slow[5.0] <= slow[None]
+
+
+@pytest.mark.parametrize("coherence", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence):
+    cls, kw = method
+    p, mean = weight(16, 32), normal(16, 32, seed=999)
+    optimizer = cls([p], lr=0.0, momentum=momentum, **kw)
+    counts = []
+    for t in range(200):
+        step(optimizer, [p], [coherence * mean + (1 - coherence**2) ** 0.5 * normal(16, 32, seed=t)])
+        counts.append(optimizer.clipped()["parameter 0 of group 0"])
+    assert counts[-1] == counts[20]
+
+
+def test_a_start_that_was_too_large_lets_its_units_fall(method, path):
+    cls, kw = method
+    p = weight(6, 10)
+    optimizer = cls([p], lr=0.0, backend=path, **kw)
+    for t in range(3):
+        step(optimizer, [p], [(1e6 if t == 0 else 1.0) * normal(6, 10, seed=t)])
+    assert float(optimizer.state[p]["lambda_0"]) < 2 / evidence.QUIET
 
 
 def test_an_auto_start_keeps_its_units_in_proportion(method, path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.engine.bucket import INDICES_KEPT
 from tests.problems import relative
 
 METHODS = [(ProKLShampoo, {"rank": 3}), (KLShampoo, {})]
@@ -77,6 +78,67 @@ def test_cleared_state_starts_anew(cls, kwargs):
     assert relative(parameters[0], twins[0]) == 0
 
 
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    "newcomer, says",
+    [
+        (torch.zeros(54), r"has shape \(54,\).*at least 2 dimensions.*adamw.*flattens weights, as DeepSpeed's ZeRO"),
+        (torch.zeros(6, 9, dtype=torch.complex64), "is complex"),
+        (torch.zeros(6, 9).to_sparse(), "layout"),
+        (torch.zeros(1, 9).expand(6, 9), "share memory"),
+    ],
+    ids=["flat", "complex", "sparse", "expanded"],
+)
+def test_what_a_trainer_puts_in_a_weights_place_is_checked_before_anything_moves(cls, kwargs, begun, newcomer, says):
+    parameters, optimizer = stepped(cls, kwargs, 3 if begun else 0)
+    before = parameters[1].detach().clone()
+    swapped = torch.nn.Parameter(newcomer)
+    optimizer.param_groups[0]["params"][0] = swapped
+    for p in parameters[1:]:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=f"parameter 0 of group 0 {says}|parameter 0 of group 0 has .*{says}"):
+        optimizer.step()
+    assert torch.equal(parameters[1], before)
+    optimizer.param_groups[0]["params"][0] = parameters[0]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_a_weight_removed_with_its_state_stays_removed(cls, kwargs):
+    parameters, optimizer = stepped(cls, kwargs, 3)
+    removed = optimizer.param_groups[0]["params"].pop(0)
+    del optimizer.state[removed]
+    step(parameters, optimizer, range(3, 6))
+    assert removed not in optimizer.state
+    assert optimizer.state_dict()["state"].keys() == {0}
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_what_a_wrapper_keeps_beside_the_state_is_kept_and_saved(cls, kwargs):
+    """Lookahead and averaging wrappers put tensors of their own into ``optimizer.state[p]``."""
+    parameters, optimizer = stepped(cls, kwargs, 0)
+    late, early = parameters
+    early.grad = torch.randn(6, 9)
+    optimizer.step()
+    slow = optimizer.state[early]["slow"] = early.detach().clone()
+    optimizer.state[early]["count"] = 7
+    step(parameters, optimizer, range(3))  # the other one begins
+    assert optimizer.state[early]["slow"] is slow and optimizer.state[early]["count"] == 7
+    saved = optimizer.state_dict()
+    twin, fresh = stepped(cls, kwargs, 0)
+    fresh.load_state_dict(saved)
+    assert torch.equal(fresh.state[twin[1]]["slow"], slow) and fresh.state[twin[1]]["count"] == 7
+    for p, q in zip(parameters, twin, strict=True):
+        with torch.no_grad():
+            q.copy_(p)
+    step(parameters, optimizer, range(3, 6))
+    step(twin, fresh, range(3, 6))
+    for p, q in zip(parameters, twin, strict=True):
+        assert torch.equal(p, q)
+    assert torch.equal(fresh.state[twin[1]]["slow"], slow)
+
+
 def test_a_warning_made_an_error_comes_after_a_whole_step():
     dead, alive = (torch.nn.Parameter(torch.randn(6, 9)) for _ in range(2))
     optimizer = ProKLShampoo([dead, alive])
@@ -90,3 +152,17 @@ def test_a_warning_made_an_error_comes_after_a_whole_step():
             optimizer.step()
     assert not torch.equal(alive, before)
     assert optimizer.state[alive]["step"] == 99
+
+
+def test_clocks_that_drift_apart_keep_a_bounded_number_of_index_tensors():
+    """Every set of refreshing matrices has an index of its own on the device."""
+    parameters = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(12)]
+    optimizer = ProKLShampoo(parameters, rank=2, precondition_frequency=2)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        given = torch.rand(12, generator=g) < 0.5
+        for p, own in zip(parameters, given.tolist(), strict=True):
+            p.grad = torch.randn(3, 4, generator=g) if own else None
+        optimizer.step()
+    ((bucket,),) = optimizer._buckets.values()
+    assert len(bucket._indices) == INDICES_KEPT

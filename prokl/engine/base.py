@@ -12,6 +12,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import AdamW, Optimizer
 
 from prokl.algorithm.method import Group, Method
@@ -98,7 +99,7 @@ class MatrixOptimizer(Optimizer):
         """Yield every matrix parameter that has no state yet, its name, and the bytes that its state will take."""
         for index, group in enumerate(self.param_groups):
             for p, name in self._named(index) if group["algorithm"] == "matrix" else ():
-                if not self.state.get(p):
+                if "M" not in self.state.get(p, {}):
                     shape = MatrixShape.of(p)
                     m, n = shape.m, shape.n
                     shapes = self.method.state_shapes(m, n, self.method.rank(group, m, n), group).values()
@@ -121,6 +122,7 @@ class MatrixOptimizer(Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # as torch.optim does itself; torch.compiler.disable imports Dynamo, which takes a second
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Do one step over all groups.
@@ -152,7 +154,7 @@ class MatrixOptimizer(Optimizer):
             messages += bucket.commit(plan, moved, self._states(bucket))
         self._step_adamw()
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
-            warnings.warn(message, stacklevel=4)  # past torch's two wrappers of step: the caller's line
+            warnings.warn(message, stacklevel=5)  # past torch's three wrappers of step: the caller's line
         return loss
 
     def _validate(self) -> None:
@@ -180,9 +182,12 @@ class MatrixOptimizer(Optimizer):
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         for p, name in self._named(index):
+            if group["algorithm"] == "matrix" and p not in self._keys:  # it may have come by other ways than a group
+                check_matrix_parameter(p, name)
+                check_writable(p, name)
             check_gradient(p, name)
             state = self.state.get(p)
-            if state and ("M" in state) != (group["algorithm"] == "matrix"):
+            if state and ("exp_avg" if group["algorithm"] == "matrix" else "M") in state:
                 raise ValueError(
                     f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                     "back, or start a new optimizer."
@@ -252,7 +257,7 @@ class MatrixOptimizer(Optimizer):
             yield from buckets
 
     def _states(self, bucket: Bucket) -> list[dict[str, Any]]:
-        return [self.state[member.p] for member in bucket.members]
+        return [self.state.get(member.p, {}) for member in bucket.members]
 
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device."""
@@ -268,7 +273,7 @@ class MatrixOptimizer(Optimizer):
             for i, group in enumerate(self.param_groups)
             if group["algorithm"] == "matrix"
             for p, name in self._named(i)
-            if self.state.get(p)
+            if key in self.state.get(p, {})
         }
 
     def __getstate__(self) -> dict[str, Any]:

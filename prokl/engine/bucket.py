@@ -38,6 +38,9 @@ WORKSPACE = 2 * 2**30
 """Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
 several; one parameter is never split."""
 
+INDICES_KEPT = 32
+"""Index tensors of refreshing matrices that a bucket keeps: clocks that drifted apart make ever new ones."""
+
 SCALARS = ("lambda_0", "trust", "clipped", "stale")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
@@ -102,14 +105,13 @@ class Bucket:
     def _adopt(self, i: int, state: dict[str, Any]) -> None:
         """Copy a parameter's state into the stacks and leave views of them in its place."""
         member = self.members[i]
-        if state:
+        if "step" in state:
             self.skipped[i] = state["skipped"]
             for key, stack in self.stacks.items():
                 member.part(stack).copy_(state[key])
-        state.clear()
         state.update({"step": self._clock(member), "skipped": self.skipped[i]})
         state.update((key, member.part(stack)) for key, stack in self.stacks.items())
-        self.views.append({key: value for key, value in state.items() if key != "step"})
+        self.views.append({key: state[key] for key in ("skipped", *self.stacks)})
 
     def holds(self, states: Sequence[dict[str, Any]]) -> bool:
         """Return True if the weights and the views handed out are still what they were when the bucket was made."""
@@ -239,9 +241,9 @@ class Bucket:
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
-        due = finite & (self.stacks["stale"] > 0)
-        if len(rows) < self.layout.count:
-            due &= self._mask(rows)
+        due, index = finite & (self.stacks["stale"] > 0), self.index(rows)
+        if index is not None:
+            due &= torch.zeros_like(due).index_fill_(0, index, True)
         state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key != "M"}
         if backend.ops is None:
             for b in due.nonzero().flatten().tolist():
@@ -249,7 +251,7 @@ class Bucket:
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
             return
         everywhere = backend.host_readable and bool(due.all())
-        for key, value in self.method.refresh_eigenbases(state, self._index(rows), backend.ops).items():
+        for key, value in self.method.refresh_eigenbases(state, index, backend.ops).items():
             self._store(self.stacks[key], value, None if everywhere else due)
         self.stacks["stale"].masked_fill_(due, 0.0)
 
@@ -264,13 +266,17 @@ class Bucket:
         chosen = set(rows)
         return on_device([b in chosen for b in range(self.layout.count)], torch.bool, self.layout.device)
 
-    def _index(self, rows: tuple[int, ...]) -> Tensor | None:
-        """Return ``rows`` on the device, None for all; kept, so that a captured graph finds it again."""
+    def index(self, rows: tuple[int, ...]) -> Tensor | None:
+        """Return ``rows`` on the device, None for all; the last used are kept, as making one costs a copy."""
         if len(rows) == self.layout.count:
             return None
-        if rows not in self._indices:
-            self._indices[rows] = on_device(rows, torch.int64, self.layout.device)
-        return self._indices[rows]
+        found = self._indices.pop(rows, None)
+        if found is None:
+            found = on_device(rows, torch.int64, self.layout.device)
+        self._indices[rows] = found
+        if len(self._indices) > INDICES_KEPT:
+            del self._indices[next(iter(self._indices))]
+        return found
 
     def _store(self, stack: Tensor, value: Tensor, active: Tensor | None) -> None:
         if value is stack:

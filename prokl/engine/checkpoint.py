@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.settings import check_adamw
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 
 
@@ -73,30 +74,57 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         The indices of the matrix groups that have state.
 
     Raises:
-        ValueError: the state does not fit a weight.
+        ValueError: a group's settings are out of bounds, the state does not fit a weight, or is not finite.
     """
     made = set()
     for i, group in enumerate(state["param_groups"]):
+        try:
+            check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
+        except ValueError as error:
+            raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
             continue
         names = group.get("param_names")
         for j, p in enumerate(group["params"]):
-            own = state["state"].get(p)
-            if not own:
-                continue
-            own = {k: v.value if isinstance(v, _NoCast) else v for k, v in own.items()}
-            own = _missing_counters(p, own) | own
+            own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
             shapes = _state_shapes(p, method, group)
-            if (found := _shapes_of(own)) != shapes or not _has_clock(p, own):
-                name = names[j] if names else f"parameter {j} of group {i}"
-                raise ValueError(
-                    f"The loaded state of {name} (weight {tuple(p.shape)}) has step={own.get('step')!r} and {found}, "
-                    f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model and rank."
-                )
-            # A copy: what was loaded goes on without this optimizer.
-            state["state"][p] = {k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}
-            made.add(i)
+            if own.keys() & {"step", "lambda_0", *shapes}:
+                own = _missing_counters(p, own) | own
+                _check_state(own, shapes, p, names[j] if names else f"parameter {j} of group {i}", optimizer)
+                made.add(i)
+            if own:  # a copy: what was loaded goes on without this optimizer
+                state["state"][p] = {k: _copied(v, p.device) for k, v in own.items()}
     return made
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _check_state(own: dict[str, Any], shapes: dict[str, Any], p: Tensor, name: str, optimizer: str) -> None:
+    """Raise ValueError unless a loaded state has all that a weight needs, and values that a step can go on from.
+
+    What else it has is a wrapper's, and stays.
+    """
+    known = shapes.keys() | {"lambda_0"}
+    found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k in known}
+    if found != shapes or not _has_clock(p, own):
+        raise ValueError(
+            f"The loaded state of {name} (weight {tuple(p.shape)}) has step={own.get('step')!r} and {found}, "
+            f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model and rank."
+        )
+    begun = torch.tensor(own["step"]) >= 0
+    for key in shapes:
+        value = own[key][begun.to(own[key].device)] if p.ndim == 3 and key != "skipped" else own[key]
+        if not begun.any() or not value.is_floating_point():
+            continue
+        positive = key.startswith("inv_sqrt") or key == "lambda_0"
+        if not bool(value.isfinite().all()) or (positive and not bool((value > 0).all())):
+            bad = "not positive or not finite" if positive else "not finite"
+            raise ValueError(
+                f"The loaded state of {name} has {key} with values that are {bad}: the file is damaged, or its run had "
+                "failed. Load an earlier one."
+            )
 
 
 def _missing_counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
@@ -115,10 +143,6 @@ def _state_shapes(p: Tensor, method: Method[Any], group: Group) -> dict[str, Any
     leading = (shape.count,) if p.ndim == 3 else ()
     shapes = method.state_shapes(m, n, method.rank(group, m, n), group)
     return {"skipped": (), **{key: leading + tail for key, tail in shapes.items()}}
-
-
-def _shapes_of(own: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k != "step"}
 
 
 def _has_clock(p: Tensor, own: dict[str, Any]) -> bool:

@@ -51,11 +51,18 @@ KEPT = 32
 and experts that began at different steps need one for each of their refreshes."""
 
 
+class Recorded(NamedTuple):
+    """A graph, and what it reads besides the bucket's own: kept as long as the graph is."""
+
+    replay: Callable[[], None]
+    rows: torch.Tensor | None
+
+
 class Graphs:
     """The graphs of one optimizer."""
 
     def __init__(self) -> None:
-        self.replays: dict[Bucket, dict[Hashable, Callable[[], None] | None]] = {}
+        self.replays: dict[Bucket, dict[Hashable, Recorded | None]] = {}
         self.captures: dict[torch.device, Capture] = {}
 
     def execute(self, bucket: Bucket, plan: Plan) -> tuple[int, ...]:
@@ -77,14 +84,15 @@ class Graphs:
             if len(replays) > KEPT:
                 del replays[next(iter(replays))]
             return plan.stepping
-        replay = replays.pop(key)
-        if replay is None:
+        recorded = replays.pop(key)
+        if recorded is None:
             device = bucket.layout.device
             if device not in self.captures:
                 self.captures[device] = Capture.on(device)
-            replay = record(partial(bucket.execute, plan), device, self.captures[device])
-        replays[key] = replay  # the last used is the last to go
-        replay()
+            index = bucket.index(plan.refreshing)  # before the capture, which cannot copy from the host
+            recorded = Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), index)
+        replays[key] = recorded  # the last used is the last to go
+        recorded.replay()
         return plan.stepping
 
 

@@ -25,7 +25,10 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
     if hasattr(p, "device_mesh"):
         raise ValueError(f"{name} is sharded (DTensor); its matrices are not whole on any device: {remedy}.")
     if p.ndim < 2:
-        raise ValueError(f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}.")
+        raise ValueError(
+            f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}. If a trainer "
+            "put it in a matrix's place, it flattens weights, as DeepSpeed's ZeRO and FSDP1 do: use DDP."
+        )
     if p.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")
     shape = MatrixShape.of(p)
