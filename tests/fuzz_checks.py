@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prokl import KLShampoo
+from prokl.algorithm.evidence import COHERENT
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import MatrixShape, ceiling, compute_dtype
 from tests.fuzz_cases import FLOAT32_MAX, Case
@@ -98,7 +99,7 @@ def check_finite(a: History) -> Iterator[Finding]:
 
 
 def check_still(a: History) -> Iterator[Finding]:
-    """A missing gradient changes nothing; a zero one only clocks; one that is not finite only clocks and counters.
+    """A missing gradient changes nothing; a zero one clocks and bases; one that is not finite only clocks and counters.
 
     Sums of squares near float32's largest and near the arithmetic's smallest may fall on either side.
     """
@@ -118,7 +119,9 @@ def check_still(a: History) -> Iterator[Finding]:
             yield from a.broken("counted as skipped", changed, 0.0, none | good)
             yield from a.broken("not counted as skipped", 1 - changed, 0.0, bad)
         else:
-            yield from a.broken(f"{key} without a usable gradient, changed entries", changed, 0.0, none | zero | bad)
+            # A zero one, too, may be that of a refresh step, in which bases follow what was learnt before.
+            still = none | bad if key in ("Q_L", "Q_S", "Q_R", "stale") else none | zero | bad
+            yield from a.broken(f"{key} without a usable gradient, changed entries", changed, 0.0, still)
             if key == "W":
                 yield from a.broken("W by the initialising gradient, changed entries", changed, 0.0, begins)
 
@@ -189,7 +192,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def check_roots(a: History) -> Iterator[Finding]:
-    """Inverse roots are positive, and beyond their ceilings none grows; ceilings sink as lambda_0 grows."""
+    """Inverse roots are positive, and beyond their ceilings, which follow lambda_0, none grows."""
     for key in ROOTS:
         if key not in a.values:
             continue
@@ -205,36 +208,34 @@ def check_roots(a: History) -> Iterator[Finding]:
 
 
 def check_counters(a: History) -> Iterator[Finding]:
-    """Trust is a share, and what may only grow grows."""
+    """Trust is a share, and the count of bounded steps grows."""
     trust = a.values["trust"][1:].double()
     yield from a.broken("trust outside [0, 1]", (trust - 0.5).abs(), 0.5)
-    for key in ("clipped", "lambda_0"):
-        if key in a.values:
-            value = a.values[key].double()
-            yield from a.broken(f"{key} shrinks by", value[:-1] - value[1:], 0.0)
+    counted = a.values["clipped"].double()
+    yield from a.broken("clipped shrinks by", counted[:-1] - counted[1:], 0.0)
 
 
 def longest_direction(a: History) -> float:
     """Return the largest Frobenius norm of a direction.
 
-    The subspace part is cut at weight * gain * sqrt(m r), in coordinates of U, as Smok-Hop's complement at gain *
-    sqrt(m (n - r)) and KL-Shampoo's direction at gain * sqrt(m n), in coordinates of Q_L and Q_R: gain is what momentum
-    makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding may fill those
+    The subspace part is cut at 2 weight * gain * sqrt(m r), in coordinates of U, as Smok-Hop's complement at
+    2 gain * sqrt(m (n - r)) and KL-Shampoo's direction at 2 gain * sqrt(m n), in coordinates of Q_L and Q_R: gain is what
+    momentum makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding may fill those
     that the complement has not.
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
-        return a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
+        return COHERENT * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
     h = a.h
     assert isinstance(h, ProHyper)
     r = a.values["U"].shape[-1]
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
-        total += h.subspace_weight * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
+        total += h.subspace_weight * COHERENT * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * a.shape.aspect_scale * m**0.5
     elif h.variant == "smok-hop":
-        total += h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
+        total += COHERENT * h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
     return total
 
 

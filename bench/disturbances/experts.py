@@ -78,6 +78,7 @@ def measure(form: Form) -> Iterator[Row]:
     """Yield the rows."""
     more = {"lr": OPTIMIZERS[form.optimizer].lr, "seed": SEED}
     for idle in IDLE:
-        found = figures(form, BEFORE, idle)
-        for metric, figure in zip(("loss before", f"worst loss of the next {AFTER}"), found, strict=True):
-            yield form.row("experts", f"{idle} steps", metric, "1", figure, **more)
+        before, worst = figures(form, BEFORE, idle)
+        if idle == IDLE[0]:  # the same before all
+            yield form.row("experts", "", "loss before", "1", before, **more)
+        yield form.row("experts", f"{idle} steps", f"worst loss of the next {AFTER}", "1", worst, **more)
