@@ -219,9 +219,9 @@ def longest_direction(a: History) -> float:
     """Return the largest Frobenius norm of a direction.
 
     The subspace part is cut at 2 weight * gain * sqrt(m r), in coordinates of U, as Smok-Hop's complement at
-    2 gain * sqrt(m (n - r)) and KL-Shampoo's direction at 2 gain * sqrt(m n), in coordinates of Q_L and Q_R: gain is what
-    momentum makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding may fill those
-    that the complement has not.
+    2 gain * sqrt(m (n - r)) and KL-Shampoo's direction at 2 gain * sqrt(m n), in coordinates of Q_L and Q_R. Gain is
+    what momentum makes of whitened gradients of size 1. Newton-Schulz's part has m singular values, of which rounding
+    may fill those that the complement has not.
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
