@@ -176,9 +176,9 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, re
     def moved(t):
         return {k for k, v in kept[t].items() if not torch.equal(v, kept[t + 1][k])}
 
-    assert moved(8) == {*kept[8]} - {"trust", "clipped", "Q_L", "Q_R"}  # trusted wholly, and no refresh
+    assert moved(8) == {*kept[8]} - {"trust", "clipped", "stale", "Q_L", "Q_R"}  # trusted wholly, and no refresh
     assert moved(9) == {"W", "M", "trust"}
-    assert moved(10) == moved(8) | {"clipped"}
+    assert moved(10) == moved(8) | {"clipped", "trust"}
     assert moved(11) == set()
 
 

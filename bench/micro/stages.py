@@ -99,7 +99,7 @@ class Run:
 
     def decide(self) -> Callable[[], Any]:
         found, n = self.found, self.G.shape[-1]
-        return lambda: pro_klshampoo.decide(found, self.state, self.roots, self.h, n)
+        return lambda: _decided(pro_klshampoo.decide(found, self.state, self.roots, self.h, n)[0])
 
     @cached_property
     def projected(self) -> pro_klshampoo.Projected:
@@ -113,8 +113,7 @@ class Run:
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        verdict: Verdict | None = self.decide()()
-        return verdict
+        return pro_klshampoo.decide(self.found, self.state, self.roots, self.h, self.G.shape[-1])[0]
 
     def momentum(self) -> Callable[[], Any]:
         projected, verdict = self.projected, self.verdict
@@ -140,6 +139,11 @@ class Run:
 
     def refresh_eigenbases(self) -> Callable[[], Any]:
         return lambda: pro_klshampoo.refresh_eigenbases(self.state, None, self.ops)
+
+
+def _decided(verdict: Verdict | None) -> tuple[Tensor, Tensor]:
+    assert verdict is not None
+    return verdict.scale, verdict.changed["trust"]
 
 
 def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
@@ -206,11 +210,15 @@ def _kl_whitening(i: Inputs, ops: Primitives) -> Callable[[], Any]:
 
 def _kl_decide(i: Inputs, ops: Primitives) -> Callable[[], Any]:
     A = klshampoo.whitening(i["G"], i["state"], ops).A
-    return lambda: klshampoo.decide(A, i["state"], KL_H)
+    return lambda: _decided(klshampoo.decide(A, i["state"], KL_H)[0])
+
+
+def _kl_verdict(i: Inputs, ops: Primitives) -> Verdict | None:
+    return klshampoo.decide(klshampoo.whitening(i["G"], i["state"], ops).A, i["state"], KL_H)[0]
 
 
 def _kl_momentum(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    verdict = _kl_decide(i, ops)()
+    verdict = _kl_verdict(i, ops)
     return lambda: klshampoo.momentum(i["G"], verdict, i["state"], KL_H)
 
 
@@ -220,7 +228,7 @@ def _kl_direction(i: Inputs, ops: Primitives) -> Callable[[], Any]:
 
 
 def _kl_statistics(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    whitening, verdict = _kl_whitening(i, ops)(), _kl_decide(i, ops)()
+    whitening, verdict = _kl_whitening(i, ops)(), _kl_verdict(i, ops)
     return lambda: klshampoo.statistics(i["G"], whitening, verdict, i["state"], KL_H, ops)
 
 
@@ -235,12 +243,12 @@ STAGES = (
     replace(
         _pro(
             "decide",
-            lambda G, state, h: _admitted(G, reference.whitened_size(G, state, h), state, h),
+            lambda G, state, h: _admitted(G, reference.whitened_sizes(G, state, h).whole, state, h),
             replace(
                 _kl(
                     "decide",
                     _kl_decide,
-                    lambda G, state, h: _admitted(G, reference_kl.whitened_size(G, state), state, h),
+                    lambda G, state, h: _admitted(G, reference_kl.whitened_sizes(G, state).whole, state, h),
                 ),
                 inputs=surprising(kl_inputs),
             ),
@@ -255,7 +263,9 @@ STAGES = (
         _kl(
             "direction",
             _kl_direction,
-            lambda G, state, h: reference_kl.direction(reference_kl.momentum(G, state, h), state, h)[0],
+            lambda G, state, h: reference_kl.direction(
+                reference_kl.momentum(G, state, h), state, h, 1.0, reference.Sizes(G[:, 0] * 0, G[0] * 0, 0.0)
+            )[0],
         ),
     ),
     _pro(

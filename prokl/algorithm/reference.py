@@ -234,9 +234,8 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); nothing is stale then."""
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
     return {
-        "stale": torch.zeros_like(state["stale"]),
         "Q_L": positive_qr(state["L"] @ state["Q_L"]),
         "Q_S": positive_qr(state["S"] @ state["Q_S"]),
     }
@@ -271,7 +270,7 @@ def step(
         new |= track_subspace(c * G, new, h)
         new["stale"] = torch.ones_like(state["stale"])
     if refresh and bool(new["stale"] > 0):
-        new |= refresh_eigenbases(new)
+        new |= refresh_eigenbases(new) | {"stale": torch.zeros_like(new["stale"])}
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
 
 

@@ -62,9 +62,8 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
 
 
 def refresh_eigenbases(state: State) -> State:
-    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R); nothing is stale then."""
+    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R)."""
     return {
-        "stale": torch.zeros_like(state["stale"]),
         "Q_L": positive_qr(state["L"] @ state["Q_L"]),
         "Q_R": positive_qr(state["R"] @ state["Q_R"]),
     }
@@ -94,5 +93,5 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     if evident:
         new |= statistics(c * G, state, h.beta2) | {"stale": torch.ones_like(state["stale"])}
     if refresh and bool(new["stale"] > 0):
-        new |= refresh_eigenbases(new)
+        new |= refresh_eigenbases(new) | {"stale": torch.zeros_like(new["stale"])}
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}

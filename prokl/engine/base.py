@@ -154,7 +154,7 @@ class MatrixOptimizer(Optimizer):
             messages += bucket.commit(plan, moved, self._states(bucket))
         self._step_adamw()
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
-            warnings.warn(message, stacklevel=5)  # past torch's three wrappers of step: the caller's line
+            warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss
 
     def _validate(self) -> None:

@@ -249,10 +249,10 @@ class Bucket:
             for b in due.nonzero().flatten().tolist():
                 for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
-            return
-        everywhere = backend.host_readable and bool(due.all())
-        for key, value in self.method.refresh_eigenbases(state, index, backend.ops).items():
-            self._store(self.stacks[key], value, None if everywhere else due)
+        else:
+            everywhere = backend.host_readable and bool(due.all())
+            for key, value in self.method.refresh_eigenbases(state, index, backend.ops).items():
+                self._store(self.stacks[key], value, None if everywhere else due)
         self.stacks["stale"].masked_fill_(due, 0.0)
 
     def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
