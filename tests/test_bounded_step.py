@@ -343,3 +343,20 @@ def test_gain_is_what_a_constant_gradient_brings_the_momentum_to(variant):
         M = h.momentum * M + g
         last = a + b * M
     assert last == pytest.approx(h.gain, rel=1e-12)
+
+
+def test_squares_of_whitened_gradients_may_leave_float32():
+    assert float(evidence.norm(torch.full((1, 2, 2), 1e25))) == pytest.approx(2e25, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_momentum_beside_the_subspace_alone_is_bounded_and_counted(backend):
+    p, optimizer = grown(PRO, {"rank": 3, "variant": "smok-hop"}, backend)
+    state = optimizer.state[p]
+    outside = torch.eye(10) - state["U"] @ state["U"].mT
+    state["M"].copy_(1e3 * normal(6, 10, seed=50) @ outside)
+    before, count = p.detach().clone(), optimizer.clipped()["parameter 0 of group 0"]
+    step(optimizer, [p], [normal(6, 10, seed=51)])
+    usual = (6 * 10) ** 0.5  # the norm of a whitened momentum whose entries are 1, of gain 1
+    assert float((p.detach() - before).norm()) <= 0.1 * (2 * evidence.COHERENT * usual)
+    assert optimizer.clipped()["parameter 0 of group 0"] == count + 1
