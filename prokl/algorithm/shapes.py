@@ -7,7 +7,8 @@ than columns is handled on its transpose (the paper's Remark "Left projection").
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,20 +32,36 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+Split = int | tuple[int, ...] | None
+"""Pieces of a weight's output dimension: so many equal ones, their sizes, or the whole."""
+
+
 @dataclass(frozen=True)
 class MatrixShape:
-    """A parameter read as ``count`` matrices of ``rows`` x ``cols``."""
+    """A parameter, or one piece of its output dimension, read as ``count`` matrices of ``rows`` x ``cols``."""
 
     count: int
     rows: int
+    """Size of the output dimension."""
     cols: int
+    stored_in_out: bool = False
+    """True if the parameter holds the matrices' transposes."""
+    start: int | None = None
+    """The piece's first row; None where the parameter is not split."""
 
     @staticmethod
-    def of(p: Tensor) -> MatrixShape:
-        """Read a parameter: 2-D is one matrix, 3-D a stack, 4-D and more a convolution, flattened to (out, rest)."""
-        if p.ndim == 3:
-            return MatrixShape(p.shape[0], p.shape[1], p.shape[2])
-        return MatrixShape(1, p.shape[0], math.prod(p.shape[1:]))
+    def of(p: Tensor, transposed: bool = False) -> MatrixShape:
+        """Read a parameter: 2-D is one matrix, 3-D a stack, 4-D and more a convolution, flattened to (first, rest)."""
+        count, first, rest = p.shape if p.ndim == 3 else (1, p.shape[0], math.prod(p.shape[1:]))
+        return MatrixShape(count, rest, first, True) if transposed else MatrixShape(count, first, rest)
+
+    def pieces(self, split: Split) -> tuple[MatrixShape, ...]:
+        """Return one shape for each piece of the output dimension, in order; ``split`` fits it."""
+        if split is None:
+            return (self,)
+        sizes = (self.rows // split,) * split if isinstance(split, int) else split
+        starts = accumulate(sizes, initial=0)
+        return tuple(replace(self, rows=size, start=start) for size, start in zip(sizes, starts, strict=False))
 
     @property
     def transposed(self) -> bool:
@@ -66,11 +83,17 @@ class MatrixShape:
         """The paper's ``c_a = sqrt(max(1, rows / cols))``, on the original rows and columns."""
         return math.sqrt(max(1.0, self.rows / self.cols))
 
+    def region(self, t: Tensor) -> Tensor:
+        """Return this piece's part of ``t`` (the parameter's shape), a view."""
+        return t if self.start is None else t.narrow(-1 if self.stored_in_out else -2, self.start, self.rows)
+
     def oriented(self, t: Tensor) -> Tensor:
-        """Return ``t`` (the parameter's shape) as (count, m, n); a view wherever strides allow."""
-        stack = t.reshape(self.count, self.rows, self.cols)
-        return stack.mT if self.transposed else stack
+        """Return this piece of ``t`` (the parameter's shape) as (count, m, n); a view wherever strides allow."""
+        stack = self.region(t)
+        if t.ndim != 3:
+            stack = stack.reshape(1, stack.shape[0], -1)
+        return stack.mT if self.transposed != self.stored_in_out else stack
 
     def restored(self, stack: Tensor, like: Tensor) -> Tensor:
-        """Undo :meth:`oriented`: (count, m, n) back to the shape of ``like``."""
-        return (stack.mT if self.transposed else stack).reshape(like.shape)
+        """Undo :meth:`oriented`: (count, m, n) back to the shape of ``like``, the parameter's :meth:`region`."""
+        return (stack.mT if self.transposed != self.stored_in_out else stack).reshape(like.shape)

@@ -28,6 +28,8 @@ class Member:
     name: str
     shape: MatrixShape
     rows: range
+    suffix: str = ""
+    """Of its state's keys; empty unless the parameter is split."""
 
     def part(self, stack: Tensor) -> Tensor:
         """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
@@ -44,8 +46,13 @@ class Member:
 
     def write(self, weight: Tensor) -> None:
         """Copy an oriented weight (c,m,n) into the parameter, unless it is a view of it."""
-        if weight.data_ptr() != self.p.data_ptr():
-            self.p.copy_(self.shape.restored(weight, self.p))
+        if self.is_copy(weight):
+            region = self.shape.region(self.p)
+            region.copy_(self.shape.restored(weight, region))
+
+    def is_copy(self, weight: Tensor) -> bool:
+        """Return True if an oriented weight does not lie in the parameter's memory."""
+        return weight.data_ptr() != self.shape.region(self.p).data_ptr()
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class TritonIO:
         self._gradients = [member.gradient() for member in self.members]
         weights = [member.weight() for member in self.members]
         pairs = zip(self.members, weights, strict=True)
-        self._copied = [(member, weight) for member, weight in pairs if weight.data_ptr() != member.p.data_ptr()]
+        self._copied = [(member, weight) for member, weight in pairs if member.is_copy(weight)]
         self.gradient_table.update(self._gradients, self.counts)
         self.weight_table.update(weights, self.counts)
         self._write(self.lr, h.lr)

@@ -6,7 +6,7 @@ Dimension key: B matrices, m short side, n long side.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import split, state_dtype
+from prokl.engine.pieces import Piece, clock, pieces, readings
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,23 @@ def batches(
         ValueError: a weight without a name is not in ``model``.
     """
     known = {} if model is None else {p: name for name, p in model.named_parameters()}
-    found: dict[tuple[Any, ...], list[tuple[Tensor, str]]] = {}
+    found: dict[tuple[Any, ...], list[Piece]] = {}
     for index, group in enumerate(optimizer.param_groups):
         if group["algorithm"] != "matrix":
             continue
         names = group.get("param_names")
-        for i, p in enumerate(group["params"]):
-            if _begun(optimizer, p):
-                shape = MatrixShape.of(p)
-                key = index, shape.m, shape.n, optimizer.method.rank(group, shape.m, shape.n), p.dtype, p.device
+        for i, (p, how) in enumerate(zip(group["params"], readings(group), strict=True)):
+            own = optimizer.state.get(p, {})
+            for piece in pieces(p, "", how):
+                if not _begun(piece, own):
+                    continue
+                m, n = piece.shape.m, piece.shape.n
+                key = index, m, n, optimizer.method.rank(group, m, n), p.dtype, p.device
                 name = names[i] if names else known.get(p) or _placed(index, i, model)
-                found.setdefault(key, []).append((p, name))
+                found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
     for (index, m, n, rank, dtype, _), members in found.items():
         group = optimizer.param_groups[index]
-        arithmetic = compute_dtype(dtype, state_dtype(group, members[0][0]))
+        arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
         for run in split(members, optimizer.method.workspace(m, n, rank), arithmetic.itemsize):
             yield _batch(optimizer, group, rank, arithmetic, run, keys, gradients)
 
@@ -97,10 +101,9 @@ def _placed(index: int, i: int, model: nn.Module | None) -> str:
     return f"group{index}.{i}"
 
 
-def _begun(optimizer: MatrixOptimizer, p: Tensor) -> list[int]:
-    """List the matrices of a parameter that have had their first usable gradient."""
-    steps = optimizer.state.get(p, {}).get("step", -1)
-    return [b for b, step in enumerate(steps if isinstance(steps, list) else [steps]) if step >= 0]
+def _begun(piece: Piece, state: dict[str, Any]) -> list[int]:
+    """List the matrices of a piece that have had their first usable gradient."""
+    return [b for b, step in enumerate(clock(piece, state)) if step >= 0]
 
 
 def _batch(
@@ -108,26 +111,28 @@ def _batch(
     group: dict[str, Any],
     rank: int,
     arithmetic: torch.dtype,
-    members: list[tuple[Tensor, str]],
+    members: list[Piece],
     keys: Collection[str] | None,
     with_gradients: bool,
 ) -> Batch:
     names, shapes, steps, given = [], [], [], []
     gradients: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {}
-    for p, name in members:
-        own, begun, shape = optimizer.state[p], _begun(optimizer, p), MatrixShape.of(p)
-        stacked = p.ndim == 3
+    shape = members[0].shape
+    kept = optimizer.method.state_shapes(shape.m, shape.n, rank, group)
+    state_keys = [key for key in kept if keys is None or key in keys]
+    for piece in members:
+        p, shape, own = piece.p, piece.shape, optimizer.state[piece.p]
+        begun, steps_of_all, stacked = _begun(piece, own), clock(piece, own), p.ndim == 3
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
         for b in begun:
-            names.append(f"{name}[{b}]" if stacked else name)
+            names.append(f"{piece.name}[{b}]" if stacked else piece.name)
             shapes.append(shape)
-            steps.append(own["step"][b] if stacked else own["step"])
+            steps.append(steps_of_all[b])
             given.append(p.grad is not None)
-        for key, value in own.items():
-            if key not in ("step", "skipped") and (keys is None or key in keys):
-                part = value[rows] if stacked else value[None]
-                parts.setdefault(key, []).append(part.detach().to(arithmetic))
+        for key in state_keys:
+            value = own[key + piece.suffix]
+            parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(arithmetic))
         if not with_gradients:
             continue
         if p.grad is None:

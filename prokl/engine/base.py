@@ -17,11 +17,12 @@ from torch.optim import AdamW, Optimizer
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
-from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.select import select
 from prokl.engine import checkpoint
-from prokl.engine.bucket import Bucket, split, state_dtype
+from prokl.engine.bucket import Bucket, blank_state, layout_of_state, split, state_dtype
 from prokl.engine.graphs import Graphs
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
 from prokl.engine.validation import check_gradient, check_matrix_parameter, check_memory, check_writable
 
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -40,14 +41,16 @@ class MatrixOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.method.check(defaults)
         self._forget()
-        super().__init__(params, {**defaults, "algorithm": "matrix"})
+        super().__init__(params, {**defaults, "algorithm": "matrix", **DEFAULTS})
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
         self._buckets: dict[BucketKey, list[Bucket]] = {}
-        self._keys: dict[Tensor, BucketKey] = {}
-        self._idle: dict[Tensor, int] = {}
+        self._placed: set[Tensor] = set()  # in buckets
+        self._waiting: set[Tensor] = set()  # without a gradient so far
+        self._idle: dict[tuple[Tensor, str], int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
+        self._read_as: dict[Tensor, Reading] = {}
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamW([{"params": []}])
         self._graphs = Graphs() if self._graphs_enabled else None
@@ -87,8 +90,9 @@ class MatrixOptimizer(Optimizer):
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)
         named = list(self._named(len(self.param_groups) - 1))
-        for p, name in named:
+        for (p, name), how in zip(named, readings(group), strict=True):
             check_matrix_parameter(p, name)
+            check_reading(p, name, how)
             select(group["backend"], p.device)
         if self.method.oversize_remedy is not None:
             check_memory(type(self).__name__, self._sizes_of_new_state(), self.method.oversize_remedy)
@@ -98,13 +102,11 @@ class MatrixOptimizer(Optimizer):
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
         """Yield every matrix parameter that has no state yet, its name, and the bytes that its state will take."""
         for index, group in enumerate(self.param_groups):
-            for p, name in self._named(index) if group["algorithm"] == "matrix" else ():
-                if "M" not in self.state.get(p, {}):
-                    shape = MatrixShape.of(p)
-                    m, n = shape.m, shape.n
-                    shapes = self.method.state_shapes(m, n, self.method.rank(group, m, n), group).values()
-                    elements = shape.count * sum(torch.Size(s).numel() for s in shapes)
-                    yield p, name, elements * state_dtype(group, p).itemsize
+            for piece in self._pieces(index) if group["algorithm"] == "matrix" else ():
+                if "M" + piece.suffix not in self.state.get(piece.p, {}):
+                    layout = layout_of_state(piece, self.method, self._rank(group, piece), group).values()
+                    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+                    yield piece.p, piece.name, piece.shape.count * size
 
     def _adamw_defaults(self) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
@@ -117,6 +119,14 @@ class MatrixOptimizer(Optimizer):
         names = group.get("param_names", [])
         for i, p in enumerate(group["params"]):
             yield p, names[i] if i < len(names) else f"parameter {i} of group {index}"
+
+    def _pieces(self, index: int) -> Iterator[Piece]:
+        """Yield what has a state of its own in a matrix group, in its order."""
+        for (p, name), how in zip(self._named(index), readings(self.param_groups[index]), strict=True):
+            yield from pieces(p, name, how)
+
+    def _rank(self, group: Group, piece: Piece) -> int:
+        return self.method.rank(group, piece.shape.m, piece.shape.n)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -163,9 +173,9 @@ class MatrixOptimizer(Optimizer):
         whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            made_with, idle = self._made_with, self._idle
+            kept = self._made_with, self._idle, self._read_as
             self._forget()
-            self._made_with, self._idle = made_with, idle
+            self._made_with, self._idle, self._read_as = kept
         self._layout = layout
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
@@ -177,14 +187,18 @@ class MatrixOptimizer(Optimizer):
         self._adamw.param_groups = [g for g in self.param_groups if g["algorithm"] == "adamw"]
         self._adamw.state = self.state
         if self._adamw.param_groups:
+            for group in self._adamw.param_groups:
+                for p in group["params"]:
+                    if p.grad is None and p.requires_grad and p not in self.state:
+                        self.state[p].update(_blank_adamw_state(p, group))
             inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
 
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
-        for p, name in self._named(index):
-            if group["algorithm"] == "matrix" and p not in self._keys:  # it may have come by other ways than a group
-                check_matrix_parameter(p, name)
-                check_writable(p, name)
+        hows = readings(group)
+        for (p, name), how in zip(self._named(index), hows, strict=True):
+            if group["algorithm"] == "matrix":
+                self._check_matrix_weight(p, name, how)
             check_gradient(p, name)
             state = self.state.get(p)
             if state and ("exp_avg" if group["algorithm"] == "matrix" else "M") in state:
@@ -203,31 +217,63 @@ class MatrixOptimizer(Optimizer):
                     "depends on it. Set it back, or start a new optimizer."
                 )
 
+    def _check_matrix_weight(self, p: Tensor, name: str, how: Reading) -> None:
+        if p not in self._placed:  # it may have come by other ways than a group
+            check_matrix_parameter(p, name)
+            check_writable(p, name)
+            check_reading(p, name, how)
+        made = self._read_as.get(p, how)
+        if how != made:
+            raise ValueError(
+                f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its state was made with "
+                f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
+            )
+
     def _assign_to_buckets(self, index: int, group: Group) -> None:
-        """Give every parameter that has its first gradient a place in a bucket of its shape."""
-        newcomers: dict[Tensor, BucketKey] = {}
-        for p in group["params"]:
-            if p not in self._keys and (p.grad is not None or self.state.get(p)):
-                shape = MatrixShape.of(p)
-                m, n = shape.m, shape.n
-                newcomers[p] = (index, m, n, self.method.rank(group, m, n), p.dtype, p.device)
-        for key in dict.fromkeys(newcomers.values()):
+        """Give every parameter that has its first gradient a place in buckets of its shapes, and the others a state."""
+        if all(p in self._placed or (p.grad is None and p in self._waiting) for p in group["params"]):
+            return
+        outside = [piece for piece in self._pieces(index) if piece.p not in self._placed]
+        newcomers = {piece.p for piece in outside if self._takes_part(piece)}
+        changed = {self._key(index, group, piece): None for piece in outside if piece.p in newcomers}
+        members: dict[BucketKey, list[Piece]] = {key: [] for key in changed}
+        for piece in self._pieces(index) if newcomers else ():
             # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
-            members = [(p, name) for p, name in self._named(index) if newcomers.get(p, self._keys.get(p)) == key]
+            if (piece.p in newcomers or piece.p in self._placed) and (key := self._key(index, group, piece)) in changed:
+                members[key].append(piece)
+        for key, found in members.items():
             _, m, n, rank, dtype, _ = key
-            itemsize = compute_dtype(dtype, state_dtype(group, members[0][0])).itemsize
+            itemsize = compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
             self._buckets[key] = [
-                Bucket(run, [self.state[p] for p, _ in run], self.method, rank, group, self._idle)
-                for run in split(members, self.method.workspace(m, n, rank), itemsize)
+                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle)
+                for run in split(found, self.method.workspace(m, n, rank), itemsize)
             ]
-            self._keys.update((p, key) for p, _ in members)
+        self._placed |= newcomers
+        self._waiting = (self._waiting | {piece.p for piece in outside}) - newcomers
+        for piece in outside:
+            # A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
+            if piece.p not in newcomers and piece.p.requires_grad and "step" + piece.suffix not in self.state[piece.p]:
+                self.state[piece.p].update(blank_state(piece, self.method, self._rank(group, piece), group))
         if newcomers:
             self._graphs = Graphs() if self._graphs_enabled else None  # the old ones hold buckets that are no more
-            self._remember(group)
+        self._remember(group)
+
+    def _takes_part(self, piece: Piece) -> bool:
+        """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
+        state = self.state.get(piece.p, {})
+        M = state.get("M" + piece.suffix)
+        return piece.p.grad is not None or max(clock(piece, state)) >= 0 or (M is not None and M._is_view())
+
+    def _key(self, index: int, group: Group, piece: Piece) -> BucketKey:
+        shape, p = piece.shape, piece.p
+        return index, shape.m, shape.n, self._rank(group, piece), p.dtype, p.device
 
     def _remember(self, group: Group) -> None:
         """Remember the settings that this group's state is made with."""
         self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
+        for p, how in zip(group["params"], readings(group), strict=True):
+            if self.state.get(p):
+                self._read_as.setdefault(p, how)
 
     def enable_graphs(self) -> None:
         """Replay the matrix groups' work from CUDA graphs from now on.
@@ -268,13 +314,13 @@ class MatrixOptimizer(Optimizer):
         return self._counts("clipped")
 
     def _counts(self, key: str) -> dict[str, int]:
-        return {
-            name: int(self.state[p][key].sum())
-            for i, group in enumerate(self.param_groups)
-            if group["algorithm"] == "matrix"
-            for p, name in self._named(i)
-            if key in self.state.get(p, {})
-        }
+        counts: dict[str, int] = {}
+        for i, group in enumerate(self.param_groups):
+            for (p, name), how in zip(self._named(i), readings(group), strict=True):
+                for piece in pieces(p, name, how) if group["algorithm"] == "matrix" else ():
+                    if key + piece.suffix in self.state.get(p, {}):
+                        counts[name] = counts.get(name, 0) + int(self.state[p][key + piece.suffix].sum())
+        return counts
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}
@@ -300,3 +346,13 @@ class MatrixOptimizer(Optimizer):
         self._forget()
         for i in made:
             self._remember(state["param_groups"][i])
+
+
+def _blank_adamw_state(p: Tensor, group: Group) -> dict[str, Tensor]:
+    """Return what AdamW would start from at the first gradient: an entry that checkpoints have of every weight."""
+    device = p.device if group["capturable"] or group["fused"] else "cpu"
+    dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
+    state = {"step": torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)}
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    return state

@@ -25,10 +25,11 @@ from torch import Tensor
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
-from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import on_device
 from prokl.backends.io import BucketIO, Layout, Member
 from prokl.backends.select import Backend, select
+from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
 
 NEVER_MOVED_AFTER = 100
@@ -46,34 +47,36 @@ SCALARS = ("lambda_0", "trust", "clipped", "stale")
 
 
 class Bucket:
-    """Weights of one group, oriented shape, rank, dtype and device.
+    """Weights, or pieces of weights, of one group, oriented shape, rank, dtype and device.
 
     Attributes:
         backend: who steps it; None before the first :meth:`decide`. io: its reading and writing, with it.
 
     Args:
-        members: (parameter, name) pairs in the order of their group.
-        states: what ``optimizer.state`` holds for each: empty for a parameter that has none yet.
+        pieces: in the order of their group.
+        states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
         method: the matrix method.
         rank: effective rank.
         group: the parameter group.
-        idle: calls with a gradient in which a parameter did not move, -1 once it has; outlives the bucket.
+        idle: calls with a gradient in which a piece did not move, by parameter and suffix, -1 once it has; outlives the
+            bucket.
     """
 
     def __init__(
         self,
-        members: Sequence[tuple[Tensor, str]],
+        pieces: Sequence[Piece],
         states: Sequence[dict[str, Any]],
         method: Method[Any],
         rank: int,
         group: Group,
-        idle: dict[Tensor, int],
+        idle: dict[tuple[Tensor, str], int],
     ) -> None:
         self.method, self.rank, self.group, self.idle = method, rank, group, idle
         self.members: list[Member] = []
-        for p, name in members:
-            start, shape = self.members[-1].rows.stop if self.members else 0, MatrixShape.of(p)
-            self.members.append(Member(p, name, shape, range(start, start + shape.count)))
+        for piece in pieces:
+            start = self.members[-1].rows.stop if self.members else 0
+            rows = range(start, start + piece.shape.count)
+            self.members.append(Member(piece.p, piece.name, piece.shape, rows, piece.suffix))
         first, count = self.members[0], self.members[-1].rows.stop
         m, n, device = first.shape.m, first.shape.n, first.p.device
         self.layout = Layout(
@@ -81,14 +84,13 @@ class Bucket:
         )
         self.dtype = self.layout.dtype
         self.stacks: dict[str, Tensor] = {}
-        for key, tail in method.state_shapes(m, n, rank, group).items():
-            dtype = self.dtype if key in SCALARS else state_dtype(group, first.p)
+        for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self.views: list[dict[str, Tensor]] = []
         self.schedule = Schedule(
             [member.rows for member in self.members],
-            [step for member, state in zip(self.members, states, strict=True) for step in _steps_of(member, state)],
+            [step for piece, state in zip(pieces, states, strict=True) for step in clock(piece, state)],
         )
         for i, state in enumerate(states):
             self._adopt(i, state)
@@ -105,13 +107,12 @@ class Bucket:
     def _adopt(self, i: int, state: dict[str, Any]) -> None:
         """Copy a parameter's state into the stacks and leave views of them in its place."""
         member = self.members[i]
-        if "step" in state:
-            self.skipped[i] = state["skipped"]
-            for key, stack in self.stacks.items():
-                member.part(stack).copy_(state[key])
-        state.update({"step": self._clock(member), "skipped": self.skipped[i]})
-        state.update((key, member.part(stack)) for key, stack in self.stacks.items())
-        self.views.append({key: state[key] for key in ("skipped", *self.stacks)})
+        views = {"skipped": self.skipped[i], **{key: member.part(stack) for key, stack in self.stacks.items()}}
+        if "step" + member.suffix in state:
+            for key, view in views.items():
+                view.copy_(state[key + member.suffix])
+        self.views.append({key + member.suffix: view for key, view in views.items()})
+        state.update(self.views[i] | {"step" + member.suffix: self._clock(member)})
 
     def holds(self, states: Sequence[dict[str, Any]]) -> bool:
         """Return True if the weights and the views handed out are still what they were when the bucket was made."""
@@ -122,9 +123,8 @@ class Bucket:
             for member, state, views in zip(self.members, states, self.views, strict=True)
         )
 
-    def _clock(self, member: Member) -> int | list[int]:
-        steps = self.schedule.steps[member.rows.start : member.rows.stop]
-        return steps if member.p.ndim == 3 else steps[0]
+    def _clock(self, member: Member) -> int | Tensor:
+        return stored_clock(member.p, self.schedule.steps[member.rows.start : member.rows.stop])
 
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
@@ -185,7 +185,7 @@ class Bucket:
         self.schedule.advance(plan)
         messages = []
         for member, state, has_grad, own in zip(self.members, states, plan.has_grad, moved_members, strict=True):
-            state["step"] = self._clock(member)
+            state["step" + member.suffix] = self._clock(member)
             if has_grad and self._never_moves(member, own):
                 messages.append(
                     f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
@@ -196,15 +196,15 @@ class Bucket:
 
     def _never_moves(self, member: Member, moved: bool) -> bool:
         """Return True once, when a weight has had gradients for long and has never moved."""
-        count = self.idle.get(member.p, 0)
+        count = self.idle.get((member.p, member.suffix), 0)
         if count < 0:
             return False
         last = count + 1 == NEVER_MOVED_AFTER
-        self.idle[member.p] = -1 if moved or last else count + 1
+        self.idle[member.p, member.suffix] = -1 if moved or last else count + 1
         return last and not moved
 
     def _finite_members(self, finite: Tensor) -> Tensor:
-        """Return (B,), False for every matrix of a parameter that has one non-finite matrix."""
+        """Return (B,), False for every matrix of a member that has one non-finite matrix."""
         if self.owner is None:
             return finite
         bad = torch.zeros_like(self.skipped).index_add_(0, self.owner, (~finite).long())
@@ -303,24 +303,36 @@ class Bucket:
                 member.write(W[member.rows.start : member.rows.stop])
 
 
-def _steps_of(member: Member, state: dict[str, Any]) -> list[int]:
-    """Return the clock of every matrix of a parameter, as its state holds it."""
-    steps = state.get("step", -1)
-    return list(steps) if isinstance(steps, (list, tuple)) else [steps] * member.shape.count
+def layout_of_state(
+    piece: Piece, method: Method[Any], rank: int, group: Group
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every state tensor of one matrix of a piece."""
+    own, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
+    shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)
+    return {key: (shape, arithmetic if key in SCALARS else own) for key, shape in shapes.items()}
 
 
-def split(members: Sequence[tuple[Tensor, str]], elements: int, itemsize: int) -> list[list[tuple[Tensor, str]]]:
-    """Return ``members`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
+def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:
+    """Return the state of a piece that has had no gradient: what a bucket would hold of it, and has not to yet."""
+    leading, device = (piece.shape.count,) if piece.p.ndim == 3 else (), piece.p.device
+    state: dict[str, Any] = {"step": stored_clock(piece.p, [-1] * piece.shape.count)}
+    state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
+    for key, (shape, dtype) in layout_of_state(piece, method, rank, group).items():
+        state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
+    return {key + piece.suffix: value for key, value in state.items()}
+
+
+def split(pieces: Sequence[Piece], elements: int, itemsize: int) -> list[list[Piece]]:
+    """Return ``pieces`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
     most = max(1, WORKSPACE // (elements * itemsize))
-    runs: list[list[tuple[Tensor, str]]] = [[]]
+    runs: list[list[Piece]] = [[]]
     count = 0
-    for p, name in members:
-        own = MatrixShape.of(p).count
-        if runs[-1] and count + own > most:
+    for piece in pieces:
+        if runs[-1] and count + piece.shape.count > most:
             runs.append([])
             count = 0
-        runs[-1].append((p, name))
-        count += own
+        runs[-1].append(piece)
+        count += piece.shape.count
     return runs
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
-from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.engine.bucket import layout_of_state
+from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
 
 
 class _NoCast:
@@ -80,20 +81,27 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
     for i, group in enumerate(state["param_groups"]):
         try:
             check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
+            hows = readings(group)
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
             continue
         names = group.get("param_names")
-        for j, p in enumerate(group["params"]):
+        for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
+            name = names[j] if names else f"parameter {j} of group {i}"
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
-            shapes = _state_shapes(p, method, group)
-            if own.keys() & {"step", "lambda_0", *shapes}:
-                own = _missing_counters(p, own) | own
-                _check_state(own, shapes, p, names[j] if names else f"parameter {j} of group {i}", optimizer)
+            check_reading(p, name, how)
+            parts = pieces(p, name, how)
+            needed = [_needed(piece, method, group) for piece in parts]
+            if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
+                for piece, layout in zip(parts, needed, strict=True):
+                    own = _missing_counters(piece, own, layout) | own
+                    _check_state(own, layout, piece, optimizer)
+                    own["step" + piece.suffix] = stored_clock(p, clock(piece, own))
                 made.add(i)
             if own:  # a copy: what was loaded goes on without this optimizer
-                state["state"][p] = {k: _copied(v, p.device) for k, v in own.items()}
+                clocks = {"step" + piece.suffix for piece in parts}
+                state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
     return made
 
 
@@ -101,50 +109,59 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _check_state(own: dict[str, Any], shapes: dict[str, Any], p: Tensor, name: str, optimizer: str) -> None:
-    """Raise ValueError unless a loaded state has all that a weight needs, and values that a step can go on from.
+def _needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every state tensor that a piece needs, by its key."""
+    leading = (piece.shape.count,) if piece.p.ndim == 3 else ()
+    layout = layout_of_state(piece, method, method.rank(group, piece.shape.m, piece.shape.n), group)
+    needed = {"skipped": ((), torch.int64), **{key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}}
+    return {key + piece.suffix: value for key, value in needed.items()}
+
+
+def _check_state(
+    own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece, optimizer: str
+) -> None:
+    """Raise ValueError unless a loaded state has all that a piece needs, and values that a step can go on from.
 
     What else it has is a wrapper's, and stays.
     """
-    known = shapes.keys() | {"lambda_0"}
+    shapes: dict[str, Any] = {key: shape for key, (shape, _) in needed.items()}
+    known = shapes.keys() | {"lambda_0" + piece.suffix}
     found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k in known}
-    if found != shapes or not _has_clock(p, own):
+    if found != shapes or not _has_clock(piece, own):
+        step = own.get("step" + piece.suffix)
         raise ValueError(
-            f"The loaded state of {name} (weight {tuple(p.shape)}) has step={own.get('step')!r} and {found}, "
-            f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model and rank."
+            f"The loaded state of {piece.name} (weight {tuple(piece.p.shape)}) has step={step!r} and {found}, "
+            f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model, rank and split."
         )
-    begun = torch.tensor(own["step"]) >= 0
+    begun = torch.tensor(clock(piece, own)) >= 0
     for key in shapes:
-        value = own[key][begun.to(own[key].device)] if p.ndim == 3 and key != "skipped" else own[key]
+        value = own[key][begun.to(own[key].device)] if piece.p.ndim == 3 and own[key].ndim else own[key]
         if not begun.any() or not value.is_floating_point():
             continue
-        positive = key.startswith("inv_sqrt") or key == "lambda_0"
+        positive = key.startswith(("inv_sqrt", "lambda_0"))
         if not bool(value.isfinite().all()) or (positive and not bool((value > 0).all())):
             bad = "not positive or not finite" if positive else "not finite"
             raise ValueError(
-                f"The loaded state of {name} has {key} with values that are {bad}: the file is damaged, or its run had "
-                "failed. Load an earlier one."
+                f"The loaded state of {piece.name} has {key} with values that are {bad}: the file is damaged, or its "
+                "run had failed. Load an earlier one."
             )
 
 
-def _missing_counters(p: Tensor, own: dict[str, Any]) -> dict[str, Any]:
+def _missing_counters(
+    piece: Piece, own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Any]:
     """Return the counters that checkpoints before 0.5 lack; what has trained is trusted."""
-    if not isinstance(own.get("M"), Tensor):
+    if not isinstance(own.get("M" + piece.suffix), Tensor):
         return {}
-    leading, dtype = p.shape[:1] if p.ndim == 3 else (), compute_dtype(p.dtype, own["M"].dtype)
-    ones = torch.ones(leading, dtype=dtype)
-    return {"trust": ones, "clipped": torch.zeros_like(ones), "stale": ones.clone()}
+    starts = {"trust": torch.ones, "clipped": torch.zeros, "stale": torch.ones}
+    counters = {key + piece.suffix: make for key, make in starts.items()}
+    return {key: make(needed[key][0], dtype=needed[key][1]) for key, make in counters.items()}
 
 
-def _state_shapes(p: Tensor, method: Method[Any], group: Group) -> dict[str, Any]:
-    """Return the shape of every state tensor that a parameter needs."""
-    shape = MatrixShape.of(p)
-    m, n = shape.m, shape.n
-    leading = (shape.count,) if p.ndim == 3 else ()
-    shapes = method.state_shapes(m, n, method.rank(group, m, n), group)
-    return {"skipped": (), **{key: leading + tail for key, tail in shapes.items()}}
-
-
-def _has_clock(p: Tensor, own: dict[str, Any]) -> bool:
-    step = own.get("step")
-    return isinstance(step, list) and len(step) == p.shape[0] if p.ndim == 3 else isinstance(step, int)
+def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:
+    step = own.get("step" + piece.suffix)
+    if piece.p.ndim != 3:
+        return isinstance(step, int)
+    if isinstance(step, Tensor):
+        return step.shape == (piece.shape.count,) and not step.is_floating_point()
+    return isinstance(step, (list, tuple)) and len(step) == piece.shape.count  # before 0.5

@@ -1,0 +1,99 @@
+"""How a group says that its weights are read: stored (in, out) or (out, in), whole or in pieces.
+
+A group's ``transposed`` and ``split`` are one value for all of its weights, or a list with one a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.method import Group
+from prokl.algorithm.settings import is_integer
+from prokl.algorithm.shapes import MatrixShape, Split
+
+DEFAULTS = {"transposed": False, "split": None}
+"""Of a matrix group."""
+
+
+class Reading(NamedTuple):
+    """How one weight is read."""
+
+    transposed: bool
+    split: Split
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter, or one piece of it: what has a state of its own."""
+
+    p: Tensor
+    name: str
+    shape: MatrixShape
+    suffix: str = ""
+    """Of its state's keys; empty unless the parameter is split."""
+
+
+def readings(group: Group) -> list[Reading]:
+    """Return how each weight of a group is read, unchecked but for the lengths of lists.
+
+    Raises:
+        ValueError: a list is not as long as the group.
+    """
+    count, columns = len(group["params"]), []
+    for key, default in DEFAULTS.items():
+        value: Any = group.get(key, default)
+        if isinstance(value, list) and len(value) != count:
+            raise ValueError(
+                f"Invalid {key}={value!r}: a list has one entry for each of the group's {count} weights. Write one "
+                f"value for all{', sizes of pieces as a tuple' if key == 'split' else ''}, or {count} entries."
+            )
+        columns.append(value if isinstance(value, list) else [value] * count)
+    return list(map(Reading, *columns))
+
+
+def check_reading(p: Tensor, name: str, how: Reading) -> None:
+    """Raise ValueError when a weight cannot be read so."""
+    if not isinstance(how.transposed, bool):
+        raise ValueError(f"Invalid transposed={how.transposed!r} of {name}: must be True, stored (in, out), or False.")
+    split = how.split
+    if split is None:
+        return
+    if p.ndim > 3:
+        raise ValueError(f"Invalid split={split!r} of {name}: a convolution {tuple(p.shape)} is not split; use None.")
+    rows = MatrixShape.of(p, how.transposed).rows
+    if isinstance(split, tuple):
+        fits = all(is_integer(size) and size > 0 for size in split) and sum(split) == rows
+    else:
+        fits = is_integer(split) and split > 0 and rows % split == 0
+    if not fits:
+        raise ValueError(
+            f"Invalid split={split!r} of {name}: must be sizes, a tuple, that add up to its output dimension {rows} "
+            f"(weight {tuple(p.shape)}, transposed={how.transposed}), or a number of pieces that divides it."
+        )
+
+
+def pieces(p: Tensor, name: str, how: Reading) -> list[Piece]:
+    """Return the pieces of a parameter that :func:`check_reading` has passed, in order."""
+    shapes = MatrixShape.of(p, how.transposed).pieces(how.split)
+    if how.split is None:
+        return [Piece(p, name, shapes[0])]
+    return [Piece(p, f"{name}.{i}", shape, f".{i}") for i, shape in enumerate(shapes)]
+
+
+def clock(piece: Piece, state: dict[str, Any]) -> list[int]:
+    """Return the ``step`` of every matrix of a piece; -1 before its initialising gradient."""
+    steps = state.get("step" + piece.suffix, -1)
+    return [steps] * piece.shape.count if isinstance(steps, int) else [int(step) for step in steps]
+
+
+def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
+    """Return what ``state`` holds of these clocks: an int, or for a stack an int64 tensor (count,) on the CPU.
+
+    Never on the weight's device, where a step would have to wait for it; a list could not be flattened by
+    torch.distributed.checkpoint.
+    """
+    return torch.tensor(steps) if p.ndim == 3 else steps[0]

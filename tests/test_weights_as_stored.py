@@ -1,0 +1,167 @@
+"""Weights stored (in, out) and weights that hold several: the same steps as of the matrices themselves, kept apart."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.inputs import NAN, PRO, TAU, frozen, normal, same_bits, step, weight
+
+CALLS = 8
+
+
+def optimizer(method, backend, *groups):
+    cls, kwargs = method
+    return cls([*groups], weight_decay=0.1, precondition_frequency=TAU, backend=backend, **kwargs)
+
+
+def gradients(shapes, call, dtype=torch.float32):
+    return [normal(*shape, seed=100 * call + i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+SHAPES = ((6, 9), (9, 6), (7, 7), (2, 5, 8), (2, 6, 6))
+
+
+def test_a_weight_stored_in_out_is_stepped_as_its_transpose(method, path):
+    plain = [weight(*shape, seed=i) for i, shape in enumerate(SHAPES)]
+    stored = [torch.nn.Parameter(p.detach().mT.contiguous()) for p in plain]
+    ours = optimizer(method, path, {"params": plain})
+    theirs = optimizer(method, path, {"params": stored, "transposed": True})
+    for call in range(CALLS):
+        found = gradients(SHAPES, call)
+        step(ours, plain, found)
+        step(theirs, stored, [g.mT.contiguous() for g in found])
+    for p, q in zip(plain, stored, strict=True):
+        assert same_bits(p, q.mT)
+        assert all(same_bits(ours.state[p][key], theirs.state[q][key]) for key in ("M", "L", "Q_L", "clipped"))
+
+
+def test_a_transposed_convolution_maps_each_input_to_a_patch():
+    # (in, out, k, k) flattened is (in, out k k), the transpose of that map: rows are 8 k k = 72, columns 4.
+    p, q = weight(4, 8, 3, 3, seed=1), torch.nn.Parameter(weight(4, 8, 3, 3, seed=1).detach().reshape(4, 72).mT.clone())
+    ours, theirs = PRO([{"params": [p], "transposed": True}], rank=2), PRO([q], rank=2)
+    for call in range(CALLS):
+        g = normal(4, 8, 3, 3, seed=call)
+        step(ours, [p], [g])
+        step(theirs, [q], [g.reshape(4, 72).mT])
+    assert same_bits(p.detach().reshape(4, 72).mT, q)
+
+
+# fused weight, its group's keys, the shapes of its pieces
+FUSED = {
+    "three equal": ((18, 8), {"split": 3}, 3 * [(6, 8)]),
+    "sizes": ((14, 8), {"split": (8, 3, 3)}, [(8, 8), (3, 8), (3, 8)]),
+    "stored (in, out)": ((8, 14), {"split": (8, 3, 3), "transposed": True}, [(8, 8), (3, 8), (3, 8)]),
+    "a stack": ((2, 10, 7), {"split": 2}, 2 * [(2, 5, 7)]),
+    "a stack stored (in, out)": ((2, 7, 10), {"split": (4, 6), "transposed": True}, [(2, 4, 7), (2, 6, 7)]),
+}
+
+
+def parts(t, keys, shapes):
+    along = t.mT if keys.get("transposed") else t
+    return list(along.split([shape[-2] for shape in shapes], dim=-2))
+
+
+@pytest.fixture(params=FUSED)
+def fused(request):
+    return FUSED[request.param]
+
+
+def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(fused, method, path):
+    shape, keys, shapes = fused
+    whole, other = weight(*shape, seed=3), weight(*shapes[0], seed=4)
+    own = [torch.nn.Parameter(t.clone()) for t in parts(whole.detach(), keys, shapes)]
+    other_too = torch.nn.Parameter(other.detach().clone())
+    ours = optimizer(
+        method, path, {"params": [whole, other], **{k: [v, (None, False)[k != "split"]] for k, v in keys.items()}}
+    )
+    theirs = optimizer(method, path, {"params": [*own, other_too]})
+    for call in range(CALLS):
+        g, also = gradients([shape, shapes[0]], call)
+        step(ours, [whole, other], [g, also])
+        step(theirs, [*own, other_too], [*parts(g, keys, shapes), also])
+    for piece, p in zip(parts(whole.detach(), keys, shapes), own, strict=True):
+        assert same_bits(piece, p)
+    assert same_bits(other, other_too)
+    for i, p in enumerate(own):
+        mine = {key.removesuffix(f".{i}"): v for key, v in ours.state[whole].items() if key.endswith(f".{i}")}
+        assert mine.keys() == theirs.state[p].keys()
+        assert same_bits(mine["M"], theirs.state[p]["M"])
+
+
+def test_a_piece_is_batched_with_other_weights_of_its_shape():
+    whole, other = weight(18, 8), weight(6, 8)
+    opt = PRO([{"params": [whole, other], "split": [3, None]}], rank=3)
+    step(opt, [whole, other], [normal(18, 8), normal(6, 8)])
+    ((bucket,),) = opt._buckets.values()
+    assert bucket.layout.count == 4
+
+
+def test_a_fused_weight_resumes_bit_for_bit(fused, method):
+    shape, keys, _ = fused
+    p = weight(*shape)
+    opt = optimizer(method, None, {"params": [p], **keys})
+    for call in range(5):
+        step(opt, [p], gradients([shape], call))
+    q = torch.nn.Parameter(p.detach().clone())
+    other = optimizer(method, None, {"params": [q]})  # the keys come with the state
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for call in range(5, 9):
+        step(opt, [p], gradients([shape], call))
+        step(other, [q], gradients([shape], call))
+    assert same_bits(p, q)
+    assert other.param_groups[0]["split"] == keys["split"]
+
+
+def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, path):
+    p = weight(18, 8)
+    opt = optimizer(method, path, {"params": [p], "split": 3})
+    for call in range(3):
+        step(opt, [p], gradients([(18, 8)], call))
+    before, g = frozen(opt, p), normal(18, 8, seed=50)
+    g[7, 2] = NAN
+    step(opt, [p], [g])
+    after = frozen(opt, p)
+    assert same_bits(before["W"][6:12], after["W"][6:12]) and same_bits(before["M.1"], after["M.1"])
+    assert not torch.equal(before["W"][:6], after["W"][:6]) and not torch.equal(before["W"][12:], after["W"][12:])
+    assert opt.skipped() == {"parameter 0 of group 0": 1}
+
+
+@pytest.mark.parametrize(
+    "shape, keys, message",
+    {
+        "split that does not divide": ((18, 8), {"split": 4}, r"split=4 .*output dimension 18"),
+        "sizes that do not add up": ((18, 8), {"split": (8, 3)}, r"split=\(8, 3\) .*output dimension 18"),
+        "a size of zero": ((18, 8), {"split": (18, 0)}, r"split=\(18, 0\)"),
+        "a bool": ((18, 8), {"split": True}, "split=True"),
+        "of the other side": ((18, 8), {"split": 9, "transposed": True}, "output dimension 8"),
+        "a convolution": ((6, 2, 3, 3), {"split": 2}, "convolution"),
+        "transposed is no bool": ((18, 8), {"transposed": "in, out"}, "transposed='in, out'"),
+        "a list of another length": ((18, 8), {"split": [3, 3]}, "one entry for each of the group's 1 weights"),
+    }.values(),
+)
+def test_a_reading_that_does_not_fit_the_weight_is_refused_by_name(shape, keys, message):
+    with pytest.raises(ValueError, match=message):
+        PRO([{"params": [weight(*shape)], **keys}])
+
+
+@pytest.mark.parametrize("change", [{"split": None}, {"split": 2}, {"transposed": True, "split": (4, 4)}])
+def test_a_reading_does_not_change_under_the_state_that_was_made_with_it(change):
+    p = weight(18, 8)
+    opt = PRO([{"params": [p], "split": 3}], rank=3)
+    step(opt, [p], [normal(18, 8)])
+    before = frozen(opt, p)
+    opt.param_groups[0].update(change)
+    with pytest.raises(ValueError, match="its state was made with"):
+        step(opt, [p], [normal(18, 8, seed=1)])
+    assert all(same_bits(v, frozen(opt, p)[k]) for k, v in before.items() if torch.is_tensor(v))
+
+
+def test_a_weight_of_a_list_may_leave_with_its_entry():
+    p, q = weight(18, 8), weight(6, 9)
+    opt = PRO([{"params": [p, q], "split": [3, None]}], rank=3)
+    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
+    group = opt.param_groups[0]
+    del group["params"][0], group["split"][0], opt.state[p]
+    step(opt, [q], [normal(6, 9, seed=1)])
+    assert opt.state[q]["step"] == 1 and p not in opt.state
