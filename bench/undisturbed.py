@@ -41,16 +41,16 @@ class Options:
         command.distinct(models=self.models, seeds=self.seeds)
 
 
-def recorded(o: Options, file: str, model: str) -> dict[str, dict[str, str]]:
+def recorded(records: Path, file: str, model: str) -> dict[str, dict[str, str]]:
     """Return the recorded row of each method, with the largest rank where there are several."""
     found: dict[str, dict[str, str]] = {}
-    for row in rows.read(o.records / file):
+    for row in rows.read(records / file):
         method = row["optimizer"]
         if row["model"] == model and row["start"] == AUTO and method in METHODS:
             if method not in found or int(row["rank"] or 0) > int(found[method]["rank"] or 0):
                 found[method] = row
     if len(found) < len(METHODS):
-        raise command.UsageError(f"{o.records / file} has no runs of {model}; give another --models or --records")
+        raise command.UsageError(f"{records / file} has no runs of {model}; give another --models or --records")
     return found
 
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     for model in o.models:
         file, scale = scales[model]
         scale = replace(scale, steps=o.steps or scale.steps)
-        records = recorded(o, file, model)
+        records = recorded(o.records, file, model)
         settings = {method: hyper(record) for method, record in records.items()}
         runs = []
         for seed in o.seeds:
