@@ -48,7 +48,7 @@ def snapshot(p: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
     """Return copies of a weight and its state by key, each (c, ...), the weight oriented."""
     shape = MatrixShape.of(p)
     steps = state.get("step", -1)
-    found = {"W": shape.oriented(p.detach().clone()), "step": torch.tensor(steps).expand(shape.count).clone()}
+    found = {"W": shape.oriented(p.detach().clone()), "step": torch.as_tensor(steps).expand(shape.count).clone()}
     found["skipped"] = state.get("skipped", torch.zeros((), dtype=torch.int64)).expand(shape.count).clone()
     for key, value in state.items():
         if key not in found:

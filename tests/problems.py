@@ -50,4 +50,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def state_tensors(state):
-    return {k: v for k, v in state.items() if isinstance(v, Tensor) and k != "skipped"}
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and k not in ("step", "skipped")}
+
+
+def same_clocks(a, b):
+    """Whether two states' ``step``, an int or a stack's tensor, agree."""
+    return torch.equal(torch.as_tensor(a["step"]), torch.as_tensor(b["step"]))

@@ -163,7 +163,7 @@ def test_one_bad_matrix_skips_the_whole_stack(method, path, poison, bad_call):
     step(optimizer, [stack, other], [bad, normal(4, 6, seed=99)])
     after = frozen(optimizer, stack)
     assert int(after["skipped"]) == 1
-    assert after["step"] == ([before["step"][0] + 1] * 3 if bad_call else [-1] * 3)
+    assert after["step"].tolist() == ([int(before["step"][0]) + 1] * 3 if bad_call else [-1] * 3)
     if bad_call:
         assert changed(before, after) == {"step", "skipped"}
         assert not same_bits(moved["W"], other)
@@ -184,7 +184,7 @@ def test_a_zero_matrix_of_a_stack_delays_only_itself(method, path):
         step(together, [stack], [g])
         step(apart, singles, g)
         state = together.state[stack]
-        assert state["step"] == [call, max(-1, call - 2), call]
+        assert state["step"].tolist() == [call, max(-1, call - 2), call]
     for i, p in enumerate(singles):
         assert same_bits(stack[i], p)
         own = apart.state[p]

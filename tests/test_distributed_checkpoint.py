@@ -1,0 +1,109 @@
+"""torch.distributed.checkpoint's state dicts: nested and flattened, with weights that have not begun."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import prokl
+from tests.inputs import KL, PRO, normal, same_bits
+
+CALLS, SAVED = 8, 4
+
+
+class Net(torch.nn.Module):
+    """A matrix, one that starts late, a stack, a fused one, and the same for AdamW."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = {"matrix": (6, 9), "late": (9, 6), "stack": (3, 5, 7), "fused": (12, 5), "table": (8, 3), "bias": (4,)}
+        for i, (name, shape) in enumerate(shapes.items()):
+            setattr(self, name, torch.nn.Parameter(normal(*shape, seed=i)))
+
+
+def made(cls):
+    net = Net()
+    groups = [
+        {"params": [net.matrix, net.late, net.stack, net.fused], "split": [None, None, None, (4, 8)]},
+        {"params": [net.table, net.bias], "algorithm": "adamw", "lr": 0.01},
+    ]
+    rank = {"rank": 3} if cls is PRO else {}
+    return net, cls(groups, precondition_frequency=3, **rank)
+
+
+def train(net, optimizer, first, last):
+    for call in range(first, last):
+        for i, p in enumerate(net.parameters()):
+            late = (p is net.late or p is net.bias) and call < SAVED + 1
+            p.grad = None if late else normal(*p.shape, seed=100 * call + i)
+        if call < 2:
+            net.stack.grad[1] = 0.0  # a matrix of the stack has still to begin
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_run_continues_bit_for_bit_through_a_distributed_checkpoint(cls, flatten, tmp_path):
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    net, optimizer = made(cls)
+    train(net, optimizer, 0, SAVED)
+    dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer, options=options)}, checkpoint_id=tmp_path)
+
+    other, resumed = made(cls)
+    other.load_state_dict(copy.deepcopy(net.state_dict()))
+    found = {"optimizer": get_optimizer_state_dict(other, resumed, options=options)}
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, resumed, found["optimizer"], options=options)
+    step = resumed.state[other.stack]["step"]
+    assert same_bits(step, torch.tensor([SAVED - 1, SAVED - 3, SAVED - 1])) and step.device.type == "cpu"
+
+    train(net, optimizer, SAVED, CALLS)
+    train(other, resumed, SAVED, CALLS)
+    assert all(same_bits(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_adamws_entry_of_a_weight_without_a_gradient_is_what_adamw_starts_from():
+    for options in ({}, {"amsgrad": True}, {"fused": True}):
+        early, late = (torch.nn.Parameter(normal(4, 3).to(torch.float64)) for _ in range(2))
+        own = prokl.ProKLShampoo([{"params": [early, late], "algorithm": "adamw", "lr": 0.1, **options}])
+        early.grad = torch.ones_like(early)
+        own.step()
+        assert own.state[late].keys() == own.state[early].keys()
+        for key, value in own.state[late].items():
+            assert not value.any()
+            assert (value.dtype, value.shape) == (own.state[early][key].dtype, own.state[early][key].shape)
+        alone = torch.optim.AdamW([copy.deepcopy(late)], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0, **options)
+        (twin,) = alone.param_groups[0]["params"]
+        late.grad, twin.grad, early.grad = torch.ones_like(late), torch.ones_like(late), None
+        own.step()
+        alone.step()
+        assert same_bits(late, twin)
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_the_list_of_steps_of_older_checkpoints_loads(cls):
+    net, optimizer = made(cls)
+    train(net, optimizer, 0, SAVED)
+    old = copy.deepcopy(optimizer.state_dict())
+    old["state"][2]["step"] = old["state"][2]["step"].tolist()
+    other, resumed = made(cls)
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(old)
+    train(net, optimizer, SAVED, CALLS)
+    train(other, resumed, SAVED, CALLS)
+    assert all(same_bits(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_batch():
+    net, optimizer = made(PRO)
+    train(net, optimizer, 0, SAVED)
+    assert optimizer.state[net.late]["step"] == -1 and not optimizer.state[net.late]["M"].any()
+    assert net.late not in {member.p for bucket in optimizer._all_buckets() for member in bucket.members}
+    assert same_bits(net.late, Net().late)
