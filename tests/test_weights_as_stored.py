@@ -165,3 +165,23 @@ def test_a_weight_of_a_list_may_leave_with_its_entry():
     del group["params"][0], group["split"][0], opt.state[p]
     step(opt, [q], [normal(6, 9, seed=1)])
     assert opt.state[q]["step"] == 1 and p not in opt.state
+
+
+@pytest.mark.slow
+def test_the_kernels_find_pieces_and_transposes_where_they_lie():
+    shapes = ((20, 6), (6, 16), (2, 6, 10))
+    keys = {"split": [(6, 10, 4), 2, None], "transposed": [False, True, True]}
+    runs = []
+    for backend in ("triton", "torch"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        own = [
+            torch.nn.Parameter(weight(*s, seed=i, dtype=torch.float64).detach().to(device))
+            for i, s in enumerate(shapes)
+        ]
+        opt = PRO([{"params": own, **keys}], rank=3, precondition_frequency=TAU, backend=backend)
+        for call in range(5):
+            step(opt, own, [g.to(device) for g in gradients(shapes, call, torch.float64)])
+        runs.append(own)
+    for i, (p, q) in enumerate(zip(*runs, strict=True)):
+        moved = (q - weight(*shapes[i], seed=i, dtype=torch.float64).to(q)).norm()
+        assert (p - q).norm() <= 1e-9 * moved  # as the whole step's test
