@@ -103,19 +103,51 @@ def test_import_leaves_triton_and_cuda_alone():
     )
 
 
-def test_imports_where_triton_is_absent():
-    run(
-        sys.executable,
-        "-c",
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'triton':\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-        "import prokl",
-        cwd=ROOT,
-    )
+WITHOUT_TRITON = """
+import importlib, sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] == "triton" else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+
+import torch, prokl
+from bench import compile_report
+from prokl import doctor
+
+weight = torch.nn.Parameter(torch.ones(4, 6))
+optimizer = prokl.ProKLShampoo([weight])
+for _ in range(2):
+    weight.square().sum().backward()
+    optimizer.step()
+assert not torch.equal(weight, torch.ones(4, 6))
+doctor.main()
+print("report", compile_report.main(["--only", "aot"]))
+"""
+TAKE_TRITON = re.compile(
+    r"prokl\.(kernels\.|backends\.triton_ops)|bench\.(micro\.|compiled\.(launches|triton_kernels))"
+)
+
+
+@pytest.mark.slow
+def test_without_triton_everything_but_the_kernels_imports_steps_and_says_what_lacks():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "bench").rglob("[!_]*.py")}
+    modules |= {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "prokl").rglob("[!_]*.py")}
+    names = [name for name in sorted(modules) if not TAKE_TRITON.match(name)]
+    assert {"prokl.doctor", "prokl.engine.base", "bench.pretrain", "bench.step", "bench.compile_report"} <= set(names)
+    variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    printed = run(sys.executable, "-c", WITHOUT_TRITON, *names, cwd=ROOT, **variables)
+    assert re.search("^triton  +not installed; .*: pip install triton, or a CUDA build of torch", printed, re.MULTILINE)
+    assert re.search("^cpu step  +torch: the kernels run on CUDA devices, not on cpu", printed, re.MULTILINE)
+    assert "error: Triton is not installed: pip install triton, or choose --only csrc" in printed
+    assert printed.endswith("report 2\n")
 
 
 def test_newest_release_in_the_changelog_is_this_version():
