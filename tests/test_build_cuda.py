@@ -242,9 +242,9 @@ def test_a_failing_compiler_is_an_error_that_tells_how_to_install_without(tree, 
 
 
 BROKEN = {
-    "fails": ("echo 'no library' >&2; exit 3", "--version exited 3: no library. Name another nvcc"),
-    "fails without a word": ("exit 3", "--version exited 3: it says nothing. Name another nvcc"),
-    "is something else": ("echo hello", "--version names no version: 'hello'. Name another nvcc"),
+    "fails": ("echo 'no library' >&2; exit 3", "--version exited 3: no library. Repair it, or name another nvcc"),
+    "fails without a word": ("exit 3", "--version exited 3: it says nothing. Repair it, or name another nvcc"),
+    "is something else": ("echo hello", "--version names no version: 'hello'. Repair it, or name another nvcc"),
 }
 
 

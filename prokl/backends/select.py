@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -92,7 +93,10 @@ def select(backend: str | None, device: torch.device) -> Backend:
             f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
             "Python starts."
         )
-    return _triton_backend(extension.unsupported_reason(device) is None, readable)
+    reason = extension.unsupported_reason(device)
+    if device.type == "cuda" and extension.load()[0] is None and extension.hidden() is not None:
+        warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
+    return _triton_backend(reason is None, readable)
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

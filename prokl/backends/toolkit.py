@@ -18,7 +18,7 @@ USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 SKIP = "PROKL_BUILD_CUDA=0 installs without the CUDA extension."
-OTHER = f"Name another nvcc in CUDACXX; {SKIP}"
+OTHER = f"Repair it, or name another nvcc in CUDACXX; {SKIP}"
 
 
 class ToolkitError(Exception):
