@@ -1,4 +1,4 @@
-"""Build entry point; metadata and tool settings live in pyproject.toml, the CUDA extension in build_cuda.py."""
+"""Build entry point; metadata and tool settings live in pyproject.toml, the rest in build_cuda.py and build_page.py."""
 
 import os
 import sys
@@ -15,9 +15,15 @@ if int(setuptools.__version__.partition(".")[0]) < NEEDED:
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # which an isolated build leaves out
 
 from build_cuda import BuildCuda, ToolkitError, extensions  # noqa: E402
+from build_page import long_description  # noqa: E402
 
 try:
     modules = extensions(os.environ, sys.argv[1:])
 except ToolkitError as error:
     sys.exit(f"error: {error}")
-setuptools.setup(ext_modules=modules, cmdclass={"build_ext": BuildCuda})
+setuptools.setup(
+    ext_modules=modules,
+    cmdclass={"build_ext": BuildCuda},
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+)

@@ -1,5 +1,6 @@
 """What users install, from a clean copy of the tree, and what importing prokl needs."""
 
+import email
 import importlib
 import re
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import build_page
 import prokl
 from tests.building import ROOT, build, clean_copy, contents, files_under, run
 
@@ -37,7 +39,30 @@ def test_wheel_without_the_extension_is_for_every_platform(built):
 def test_sdist_holds_what_builds_the_extension(built):
     with tarfile.open(*built[1].glob("*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"csrc/{name}" for name in files_under(ROOT / "csrc")} | {"build_cuda.py"} <= names
+    assert {f"csrc/{name}" for name in files_under(ROOT / "csrc")} | {"build_cuda.py", "build_page.py"} <= names
+
+
+@pytest.mark.slow
+def test_wheel_requires_torch_alone_and_its_page_links_to_no_file(built):
+    (text,) = (text for name, text in contents(*built[1].glob("*.whl")).items() if name.endswith("METADATA"))
+    metadata = email.message_from_bytes(text)
+    required = metadata.get_all("Requires-Dist")
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.9"]
+    assert any(line.startswith("triton;") and 'extra == "dev"' in line for line in required)
+    assert metadata.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2605.06316"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert not build_page.LINK.search(metadata.get_payload()) and "# prokl" in metadata.get_payload()
+
+
+def test_the_page_links_to_the_repository_where_it_has_an_address_and_has_plain_text_where_not():
+    readme = "![Loss](bench/loss.png)\nsee [docs](docs/a.md#top), [here](#below), [paper](https://arxiv.org/abs/1)"
+    address = build_page.repository('[project.urls]\nPaper = "https://x.org"\nRepository = "https://y.org/p/"\n')
+    assert build_page.page(readme, address) == (
+        "![Loss](https://y.org/p/raw/HEAD/bench/loss.png)\n"
+        "see [docs](https://y.org/p/blob/HEAD/docs/a.md#top), [here](#below), [paper](https://arxiv.org/abs/1)"
+    )
+    assert build_page.repository('[project.urls]\nPaper = "https://x.org"\n') is None
+    assert build_page.page(readme, None) == "Loss\nsee docs, [here](#below), [paper](https://arxiv.org/abs/1)"
 
 
 @pytest.mark.slow
