@@ -22,7 +22,14 @@ from prokl.backends.select import select
 from prokl.engine import checkpoint
 from prokl.engine.bucket import Bucket, split, state_dtype
 from prokl.engine.graphs import Graphs
-from prokl.engine.validation import check_gradient, check_matrix_parameter, check_memory, check_writable
+from prokl.engine.validation import (
+    check_adamw_state,
+    check_gradient,
+    check_materialised,
+    check_matrix_parameter,
+    check_memory,
+    check_writable,
+)
 
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -69,6 +76,8 @@ class MatrixOptimizer(Optimizer):
         before = len(self.param_groups)
         try:
             super().add_param_group(group)
+            for p, name in self._named(before):
+                check_materialised(p, name)
             if algorithm == "adamw":
                 self._check_new_adamw_group(self.param_groups[-1])
             else:
@@ -185,6 +194,7 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == "matrix" and p not in self._keys:  # it may have come by other ways than a group
                 check_matrix_parameter(p, name)
                 check_writable(p, name)
+            check_materialised(p, name)
             check_gradient(p, name)
             state = self.state.get(p)
             if state and ("exp_avg" if group["algorithm"] == "matrix" else "M") in state:
@@ -192,6 +202,7 @@ class MatrixOptimizer(Optimizer):
                     f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                     "back, or start a new optimizer."
                 )
+            check_adamw_state(p, name, state or {})
         if group["algorithm"] == "adamw":
             check_adamw(group)
             return
