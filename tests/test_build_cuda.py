@@ -1,14 +1,13 @@
 """Building the CUDA extension: what asks for it, with what, and what comes out."""
 
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.building import ROOT, attempt, build, clean_copy, contents, run
+from tests.building import attempt, build, clean_copy, contents, run
 
 pytest.importorskip("setuptools")
 
@@ -279,19 +278,6 @@ def test_an_nvcc_that_fails_for_architectures_it_knows_is_told_with_its_words(tm
     for environ in ({}, {"PROKL_CUDA_ARCHS": "80"}):
         with pytest.raises(ToolkitError, match="exited 1: gcc is not there.*PROKL_BUILD_CUDA=0 installs without"):
             build_cuda.architectures(environ, str(program))
-
-
-@pytest.mark.parametrize("command", ["egg_info", "bdist_wheel"])
-def test_a_setuptools_too_old_for_pyproject_is_named_with_the_bound_before_anything_else(command, tmp_path):
-    """An older one complains of the licence expression, over a page."""
-    (tmp_path / "setuptools.py").write_text("__version__ = '70.3.0'\n")
-    status, printed = attempt(sys.executable, "setup.py", command, cwd=ROOT, PYTHONPATH=str(tmp_path))
-    assert status == 1
-    assert printed == (
-        "error: setuptools 70.3.0 is too old to build prokl: must be at least 77. pip install -U 'setuptools>=77', or "
-        "leave out --no-build-isolation.\n"
-    )
-    assert set(re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())) == {"77"}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch
 
 import build_page
 import prokl
-from tests.building import ROOT, build, clean_copy, contents, files_under, run
+from tests.building import ROOT, attempt, build, clean_copy, contents, files_under, run
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -173,6 +173,19 @@ def test_without_triton_everything_but_the_kernels_imports_steps_and_says_what_l
     assert re.search("^cpu step  +torch: the kernels run on CUDA devices, not on cpu", printed, re.MULTILINE)
     assert "error: Triton is not installed: pip install triton, or choose --only csrc" in printed
     assert printed.endswith("report 2\n")
+
+
+@pytest.mark.parametrize("command", ["egg_info", "bdist_wheel"])
+def test_a_setuptools_too_old_for_pyproject_is_named_with_the_bound_before_anything_else(command, tmp_path):
+    """An older one complains of the licence expression, over a page."""
+    (tmp_path / "setuptools.py").write_text("__version__ = '70.3.0'\n")
+    status, printed = attempt(sys.executable, "setup.py", command, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert printed == (
+        "error: setuptools 70.3.0 is too old to build prokl: must be at least 77. pip install -U 'setuptools>=77', or "
+        "leave out --no-build-isolation.\n"
+    )
+    assert set(re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())) == {"77"}
 
 
 def test_newest_release_in_the_changelog_is_this_version():
