@@ -40,7 +40,6 @@ functions would be called in its place."""
 OLDEST_NVCC = (11, 8)
 """The first whose runtime has cudaLaunchKernelEx."""
 RECENT = f"nvcc {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or newer"
-SKIP = "PROKL_BUILD_CUDA=0 installs without the CUDA extension."
 REMEDIES = {
     "nvcc": "put it on PATH, or name it in CUDACXX or its toolkit in CUDA_HOME",
     RECENT: "name a newer one in CUDACXX, or its toolkit in CUDA_HOME",
@@ -101,10 +100,15 @@ def named_architectures(environ: Mapping[str, str]) -> list[str] | None:
     return sorted(set(value.split(";")), key=lambda name: (toolkit.number(name), name))
 
 
+def dry_run(architecture: str) -> list[str]:
+    """Return the options with which nvcc says what it would do to compile for the architecture."""
+    return ["--dryrun", *generate([architecture]), "-x", "cu", "-c", os.devnull]
+
+
 def takes(nvcc: str, architecture: str) -> bool:
     """Return True if this nvcc compiles for the architecture."""
     try:
-        toolkit.ask(nvcc, "--dryrun", *generate([architecture]), "-x", "cu", "-c", os.devnull)
+        toolkit.ask(nvcc, *dry_run(architecture))
     except ToolkitError:
         return False
     return True
@@ -117,7 +121,10 @@ def architectures(environ: Mapping[str, str], nvcc: str) -> list[str]:
     if known == named or (named is None and known):
         return known
     refused = [name for name in named or USUAL_ARCHITECTURES if name not in known]
-    listed = (code.removeprefix("sm_") for code in toolkit.ask(nvcc, "--list-gpu-code").split())
+    listed = [code.removeprefix("sm_") for code in toolkit.ask(nvcc, "--list-gpu-code").split()]
+    for name in refused:
+        if name in listed:  # so what fails is another thing, as a host compiler that is not there: nvcc says which
+            toolkit.ask(nvcc, *dry_run(name))
     choice = ", ".join(code for code in sorted(listed, key=toolkit.number) if toolkit.number(code) >= toolkit.OLDEST)
     raise ToolkitError(
         f"Invalid PROKL_CUDA_ARCHS={';'.join(named or USUAL_ARCHITECTURES)!r}: nvcc {toolkit.nvcc_version(nvcc)} does "
@@ -173,7 +180,7 @@ def build(environ: Mapping[str, str], folder: Path, target: Path) -> None:
     absent = missing(environ)
     if absent:
         reasons = "; ".join(f"{name} was not found: {REMEDIES[name]}" for name in absent)
-        raise ToolkitError(f"The CUDA extension cannot be built. {reasons}. {SKIP}")
+        raise ToolkitError(f"The CUDA extension cannot be built. {reasons}. {toolkit.SKIP}")
     nvcc = toolkit.find_nvcc(environ)
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +189,9 @@ def build(environ: Mapping[str, str], folder: Path, target: Path) -> None:
     (folder / "build.ninja").write_text(ninja_file(nvcc, names, target), encoding="utf-8")
     done = subprocess.run([str(find_ninja())], cwd=folder)
     if done.returncode != 0:
-        raise ToolkitError(f"The CUDA extension does not compile: ninja exited {done.returncode}, see above. {SKIP}")
+        raise ToolkitError(
+            f"The CUDA extension does not compile: ninja exited {done.returncode}, see above. {toolkit.SKIP}"
+        )
 
 
 class BuildCuda(build_ext):

@@ -4,6 +4,7 @@ What the Triton kernels became goes to aot.csv, what nvcc made of csrc/ to csrc.
 spills, takes more shared memory than there is, multiplies matrices without tensor cores, or has lost its pipeline.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,7 @@ import pandas
 
 from bench import rows
 from bench.command import UsageError, command, cores, make_folder, options
-from bench.compiled import csrc, triton_kernels
-from prokl.kernels import launch
+from bench.compiled import csrc
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Options:
 
 def of_triton(jobs: int) -> tuple[list[Any], list[str]]:
     """Return the rows of the Triton kernels, and what is wrong."""
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("Triton is not installed: pip install triton, or choose --only csrc")
+    from bench.compiled import triton_kernels
+    from prokl.kernels import launch
+
     if launch.INTERPRETED:
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
     return triton_kernels.report(jobs)

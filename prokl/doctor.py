@@ -40,7 +40,10 @@ def _torch() -> str:
 
 def _triton() -> str:
     if importlib.util.find_spec("triton") is None:
-        return "not installed"
+        return (
+            "not installed; only GPUs and the kernels' interpreter take it: pip install triton, or a CUDA build of "
+            "torch, which brings its own"
+        )
     return str(importlib.import_module("triton").__version__)
 
 

@@ -173,7 +173,8 @@ def test_the_default_leaves_out_what_nvcc_does_not_know(tmp_path):
     assert build_cuda.architectures({}, str(old)) == ["80", "90"]
     assert build_cuda.architectures({}, str(new)) == ["80", "90", "100"]
     none, _ = stand_in(tmp_path / "none", unknown=("80", "90", "100"))
-    with pytest.raises(ToolkitError, match="does not compile for 80, 90, 100; must be among 80, 89, 90, 90a\\."):
+    none.write_text(none.read_text().replace("sm_80\\nsm_90\\nsm_90a\\nsm_89", "sm_120"))
+    with pytest.raises(ToolkitError, match="does not compile for 80, 90, 100; must be among 120\\."):
         build_cuda.architectures({}, str(none))
 
 
@@ -237,6 +238,46 @@ def test_a_failing_compiler_is_an_error_that_tells_how_to_install_without(tree, 
     with pytest.raises(ToolkitError, match="does not compile.*PROKL_BUILD_CUDA=0 installs without"):
         build_cuda.build({"CUDACXX": str(program), "PATH": os.environ["PATH"]}, tmp_path / "b", tmp_path / "_C.so")
     assert "the stand-in fails" in capfd.readouterr().out
+
+
+BROKEN = {
+    "fails": ("echo 'no library' >&2; exit 3", "--version exited 3: no library. Repair it, or name another nvcc"),
+    "fails without a word": ("exit 3", "--version exited 3: it says nothing. Repair it, or name another nvcc"),
+    "is something else": ("echo hello", "--version names no version: 'hello'. Repair it, or name another nvcc"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("mode", ["auto", "1"])
+def test_a_broken_nvcc_is_told_with_its_words_and_how_to_install_without(how, mode, tree, tmp_path):
+    script, says = BROKEN[how]
+    program = tmp_path / "nvcc"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    environ = {"CUDACXX": str(program), "PATH": os.environ["PATH"], "PROKL_BUILD_CUDA": mode}
+    with pytest.raises(ToolkitError) as caught:
+        build_cuda.extensions(environ, ["bdist_wheel"])
+        build_cuda.build(environ, tmp_path / "build", tmp_path / "_C.so")
+    assert says in str(caught.value)
+    assert str(caught.value).endswith("PROKL_BUILD_CUDA=0 installs without the CUDA extension.")
+    assert build_cuda.extensions(environ | {"PROKL_BUILD_CUDA": "0"}, ["bdist_wheel"]) == []
+
+
+@pytest.mark.parametrize("executable, says", [(True, "cannot be run: "), (False, "must be a program")])
+def test_an_nvcc_that_is_no_program_is_told_with_how_to_install_without(executable, says, tree, tmp_path):
+    program = tmp_path / "nvcc"
+    program.write_bytes(b"\x7fELF of another machine")
+    program.chmod(0o755 if executable else 0o644)
+    with pytest.raises(ToolkitError, match=f"{says}.*PROKL_BUILD_CUDA=0 installs without"):
+        build_cuda.extensions({"CUDACXX": str(program), "PATH": ""}, ["egg_info"])
+
+
+def test_an_nvcc_that_fails_for_architectures_it_knows_is_told_with_its_words(tmp_path):
+    program, _ = stand_in(tmp_path / "bin", unknown=("80", "90", "100"))
+    program.write_text(program.read_text().replace("sys.exit(any(", "sys.exit('gcc is not there' * any("))
+    for environ in ({}, {"PROKL_CUDA_ARCHS": "80"}):
+        with pytest.raises(ToolkitError, match="exited 1: gcc is not there.*PROKL_BUILD_CUDA=0 installs without"):
+            build_cuda.architectures(environ, str(program))
 
 
 @pytest.fixture(scope="module")

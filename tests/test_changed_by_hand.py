@@ -52,6 +52,72 @@ def test_weights_converted_to_another_dtype_step_in_it(cls, kwargs):
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_weights_converted_to_bfloat16_go_on_from_the_same_state(cls, kwargs):
+    """Which stays float32: it is what it would have been beside the weights as they were."""
+    exact, one = stepped(cls, kwargs, 3)
+    converted, two = stepped(cls, kwargs, 3)
+    for p in converted:
+        p.data = p.data.bfloat16()
+    for t in range(3, 14):
+        for p, q in zip(exact, converted, strict=True):
+            q.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t)).bfloat16()
+            p.grad = q.grad.float()
+        one.step()
+        two.step()
+    for p, q in zip(exact, converted, strict=True):
+        for key, value in one.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(two.state[q][key])), key
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("start, end", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64")])
+@pytest.mark.parametrize("kind", [{}, {"foreach": False}, {"fused": True}], ids=["", "single", "fused"])
+def test_a_model_converted_under_adamw_is_told_before_anything_moves(cls, kwargs, start, end, kind):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 9, dtype=getattr(torch, start))
+    adamw = {"params": [("bias", model.bias)], "algorithm": "adamw", "lr": 0.1, **kind}
+    optimizer = cls([{"params": [("weight", model.weight)]}, adamw], **kwargs)
+
+    def one_step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 6, dtype=model.bias.dtype)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        one_step()
+    model.to(getattr(torch, end))
+    before, moment = [p.detach().clone() for p in model.parameters()], optimizer.state[model.weight]["M"].clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^bias is torch.{end} on cpu and its AdamW state still torch.{start} on"):
+            one_step()
+        assert all(map(torch.equal, before, model.parameters()))
+        assert torch.equal(optimizer.state[model.weight]["M"], moment)
+    optimizer.load_state_dict(optimizer.state_dict())  # as the message says
+    one_step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_a_weight_on_the_meta_device_is_refused_whenever_it_comes_before_anything_moves(cls, kwargs, algorithm):
+    own, shape = {"algorithm": algorithm, "lr": 0.1}, (6, 9)
+    empty = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    says = "is on the meta device, which holds no values.*materialise the model"
+    parameters, optimizer = stepped(cls, kwargs, 3)
+    with pytest.raises(ValueError, match=f"^parameter 0 of group 1 {says}"):
+        optimizer.add_param_group({"params": [empty], **own})
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(shape))], **own})
+    optimizer.param_groups[1]["params"][0] = empty
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(ValueError, match=f"^parameter 0 of group 1 {says}"):
+        step(parameters, optimizer, [3])
+    assert all(map(torch.equal, before, parameters))
+    optimizer.param_groups.pop()
+    step(parameters, optimizer, [3])
+    assert not any(map(torch.equal, before, parameters))
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
 def test_replaced_state_tensors_are_what_the_next_step_uses(cls, kwargs):
     plain, one = stepped(cls, kwargs, 12)
     moved, two = stepped(cls, kwargs, 6)

@@ -239,10 +239,37 @@ def test_a_loaded_state_can_be_read_before_the_first_step():
     assert all(torch.equal(found[name]["L"], expected[name]["L"]) for name in found)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As a trainer's: an optimizer by its class, with the one that it was given inside."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
 @pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])
 def test_another_optimizer_is_refused(function):
-    with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW; pass the"):
-        getattr(diagnostics, function)(torch.optim.AdamW([weight(2, 2)]))
+    adamw = torch.optim.AdamW([weight(2, 2)])
+    for other in (adamw, Wrapped(adamw)):
+        with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW; pass the"):
+            getattr(diagnostics, function)(other)
+
+
+@pytest.mark.parametrize("wrap", [Wrapped, lambda optimizer: Wrapped(Wrapped(optimizer))], ids=["once", "twice"])
+def test_a_trainer_s_wrapper_gives_the_figures_of_what_is_inside(wrap):
+    _, optimizer = run(PRO, gradient_stream(SHAPES, 4), rank=3)
+    outer = wrap(optimizer)
+    assert len(diagnostics.scalars(optimizer)) > 10
+    for function in (diagnostics.scalars, diagnostics.eigenvalues, diagnostics.spectra, diagnostics.phi):
+        torch.testing.assert_close(function(outer), function(optimizer), rtol=0, atol=0, equal_nan=True)
+    assert len(diagnostics.plot(outer).subfigs) == len(diagnostics.plot(optimizer).subfigs)
+
+
+def test_accelerate_s_wrapper_gives_the_figures_of_what_is_inside():
+    accelerate = pytest.importorskip("accelerate")
+    _, optimizer = run(PRO, gradient_stream(SHAPES, 4), rank=3)
+    outer = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+    assert type(outer) is accelerate.optimizer.AcceleratedOptimizer
+    assert diagnostics.scalars(outer).keys() == diagnostics.scalars(optimizer).keys() != set()
 
 
 @pytest.mark.parametrize("rank", [0, 8.5, "8", None])

@@ -76,10 +76,13 @@ def test_what_breaks_costs_its_own_line_only(key, owner, name, no_gpu, monkeypat
     assert found["python"].startswith(sys.version.split()[0])
 
 
-def test_a_missing_triton_is_told(no_gpu, monkeypatch, capsys):
+def test_a_missing_triton_is_told_with_the_remedy(no_gpu, monkeypatch, capsys):
     find = doctor.importlib.util.find_spec
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
-    assert diagnose(capsys)["triton"] == "not installed"
+    assert diagnose(capsys)["triton"] == (
+        "not installed; only GPUs and the kernels' interpreter take it: pip install triton, or a CUDA build of torch, "
+        "which brings its own"
+    )
 
 
 def test_a_missing_nvcc_is_told_and_that_only_a_build_needs_it(no_gpu, monkeypatch, capsys):

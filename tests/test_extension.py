@@ -1,7 +1,8 @@
 """The CUDA extension's loading: every reason for its absence is told, and where it runs follows from what was built."""
 
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import prokl
 from prokl.backends import extension, toolkit
+from prokl.backends import select as selection
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -18,7 +20,8 @@ def load_from(tmp_path, monkeypatch):
     """Loads ``prokl._C`` from a folder of the test's own, past the cache."""
     monkeypatch.setattr(sys, "meta_path", [PathFinder])  # an editable install's finder looks into the checkout
     monkeypatch.setattr(prokl, "__path__", [str(tmp_path)])
-    monkeypatch.setattr(extension, "__file__", str(tmp_path / "backends" / "extension.py"))
+    monkeypatch.setattr(extension, "PACKAGE", tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "prokl").exists()])
     monkeypatch.delitem(sys.modules, "prokl._C", raising=False)
     monkeypatch.delattr(prokl, "_C", raising=False)
     yield tmp_path, extension.load.__wrapped__
@@ -31,6 +34,36 @@ def test_an_extension_that_was_not_built_is_told_with_the_remedy(load_from):
     module, reason = load()
     assert module is None
     assert "not built" in reason and "PROKL_BUILD_CUDA=1" in reason
+
+
+@pytest.fixture
+def installed_elsewhere(load_from, monkeypatch, tmp_path_factory):
+    """The folder of an installed prokl with the extension, behind the one that is imported, which has none."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    (folder / "prokl").mkdir()
+    (folder / "prokl" / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(b"")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    return folder
+
+
+def test_an_installed_extension_that_the_source_tree_shadows_is_told_with_both_places(load_from, installed_elsewhere):
+    tree, load = load_from
+    assert load() == (
+        None,
+        f"the CUDA extension belongs to the prokl installed in {installed_elsewhere}, which this source tree, "
+        f"{tree.parent}, shadows: start Python in another folder, or pip install -e {tree.parent}",
+    )
+    (tree / "_C.py").write_text("architectures = '80'\n")
+    assert load()[1] is None  # a tree with its own is right
+
+
+def test_a_script_in_a_source_tree_that_shadows_the_extension_is_warned(load_from, installed_elsewhere, monkeypatch):
+    monkeypatch.setattr(extension, "load", load_from[1])
+    monkeypatch.setattr(selection, "_triton_backend", lambda use_cuda_qr, host_readable: (use_cuda_qr, host_readable))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.warns(UserWarning, match="^QR runs in PyTorch: the CUDA extension belongs to the prokl installed in"):
+        assert selection.select(None, CUDA) == (False, False)
 
 
 def test_an_extension_of_another_python_is_named(load_from):

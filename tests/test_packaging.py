@@ -1,5 +1,6 @@
 """What users install, from a clean copy of the tree, and what importing prokl needs."""
 
+import email
 import importlib
 import re
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import build_page
 import prokl
-from tests.building import ROOT, build, clean_copy, contents, files_under, run
+from tests.building import ROOT, attempt, build, clean_copy, contents, files_under, run
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -37,7 +39,30 @@ def test_wheel_without_the_extension_is_for_every_platform(built):
 def test_sdist_holds_what_builds_the_extension(built):
     with tarfile.open(*built[1].glob("*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"csrc/{name}" for name in files_under(ROOT / "csrc")} | {"build_cuda.py"} <= names
+    assert {f"csrc/{name}" for name in files_under(ROOT / "csrc")} | {"build_cuda.py", "build_page.py"} <= names
+
+
+@pytest.mark.slow
+def test_wheel_requires_torch_alone_and_its_page_links_to_no_file(built):
+    (text,) = (text for name, text in contents(*built[1].glob("*.whl")).items() if name.endswith("METADATA"))
+    metadata = email.message_from_bytes(text)
+    required = metadata.get_all("Requires-Dist")
+    assert [line for line in required if "extra ==" not in line] == ["torch>=2.9"]
+    assert any(line.startswith("triton;") and 'extra == "dev"' in line for line in required)
+    assert metadata.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2605.06316"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert not build_page.LINK.search(metadata.get_payload()) and "# prokl" in metadata.get_payload()
+
+
+def test_the_page_links_to_the_repository_where_it_has_an_address_and_has_plain_text_where_not():
+    readme = "![Loss](bench/loss.png)\nsee [docs](docs/a.md#top), [here](#below), [paper](https://arxiv.org/abs/1)"
+    address = build_page.repository('[project.urls]\nPaper = "https://x.org"\nRepository = "https://y.org/p/"\n')
+    assert build_page.page(readme, address) == (
+        "![Loss](https://y.org/p/raw/HEAD/bench/loss.png)\n"
+        "see [docs](https://y.org/p/blob/HEAD/docs/a.md#top), [here](#below), [paper](https://arxiv.org/abs/1)"
+    )
+    assert build_page.repository('[project.urls]\nPaper = "https://x.org"\n') is None
+    assert build_page.page(readme, None) == "Loss\nsee docs, [here](#below), [paper](https://arxiv.org/abs/1)"
 
 
 @pytest.mark.slow
@@ -103,19 +128,64 @@ def test_import_leaves_triton_and_cuda_alone():
     )
 
 
-def test_imports_where_triton_is_absent():
-    run(
-        sys.executable,
-        "-c",
-        "import sys\n"
-        "class Absent:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'triton':\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Absent())\n"
-        "import prokl",
-        cwd=ROOT,
+WITHOUT_TRITON = """
+import importlib, sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.split(".")[0] == "triton" else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+
+import torch, prokl
+from bench import compile_report
+from prokl import doctor
+
+weight = torch.nn.Parameter(torch.ones(4, 6))
+optimizer = prokl.ProKLShampoo([weight])
+for _ in range(2):
+    weight.square().sum().backward()
+    optimizer.step()
+assert not torch.equal(weight, torch.ones(4, 6))
+doctor.main()
+print("report", compile_report.main(["--only", "aot"]))
+"""
+TAKE_TRITON = re.compile(
+    r"prokl\.(kernels\.|backends\.triton_ops)|bench\.(micro\.|compiled\.(launches|triton_kernels))"
+)
+
+
+@pytest.mark.slow
+def test_without_triton_everything_but_the_kernels_imports_steps_and_says_what_lacks():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "bench").rglob("[!_]*.py")}
+    modules |= {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "prokl").rglob("[!_]*.py")}
+    names = [name for name in sorted(modules) if not TAKE_TRITON.match(name)]
+    assert {"prokl.doctor", "prokl.engine.base", "bench.pretrain", "bench.step", "bench.compile_report"} <= set(names)
+    variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    printed = run(sys.executable, "-c", WITHOUT_TRITON, *names, cwd=ROOT, **variables)
+    assert re.search("^triton  +not installed; .*: pip install triton, or a CUDA build of torch", printed, re.MULTILINE)
+    assert re.search("^cpu step  +torch: the kernels run on CUDA devices, not on cpu", printed, re.MULTILINE)
+    assert "error: Triton is not installed: pip install triton, or choose --only csrc" in printed
+    assert printed.endswith("report 2\n")
+
+
+@pytest.mark.parametrize("command", ["egg_info", "bdist_wheel"])
+def test_a_setuptools_too_old_for_pyproject_is_named_with_the_bound_before_anything_else(command, tmp_path):
+    """An older one complains of the licence expression, over a page."""
+    (tmp_path / "setuptools.py").write_text("__version__ = '70.3.0'\n")
+    status, printed = attempt(sys.executable, "setup.py", command, cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert status == 1
+    assert printed == (
+        "error: setuptools 70.3.0 is too old to build prokl: must be at least 77. pip install -U 'setuptools>=77', or "
+        "leave out --no-build-isolation.\n"
     )
+    assert set(re.findall(r'"setuptools>=(\d+)"', (ROOT / "pyproject.toml").read_text())) == {"77"}
 
 
 def test_newest_release_in_the_changelog_is_this_version():

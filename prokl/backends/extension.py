@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
@@ -14,8 +16,18 @@ from prokl.backends import toolkit
 from prokl.backends.device import gpu_unsupported_reason
 
 NAME = "prokl._C"
+PACKAGE = Path(__file__).resolve().parents[1]
 HOST = "host"
 """In place of architectures: the sources compiled for a CPU, as the tests do it."""
+
+
+def hidden() -> Path | None:
+    """Return another prokl on ``sys.path`` that has the extension: an installed one, behind a source tree."""
+    for entry in sys.path:
+        folder = Path(entry, "prokl").resolve()
+        if folder != PACKAGE and any((folder / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+            return folder
+    return None
 
 
 @cache
@@ -30,7 +42,13 @@ def load() -> tuple[ModuleType | None, str | None]:
 
 
 def _absence() -> str:
-    others = sorted(path.name for path in Path(__file__).parents[1].glob("_C.*.so"))
+    others = sorted(path.name for path in PACKAGE.glob("_C.*.so"))
+    installed = hidden()
+    if installed is not None:
+        return (
+            f"the CUDA extension belongs to the prokl installed in {installed.parent}, which this source tree, "
+            f"{PACKAGE.parent}, shadows: start Python in another folder, or pip install -e {PACKAGE.parent}"
+        )
     if others:
         return f"the CUDA extension was built for another Python ({', '.join(others)}): install prokl under this one"
     return "the CUDA extension is not built: install prokl with PROKL_BUILD_CUDA=1 where nvcc is"

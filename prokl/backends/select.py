@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,16 +58,14 @@ def _interpreted() -> bool:
 
 def _unsupported_reason(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on ``device``; None when they can."""
+    if device.type != "cuda" and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1"):
+        return (
+            f"the kernels run on CUDA devices, not on {device}, unless TRITON_INTERPRET=1, set before Python starts, "
+            "interprets them on a CPU"
+        )
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: install the one that belongs to this torch"
-    if device.type == "cuda":
-        return gpu_unsupported_reason(device)
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return (
-        f"the kernels run on CUDA devices, not on {device}, unless TRITON_INTERPRET=1, set before Python starts, "
-        "interprets them on a CPU"
-    )
+        return "Triton is not installed: pip install triton, or a CUDA build of torch, which brings its own"
+    return gpu_unsupported_reason(device) if device.type == "cuda" else None
 
 
 def select(backend: str | None, device: torch.device) -> Backend:
@@ -94,7 +93,10 @@ def select(backend: str | None, device: torch.device) -> Backend:
             f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
             "Python starts."
         )
-    return _triton_backend(extension.unsupported_reason(device) is None, readable)
+    reason = extension.unsupported_reason(device)
+    if device.type == "cuda" and extension.load()[0] is None and extension.hidden() is not None:
+        warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
+    return _triton_backend(reason is None, readable)
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

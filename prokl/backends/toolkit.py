@@ -17,6 +17,10 @@ USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
 """Where NVIDIA's installer leaves it; rarely on PATH."""
 
 
+SKIP = "PROKL_BUILD_CUDA=0 installs without the CUDA extension."
+OTHER = f"Repair it, or name another nvcc in CUDACXX; {SKIP}"
+
+
 class ToolkitError(Exception):
     """The toolkit that was asked for cannot be used; the text says why and what to do."""
 
@@ -32,7 +36,7 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
     if named:
         found = shutil.which(named, path=path)
         if found is None:
-            raise ToolkitError(f"Invalid CUDACXX={named!r}: must be a program. Name nvcc, or unset it.")
+            raise ToolkitError(f"Invalid CUDACXX={named!r}: must be a program. Name nvcc, or unset it; {SKIP}")
         return found
     folders = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     for candidate in (*(str(Path(folder, "bin", "nvcc")) for folder in folders), "nvcc", USUAL_NVCC):
@@ -52,9 +56,10 @@ def ask(nvcc: str, *arguments: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise ToolkitError(f"{nvcc} cannot be run: {error}") from error
+        raise ToolkitError(f"{nvcc} cannot be run: {error}. {OTHER}") from error
     if done.returncode != 0:
-        raise ToolkitError(f"{' '.join(command)} exited {done.returncode}: {(done.stderr or done.stdout).strip()}")
+        said = (done.stderr or done.stdout).strip() or "it says nothing"
+        raise ToolkitError(f"{' '.join(command)} exited {done.returncode}: {said.rstrip('.')}. {OTHER}")
     return done.stdout
 
 
@@ -63,7 +68,7 @@ def nvcc_version(nvcc: str) -> str:
     printed = ask(nvcc, "--version")
     found = re.search(r"\bV(\d+(?:\.\d+)+)", printed)
     if found is None:
-        raise ToolkitError(f"{nvcc} --version names no version: {printed.strip()!r}")
+        raise ToolkitError(f"{nvcc} --version names no version: {printed.strip()!r}. {OTHER}")
     return found[1]
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.shapes import effective_rank
 from prokl.diagnostics.report import scalars, spectra
+from prokl.diagnostics.weights import Wrapper
 from prokl.engine.base import MatrixOptimizer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ LABELS = 80  # weights that are named at most: of more every second, third, ...
 
 
 def plot(
-    optimizer: MatrixOptimizer,
+    optimizer: MatrixOptimizer | Wrapper,
     path: str | PathLike[str] | None = None,
     model: nn.Module | None = None,
     *,

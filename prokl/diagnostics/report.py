@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from prokl.algorithm.shapes import effective_rank
 from prokl.diagnostics import measures
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
-from prokl.diagnostics.weights import Batch, batches, check_optimizer
+from prokl.diagnostics.weights import Batch, Wrapper, batches, unwrapped
 from prokl.engine.base import MatrixOptimizer
 
 FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
@@ -20,7 +20,7 @@ FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_la
 
 @torch.no_grad()
 def scalars(
-    optimizer: MatrixOptimizer,
+    optimizer: MatrixOptimizer | Wrapper,
     model: nn.Module | None = None,
     *,
     rank: int = 128,
@@ -42,7 +42,8 @@ def scalars(
     that it is zero.
 
     Args:
-        optimizer: a ProKLShampoo or KLShampoo on any backend. The coming update is computed by PyTorch's primitives.
+        optimizer: a ProKLShampoo or KLShampoo on any backend, also in Accelerate's or Lightning's wrapper. The coming
+            update is computed by PyTorch's primitives.
         model: names the weights of an optimizer that was made without names.
         rank: where the tail of KL-Shampoo's factors begins; Pro-KLShampoo has its own.
         phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
@@ -54,7 +55,7 @@ def scalars(
         TypeError: another optimizer. ValueError: ``rank`` below 1; ``phi`` of a weight that has not begun, or that
             there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
     """
-    check_optimizer(optimizer)
+    optimizer = unwrapped(optimizer)
     _check_rank(rank)
     kept, measured, vectors = [], [], []
     for batch in batches(optimizer, model):
@@ -87,7 +88,7 @@ def scalars(
 
 
 @torch.no_grad()
-def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
+def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
     """Return every matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
 
     Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
@@ -96,7 +97,7 @@ def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> d
     Raises:
         TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
     """
-    check_optimizer(optimizer)
+    optimizer = unwrapped(optimizer)
     kept, vectors = [], []
     for batch in batches(optimizer, model, FACTORS.values(), gradients=False):
         kept.append(batch.names)
@@ -109,7 +110,7 @@ def eigenvalues(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> d
 
 
 def spectra(
-    optimizer: MatrixOptimizer, model: nn.Module | None = None, *, rank: int = 128
+    optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, *, rank: int = 128
 ) -> dict[str, dict[str, Tensor]]:
     """Return eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
 
@@ -128,13 +129,13 @@ def spectra(
 
 
 @torch.no_grad()
-def phi(optimizer: MatrixOptimizer, model: nn.Module | None = None) -> dict[str, Tensor]:
+def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, Tensor]:
     """Return Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
 
     On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
     average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
     """
-    check_optimizer(optimizer)
+    optimizer = unwrapped(optimizer)
     found: dict[str, Tensor] = {}
     for batch in batches(optimizer, model, ("Q_L", "inv_sqrt_lambda_L")):
         if batch.gradient is not None:

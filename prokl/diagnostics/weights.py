@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,28 @@ class Batch:
         return self.shapes[0].n
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError for an optimizer without preconditioners."""
+class Wrapper(Protocol):
+    """What a trainer puts around an optimizer, as Accelerate and Lightning do."""
+
+    @property
+    def optimizer(self) -> Any:
+        """What it was given: an optimizer, or another wrapper."""
+
+
+def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
+    """Return the optimizer itself.
+
+    Raises:
+        TypeError: it has no preconditioners.
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
     if not isinstance(optimizer, MatrixOptimizer):
         raise TypeError(
             f"optimizer must be a prokl.ProKLShampoo or prokl.KLShampoo, got {type(optimizer).__name__}; "
             "pass the optimizer itself."
         )
+    return optimizer
 
 
 def batches(

@@ -23,7 +23,14 @@ from prokl.engine import checkpoint
 from prokl.engine.bucket import Bucket, blank_state, layout_of_state, split, state_dtype
 from prokl.engine.graphs import Graphs
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
-from prokl.engine.validation import check_gradient, check_matrix_parameter, check_memory, check_writable
+from prokl.engine.validation import (
+    check_adamw_state,
+    check_gradient,
+    check_materialised,
+    check_matrix_parameter,
+    check_memory,
+    check_writable,
+)
 
 ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -72,6 +79,8 @@ class MatrixOptimizer(Optimizer):
         before = len(self.param_groups)
         try:
             super().add_param_group(group)
+            for p, name in self._named(before):
+                check_materialised(p, name)
             if algorithm == "adamw":
                 self._check_new_adamw_group(self.param_groups[-1])
             else:
@@ -199,13 +208,15 @@ class MatrixOptimizer(Optimizer):
         for (p, name), how in zip(self._named(index), hows, strict=True):
             if group["algorithm"] == "matrix":
                 self._check_matrix_weight(p, name, how)
+            check_materialised(p, name)
             check_gradient(p, name)
             state = self.state.get(p)
-            if state and ("exp_avg" if group["algorithm"] == "matrix" else "M") in state:
+            if state and state.keys() & ({"exp_avg"} if group["algorithm"] == "matrix" else {"M", "M.0"}):
                 raise ValueError(
                     f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                     "back, or start a new optimizer."
                 )
+            check_adamw_state(p, name, state or {})
         if group["algorithm"] == "adamw":
             check_adamw(group)
             return

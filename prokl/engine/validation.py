@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,25 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
     shape = MatrixShape.of(p)
     if shape.n == 1:
         raise ValueError(f"{name} has shape {tuple(p.shape)}, a 1x1 matrix without a subspace: {remedy}.")
+
+
+def check_materialised(p: Tensor, name: str) -> None:
+    """Raise ValueError for a weight on the meta device: what replaces it there is another tensor, never trained."""
+    if p.device.type == "meta":
+        raise ValueError(
+            f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
+            "model.to_empty(device=...) or by loading its weights, before making the optimizer."
+        )
+
+
+def check_adamw_state(p: Tensor, name: str, state: Mapping[str, Any]) -> None:
+    """Raise ValueError where AdamW's state is not what its weight is by now: PyTorch's AdamW takes no such pair."""
+    made = state.get("exp_avg", p)
+    if p.grad is not None and (made.dtype, made.device) != (p.dtype, p.device):
+        raise ValueError(
+            f"{name} is {p.dtype} on {p.device} and its AdamW state still {made.dtype} on {made.device}: convert the "
+            "state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
+        )
 
 
 def check_writable(p: Tensor, name: str) -> None:
