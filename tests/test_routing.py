@@ -292,7 +292,7 @@ class Words(nn.Embedding):
         (Conv1D(), ("matrix", "2-D, weight of Conv1D")),
         (nn.Conv2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 8x36")),
         (nn.Conv2d(1, 8, 1, bias=False), ("matrix", "convolution, flattened to 8x1")),
-        (nn.ConvTranspose2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 4x72")),
+        (nn.ConvTranspose2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 4x72; stored (in, out)")),
         (nn.Conv3d(4, 8, (1, 2, 3), bias=False), ("matrix", "convolution, flattened to 8x24")),
         (
             nn.Conv1d(4, 8, 3, bias=False),
@@ -325,14 +325,14 @@ def test_fused_projections_are_matrices_and_the_table_says_so():
     found = routes(nn.MultiheadAttention(16, 2, add_bias_kv=True))
     assert (found["in_proj_weight"].algorithm, found["in_proj_weight"].reason) == (
         "matrix",
-        "q, k and v of MultiheadAttention, fused",
+        "q, k and v of MultiheadAttention, fused; split into 3",
     )
     assert found["out_proj.weight"].algorithm == "matrix"
     assert found["bias_k"].algorithm == found["in_proj_bias"].algorithm == "adamw"
     apart = routes(nn.MultiheadAttention(16, 2, kdim=8, vdim=4))
     assert apart["k_proj_weight"].reason == "2-D, k_proj_weight of MultiheadAttention"
     lstm = routes(nn.LSTM(8, 12, proj_size=5))
-    assert lstm["weight_ih_l0"].reason == "weight_ih_l0 of LSTM, gates fused"
+    assert lstm["weight_ih_l0"].reason == "weight_ih_l0 of LSTM, gates fused; split into 4"
     assert lstm["weight_hr_l0"].reason == "weight_hr_l0 of LSTM"
     assert {lstm[name].algorithm for name in ("weight_ih_l0", "weight_hh_l0", "weight_hr_l0")} == {"matrix"}
     assert routes(nn.RNNCell(8, 12))["weight_hh"].algorithm == "matrix"
