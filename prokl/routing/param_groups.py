@@ -91,8 +91,8 @@ def param_groups(
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
-        split: pattern to how the outputs of the weights that it matches divide: a number of equal pieces (1 for a weight
-            that stays whole) or their sizes, ``{"*.qkv.weight": 3, "*.kv.weight": (64, 32)}``.
+        split: how the outputs of weights divide, by patterns: a number of equal pieces (1 for a weight that stays
+            whole) or their sizes, as in ``{"*.qkv.weight": 3, "*.kv.weight": (64, 32)}``.
         transposed: patterns of weights that are stored (in, out).
         names: False for groups of bare parameters, for code that adds groups without names or divides them
             (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``, Lightning's ``BackboneFinetuning``).

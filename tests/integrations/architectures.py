@@ -1,16 +1,26 @@
-"""Some 50 architectures as their libraries build them, with random weights and small sizes.
+"""Some 70 architectures as their libraries build them, with random weights and small sizes; where their weights go.
 
-Sizes are chosen so that no hidden one equals a vocabulary (97, 101) or a label count (3, 5), but where a name says so.
+No hidden size is a vocabulary's (97) or a number of labels (3, of images 5), but where the architecture's name says so.
+As a command, ``python -m tests.integrations.architectures``, this writes the table anew; read every line that changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import diffusers
 import peft
 import transformers
 from torch import nn
+
+import prokl
+
+TABLE = Path(__file__).parent.parent / "data" / "architectures.csv"
+COLUMNS = ("architecture", "weight", "algorithm", "reason")
 
 TEXT = {"vocab_size": 97, "num_labels": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = TEXT | {
@@ -169,7 +179,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "deberta-v2-tokens": hf("DebertaV2ForTokenClassification", **ENCODER, relative_attention=True, position_buckets=8),
     "distilbert-answers": hf(
         "DistilBertForQuestionAnswering",
-        **TEXT,
+        **TEXT | {"num_labels": 2},
         dim=32,
         hidden_dim=48,
         n_layers=2,
@@ -181,7 +191,14 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "xlnet-labels": hf("XLNetForSequenceClassification", **TEXT, d_model=32, n_layer=2, n_head=4, d_inner=48),
     # encoder and decoder
     "t5": hf("T5ForConditionalGeneration", **T5),
-    "switch": hf("SwitchTransformersForConditionalGeneration", **T5, num_experts=4, expert_capacity=8),
+    "switch": hf(
+        "SwitchTransformersForConditionalGeneration",
+        **T5,
+        num_experts=4,
+        expert_capacity=8,
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    ),
     "bart": hf("BartForConditionalGeneration", **BART),
     "bart-labels": hf("BartForSequenceClassification", **BART),
     # sound
@@ -196,11 +213,11 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         num_conv_pos_embedding_groups=2,
     ),
     # images
-    "vit-labels": hf("ViTForImageClassification", **VISION, num_labels=3),
-    "beit-labels": hf("BeitForImageClassification", **VISION, num_labels=3, use_relative_position_bias=True),
+    "vit-labels": hf("ViTForImageClassification", **VISION, num_labels=5),
+    "beit-labels": hf("BeitForImageClassification", **VISION, num_labels=5, use_relative_position_bias=True),
     "swin-labels": hf(
         "SwinForImageClassification",
-        num_labels=3,
+        num_labels=5,
         image_size=32,
         patch_size=4,
         embed_dim=8,
@@ -209,13 +226,13 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         window_size=4,
     ),
     "convnext-labels": hf(
-        "ConvNextForImageClassification", num_labels=3, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2
+        "ConvNextForImageClassification", num_labels=5, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2
     ),
-    "resnet-labels": hf("ResNetForImageClassification", num_labels=3, **RESNET),
-    "mobilenet-v2-labels": hf("MobileNetV2ForImageClassification", num_labels=3, depth_multiplier=0.25),
+    "resnet-labels": hf("ResNetForImageClassification", num_labels=5, **RESNET),
+    "mobilenet-v2-labels": hf("MobileNetV2ForImageClassification", num_labels=5, depth_multiplier=0.25),
     "segformer": hf(
         "SegformerForSemanticSegmentation",
-        num_labels=3,
+        num_labels=5,
         hidden_sizes=[8, 16],
         depths=[1, 1],
         num_encoder_blocks=2,
@@ -228,7 +245,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     "detr": lambda: transformers.DetrForObjectDetection(
         transformers.DetrConfig(
-            num_labels=3,
+            num_labels=5,
             d_model=32,
             encoder_layers=1,
             decoder_layers=1,
@@ -247,7 +264,7 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         transformers.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=24)
     ),
     "clip-labels": lambda: transformers.CLIPForImageClassification(
-        transformers.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=24, num_labels=3)
+        transformers.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=24, num_labels=5)
     ),
     "llava": lambda: transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(
@@ -314,3 +331,76 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         axes_dims_rope=(4, 4, 8),
     ),
 }
+
+# Of timm, which needs torchvision: the model's name and its options.
+TIMM: dict[str, tuple[str, dict[str, object]]] = {
+    "timm-vit": ("vit_tiny_patch16_224", {"embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": 32}),
+    "timm-deit-distilled": ("deit_tiny_distilled_patch16_224", {"embed_dim": 32, "depth": 2, "num_heads": 4}),
+    "timm-swin": ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": (1, 1), "num_heads": (2, 2)}),
+    "timm-convnext": ("convnext_atto", {"dims": (8, 16, 24, 32), "depths": (1, 1, 1, 1)}),
+    "timm-mobilenet-v3": ("mobilenetv3_small_050", {}),  # its conv_head is no head
+    "timm-resnet": ("resnet10t", {}),
+    "timm-vit-without-labels": (
+        "vit_tiny_patch16_224",
+        {"embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 0},
+    ),
+}
+
+
+def build_timm(timm: object, name: str) -> nn.Module:
+    """Build a model of :data:`TIMM` with 5 labels where nothing else is said."""
+    model, options = TIMM[name]
+    return timm.create_model(model, **({"num_classes": 5} | options))
+
+
+def lines(name: str, model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the table's lines of one architecture: a line per weight, and one for all copies of it that are alike.
+
+    Left out is what is frozen, and what has less than two dimensions, which goes to AdamW.
+    """
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for route in prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, split_fused=True).routes:
+        if len(route.shape) < 2:
+            assert route.algorithm != "matrix", route
+        elif route.algorithm != "frozen":
+            reason = re.sub(r", flattened to \d+x\d+", ", flattened", route.reason)
+            line = (route.names[0], route.algorithm, reason)
+            found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", route.names[0]), []).append(line)
+    return [(name, *line) for pattern, copies in found.items() for line in _merged(pattern, copies)]
+
+
+def _merged(pattern: str, copies: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    copies = list(copies)
+    if len({line[1:] for line in copies}) > 1:
+        return iter(copies)
+    return iter([(pattern, *copies[0][1:])])
+
+
+def recorded() -> dict[str, list[tuple[str, ...]]]:
+    """Return the table's lines by architecture."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        for line in csv.reader(file):
+            found.setdefault(line[0], []).append(tuple(line))
+    assert found.pop(COLUMNS[0]) == [COLUMNS]
+    return found
+
+
+def main() -> None:
+    """Write the table; architectures of timm, where it cannot be imported, keep their lines."""
+    now = {name: lines(name, build()) for name, build in ARCHITECTURES.items()}
+    try:
+        import timm
+
+        now |= {name: lines(name, build_timm(timm, name)) for name in TIMM}
+    except (ImportError, RuntimeError) as error:
+        print(f"timm cannot be imported ({error}): its lines stay as they are", file=sys.stderr)
+        now |= {name: found for name, found in recorded().items() if name in TIMM}
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(line for found in now.values() for line in found)
+
+
+if __name__ == "__main__":
+    main()
