@@ -9,6 +9,7 @@ from torch import nn
 
 import prokl
 from prokl import param_groups
+from tests.routing import holding
 
 RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 
@@ -49,14 +50,6 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(4, 32))
         self.down = nn.Parameter(torch.zeros(4, 32, 16))
         self.b2 = nn.Parameter(torch.zeros(4, 1, 16))
-
-
-def holding(**parts):
-    """A module whose children and parameters are ``parts``."""
-    module = nn.Module()
-    for name, part in parts.items():
-        setattr(module, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-    return module
 
 
 def routes(model, **options):
@@ -322,17 +315,17 @@ def test_each_kind_of_parameter_goes_where_its_module_says(part, expected):
 
 
 def test_fused_projections_are_matrices_and_the_table_says_so():
-    found = routes(nn.MultiheadAttention(16, 2, add_bias_kv=True))
+    found = routes(nn.MultiheadAttention(16, 2, add_bias_kv=True), split_fused=False)
     assert (found["in_proj_weight"].algorithm, found["in_proj_weight"].reason) == (
         "matrix",
-        "q, k and v of MultiheadAttention, fused; split into 3",
+        "q, k and v of MultiheadAttention, fused",
     )
     assert found["out_proj.weight"].algorithm == "matrix"
     assert found["bias_k"].algorithm == found["in_proj_bias"].algorithm == "adamw"
     apart = routes(nn.MultiheadAttention(16, 2, kdim=8, vdim=4))
     assert apart["k_proj_weight"].reason == "2-D, k_proj_weight of MultiheadAttention"
-    lstm = routes(nn.LSTM(8, 12, proj_size=5))
-    assert lstm["weight_ih_l0"].reason == "weight_ih_l0 of LSTM, gates fused; split into 4"
+    lstm = routes(nn.LSTM(8, 12, proj_size=5), split_fused=False)
+    assert lstm["weight_ih_l0"].reason == "weight_ih_l0 of LSTM, gates fused"
     assert lstm["weight_hr_l0"].reason == "weight_hr_l0 of LSTM"
     assert {lstm[name].algorithm for name in ("weight_ih_l0", "weight_hh_l0", "weight_hr_l0")} == {"matrix"}
     assert routes(nn.RNNCell(8, 12))["weight_hh"].algorithm == "matrix"

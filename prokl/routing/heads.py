@@ -38,7 +38,7 @@ class Heads:
         self._stated = self._statements(modules)
         rows = max((p.shape[0] for p, o in held if o.embedding and p.ndim == 2), default=0)
         self._counts = {path: counts for path, module in modules if (counts := _counts(module))}
-        self._counts[()] = {rows: f"{rows} outputs as embeddings"} | self._counts.get((), {})
+        self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
         # A layer that is only named as one (conv_head) is no head of a model that says which its head is.
         self._sure = [path for path, module in modules if callable(getattr(module, "get_classifier", None))]
 

@@ -105,6 +105,8 @@ def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]
     Raises:
         ValueError: the output dimension does not divide so.
     """
+    if split is not None and p.ndim > 3:
+        raise ValueError("it is a convolution, which stays whole")
     whole = MatrixShape.of(p)
     rows, cols = (whole.cols, whole.rows) if transposed else (whole.rows, whole.cols)
     sizes: Sequence[int] = [rows] if split is None else split if isinstance(split, tuple) else [rows // split] * split
