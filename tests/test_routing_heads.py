@@ -57,12 +57,25 @@ def test_a_method_that_a_base_class_only_declares_says_nothing():
     }
 
 
+def test_a_method_with_arguments_or_without_an_answer_says_nothing():
+    class Own(nn.Module):
+        def get_classifier(self, name):
+            return getattr(self, name)
+
+    model = Own()
+    model.h, model.head = blocks(), linear(8, 5)
+    says = {"head.weight": "named as output head"}
+    assert adamw(model) == says
+    assert adamw(Answering("get_classifier", lambda m: None, h=blocks(), head=linear(8, 5))) == says
+    assert adamw(Answering("get_classifier", lambda m: linear(8, 5), h=blocks(), head=linear(8, 5))) == says
+
+
 def test_get_classifier_says_what_the_heads_are_and_names_no_longer_count():
     parts = {"h": blocks(), "conv_head": nn.Conv2d(8, 12, 1, bias=False), "out": linear(12, 5), "out_2": linear(12, 5)}
     both = Answering("get_classifier", lambda m: (m.out, m.out_2), **parts)
     says = "output head, by get_classifier()"
     assert adamw(both) == {"out.weight": says, "out_2.weight": says}
-    assert adamw(Answering("get_classifier", lambda m: nn.Identity(), **parts)) == {}
+    assert adamw(Answering("get_classifier", lambda m: m.none, none=nn.Identity(), **parts)) == {}
     assert "conv_head.weight" in adamw(holding(**parts))  # by its name, where nothing else is known
     inside = Answering("get_classifier", lambda m: m.out, **parts)
     assert set(adamw(holding(backbone=inside, head=linear(5, 4)))) == {"backbone.out.weight", "head.weight"}
@@ -195,6 +208,7 @@ def test_a_router_is_no_head(path, inside):
 def test_whole_nets_in_a_list_have_their_heads(head):
     nets = nn.ModuleList(holding(stem=linear(5, 8), layers=blocks(), **{head: linear(8, 3)}) for _ in range(2))
     assert set(adamw(holding(nets=nets))) == {f"nets.{i}.{head}.weight" for i in range(2)}
+    assert set(adamw(nets)) == {f"{i}.{head}.weight" for i in range(2)}
     vgg = nn.ModuleList([holding(stem=linear(5, 8), classifier=mlp(8, 9, 3))])
     assert set(adamw(holding(nets=vgg))) == {"nets.0.classifier.2.weight"}
 
@@ -212,7 +226,8 @@ def test_the_last_linear_layer_of_a_bare_sequential_is_the_head():
     assert adamw(nn.Sequential(mlp(8, 9), nn.Flatten(), mlp(9, 7, 3))) == {"2.2.weight": says}
     assert adamw(nn.Sequential(linear(8, 9), nn.LayerNorm(9))) == {}  # its output is normalised
     assert adamw(nn.Sequential(linear(8, 9))) == {}  # one layer alone is what there is to train
-    assert adamw(holding(body=mlp(8, 9, 3))) == {}  # a part of a model, whose outputs go on
+    assert adamw(holding(net=mlp(8, 9, 3))) == {"net.2.weight": says}  # nothing else is in the model
+    assert adamw(holding(body=mlp(8, 9, 3), more=linear(3, 4))) == {}  # a part of a model, whose outputs go on
 
 
 def test_rates_of_a_state_space_and_marked_weights_are_not_decayed():

@@ -157,6 +157,13 @@ def test_fused_layers_divide_where_the_module_is_certain(module, split):
     assert list(readings(module).values()) == [(False, split)]
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "base_layer"])
+def test_wrappers_around_a_layer_hide_nothing_of_where_it_is(wrapper):
+    attention = of_class("MptAttention", Wqkv=holding(**{wrapper: linear(8, 24)}))
+    assert list(readings(attention).values()) == [(False, 3)]
+    assert list(readings(holding(**{wrapper: of_class("MptAttention", Wqkv=linear(8, 24))})).values()) == [(False, 3)]
+
+
 def test_gate_and_up_divide_beside_a_down_projection_of_half_their_size():
     mlp = holding(gate_up_proj=linear(8, 24), down_proj=linear(12, 8))
     assert readings(mlp)["gate_up_proj.weight"] == (False, 2)

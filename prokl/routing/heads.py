@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 
@@ -34,13 +35,14 @@ class Heads:
         self._layers = dict.fromkeys(o.path for p, o in held if _is_layer(p, o))
         self._inputs = {size for p, o in held for size in _inputs(p, o)}
         self._several = sum(p.ndim >= 2 for p in owners) > 1
+        self._shared = len(os.path.commonprefix([o.path for _, o in held]))
         self._lists = {path: m for path, m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
-        self._stated = self._statements(modules)
+        self._stated: dict[Path, str] = {}
+        self._sure: list[Path] = []
+        self._ask(modules)
         rows = max((p.shape[0] for p, o in held if o.embedding and p.ndim == 2), default=0)
         self._counts = {path: counts for path, module in modules if (counts := _counts(module))}
         self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
-        # A layer that is only named as one (conv_head) is no head of a model that says which its head is.
-        self._sure = [path for path, module in modules if callable(getattr(module, "get_classifier", None))]
 
     def reason(self, p: Tensor, o: Owner) -> str | None:
         """Return why ``p`` is an output head under this name, or None where it is none."""
@@ -50,21 +52,23 @@ class Heads:
             return said
         if any(o.path[: len(path)] == path for path in self._sure):
             return None
-        if o.linear and o.closes == len(o.path) > 0 and self._several:
+        if o.linear and o.closes == len(o.path) - self._shared > 0 and self._several:
             return "last layer of the Sequential"
         return self._named(p, o)
 
-    def _statements(self, modules: Sequence[tuple[Path, nn.Module]]) -> dict[Path, str]:
-        """Return the layers that methods of the model, or of a model inside it, name as the output."""
+    def _ask(self, modules: Sequence[tuple[Path, nn.Module]]) -> None:
+        """Ask the model, and models inside it, by their own methods which layers are the output."""
         paths = {module: path for path, module in modules}
-        stated = {}
-        for module in paths:
+        for module, path in paths.items():
             for method in ("get_output_embeddings", "get_classifier"):
-                for head in _answers(module, method):
-                    inside = self._inside(paths[head]) if head in paths else []
-                    if inside:
-                        stated[paths[head] if paths[head] in inside else inside[-1]] = f"output head, by {method}()"
-        return stated
+                heads = [paths[head] for head in _answers(module, method) if head in paths]
+                inside = [self._inside(head) for head in heads]
+                ends = [
+                    head if head in layers else layers[-1] for head, layers in zip(heads, inside, strict=True) if layers
+                ]
+                self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
+                if heads and method == "get_classifier":
+                    self._sure.append(path)  # a layer that is only named as a head (conv_head) is none in this model
 
     def _counted(self, p: Tensor, o: Owner) -> str | None:
         """Return what says that this layer has an output per word or label, if that is certain.
@@ -101,7 +105,7 @@ class Heads:
         """Return True if a module lies outside repeated blocks, or gives the output of a whole net in a list."""
         if not _in_copy(path):
             return True
-        in_list = len(path) > 2 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
+        in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
         return in_list and o.path in self._layers and _outputs(p, o) not in self._inputs
 
     def _ends(self, path: Path, whole: Path) -> bool:
@@ -148,14 +152,16 @@ def _outputs(p: Tensor, o: Owner) -> int:
 
 
 def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
-    """Return every size of inputs that a parameter stands for, as far as its module says."""
-    if o.norm or o.embedding or is_conv1d(p, o):
-        return p.shape[:1] if is_conv1d(p, o) else p.shape[-1:]
+    """Return the numbers of inputs that a parameter stands for; all of its sizes where its module says nothing."""
+    if o.norm or o.embedding:
+        return p.shape[-1:]
+    if p.ndim < 2:
+        return ()
+    if is_conv1d(p, o):
+        return p.shape[:1]
     if o.convolution:
-        return (getattr(o.module, "in_channels", p.shape[1]),) if p.ndim > 2 else ()
-    if o.linear or o.recurrent or o.in_proj:
-        return p.shape[-1:] if p.ndim >= 2 else ()
-    return tuple(size for size in p.shape if size > 1) if p.ndim >= 2 else ()
+        return (getattr(o.module, "in_channels", p.shape[1]),)
+    return p.shape[-1:] if o.linear or o.recurrent or o.in_proj else [size for size in p.shape if size > 1]
 
 
 def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
@@ -163,7 +169,7 @@ def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
     ask = getattr(module, method, None)
     try:
         found = ask() if callable(ask) else ()
-    except (AttributeError, NotImplementedError):  # a base class that has the method for those that have a head
+    except (AttributeError, NotImplementedError, TypeError):  # a base class's, for those with a head; or with arguments
         return ()
     found = found if isinstance(found, (tuple, list)) else (found,)
     return [m for m in found if isinstance(m, nn.Module)]

@@ -40,7 +40,7 @@ class Owner:
     Attributes:
         name: the parameter's full name.
         module: the module.
-        parent: the module that holds this one; None for the model itself.
+        parent: the module that holds this one, whatever wraps it; None for the model itself.
         path: the module's path in lower case, without wrappers.
         attr: the parameter's own name, in lower case.
         closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
@@ -110,9 +110,13 @@ class Owner:
 
 def without_wrappers(parts: Sequence[str]) -> list[str]:
     """Return a path's components without those that wrappers put in, and without the name of peft's saved copy."""
+    return [parts[i] for i in _own(parts)]
+
+
+def _own(parts: Sequence[str]) -> list[int]:
+    """Return the places of a path's components that no wrapper put in."""
     before = ["", *parts]
-    kept = zip(parts, before, strict=False)
-    return [part for part, previous in kept if part not in WRAPPERS and previous != "modules_to_save"]
+    return [i for i, part in enumerate(parts) if part not in WRAPPERS and before[i] != "modules_to_save"]
 
 
 def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
@@ -126,11 +130,12 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
         if parametrized:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-        holder, parent = way[-1], way[-2] if parts else None
+        own = _own(parts)
+        holder, parent = way[-1], way[own[-1]] if own else None
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
-        path = tuple(part.lower() for part in without_wrappers(parts))
+        path = tuple(parts[i].lower() for i in own)
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
