@@ -108,6 +108,18 @@ def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_s
     assert not any(map(torch.equal, (matrix, bias, scale), before))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_may_be_empty_as_one_whose_weights_are_on_other_ranks(kind):
+    groups = [dict(group) for group in groups_of(Model(), kind)]
+    kept = groups[1]["params"]
+    for group in (groups[0], *groups[2:]):
+        group["params"] = []
+    optimizer = getattr(prokl, kind)(groups)
+    before = [p.detach().clone() for p in kept]
+    step(optimizer, kept)
+    assert not any(map(torch.equal, kept, before))
+
+
 def test_vectors_alone_go_to_adamw_where_nothing_else_is_said_of_them():
     optimizer = prokl.ProKLShampoo(param_groups(Model(), **RATES, rank=4))
     gain = weight(8)

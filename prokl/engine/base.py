@@ -93,7 +93,7 @@ class MatrixOptimizer(Optimizer):
             group.pop(key, None)
         # PyTorch's own checks: which of its options go together, and with these weights.
         options = inspect.signature(AdamW).parameters.keys() & group.keys() - {"params"}
-        AdamW(group["params"], **{key: group[key] for key in options})
+        AdamW([{"params": group["params"]}], **{key: group[key] for key in options})
 
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)
