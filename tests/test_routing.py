@@ -9,6 +9,7 @@ from torch import nn
 
 import prokl
 from prokl import param_groups
+from tests.routing import holding
 
 RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 
@@ -49,14 +50,6 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(4, 32))
         self.down = nn.Parameter(torch.zeros(4, 32, 16))
         self.b2 = nn.Parameter(torch.zeros(4, 1, 16))
-
-
-def holding(**parts):
-    """A module whose children and parameters are ``parts``."""
-    module = nn.Module()
-    for name, part in parts.items():
-        setattr(module, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-    return module
 
 
 def routes(model, **options):
@@ -292,7 +285,7 @@ class Words(nn.Embedding):
         (Conv1D(), ("matrix", "2-D, weight of Conv1D")),
         (nn.Conv2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 8x36")),
         (nn.Conv2d(1, 8, 1, bias=False), ("matrix", "convolution, flattened to 8x1")),
-        (nn.ConvTranspose2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 4x72")),
+        (nn.ConvTranspose2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 4x72; stored (in, out)")),
         (nn.Conv3d(4, 8, (1, 2, 3), bias=False), ("matrix", "convolution, flattened to 8x24")),
         (
             nn.Conv1d(4, 8, 3, bias=False),
@@ -322,7 +315,7 @@ def test_each_kind_of_parameter_goes_where_its_module_says(part, expected):
 
 
 def test_fused_projections_are_matrices_and_the_table_says_so():
-    found = routes(nn.MultiheadAttention(16, 2, add_bias_kv=True))
+    found = routes(nn.MultiheadAttention(16, 2, add_bias_kv=True), split_fused=False)
     assert (found["in_proj_weight"].algorithm, found["in_proj_weight"].reason) == (
         "matrix",
         "q, k and v of MultiheadAttention, fused",
@@ -331,7 +324,7 @@ def test_fused_projections_are_matrices_and_the_table_says_so():
     assert found["bias_k"].algorithm == found["in_proj_bias"].algorithm == "adamw"
     apart = routes(nn.MultiheadAttention(16, 2, kdim=8, vdim=4))
     assert apart["k_proj_weight"].reason == "2-D, k_proj_weight of MultiheadAttention"
-    lstm = routes(nn.LSTM(8, 12, proj_size=5))
+    lstm = routes(nn.LSTM(8, 12, proj_size=5), split_fused=False)
     assert lstm["weight_ih_l0"].reason == "weight_ih_l0 of LSTM, gates fused"
     assert lstm["weight_hr_l0"].reason == "weight_hr_l0 of LSTM"
     assert {lstm[name].algorithm for name in ("weight_ih_l0", "weight_hh_l0", "weight_hr_l0")} == {"matrix"}

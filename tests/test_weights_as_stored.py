@@ -135,6 +135,7 @@ def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, pa
         "a size of zero": ((18, 8), {"split": (18, 0)}, r"split=\(18, 0\)"),
         "a bool": ((18, 8), {"split": True}, "split=True"),
         "of the other side": ((18, 8), {"split": 9, "transposed": True}, "output dimension 8"),
+        "pieces of one element": ((3, 1), {"split": 3}, "a piece would be 1x1"),
         "a convolution": ((6, 2, 3, 3), {"split": 2}, "convolution"),
         "transposed is no bool": ((18, 8), {"transposed": "in, out"}, "transposed='in, out'"),
         "a list of another length": ((18, 8), {"split": [3, 3]}, "one entry for each of the group's 1 weights"),

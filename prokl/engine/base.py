@@ -22,6 +22,7 @@ from prokl.backends.select import select
 from prokl.engine import checkpoint
 from prokl.engine.bucket import Bucket, blank_state, layout_of_state, split, state_dtype
 from prokl.engine.graphs import Graphs
+from prokl.engine.newcomers import divided
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
 from prokl.engine.validation import (
     check_adamw_state,
@@ -65,36 +66,46 @@ class MatrixOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :class:`torch.optim.Optimizer`. A group that is refused leaves no trace.
 
+        Weights below 2-D of a group that names no algorithm go to an AdamW group of their own, with a warning, where
+        the optimizer has AdamW groups, all with one lr.
+
         Raises:
             ValueError: a hyper-parameter out of bounds, or a parameter that the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
+        groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
+        if said:
+            warnings.warn(said, stacklevel=2)
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                self._add_group(group)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
         algorithm = group.setdefault("algorithm", "matrix")
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         if algorithm == "adamw":
             group = {**self._adamw_defaults(), **group}
             check_adamw(group)
-        before = len(self.param_groups)
-        try:
-            super().add_param_group(group)
-            for p, name in self._named(before):
-                check_materialised(p, name)
-            if algorithm == "adamw":
-                self._check_new_adamw_group(self.param_groups[-1])
-            else:
-                self._check_new_matrix_group(self.param_groups[-1])
-        except BaseException:
-            del self.param_groups[before:]
-            raise
+        super().add_param_group(group)
+        for p, name in self._named(len(self.param_groups) - 1):
+            check_materialised(p, name)
+        if algorithm == "adamw":
+            self._check_new_adamw_group(self.param_groups[-1])
+        else:
+            self._check_new_matrix_group(self.param_groups[-1])
 
     def _check_new_adamw_group(self, group: Group) -> None:
         for key in set(self.defaults) - set(self._adamw.defaults) - {"algorithm"}:
             group.pop(key, None)
         # PyTorch's own checks: which of its options go together, and with these weights.
         options = inspect.signature(AdamW).parameters.keys() & group.keys() - {"params"}
-        AdamW(group["params"], **{key: group[key] for key in options})
+        AdamW([{"params": group["params"]}], **{key: group[key] for key in options})
 
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)

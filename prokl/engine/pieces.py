@@ -64,7 +64,8 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
         return
     if p.ndim > 3:
         raise ValueError(f"Invalid split={split!r} of {name}: a convolution {tuple(p.shape)} is not split; use None.")
-    rows = MatrixShape.of(p, how.transposed).rows
+    whole = MatrixShape.of(p, how.transposed)
+    rows = whole.rows
     if isinstance(split, tuple):
         fits = all(is_integer(size) and size > 0 for size in split) and sum(split) == rows
     else:
@@ -74,6 +75,8 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
             f"Invalid split={split!r} of {name}: must be sizes, a tuple, that add up to its output dimension {rows} "
             f"(weight {tuple(p.shape)}, transposed={how.transposed}), or a number of pieces that divides it."
         )
+    if any(shape.n == 1 for shape in whole.pieces(split)):
+        raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")
 
 
 def pieces(p: Tensor, name: str, how: Reading) -> list[Piece]:

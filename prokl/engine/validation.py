@@ -14,7 +14,10 @@ from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 
 def check_matrix_parameter(p: Tensor, name: str) -> None:
     """Raise ValueError when the matrix method cannot take ``p``."""
-    remedy = 'put it in a group with algorithm="adamw", as prokl.param_groups(model, lr=..., adamw_lr=...) does'
+    remedy = (
+        'put it in a group {"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s, as '
+        "prokl.param_groups(model, lr=..., adamw_lr=...) does"
+    )
     if p.is_complex() or not p.is_floating_point():
         kind = "complex" if p.is_complex() else "not a floating-point tensor"
         cure = "optimize its real view" if p.is_complex() else "leave it out of the optimizer"

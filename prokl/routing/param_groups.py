@@ -6,63 +6,18 @@ tables over a vocabulary, norms and biases are vectors: as in the paper's experi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.settings import check_betas, check_integer, check_learning_rate, check_nonnegative
-from prokl.algorithm.shapes import MatrixShape, effective_rank
-from prokl.routing.rules import (
-    Algorithm,
-    Choice,
-    Owner,
-    check_trainable,
-    choose,
-    owners_of,
-    unfit,
-    without_wrappers,
-)
-
-
-@dataclass(frozen=True)
-class Route:
-    """The destination of one parameter.
-
-    Attributes:
-        names: every name that the parameter has, in the model's order; more than one when it is tied.
-        shape: its shape.
-        algorithm: ``"matrix"``, ``"adamw"``, or ``"frozen"`` when it is in no group.
-        rank: rank after clamping to min(rank, m, n - 1); None outside the matrix method or without a rank.
-        reason: why.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    algorithm: Algorithm
-    rank: int | None
-    reason: str
-
-
-class ParamGroups(list[dict[str, Any]]):
-    """Parameter groups for an optimizer; ``str`` and ``repr`` are the routing table.
-
-    Attributes:
-        routes: one :class:`Route` per parameter of the model, in the model's order.
-    """
-
-    def __init__(self, groups: Iterable[dict[str, Any]] = (), routes: Iterable[Route] = ()) -> None:
-        super().__init__(groups)
-        self.routes = tuple(routes)
-
-    def __repr__(self) -> str:
-        return _table(self.routes)
-
-    __str__ = __repr__
+from prokl.routing.heads import Heads
+from prokl.routing.layout import Readings
+from prokl.routing.patterns import first_match, quoted
+from prokl.routing.routes import ParamGroups, Route, table
+from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, unfit
 
 
 def param_groups(
@@ -77,6 +32,10 @@ def param_groups(
     rank: int | None = 128,
     matrix: Sequence[str] = (),
     adamw: Sequence[str] = (),
+    split_fused: bool = True,
+    split: Mapping[str, int | Sequence[int]] | None = None,
+    transposed: Sequence[str] = (),
+    names: bool = True,
 ) -> ParamGroups:
     """Split a model's trainable parameters into a matrix group and AdamW groups.
 
@@ -86,27 +45,38 @@ def param_groups(
     1. Frozen (``requires_grad`` is False): in no group.
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
-    4. It belongs to an embedding (``nn.Embedding``, ``nn.EmbeddingBag``, or a class named so): AdamW, as is
+    4. It is marked ``_no_weight_decay``, or is a state space's ``A_log`` (Mamba): AdamW without weight decay.
+    5. It belongs to an embedding (``nn.Embedding``, ``nn.EmbeddingBag``, or a class named so): AdamW, as is
        the head that is tied to it.
-    5. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
-    6. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token
+    6. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
+    7. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token
        (``pos_emb``, ``wpe``, ``cls_token``) or bias (``experts.down_bias``): AdamW.
-    7. It belongs to a module named as an output head: ``lm_head``, ``output_head``, ``unembed``,
-       ``embed_out`` and the like anywhere; ``head``, ``output``, ``classifier``, ``score``, ``decoder`` and
-       the like only outside repeated blocks, so ``layers.3.attention.output`` is none. The last layer of an
-       ``nn.Sequential`` goes by the name of the whole (``classifier.6``): AdamW.
-    8. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
-    9. One row or one column per matrix, and not the weight of a layer (a gain or a bias stored as a matrix):
-       AdamW.
-    10. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight goes to
+    8. It is an output head: AdamW. Structure comes first: what ``get_output_embeddings()`` or ``get_classifier()``
+       of a model return, and a layer outside repeated blocks with ``config.vocab_size``, ``config.num_labels`` or
+       ``config.num_classes`` outputs, or as many as the largest embedding has rows, if nothing in the model takes
+       that many inputs; the last linear layer where the model is an ``nn.Sequential``. Then names, unless
+       ``get_classifier()`` has spoken: ``lm_head``, ``output_head``, ``unembed``, ``embed_out`` and the like
+       anywhere; ``head``, ``output``, ``classifier``, ``score``, ``decoder``, ``conv_out`` and the like only outside
+       repeated blocks, so ``layers.3.attention.output`` is none, or for a whole net in an ``nn.ModuleList``
+       (``nets.0.head``). Of several layers in a head, the last: ``classifier.out_proj``, ``classifier.6``. Routers
+       of mixtures of experts are no heads.
+    9. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
+    10. One row or one column per matrix, and not the weight of a layer (a gain or a bias stored as a matrix):
+        AdamW.
+    11. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight goes to
         AdamW, because it would be read as a stack of matrices.
-    11. ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix. Each is several
-        linear maps of one input on top of each other, which share one preconditioner.
-    12. 3-D: matrix, as a stack of experts, each with a state of its own.
-    13. 2-D: matrix.
-    14. Anything left has four dimensions or more and is no convolution: AdamW.
+    12. ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
+    13. 3-D: matrix, as a stack of experts, each with a state of its own.
+    14. 2-D: matrix.
+    15. Anything left has four dimensions or more and is no convolution: AdamW.
 
-    What ``torch.compile``, DDP, FSDP or activation checkpointing put into a name does not count in any rule.
+    What ``torch.compile``, DDP, FSDP, activation checkpointing or peft put into a name does not count in any rule.
+
+    A weight of the matrix method whose module is known to store it (in, out) is read so: transformers' ``Conv1D``, its
+    experts that are stored so (GPT-OSS, Llama-4), transposed convolutions. One whose outputs are known to be several
+    maps of one input is read as several matrices: ``in_proj_weight`` of ``nn.MultiheadAttention``, the gates of
+    ``nn.LSTM`` and ``nn.GRU``, GPT-2's ``c_attn``, ``Wqkv`` of ModernBERT, MPT and DBRX, Phi-3's ``qkv_proj``, timm's
+    ``qkv``, ``gate_up_proj``. These are the keys ``transposed`` and ``split`` of the matrix group.
 
     Args:
         model: the model whose parameters to route.
@@ -116,20 +86,27 @@ def param_groups(
         adamw_weight_decay: decoupled weight decay of AdamW; norms, biases, gains and all below 2-D get none.
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
-        rank: rank of the tracked subspace, clamped per weight to min(rank, m, n - 1) for short side m and
+        rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
             long side n; None for a method that has none (KLShampoo).
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
+        split_fused: False to keep weights whole that are known to be several matrices.
+        split: how the outputs of weights divide, by patterns: a number of equal pieces (1 for a weight that stays
+            whole) or their sizes, as in ``{"*.qkv.weight": 3, "*.kv.weight": (64, 32)}``.
+        transposed: patterns of weights that are stored (in, out).
+        names: False for groups of bare parameters, for code that adds groups without names or divides them
+            (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``, Lightning's ``BackboneFinetuning``).
 
     Returns:
-        The groups, each with ``params`` as (name, parameter) pairs: matrix, AdamW with its weight decay,
-        AdamW without. Empty ones are left out.
+        The groups: matrix, AdamW with its weight decay, AdamW without. Empty ones are left out. ``params`` are (name,
+        parameter) pairs, and where a weight needs ``transposed`` or ``split``, that key is a list with an entry per
+        weight. With ``names=False`` they are parameters, and there is a matrix group per value of these keys.
 
     Raises:
         TypeError: ``model`` is no module, or a pattern is no string.
         ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
             or asks the matrix method for what it cannot take; a parameter can be trained by neither method or
-            has no shape yet; or none goes to the matrix method.
+            has no shape yet; or none goes to the matrix method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
@@ -143,92 +120,88 @@ def param_groups(
         check_integer("rank", rank, "an integer of at least 1, or None for a method without a rank")
 
     owners = owners_of(model)
-    names = [o.name for found in owners.values() for o in found]
-    told = _patterns("matrix", matrix, names), _patterns("adamw", adamw, names)
+    heads = Heads(model, owners)
+    all_names = [o.name for found in owners.values() for o in found]
+    told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
+    readings = Readings(split_fused, transposed, split or {}, all_names)
     routes: list[Route] = []
-    members: dict[tuple[Algorithm, bool], list[tuple[str, Tensor]]] = {}
+    members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
     for p, found in owners.items():
         aliases = tuple(o.name for o in found)
         if is_lazy(p):
             raise ValueError(
                 f"Parameter {aliases[0]!r} has no shape yet; run one forward pass through its lazy module."
             )
-        choice = _route(p, found, *told)
-        clamped = None
-        if choice.algorithm == "matrix" and rank is not None:
-            clamped = effective_rank(rank, MatrixShape.of(p).m, MatrixShape.of(p).n)
-        routes.append(Route(aliases, tuple(p.shape), choice.algorithm, clamped, choice.reason))
-        members.setdefault((choice.algorithm, choice.decays), []).append((aliases[0], p))
+        choice = _route(p, found, heads, *told)
+        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
+        if choice.algorithm == "matrix":
+            route = readings.of(p, found, route, rank)
+        routes.append(route)
+        members.setdefault((choice.algorithm, choice.decays), []).append((route, p))
+    readings.check_used()
 
-    if ("matrix", True) not in members:
+    later = (p for p in owners if not p.requires_grad and p.is_floating_point())
+    if ("matrix", True) not in members and not any(_would_be_matrix(p, owners[p], heads) for p in later):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
-            f"name weights with matrix=[...], or route before a wrapper flattens them.\n{_table(routes)}"
+            f"name weights with matrix=[...], or route before a wrapper flattens them.\n{table(routes)}"
         )
-    group: dict[str, Any] = {"params": members["matrix", True], "algorithm": "matrix", "lr": lr}
-    groups = [group | {"weight_decay": weight_decay} | ({} if rank is None else {"rank": rank})]
+    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr, "weight_decay": weight_decay}
+    hyper |= {} if rank is None else {"rank": rank}
+    groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
-            group = {"params": members["adamw", decays], "algorithm": "adamw", "lr": adamw_lr}
+            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": adamw_lr}
             groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
     return ParamGroups(groups, routes)
 
 
-def _route(p: Tensor, owners: Sequence[Owner], matrix: dict[str, str], adamw: dict[str, str]) -> Choice:
+def _params(members: Sequence[tuple[Route, Tensor]], names: bool) -> list[Any]:
+    return [(route.names[0], p) if names else p for route, p in members]
+
+
+def _matrix_groups(
+    members: Sequence[tuple[Route, Tensor]], hyper: Mapping[str, Any], names: bool
+) -> list[dict[str, Any]]:
+    """Return one group with a list per key for ``transposed`` and ``split``, or without names a group per value."""
+    keys = ("transposed", "split")
+    if names:
+        lists = {key: [getattr(route, key) for route, _ in members] for key in keys}
+        needed = {key: values for key, values in lists.items() if any(values)}
+        return [{"params": _params(members, names), **hyper, **needed}] if members else []
+    runs: dict[Any, list[tuple[Route, Tensor]]] = {}
+    for route, p in members:
+        runs.setdefault((route.transposed, route.split), []).append((route, p))
+    alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
+    return [{"params": _params(run, names), **hyper, **own} for run, own in zip(runs.values(), alike, strict=True)]
+
+
+def _would_be_matrix(p: Tensor, owners: Sequence[Owner], heads: Heads) -> bool:
+    return choose(p, owners, _head(p, owners, heads)).algorithm == "matrix"
+
+
+def _head(p: Tensor, owners: Sequence[Owner], heads: Heads) -> str | None:
+    return next((reason for o in owners if (reason := heads.reason(p, o))), None)
+
+
+def _route(
+    p: Tensor, owners: Sequence[Owner], heads: Heads, matrix: Mapping[str, str], adamw: Mapping[str, str]
+) -> Choice:
     """Apply rules 1 and 2, then the others."""
     if not p.requires_grad:
         return Choice("frozen", "requires_grad is False")
     check_trainable(p, owners)
     name = owners[0].name
-    to_matrix, to_adamw = (_first_match(patterns, owners) for patterns in (matrix, adamw))
+    to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))
     if to_matrix is not None and to_adamw is not None:
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
     if to_adamw is not None:
         return Choice("adamw", to_adamw, decays=p.ndim >= 2 and not any(o.norm for o in owners))
     if to_matrix is None:
-        return choose(p, owners)
+        return choose(p, owners, _head(p, owners, heads))
     if why := unfit(p):
         raise ValueError(
             f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
             f"({why}); narrow the pattern and leave this parameter to AdamW."
         )
     return Choice("matrix", to_matrix)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(".".join(without_wrappers(name.split("."))), pattern)
-
-
-def _patterns(argument: str, patterns: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Check that every pattern matches a name, and return each under the words that quote it."""
-    quoted = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{argument} must hold patterns of names, got {pattern!r}; pass strings.")
-        if not any(_matches(pattern, name) for name in names):
-            raise ValueError(f"{argument}={pattern!r} matches no parameter; model.named_parameters() has the names.")
-        quoted[f"{argument}={pattern!r}"] = pattern
-    return quoted
-
-
-def _first_match(patterns: dict[str, str], owners: Sequence[Owner]) -> str | None:
-    return next((q for q, pattern in patterns.items() if any(_matches(pattern, o.name) for o in owners)), None)
-
-
-def _table(routes: Sequence[Route]) -> str:
-    """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
-    with_rank = any(route.rank is not None for route in routes)
-    rows = [("parameter", "shape", "algorithm", *(["rank"] if with_rank else []), "reason")]
-    for route in routes:
-        shape = "x".join(map(str, route.shape)) or "scalar"
-        rank = [] if not with_rank else ["-" if route.rank is None else str(route.rank)]
-        rows.append((route.names[0], shape, route.algorithm, *rank, route.reason))
-        blank = [""] * (len(rows[0]) - 1)
-        rows.extend((f"  = {alias}", *blank) for alias in route.names[1:])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    counts = []
-    for algorithm in get_args(Algorithm):
-        sizes = [math.prod(route.shape) for route in routes if route.algorithm == algorithm]
-        counts.append(f"{algorithm}: {len(sizes)} tensors, {sum(sizes):,} elements")
-    return "\n".join([*lines, "; ".join(counts)])

@@ -14,19 +14,14 @@ from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 
 Algorithm = Literal["matrix", "adamw", "frozen"]
 
-# Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing) put around a module.
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# A component that counts copies of a block: the 3 of layers.3, encoder_layer_0.
-COPY = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
-HEAD_ANYWHERE = re.compile(r"(\w+_)?lm_?heads?|output_heads?|unembed(ding)?|embed_out|to_logits")
-HEAD_OUTSIDE_BLOCKS = re.compile(
-    r"(\w+_)?heads?|outputs?|output_(layer|proj|projection)|classifiers?|scores?|fc|fc_out|logits|proj_out|decoder"
-    r"|qa_outputs"
-)
+# Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing, peft) put around a module.
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+WRAPPERS |= {"original_module", "modules_to_save"}
 TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
+STATE_SPACE = re.compile(r"a_logs?")  # Mamba's: the logarithms of rates, one per channel and state
 
 
 @dataclass(frozen=True)
@@ -45,16 +40,18 @@ class Owner:
     Attributes:
         name: the parameter's full name.
         module: the module.
+        parent: the module that holds this one, whatever wraps it; None for the model itself.
         path: the module's path in lower case, without wrappers.
         attr: the parameter's own name, in lower case.
-        closes: whether the module is the last one with parameters in an ``nn.Sequential``.
+        closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
     """
 
     name: str
     module: nn.Module
+    parent: nn.Module | None
     path: tuple[str, ...]
     attr: str
-    closes: bool
+    closes: int
 
     @property
     def kind(self) -> str:
@@ -104,19 +101,6 @@ class Owner:
         gated = isinstance(self.module, (nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell))
         return self.recurrent and gated and not self.attr.startswith("weight_hr")
 
-    @property
-    def head(self) -> bool:
-        """Named as an output head."""
-        path = self.path
-        while path and path[-1].isdigit():  # lm_heads.0
-            path = path[:-1]
-        if any(HEAD_ANYWHERE.fullmatch(part) for part in (*path[-1:], self.attr)):
-            return True
-        path = self.path[:-1] if self.closes else self.path
-        if any(COPY.fullmatch(part) for part in path):
-            return False
-        return any(HEAD_OUTSIDE_BLOCKS.fullmatch(part) for part in (*path[-1:], self.attr))
-
     def says(self, pattern: re.Pattern[str]) -> bool:
         """Return True if a raw parameter's name has ``pattern``, or its module's name where its own says nothing."""
         container = isinstance(self.module, (nn.ParameterList, nn.ParameterDict))
@@ -125,8 +109,14 @@ class Owner:
 
 
 def without_wrappers(parts: Sequence[str]) -> list[str]:
-    """Return a path's components without those that wrappers put in."""
-    return [part for part in parts if part not in WRAPPERS]
+    """Return a path's components without those that wrappers put in, and without the name of peft's saved copy."""
+    return [parts[i] for i in _own(parts)]
+
+
+def _own(parts: Sequence[str]) -> list[int]:
+    """Return the places of a path's components that no wrapper put in."""
+    before = ["", *parts]
+    return [i for i, part in enumerate(parts) if part not in WRAPPERS and before[i] != "modules_to_save"]
 
 
 def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
@@ -139,14 +129,18 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
         parametrized = parts[-1] if parts[-2:-1] == ["parametrizations"] else None
         if parametrized:
             parts = parts[:-2]
-        holder = modules[".".join(parts)]
-        closes = bool(parts) and _closes(modules[".".join(parts[:-1])], holder)
-        path = tuple(part.lower() for part in without_wrappers(parts))
+        way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
+        own = _own(parts)
+        holder, parent = way[-1], way[own[-1]] if own else None
+        closes = 0
+        while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
+            closes += 1
+        path = tuple(parts[i].lower() for i in own)
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
-            owners.setdefault(p, []).append(Owner(name, holder, path, attr.lower(), closes))
+            owners.setdefault(p, []).append(Owner(name, holder, parent, path, attr.lower(), closes))
     return owners
 
 
@@ -181,8 +175,14 @@ def unfit(p: Tensor) -> str | None:
     return "1x1 matrices only" if MatrixShape.of(p).n == 1 else None
 
 
-def choose(p: Tensor, owners: Sequence[Owner]) -> Choice:
-    """Return the choice where no pattern decides: rules 3 to 14 of :func:`prokl.param_groups`."""
+def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
+    """Return the choice where no pattern decides: rules 3 to 15 of :func:`prokl.param_groups`.
+
+    Args:
+        p: the parameter.
+        owners: its names and modules.
+        head: why it is an output head, or None where it is none.
+    """
 
     def any_owner(test: Callable[[Owner], bool]) -> Owner | None:
         return next((o for o in owners if test(o)), None)
@@ -190,6 +190,10 @@ def choose(p: Tensor, owners: Sequence[Owner]) -> Choice:
     what = f"{owners[0].attr} of {owners[0].kind}"
     if why := unfit(p):
         return Choice("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
+    if getattr(p, "_no_weight_decay", False):
+        return Choice("adamw", f"marked _no_weight_decay, {what}", decays=False)
+    if any_owner(lambda o: o.raw and STATE_SPACE.fullmatch(o.attr) is not None):
+        return Choice("adamw", f"rates of a state space, {what}", decays=False)
     if o := any_owner(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
         return Choice("adamw", f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})")
@@ -199,8 +203,8 @@ def choose(p: Tensor, owners: Sequence[Owner]) -> Choice:
         return Choice("adamw", "named as embedding, position or token")
     if any_owner(lambda o: o.says(BIAS)):
         return Choice("adamw", "named as bias", decays=False)
-    if any_owner(lambda o: o.head):
-        return Choice("adamw", "named as output head")
+    if head is not None:
+        return Choice("adamw", head)
     if p.ndim == 2 and (o := any_owner(lambda o: o.linear)):
         return Choice("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
     shape = MatrixShape.of(p)

@@ -1,0 +1,68 @@
+"""A group without an algorithm, as of a trainer that unfreezes layers, with vectors among its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import AdamW
+
+from prokl.algorithm.method import Group
+
+OPTIONS = inspect.signature(AdamW).parameters.keys() - {"params", "weight_decay"}
+
+
+def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:
+    """Return a new group as the groups to add, and what there is to say about it.
+
+    The weights below 2-D of a group that names no algorithm go to an AdamW group of their own, with the options of the
+    optimizer's last AdamW group and without weight decay, as norms and biases have none in ``prokl.param_groups``. It
+    comes before the rest: who sets the lr of the last group (Lightning's BackboneFinetuning) means the one it gave.
+
+    Args:
+        group: the new group; its ``params`` may be an iterator.
+        adamw: the optimizer's AdamW groups so far. Without any the group stays as it is, and is refused as a matrix
+            group.
+
+    Raises:
+        ValueError: it is not certain which lr such weights should have.
+    """
+    by_place = any(isinstance(group.get(key), list) for key in ("transposed", "split"))
+    if "algorithm" in group or not adamw or by_place or isinstance(group.get("params"), (Tensor, set, type(None))):
+        return [group], None
+    entries = list(group["params"])
+    vectors = [entry for entry in entries if _dimensions(entry) < 2]
+    rest = [entry for entry in entries if _dimensions(entry) >= 2]
+    if not vectors:
+        return [{**group, "params": entries}], None
+
+    what = f"{len(vectors)} of {len(entries)} weights of a new group without an algorithm are below 2-D"
+    what += f", {_say(vectors[0])} among them"
+    remedy = 'give them a group of their own, {"params": [...], "algorithm": "adamw", "lr": ...}'
+    rates = sorted({float(g["lr"]) for g in adamw})
+    if len(rates) > 1:
+        raise ValueError(f"{what}, and the optimizer's AdamW groups have several lrs, {rates}: {remedy}.")
+    own = sorted(group.keys() - {"params"})
+    if own and not rest:
+        raise ValueError(
+            f"{what}, and it has its own {', '.join(own)}: say whose by "
+            f'"algorithm": "adamw" (whose lr is {rates[0]:g} so far), or leave them out to have AdamW\'s.'
+        )
+    lr = adamw[-1]["lr"]
+    options = {key: adamw[-1][key] for key in OPTIONS & adamw[-1].keys()}
+    options |= {"lr": lr.clone() if isinstance(lr, Tensor) else lr, "weight_decay": 0.0}
+    groups = [{"params": vectors, "algorithm": "adamw", **options}]
+    said = f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."
+    return groups + ([{**group, "params": rest}] if rest else []), said
+
+
+def _dimensions(entry: Any) -> float:
+    """Return the dimensions of a weight or (name, weight); infinity for anything else, which PyTorch refuses itself."""
+    p = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+    return p.ndim if isinstance(p, Tensor) else float("inf")
+
+
+def _say(entry: Any) -> str:
+    return str(entry[0]) if isinstance(entry, tuple) else f"one of shape {tuple(entry.shape)}"

@@ -1,0 +1,183 @@
+"""Output heads: what a model's structure says about them, and where it says nothing, the names of its modules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from prokl.routing.layout import is_conv1d
+from prokl.routing.rules import Owner, without_wrappers
+
+Path = tuple[str, ...]
+
+# A component that counts copies of a block: the 3 of layers.3, encoder_layer_0.
+COPY = re.compile(r"\d+|.*(layer|block|stage)_?\d+")
+ANYWHERE = re.compile(r"(\w+_)?lm_?heads?|output_heads?|unembed(ding)?|embed_out|to_logits")
+# Modules whose last layer is the output: RoBERTa's classifier.out_proj, DETR's bbox_predictor.layers.2.
+WHOLE = re.compile(r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits)|scores?|qa_outputs|logits_\w+")
+LAYER = re.compile(
+    r"outputs?|output_(layer|proj|projection)|fc|fc_out|decoder|seq_relationship|proj_out(_\d+)?|conv_out|last_linear"
+)
+ROUTER = re.compile(r"(\w+_)?(router|gate)")
+COUNTS = ("vocab_size", "num_labels", "num_classes")
+"""Settings in a model's ``config`` that say how many outputs its head has."""
+
+
+class Heads:
+    """The output heads of a model."""
+
+    def __init__(self, model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
+        held = [(p, o) for p, found in owners.items() for o in found]
+        modules = [(_path(name), module) for name, module in model.named_modules(remove_duplicate=False)]
+        self._layers = dict.fromkeys(o.path for p, o in held if _is_layer(p, o))
+        self._inputs = {size for p, o in held for size in _inputs(p, o)}
+        self._several = sum(p.ndim >= 2 for p in owners) > 1
+        self._shared = len(os.path.commonprefix([o.path for _, o in held]))
+        self._lists = {path: m for path, m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
+        self._stated: dict[Path, str] = {}
+        self._sure: list[Path] = []
+        self._ask(modules)
+        rows = max((p.shape[0] for p, o in held if o.embedding and p.ndim == 2), default=0)
+        self._counts = {path: counts for path, module in modules if (counts := _counts(module))}
+        self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
+
+    def reason(self, p: Tensor, o: Owner) -> str | None:
+        """Return why ``p`` is an output head under this name, or None where it is none."""
+        if o.path in self._stated:
+            return self._stated[o.path]
+        if said := self._counted(p, o):
+            return said
+        if any(o.path[: len(path)] == path for path in self._sure):
+            return None
+        if o.linear and o.closes == len(o.path) - self._shared > 0 and self._several:
+            return "last layer of the Sequential"
+        return self._named(p, o)
+
+    def _ask(self, modules: Sequence[tuple[Path, nn.Module]]) -> None:
+        """Ask the model, and models inside it, by their own methods which layers are the output."""
+        paths = {module: path for path, module in modules}
+        for module, path in paths.items():
+            for method in ("get_output_embeddings", "get_classifier"):
+                heads = [paths[head] for head in _answers(module, method) if head in paths]
+                inside = [self._inside(head) for head in heads]
+                ends = [
+                    head if head in layers else layers[-1] for head, layers in zip(heads, inside, strict=True) if layers
+                ]
+                self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
+                if heads and method == "get_classifier":
+                    self._sure.append(path)  # a layer that is only named as a head (conv_head) is none in this model
+
+    def _counted(self, p: Tensor, o: Owner) -> str | None:
+        """Return what says that this layer has an output per word or label, if that is certain.
+
+        It is certain for a layer outside repeated blocks where nothing in the model takes that many inputs, so that a
+        hidden size which happens to be the same says nothing.
+        """
+        if o.path not in self._layers or _in_copy(_without_index(o.path)):
+            return None
+        size = _outputs(p, o)
+        if size in self._inputs:
+            return None
+        said = (c[size] for path, c in self._counts.items() if size in c and o.path[: len(path)] == path)
+        return next((f"output head, {what}" for what in said), None)
+
+    def _named(self, p: Tensor, o: Owner) -> str | None:
+        if any(ROUTER.fullmatch(part) for part in o.path):
+            return None
+        if any(ANYWHERE.fullmatch(part) for part in (*_without_index(o.path)[-1:], o.attr)):
+            return "named as output head"
+        if self._outside(o.path, p, o) and _says_head(o.attr):
+            return "named as output head"
+        for end in range(len(o.path), 0, -1):
+            whole = o.path[:end]
+            if not _says_head(whole[-1]) or not self._outside(whole, p, o):
+                continue
+            if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
+                return "named as output head"
+            if WHOLE.fullmatch(whole[-1]) and self._ends(o.path, whole):
+                return f"last layer of {whole[-1]}, named as output head"
+        return None
+
+    def _outside(self, path: Path, p: Tensor, o: Owner) -> bool:
+        """Return True if a module lies outside repeated blocks, or gives the output of a whole net in a list."""
+        if not _in_copy(path):
+            return True
+        in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
+        return in_list and o.path in self._layers and _outputs(p, o) not in self._inputs
+
+    def _ends(self, path: Path, whole: Path) -> bool:
+        """Return True if ``path`` is the last layer of ``whole``, or of one of the heads that ``whole`` lists."""
+        if whole in self._lists and whole[-1].endswith("s"):
+            whole = path[: len(whole) + 1]
+        inside = self._inside(whole)
+        if path not in inside or any(_says_head(other[-1]) for other in inside if other not in (path, whole)):
+            return False  # decode_head.linear_fuse beside decode_head.classifier
+        alone = len(inside) == 1 and path != whole  # a dense alone is what comes before a head that lies elsewhere
+        return path == inside[-1] and not (alone and path[-1] == "dense")
+
+    def _inside(self, whole: Path) -> list[Path]:
+        return [path for path in self._layers if path[: len(whole)] == whole]
+
+
+def _path(name: str) -> Path:
+    return tuple(part.lower() for part in without_wrappers(name.split("."))) if name else ()
+
+
+def _in_copy(path: Path) -> bool:
+    return any(COPY.fullmatch(part) for part in path)
+
+
+def _without_index(path: Path) -> Path:
+    while path and path[-1].isdigit():  # lm_heads.0
+        path = path[:-1]
+    return path
+
+
+def _says_head(part: str) -> bool:
+    return WHOLE.fullmatch(part) is not None or LAYER.fullmatch(part) is not None
+
+
+def _is_layer(p: Tensor, o: Owner) -> bool:
+    return p.ndim >= 2 and (o.linear or (o.convolution and o.attr == "weight") or is_conv1d(p, o))
+
+
+def _outputs(p: Tensor, o: Owner) -> int:
+    """Return how many outputs a layer has."""
+    if isinstance(o.module, nn.modules.conv._ConvTransposeNd):
+        return o.module.out_channels
+    return p.shape[1] if is_conv1d(p, o) else p.shape[0]
+
+
+def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
+    """Return the numbers of inputs that a parameter stands for; all of its sizes where its module says nothing."""
+    if o.norm or o.embedding:
+        return p.shape[-1:]
+    if p.ndim < 2:
+        return ()
+    if is_conv1d(p, o):
+        return p.shape[:1]
+    if o.convolution:
+        return (getattr(o.module, "in_channels", p.shape[1]),)
+    return p.shape[-1:] if o.linear or o.recurrent or o.in_proj else [size for size in p.shape if size > 1]
+
+
+def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
+    """Return the modules that a method of a model names, if it has such a method and such modules."""
+    ask = getattr(module, method, None)
+    try:
+        found = ask() if callable(ask) else ()
+    except (AttributeError, NotImplementedError, TypeError):  # a base class's, for those with a head; or with arguments
+        return ()
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    return [m for m in found if isinstance(m, nn.Module)]
+
+
+def _counts(module: nn.Module) -> dict[int, str]:
+    """Return the numbers of outputs that a module's ``config`` states, and how to say each."""
+    config = getattr(module, "config", None)
+    read = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in COUNTS}
+    values = {name: read.get(name) for name in COUNTS}
+    return {v: f"config.{name} = {v}" for name, v in values.items() if type(v) is int and v > 0}

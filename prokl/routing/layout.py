@@ -1,0 +1,187 @@
+"""How a weight is stored: (in, out) or (out, in), and which weights are several matrices on top of each other.
+
+Only what is certain from the module: its class, its own settings, or a name that stands for one layout wherever it is
+used. Interleaved pieces (GPT-NeoX's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from prokl.algorithm.settings import check_choice
+from prokl.algorithm.shapes import MatrixShape, effective_rank
+from prokl.routing.patterns import first_match, quoted
+from prokl.routing.routes import Route, Split
+from prokl.routing.rules import Owner
+
+EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}
+"""Classes of transformers whose stacks are (expert, in, out)."""
+
+
+def _query_key_value(attention: nn.Module, rows: int) -> Split:
+    """Return the sizes of q, k and v where queries have heads of their own (grouped-query attention)."""
+    head, shared = getattr(attention, "head_dim", None), getattr(attention, "num_key_value_heads", None)
+    if not (isinstance(head, int) and isinstance(shared, int)) or not 0 < 2 * head * shared < rows:
+        return None
+    sizes = (rows - 2 * head * shared, head * shared, head * shared)
+    return 3 if len(set(sizes)) == 1 else sizes
+
+
+def _thirds(_: nn.Module, rows: int) -> Split:
+    return 3
+
+
+def _halves(_: nn.Module, rows: int) -> Split:
+    return 2
+
+
+def _halves_beside_down(mlp: nn.Module, rows: int) -> Split:
+    return 2 if getattr(getattr(mlp, "down_proj", None), "in_features", None) == rows // 2 else None
+
+
+FUSED: dict[tuple[str, str], Callable[[nn.Module, int], Split]] = {
+    ("ModernBertAttention", "wqkv"): _thirds,
+    ("ModernBertMLP", "wi"): _halves,
+    ("ModernBertDecoderMLP", "wi"): _halves,
+    ("MptAttention", "wqkv"): _thirds,
+    ("DbrxAttention", "wqkv"): _query_key_value,
+    ("Phi3Attention", "qkv_proj"): _query_key_value,
+    ("Phi4MultimodalAttention", "qkv_proj"): _query_key_value,
+    ("timm.layers.attention.Attention", "qkv"): _thirds,
+    ("timm.models.swin_transformer.WindowAttention", "qkv"): _thirds,
+}
+"""(class of the module, its linear layer) -> how the layer's outputs divide; with the file of a common class name."""
+
+
+def stored_transposed(p: Tensor, o: Owner) -> bool:
+    """Return True if the weight is known to be stored (in, out).
+
+    These are transformers' ``Conv1D`` (GPT-2), its stacks of experts that say ``is_transposed`` (GPT-OSS, Llama-4,
+    Aria), and transposed convolutions, which are flattened to (in, out times kernel).
+    """
+    if o.attr == "weight" and isinstance(o.module, nn.modules.conv._ConvTransposeNd):
+        return p.ndim >= 4
+    if p.ndim == 3:
+        return getattr(o.module, "is_transposed", None) is True or o.kind in EXPERTS_IN_OUT
+    return is_conv1d(p, o)
+
+
+def is_conv1d(p: Tensor, o: Owner) -> bool:
+    """Return True for the weight, (in, out), of transformers' ``Conv1D`` or a copy of it: a linear layer."""
+    named = any(cls.__name__ == "Conv1D" for cls in type(o.module).__mro__)
+    return named and o.attr == "weight" and p.ndim == 2 and p.shape[1] == getattr(o.module, "nf", None)
+
+
+def fused(p: Tensor, o: Owner, transposed: bool) -> Split:
+    """Return into how many equal pieces, or into pieces of what sizes, the output dimension divides; None for one."""
+    rows = p.shape[-1] if transposed else p.shape[-2]
+    if o.in_proj:
+        return 3
+    if o.gated:
+        return 4 if isinstance(o.module, (nn.LSTM, nn.LSTMCell)) else 3
+    if p.ndim == 3 and o.attr == "gate_up_proj":
+        apart = getattr(o.module, "is_concatenated", None) is True and getattr(o.module, "has_gate", None) is True
+        return 2 if apart or o.kind == "Llama4TextExperts" else None
+    if o.parent is None or not o.path or p.ndim != 2 or o.attr != "weight":
+        return None
+    if is_conv1d(p, o) and o.path[-1] == "c_attn" and p.shape[1] in (2 * p.shape[0], 3 * p.shape[0]):
+        return p.shape[1] // p.shape[0]
+    if not o.linear:
+        return None
+    if o.path[-1] == "gate_up_proj":
+        return _halves_beside_down(o.parent, rows)
+    cls = type(o.parent)
+    names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
+    known = next((FUSED[name, o.path[-1]] for name in names if (name, o.path[-1]) in FUSED), None)
+    return known(o.parent, rows) if known else None
+
+
+def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]:
+    """Return the matrices that a weight is read as, each (out, in).
+
+    Raises:
+        ValueError: the output dimension does not divide so.
+    """
+    if split is not None and p.ndim > 3:
+        raise ValueError("it is a convolution, which stays whole")
+    whole = MatrixShape.of(p, transposed)
+    shapes = whole.pieces(split)
+    if sum(shape.rows for shape in shapes) != whole.rows or min(shape.rows for shape in shapes) < 1:
+        raise ValueError(f"its output dimension is {whole.rows}")
+    return shapes
+
+
+class Readings:
+    """How the weights of the matrix method are read: what modules say, and what patterns say by hand."""
+
+    def __init__(
+        self,
+        split_fused: bool,
+        transposed: Sequence[str],
+        split: Mapping[str, int | Sequence[int]],
+        names: Sequence[str],
+    ) -> None:
+        check_choice("split_fused", split_fused, (True, False))
+        self._split_fused = split_fused
+        self._transposed = quoted("transposed", transposed, names)
+        self._split = quoted("split", split, names)
+        self._by_hand = {f"split={pattern!r}": _checked(pattern, value) for pattern, value in split.items()}
+        self._unused = {*self._transposed, *self._split}
+
+    def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: int | None) -> Route:
+        """Return the route of a matrix weight with its reading, its rank, and the reason that says so.
+
+        Raises:
+            ValueError: a pattern splits the weight into what its output dimension does not divide into.
+        """
+        in_out, divided = first_match(self._transposed, owners), first_match(self._split, owners)
+        self._unused -= {in_out, divided}
+        transposed = in_out is not None or any(stored_transposed(p, o) for o in owners)
+        split: Split = None
+        if divided is not None:
+            split = self._by_hand[divided]
+        elif self._split_fused:
+            split = next((found for o in owners if (found := fused(p, o, transposed))), None)
+        try:
+            shapes = pieces(p, transposed, split)
+            if any(shape.n == 1 for shape in shapes):
+                raise ValueError("a piece would be 1x1")
+        except ValueError as error:
+            if divided is not None:
+                raise ValueError(
+                    f"{divided}: {self._by_hand[divided]!r} does not fit {route.names[0]!r} of shape {route.shape}: "
+                    f"{error}; give a number that divides it, or sizes that add up to it."
+                ) from None
+            split, shapes = None, pieces(p, transposed, None)
+        ranks = None if rank is None else tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
+        said = "; stored (in, out)" if transposed else ""
+        if split is not None:
+            said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
+        return replace(
+            route,
+            rank=ranks[0] if ranks and len(set(ranks)) == 1 else ranks,
+            reason=route.reason + said,
+            transposed=transposed,
+            split=split,
+        )
+
+    def check_used(self) -> None:
+        """Raise ValueError for a pattern that matched no weight of the matrix method."""
+        if self._unused:
+            raise ValueError(
+                f"{min(self._unused)} matches no weight that goes to the matrix method; drop it, or name the weights "
+                "with matrix=[...] too."
+            )
+
+
+def _checked(pattern: str, value: int | Sequence[int]) -> Split:
+    """Return a division as told by hand, 1 as None."""
+    sizes = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else ()
+    if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ValueError(
+            f"Invalid split[{pattern!r}]={value!r}: must be a number of equal pieces, at least 1, or their sizes."
+        )
+    return sizes if not isinstance(value, int) else None if value == 1 else value

@@ -1,0 +1,74 @@
+"""The result of :func:`prokl.param_groups`: groups that print themselves as a table of what went where, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from prokl.routing.rules import Algorithm
+
+Split = int | tuple[int, ...] | None
+"""None, a number of equal pieces of a weight's outputs, or their sizes."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The destination of one parameter.
+
+    Attributes:
+        names: every name that the parameter has, in the model's order; more than one when it is tied.
+        shape: its shape.
+        algorithm: ``"matrix"``, ``"adamw"``, or ``"frozen"`` when it is in no group.
+        rank: rank after clamping to min(rank, m, n - 1); None outside the matrix method or without a rank; a tuple
+            where the pieces of a split weight have several.
+        reason: why.
+        transposed: True if the matrix method reads it as stored (in, out).
+        split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    algorithm: Algorithm
+    rank: int | tuple[int, ...] | None
+    reason: str
+    transposed: bool = False
+    split: Split = None
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Parameter groups for an optimizer; ``str`` and ``repr`` are the routing table.
+
+    Attributes:
+        routes: one :class:`Route` per parameter of the model, in the model's order.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]] = (), routes: Iterable[Route] = ()) -> None:
+        super().__init__(groups)
+        self.routes = tuple(routes)
+
+    def __repr__(self) -> str:
+        return table(self.routes)
+
+    __str__ = __repr__
+
+
+def table(routes: Sequence[Route]) -> str:
+    """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
+    with_rank = any(route.rank is not None for route in routes)
+    rows = [("parameter", "shape", "algorithm", *(["rank"] if with_rank else []), "reason")]
+    for route in routes:
+        shape = "x".join(map(str, route.shape)) or "scalar"
+        ranks = route.rank if isinstance(route.rank, tuple) else (route.rank,)
+        rank = [",".join("-" if r is None else str(r) for r in ranks)] if with_rank else []
+        rows.append((route.names[0], shape, route.algorithm, *rank, route.reason))
+        blank = [""] * (len(rows[0]) - 1)
+        rows.extend((f"  = {alias}", *blank) for alias in route.names[1:])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counts = []
+    for algorithm in get_args(Algorithm):
+        sizes = [math.prod(route.shape) for route in routes if route.algorithm == algorithm]
+        counts.append(f"{algorithm}: {len(sizes)} tensors, {sum(sizes):,} elements")
+    return "\n".join([*lines, "; ".join(counts)])

@@ -1,0 +1,245 @@
+"""Output heads: structure says which layer is one, names where it says nothing, and a hidden layer is never one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from prokl import param_groups
+from tests.routing import holding
+
+RATES = {"lr": 0.02, "adamw_lr": 1e-3}
+
+
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def mlp(*sizes):
+    return nn.Sequential(*(part for pair in zip(sizes, sizes[1:], strict=False) for part in (linear(*pair), nn.ReLU())))
+
+
+def blocks(width=8, count=2):
+    return nn.ModuleList(holding(up=linear(width, 20), down=linear(20, width)) for _ in range(count))
+
+
+def adamw(model, **options):
+    """Names of the weights of at least two dimensions that go to AdamW, with the reasons."""
+    found = param_groups(model, **RATES, **options).routes
+    return {r.names[0]: r.reason for r in found if r.algorithm == "adamw" and len(r.shape) > 1}
+
+
+class Answering(nn.Module):
+    """A model with a method that returns one of its modules."""
+
+    def __init__(self, method, answer, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        setattr(self, method, lambda: answer(self))
+
+
+@pytest.mark.parametrize("vocabulary", [31, 8])  # 8: also the hidden size
+def test_what_get_output_embeddings_returns_is_the_head_whatever_its_name_and_size(vocabulary):
+    model = Answering("get_output_embeddings", lambda m: m.words_out, h=blocks(), words_out=linear(8, vocabulary))
+    assert adamw(holding(inner=model)) == {"inner.words_out.weight": "output head, by get_output_embeddings()"}
+    nothing = Answering("get_output_embeddings", lambda m: None, h=blocks(), words_out=linear(8, 8))
+    assert adamw(nothing) == {}
+
+
+def test_a_method_that_a_base_class_only_declares_says_nothing():
+    def declared(model):
+        raise NotImplementedError
+
+    assert adamw(Answering("get_output_embeddings", declared, h=blocks(), head=linear(8, 5))) == {
+        "head.weight": "named as output head"
+    }
+
+
+def test_a_method_with_arguments_or_without_an_answer_says_nothing():
+    class Own(nn.Module):
+        def get_classifier(self, name):
+            return getattr(self, name)
+
+    model = Own()
+    model.h, model.head = blocks(), linear(8, 5)
+    says = {"head.weight": "named as output head"}
+    assert adamw(model) == says
+    assert adamw(Answering("get_classifier", lambda m: None, h=blocks(), head=linear(8, 5))) == says
+    assert adamw(Answering("get_classifier", lambda m: linear(8, 5), h=blocks(), head=linear(8, 5))) == says
+
+
+def test_get_classifier_says_what_the_heads_are_and_names_no_longer_count():
+    parts = {"h": blocks(), "conv_head": nn.Conv2d(8, 12, 1, bias=False), "out": linear(12, 5), "out_2": linear(12, 5)}
+    both = Answering("get_classifier", lambda m: (m.out, m.out_2), **parts)
+    says = "output head, by get_classifier()"
+    assert adamw(both) == {"out.weight": says, "out_2.weight": says}
+    assert adamw(Answering("get_classifier", lambda m: m.none, none=nn.Identity(), **parts)) == {}
+    assert "conv_head.weight" in adamw(holding(**parts))  # by its name, where nothing else is known
+    inside = Answering("get_classifier", lambda m: m.out, **parts)
+    assert set(adamw(holding(backbone=inside, head=linear(5, 4)))) == {"backbone.out.weight", "head.weight"}
+
+
+def configured(config, **parts):
+    model = holding(**parts)
+    model.config = config
+    return model
+
+
+@pytest.mark.parametrize("count", ["vocab_size", "num_labels", "num_classes"])
+@pytest.mark.parametrize("kind", [SimpleNamespace, dict])
+def test_a_layer_with_as_many_outputs_as_the_config_says_is_a_head(count, kind):
+    model = configured(kind(**{count: 7, "hidden_size": 8}), h=blocks(), to_sevens=linear(8, 7), other=linear(8, 6))
+    model.map = nn.Conv2d(8, 7, 1, bias=False)
+    says = f"output head, config.{count} = 7"
+    assert adamw(model) == {"to_sevens.weight": says, "map.weight": says}
+
+
+def test_sizes_of_other_configs_and_settings_that_are_no_counts_say_nothing():
+    inner = configured(SimpleNamespace(num_labels=7), h=blocks())
+    assert adamw(holding(inner=inner, to_sevens=linear(8, 7))) == {}
+    assert adamw(configured(SimpleNamespace(num_labels="7", vocab_size=None), h=blocks(), to=linear(8, 7))) == {}
+    assert adamw(configured(SimpleNamespace(num_labels=True), h=blocks(), to_one=linear(8, 1))) == {}
+
+
+@pytest.mark.parametrize(
+    "taken_by",
+    [
+        linear(7, 5),
+        nn.LayerNorm(7),
+        nn.Conv2d(7, 5, 3),
+        nn.ConvTranspose2d(7, 5, 3),
+        nn.LSTM(7, 3),
+        nn.MultiheadAttention(7, 1),
+        nn.Embedding(3, 7),
+        nn.Conv2d(14, 4, 3, groups=2),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_a_hidden_layer_that_is_as_wide_as_the_labels_is_no_head(taken_by):
+    size = 14 if isinstance(taken_by, nn.Conv2d) and taken_by.groups == 2 else 7
+    model = configured(SimpleNamespace(num_labels=size), h=blocks(), pooler=linear(8, size), after=taken_by)
+    assert "pooler.weight" not in adamw(model)
+    del model.after
+    assert "pooler.weight" in adamw(model)
+
+
+def test_a_layer_of_a_repeated_block_is_no_head_by_its_size():
+    model = configured(SimpleNamespace(num_labels=4), h=blocks())
+    for block in model.h:
+        block.gate = linear(8, 4)  # routes to 4 experts
+    assert adamw(model) == {}
+
+
+def test_as_many_outputs_as_words_make_a_head():
+    model = holding(words=nn.Embedding(31, 8), rnn=nn.LSTM(8, 12, bias=False), back=linear(12, 31), up=linear(8, 12))
+    assert adamw(model) == {
+        "words.weight": "embedding (Embedding)",
+        "back.weight": "output head, 31 outputs as the largest embedding has rows",
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "classifier.out_proj",
+        "classification_head.out_proj",
+        "discriminator_predictions.dense_prediction",
+        "cls.seq_relationship",
+        "class_labels_classifier",
+        "multiple_choice_head.summary",
+        "logits_proj",
+        "heads.first",
+        "classifiers.0",
+        "net.heads.1",
+        "conv_out",
+        "proj_out_2",
+        "head.modules_to_save.default",
+        "classifier.modules_to_save.default.out_proj",
+        "score.original_module",
+        "lm_head.base_layer",
+    ],
+)
+def test_names_of_heads(path):
+    module = linear(8, 6)
+    for part in reversed(path.split(".")):
+        module = holding(**{part: module})
+    module.h = blocks()
+    assert set(adamw(module)) == {f"{path}.weight"}
+
+
+def test_of_the_layers_in_a_head_the_last_is_the_output():
+    box = nn.Module()
+    box.layers = nn.ModuleList([linear(8, 8), linear(8, 8), linear(8, 4)])
+    model = holding(
+        h=blocks(),
+        classifier=holding(dense=linear(8, 8), out_proj=linear(8, 3)),
+        bbox_predictor=box,
+        heads=nn.ModuleDict({"a": mlp(8, 9, 2), "b": linear(8, 5)}),
+        decode_head=holding(classifier=linear(9, 5), fuse=linear(8, 9)),
+    )
+    assert set(adamw(model)) == {
+        "classifier.out_proj.weight",
+        "bbox_predictor.layers.2.weight",
+        "heads.a.2.weight",
+        "heads.b.weight",
+        "decode_head.classifier.weight",  # named itself, so that the last, fuse, is not
+    }
+
+
+def test_a_dense_alone_comes_before_a_head_that_lies_elsewhere():
+    model = holding(h=blocks(), head=holding(dense=linear(8, 8)), decoder=linear(8, 31))
+    assert set(adamw(model)) == {"decoder.weight"}
+
+
+@pytest.mark.parametrize("path", ["mlp.router.classifier", "gate.head", "ffn.router.layer"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_router_is_no_head(path, inside):
+    router = linear(8, 4)
+    for part in reversed(path.split(".")):
+        router = holding(**{part: router})
+    model = holding(h=nn.ModuleList([router])) if inside else router
+    model.up = linear(8, 8)
+    assert adamw(model) == {}
+
+
+@pytest.mark.parametrize("head", ["head", "classifier", "fc", "output"])
+def test_whole_nets_in_a_list_have_their_heads(head):
+    nets = nn.ModuleList(holding(stem=linear(5, 8), layers=blocks(), **{head: linear(8, 3)}) for _ in range(2))
+    assert set(adamw(holding(nets=nets))) == {f"nets.{i}.{head}.weight" for i in range(2)}
+    assert set(adamw(nets)) == {f"{i}.{head}.weight" for i in range(2)}
+    vgg = nn.ModuleList([holding(stem=linear(5, 8), classifier=mlp(8, 9, 3))])
+    assert set(adamw(holding(nets=vgg))) == {"nets.0.classifier.2.weight"}
+
+
+@pytest.mark.parametrize("name", ["output", "proj_out", "fc", "decoder"])
+def test_a_layer_of_a_block_whose_outputs_go_on_is_no_head(name):
+    layers = nn.ModuleList(holding(up=linear(8, 20), **{name: linear(20, 8)}) for _ in range(2))
+    assert adamw(holding(layers=layers)) == {}
+
+
+def test_the_last_linear_layer_of_a_bare_sequential_is_the_head():
+    says = "last layer of the Sequential"
+    assert adamw(mlp(8, 9, 3)) == {"2.weight": says}
+    assert adamw(nn.DataParallel(mlp(8, 9, 3))) == {"module.2.weight": says}
+    assert adamw(nn.Sequential(mlp(8, 9), nn.Flatten(), mlp(9, 7, 3))) == {"2.2.weight": says}
+    assert adamw(nn.Sequential(linear(8, 9), nn.LayerNorm(9))) == {}  # its output is normalised
+    assert adamw(nn.Sequential(linear(8, 9))) == {}  # one layer alone is what there is to train
+    assert adamw(holding(net=mlp(8, 9, 3))) == {"net.2.weight": says}  # nothing else is in the model
+    assert adamw(holding(body=mlp(8, 9, 3), more=linear(3, 4))) == {}  # a part of a model, whose outputs go on
+
+
+def test_rates_of_a_state_space_and_marked_weights_are_not_decayed():
+    mixer = holding(A_log=torch.zeros(8, 4), D=torch.ones(8), filter=torch.zeros(8, 4), up=linear(8, 8))
+    mixer.filter._no_weight_decay = mixer.D._no_weight_decay = True
+    model = holding(layers=nn.ModuleList([mixer]))
+    assert adamw(model) == {
+        "layers.0.A_log": "rates of a state space, a_log of Module",
+        "layers.0.filter": "marked _no_weight_decay, filter of Module",
+    }
+    groups = param_groups(model, **RATES, adamw_weight_decay=0.1)
+    assert [(g["algorithm"], g["weight_decay"], len(g["params"])) for g in groups] == [
+        ("matrix", 0, 1),
+        ("adamw", 0, 3),
+    ]
