@@ -154,8 +154,7 @@ def apply_kernel(
     decay = (1.0 - lr * tl.load(weight_decay_ptr).to(tl.float64)).to(SUM)
     lr = lr.to(SUM)
     if stride_m < stride_n:  # columns are closer together in memory: turn the tile, write them as rows
-        D = tl.trans(D)
-        _update_rows(address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, D, DTYPE, ITEM, AFTER, CAUTIOUS)
+        _update_rows(address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, tl.trans(D), DTYPE, ITEM, AFTER, CAUTIOUS)
     else:
         _update_rows(address, stride_m, stride_n, o_m, o_n, M, N, decay, lr, D, DTYPE, ITEM, AFTER, CAUTIOUS)
 
