@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pandas import DataFrame
 
 from bench import command, rows
+from bench.markdown import figure, table
 from bench.models import BYTES, byte_gpt
-from bench.optimizers import OPTIMIZERS, Hyper
+from bench.optimizers import OPTIMIZERS, Hyper, label
 from bench.training.run import Run, Trainee
 from bench.training.settings import Settings
 from bench.training.sources import open_source
@@ -97,6 +99,36 @@ def train(seed: int, o: Options) -> Iterator[rows.Row]:
         yield own | (loss if trainee.record.diverged_at is None else {"note": "diverged"})
         for shape, sizes in trainee.record.observed["sizes"].items():
             yield own | {"metric": "update rms", "unit": "lr", "shapes": shape} | rows.quartiles(sizes)
+
+
+def losses_table(found: DataFrame) -> str:
+    """Return the mean validation loss over the seeds of every rate, its best in bold."""
+    losses = found[found["metric"] == "validation loss"]
+    cells = []
+    for adjust in (MATCHED, ORIGINAL):
+        for method in ("adamw", *OWN):
+            case = "" if method == "adamw" else adjust
+            its = losses[(losses["optimizer"] == method) & (losses["case"] == case)]
+            if method == "adamw" and adjust == ORIGINAL:
+                continue
+            means = its.groupby("lr")["median"].mean()
+            best = means.idxmin()
+            shown = (f"{lr:g}: {'**' * (lr == best)}{loss:.3f}{'**' * (lr == best)}" for lr, loss in means.items())
+            of = "matrices" if case == ORIGINAL else "all groups"
+            cells.append({"lr of": of, "optimizer": label(method), "validation loss by lr": ", ".join(shown)})
+    return table(DataFrame(cells), 3)
+
+
+def sizes_table(found: DataFrame) -> str:
+    """Return the median root mean square of updates over lr by shape, of one seed, at the lr nearest ADAMW_LR."""
+    sizes = found[(found["metric"] == "update rms") & (found["seed"] == found["seed"].min())]
+    cells = []
+    for (method, case), its in sizes.groupby(["optimizer", "case"], sort=False):
+        rate = min(its["lr"].unique(), key=lambda lr: abs(lr - ADAMW_LR))
+        own = its[its["lr"] == rate].set_index("shapes")["median"]
+        named = {shape.replace("x", " × "): figure(own[shape], 3) for shape in own.index}
+        cells.append({"optimizer": label(method), "adjust_lr_fn": case or "-", "lr": f"{rate:g}"} | named)
+    return table(DataFrame(cells), 2)
 
 
 @command.command
