@@ -32,6 +32,7 @@ class Hyper:
     alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
     init_eigenvalue: str | float | None = None  # start of the preconditioner's eigenvalues, a number or "auto"
     bounded: bool = True  # whether prokl's own keep their clip_threshold; the paper has none
+    adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,11 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in entry.settings if getattr(h, name) is not None}
     if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
-        settings |= {} if h.bounded else {"clip_threshold": None}
+        settings |= {"adjust_lr_fn": h.adjust_lr_fn} | ({} if h.bounded else {"clip_threshold": None})
         return [entry.make(groups, state_dtype=state_dtype, **settings)]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
+    settings |= {"adjust_lr_fn": h.adjust_lr_fn} if entry.make is torch.optim.Muon else {}
     return [entry.make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
 
 

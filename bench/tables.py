@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import timing_tables
+from bench import one_rate, timing_tables
 from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
@@ -40,6 +40,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
             ("disturbances-steps", "disturbances.csv", disturbances.steps_table),
             ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
+            ("one-rate", "one-rate.csv", one_rate.losses_table),
+            ("update-sizes", "one-rate.csv", one_rate.sizes_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
             ("memory-cost", "memory-cost.csv", cost.table),
             ("main", "main.csv", experiments.main_table),

@@ -16,18 +16,31 @@ from prokl.kernels.stack import check_addresses, pointers, vectorised
 
 
 @triton.jit
-def _update(at, mask, decay, lr, D):
-    W = tl.load(at, mask, 0.0).to(D.dtype)
-    tl.store(at, (decay * W - lr * D).to(at.dtype.element_ty), mask)
+def _decayed(W, D, decay, CAUTIOUS: tl.constexpr):
+    return tl.where(D * W >= 0, decay * W, W) if CAUTIOUS else decay * W
 
 
 @triton.jit
-def _update_rows(address, slow, fast, o_s, o_f, SLOW, FAST, decay, lr, D, DTYPE: tl.constexpr, ITEM: tl.constexpr):
+def _stepped(W, D, decay, lr, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr):
+    return _decayed(W - lr * D, D, decay, CAUTIOUS) if AFTER else _decayed(W, D, decay, CAUTIOUS) - lr * D
+
+
+@triton.jit
+def _update(at, mask, decay, lr, D, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr):
+    W = _stepped(tl.load(at, mask, 0.0).to(D.dtype), D, decay, lr, AFTER, CAUTIOUS)
+    tl.store(at, W.to(at.dtype.element_ty), mask)
+
+
+@triton.jit
+def _update_rows(
+    address, slow, fast, o_s, o_f, SLOW, FAST, decay, lr, D,
+    DTYPE: tl.constexpr, ITEM: tl.constexpr, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr,
+):  # fmt: skip
     mask = (o_s[:, None] < SLOW) & (o_f[None, :] < FAST)
     if vectorised(address, slow, fast, ITEM):
-        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, True), mask, decay, lr, D)
+        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, True), mask, decay, lr, D, AFTER, CAUTIOUS)
     else:
-        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, False), mask, decay, lr, D)
+        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, False), mask, decay, lr, D, AFTER, CAUTIOUS)
 
 
 @triton.jit
@@ -65,6 +78,8 @@ def apply_kernel(
     HAS_LOW_RANK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
+    AFTER: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEM: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -80,7 +95,8 @@ def apply_kernel(
     """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
     addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
-    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM.
+    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM. AFTER: W is multiplied
+    by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in sign from D's.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -138,9 +154,9 @@ def apply_kernel(
     decay = (1.0 - lr * tl.load(weight_decay_ptr).to(tl.float64)).to(SUM)
     lr = lr.to(SUM)
     if stride_m < stride_n:  # columns are closer together in memory: turn the tile, write them as rows
-        _update_rows(address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, tl.trans(D), DTYPE, ITEM)
+        _update_rows(address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, tl.trans(D), DTYPE, ITEM, AFTER, CAUTIOUS)
     else:
-        _update_rows(address, stride_m, stride_n, o_m, o_n, M, N, decay, lr, D, DTYPE, ITEM)
+        _update_rows(address, stride_m, stride_n, o_m, o_n, M, N, decay, lr, D, DTYPE, ITEM, AFTER, CAUTIOUS)
 
 
 # m, n: block of W; k: how much of m is added at a time, and of r up to DEPTH_R, beyond which float32 spills.
@@ -175,6 +191,8 @@ def apply(
     left: Tensor | None = None,
     right: Tensor | None = None,
     active: Tensor | None = None,
+    decay_after: bool = False,
+    cautious_decay: bool = False,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
@@ -196,6 +214,8 @@ def apply(
         left: (B,m,r); None is zero.
         right: (B,n,r), with left.
         active: (B,) bool; where False, the weight keeps its bits. None: all step.
+        decay_after: whether 1 - lr weight_decay multiplies the stepped weight, and not what the step starts from.
+        cautious_decay: whether it multiplies only those elements that do not differ in sign from the direction's.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from sizes and dtypes.
 
@@ -259,6 +279,8 @@ def apply(
         HAS_LOW_RANK=left is not None,
         HAS_SCALE=scale is not None,
         HAS_ACTIVE=active is not None,
+        AFTER=decay_after,
+        CAUTIOUS=cautious_decay,
         DTYPE=TRITON_DTYPES[dtype],
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],

@@ -10,7 +10,7 @@ from torch import Tensor
 from prokl.algorithm.initial import InitEigenvalue
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import Variant
+from prokl.algorithm.settings import AdjustLrFn, Variant
 from prokl.engine.base import MatrixOptimizer
 
 
@@ -101,6 +101,8 @@ class ProKLShampoo(MatrixOptimizer):
         maximize: bool = False,
         ns_dtype: torch.dtype | None = None,
         clip_threshold: float | None = 5.0,
+        cautious_weight_decay: bool = False,
+        adjust_lr_fn: AdjustLrFn = "original",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -120,6 +122,8 @@ class ProKLShampoo(MatrixOptimizer):
             "maximize": maximize,
             "ns_dtype": ns_dtype,
             "clip_threshold": clip_threshold,
+            "cautious_weight_decay": cautious_weight_decay,
+            "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)
 
@@ -168,6 +172,8 @@ class KLShampoo(MatrixOptimizer):
         backend: str | None = None,
         maximize: bool = False,
         clip_threshold: float | None = 5.0,
+        cautious_weight_decay: bool = False,
+        adjust_lr_fn: AdjustLrFn = "original",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -181,5 +187,7 @@ class KLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "clip_threshold": clip_threshold,
+            "cautious_weight_decay": cautious_weight_decay,
+            "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults)

@@ -4,12 +4,13 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.settings import AdjustLrFn
 from tests.inputs import INF, NAN, VARIANTS
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -98,6 +99,13 @@ def _settings(rng: random.Random, pro: bool, unique: bool) -> dict[str, Any]:
     return settings
 
 
+def _later_settings(rng: random.Random, variant: str | None, unique: bool) -> dict[str, Any]:
+    """Draw what came later, from numbers of its own, so that the rest of a seed's case stays as it was."""
+    drawn = {"adjust_lr_fn": "original" if variant == "subspace-only" else rng.choice(get_args(AdjustLrFn))}
+    # Where a direction is about zero, rounding decides about a cautious decay.
+    return drawn | ({} if unique else {"cautious_weight_decay": rng.random() < 0.5})
+
+
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     rng = random.Random(seed)
@@ -109,6 +117,7 @@ def draw(seed: int) -> Case:
     for _ in range(rng.choice([1, 1, 2, 2, 3, 4])):
         shapes.append(rng.choice(shapes) if shapes and rng.random() < 0.4 else _shape(rng))
     settings = _settings(rng, pro, unique)
+    settings |= _later_settings(random.Random(f"later {seed}"), settings.get("variant"), unique)
     if unique:
         kinds = [rng.choice(CALM) for _ in range(rng.randint(0, 3))]
     else:

@@ -225,7 +225,8 @@ def longest_direction(a: History) -> float:
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
-        return COHERENT * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
+        longest = COHERENT * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
+        return longest * a.h.direction_scale(n)
     h = a.h
     assert isinstance(h, ProHyper)
     r = a.values["U"].shape[-1]
@@ -233,10 +234,10 @@ def longest_direction(a: History) -> float:
     if h.variant in SUBSPACE_VARIANTS:
         total += h.subspace_weight * COHERENT * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
     if h.variant in POLAR_VARIANTS:
-        total += NEWTON_SCHULZ * a.shape.aspect_scale * m**0.5
+        total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
     elif h.variant == "smok-hop":
         total += COHERENT * h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
-    return total
+    return total * h.direction_scale(n)
 
 
 def check_moves(a: History) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from tests.transcription import Guard, ceiling, qr_q
+from tests.transcription import Guard, ceiling, qr_q, shrunk
 
 
 class KLTranscription:
@@ -31,12 +31,15 @@ class KLTranscription:
         precondition_frequency=10,
         init_eigenvalue=0.1,
         clip_threshold=None,
+        cautious_weight_decay=False,
+        adjust_lr_fn="original",
     ):
         self.W = W.to(torch.float64).clone()
         self.rows, self.cols = self.W.shape
         self.lr, self.weight_decay, self.momentum, self.beta2 = lr, weight_decay, momentum, beta2
         self.eps, self.tau, self.init_eigenvalue = eps, precondition_frequency, init_eigenvalue
         self.guard = Guard(clip_threshold, beta2, 1.0)
+        self.cautious, self.matched = cautious_weight_decay, adjust_lr_fn == "match_rms_adamw"
         self.t = None
 
     def _measure_in(self, lambda_0):
@@ -81,11 +84,13 @@ class KLTranscription:
         self.M = torch.lerp(self.M, G, 1 - self.momentum)
         whitened = (Q_L.T @ self.M @ Q_R) * (s / (1 + self.damping * s))
         self.direction = Q_L @ self.guard.hold(whitened, self.M.numel()) @ Q_R.T
+        if self.matched:
+            self.direction *= 0.2 / math.sqrt((1 - self.momentum) / (1 + self.momentum))
         if self.guard.learns:
             self._learn(G)
         self._refresh()
         self.W = self.W - self.lr * self.direction
-        self.W = self.W - self.lr * self.weight_decay * self.W
+        self.W = shrunk(self.W, self.direction, self.lr * self.weight_decay, self.cautious)
         self.guard.close()
         if self.init_eigenvalue == "auto" and self.guard.unit:
             self._measure_in(self.guard.unit(self.lambda_0, rms))

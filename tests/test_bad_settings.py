@@ -36,6 +36,8 @@ BAD_COMMON = {
     "state_dtype": ("float32", torch.int32, torch.complex64, 32),
     "backend": ("triton-please", 1, True),
     "maximize": ("yes", None, NAN, 2),
+    "cautious_weight_decay": ("yes", None, NAN, 2),
+    "adjust_lr_fn": ("match_rms", None, True, 0.2),
 }
 BAD_PRO = {
     "rank": COUNT,

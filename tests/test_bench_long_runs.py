@@ -1,8 +1,8 @@
-"""The commands that watch long or recorded runs: ``bench.drift`` and ``bench.undisturbed``."""
+"""The commands that watch runs: ``bench.drift``, ``bench.undisturbed`` and ``bench.one_rate``."""
 
 import pytest
 
-from bench import drift, rows, undisturbed
+from bench import drift, one_rate, rows, undisturbed
 from bench.experiments.scales import AUTO
 
 
@@ -58,6 +58,27 @@ def test_undisturbed_refuses_wrong_input_in_one_line(arguments, says, capsys):
     assert undisturbed.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_one_rate_trains_every_form_and_measures_its_updates(tmp_path, monkeypatch):
+    out = tmp_path / "one-rate.csv"
+    monkeypatch.setattr(one_rate, "ONE", (2e-3,))
+    monkeypatch.setattr(one_rate, "OWN", {"pro-klshampoo": (2e-2,), "kl-shampoo": (5e-3,)})
+    assert one_rate.main(["--steps", "22", "--seeds", "3", "--out", str(out)]) == 0
+    found = rows.frame(out)
+    of_all = found[(found["lr"] == found["adamw_lr"]) & (found["case"] == one_rate.MATCHED)]
+    assert set(of_all["optimizer"]) == {*one_rate.OWN, "complement-only", "smok-hop", "muon"}
+    sizes = of_all[of_all["metric"] == "update rms"].set_index(["optimizer", "shapes"])["median"]
+    assert set(sizes.index.get_level_values("shapes")) == {"64x64", "256x64", "64x256"}
+    assert sizes.min() > 0.1 and sizes.max() < 0.5
+    assert one_rate.losses_table(found).count("**") == 2 * 5
+    assert "| subspace only" in one_rate.sizes_table(found)
+
+
+def test_one_rate_refuses_wrong_input_in_one_line(capsys):
+    assert one_rate.main(["--steps", "0"]) == 2
+    assert capsys.readouterr().err.startswith("error: --steps 0")
 
 
 def test_drift_refuses_wrong_input_in_one_line(capsys):

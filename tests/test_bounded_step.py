@@ -46,7 +46,12 @@ def compared(state, expected, signs):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
 def test_a_disturbed_run_of_pro_klshampoo_follows_the_rule(backend, threshold, start_value, variant, shape):
-    own = {"rank": 4, "variant": variant, "alpha_kl": 0.1, "init_eigenvalue": start_value, "clip_threshold": threshold}
+    follow_pro(backend, shape, threshold, variant=variant, init_eigenvalue=start_value)
+
+
+def follow_pro(backend, shape, threshold, **own):
+    """Step a weight with disturbed gradients beside the transcription, which has to agree at every step."""
+    own = {"rank": 4, "alpha_kl": 0.1, "init_eigenvalue": "auto", "clip_threshold": threshold, **own}
     W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
     paper, p = ProTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
     optimizer = prokl.ProKLShampoo([p], backend=backend, **SETTINGS, **own)
@@ -67,7 +72,12 @@ def test_a_disturbed_run_of_pro_klshampoo_follows_the_rule(backend, threshold, s
 @pytest.mark.parametrize("start_value", ["auto", 0.1])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
 def test_a_disturbed_run_of_kl_shampoo_follows_the_rule(backend, threshold, start_value, shape):
-    own = {"init_eigenvalue": start_value, "clip_threshold": threshold}
+    follow_kl(backend, shape, threshold, init_eigenvalue=start_value)
+
+
+def follow_kl(backend, shape, threshold, **own):
+    """Likewise :func:`follow_pro`."""
+    own = {"init_eigenvalue": "auto", "clip_threshold": threshold, **own}
     W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
     paper, p = KLTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
     optimizer = prokl.KLShampoo([p], backend=backend, **SETTINGS, **own)

@@ -226,6 +226,18 @@ def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_ke
     assert len(recorded) == 4 * BUCKETS
 
 
+@pytest.mark.parametrize("cls, kwargs", [METHODS[0], pytest.param(*METHODS[-1], marks=pytest.mark.slow)])
+def test_other_units_of_lr_or_another_decay_are_recorded_anew(cls, kwargs, recorded, few_kernels):
+    def change(t, optimizer, gradients):
+        group = optimizer.param_groups[0]
+        group["adjust_lr_fn"] = "original" if t < 5 else "match_rms_adamw"
+        group["cautious_weight_decay"] = t >= 9
+
+    kwargs = {**kwargs, "weight_decay": 0.5, "precondition_frequency": 100}
+    assert_same(train(cls, True, change, **kwargs), train(cls, False, change, **kwargs))
+    assert len(recorded) == 3 * BUCKETS
+
+
 @pytest.mark.slow
 def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
     def reload(t, optimizer, gradients):

@@ -105,7 +105,9 @@ def test_claim_2_algorithm_2_rests_there_as_the_ema_weight_goes_to_one():
     _, state = state_at(point)
 
     def hyper(beta2):
-        return ProHyper(0.0, 0.0, 0.0, beta2, 0.0, None, 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo")
+        return ProHyper(
+            0.0, 0.0, 0.0, beta2, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo"
+        )
 
     coarse, fine = (drift(state, G, hyper(1 - step)) for step in (1e-3, 1e-5))
     for key in ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S"):
@@ -139,7 +141,7 @@ def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_thre
     its bias of the order of 1 - beta2 = 0.005. Measured: 0.009 to 0.011.
     """
     left, right = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
-    h = ProHyper(0.0, 0.0, 0.0, 0.995, 0.0, None, 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo")
+    h = ProHyper(0.0, 0.0, 0.0, 0.995, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo")
     U = torch.linalg.eigh(right)[1][:, -R:]
     one = torch.ones((), dtype=torch.float64)
     state = state_at(Restricted(torch.eye(M, dtype=torch.float64), U, torch.eye(R, dtype=torch.float64), one))[1]

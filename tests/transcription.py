@@ -42,6 +42,14 @@ def polar(X):
     return P[:, sigma > 1e-12 * sigma[0]] @ Qt[sigma > 1e-12 * sigma[0]]
 
 
+def shrunk(W, D, share, cautious):
+    """Weight decay; cautiously, only the elements that a step along -D does not grow."""
+    if not cautious:
+        return (1 - share) * W
+    elements = zip(W.flatten().tolist(), D.flatten().tolist(), strict=True)
+    return torch.tensor([w if w * d < 0 else (1 - share) * w for w, d in elements], dtype=W.dtype).view_as(W)
+
+
 class Guard:
     """The bound on gradients that surprise, which the paper does not have, written out for one weight.
 
@@ -113,6 +121,8 @@ class ProTranscription:
         init_eigenvalue=0.1,
         variant="pro-klshampoo",
         clip_threshold=None,
+        cautious_weight_decay=False,
+        adjust_lr_fn="original",
     ):
         self.W = W.to(torch.float64).clone()
         self.rows, self.cols = self.W.shape
@@ -123,6 +133,7 @@ class ProTranscription:
         self.alpha = 1.0 if variant == "smok-hop" else alpha_kl
         self.ns_steps, self.ns_coefficients = ns_steps, ns_coefficients
         self.init_eigenvalue, self.variant = init_eigenvalue, variant
+        self.cautious, self.matched = cautious_weight_decay, adjust_lr_fn == "match_rms_adamw"
         self.guard = Guard(clip_threshold, beta2, 1.0 if variant == "smok-hop" else 1 / (1 - momentum))
         self.t = None
 
@@ -224,7 +235,7 @@ class ProTranscription:
         noise = 100 * torch.finfo(torch.float64).eps * torch.linalg.matrix_norm(G_hat)
         if torch.linalg.matrix_norm(G_hat_perp) <= noise:
             return torch.zeros_like(whitened)
-        c_a = math.sqrt(max(1.0, self.rows / self.cols))
+        c_a = 1.0 if self.matched else math.sqrt(max(1.0, self.rows / self.cols))
         return newton_schulz(whitened, self.ns_steps, self.ns_coefficients) * c_a
 
     def _move(self, D_res, D_sub):
@@ -233,7 +244,10 @@ class ProTranscription:
             torch.zeros_like(D_sub) if self.variant == "complement-only" else self.guard.hold(D_sub, self.m * self.r)
         )
         self.direction = D_res + self.alpha * D_sub
-        self.W = (1 - self.lr * self.weight_decay) * self.W
+        if self.matched:  # an EMA of independent gradients of size 1, or torch's factor of an orthogonal update
+            ema = math.sqrt((1 - self.mu) / (1 + self.mu))
+            self.direction *= 0.2 / ema if self.variant == "smok-hop" else 0.2 * math.sqrt(max(self.rows, self.cols))
+        self.W = shrunk(self.W, self.direction, self.lr * self.weight_decay, self.cautious)
         self.W = self.W - self.lr * self.direction
 
     def _ema_inverse_sqrt(self, s, new, C):

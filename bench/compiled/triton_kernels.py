@@ -68,7 +68,7 @@ STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
     "apply": lambda a: (
         a["TILE_K"] * (a["TILE_M"] * _item(a, "Q") + a["TILE_N"] * _item(a, "X"))
         if a["HAS_Q"]
-        else a["TILE_R"] * (a["TILE_M"] * _item(a, "left") + a["TILE_N"] * _item(a, "right"))
+        else a["HAS_LOW_RANK"] * a["TILE_R"] * (a["TILE_M"] * _item(a, "left") + a["TILE_N"] * _item(a, "right"))
     ),
     "product": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "A") + a["TILE_N"] * _item(a, "B")),
     "symmetric_product": lambda a: a["TILE"] * a["TILE_K"] * _item(a, "A", "B"),

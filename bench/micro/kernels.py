@@ -88,23 +88,28 @@ def _stack(negate: bool) -> Bind:
     return bind
 
 
-def _apply(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
-    own, direction = io(i, ops), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]))
+def _apply(**decay: bool) -> Bind:
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
+        own, direction = io(i, ops), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
 
-    def run() -> list[Tensor]:
-        own.apply(direction, range(len(i["weights"])), i.get("active"))
-        weights: list[Tensor] = i["weights"]
-        return weights
+        def run() -> list[Tensor]:
+            own.apply(direction, range(len(i["weights"])), i.get("active"))
+            weights: list[Tensor] = i["weights"]
+            return weights
 
-    return run
+        return run
+
+    return bind
 
 
-def apply_case(factors: str, **fields: Any) -> Case:
+def apply_case(factors: str, after: bool = False, cautious: bool = False, **fields: Any) -> Case:
     """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
     Q, low_rank = "Q" in factors, "left" in factors
+    name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
     polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
     flops = lambda s: polar(s) + 2 * s.m * s.n * s.r * low_rank  # noqa: E731
-    return Case(f"apply {factors}", matrices(factors), _apply, flops, polar, module=apply, **fields)
+    bind = _apply(decay_after=after, cautious_decay=cautious)
+    return Case(name, matrices(factors), bind, flops, polar, module=apply, **fields)
 
 
 def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -248,6 +253,9 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X Q scale"),
     apply_case("X scale left right"),
     apply_case("left right"),
+    apply_case("X Q scale left right", cautious=True, dtypes=(FP32, BF16, FP32_POLAR, FP64)),
+    apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
+    apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     _eigenvalue_ema(active=False, dtypes=(FP32, FP64), timed=(FP32,)),
     _eigenvalue_ema(active=True),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.backends.qr import householder_qr
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0)
+COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0, False, "original")
 H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo"), Hyper(*COMMON)
 CONDITION = 1e4
 """Of L, S and R."""

@@ -65,6 +65,8 @@ def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tens
 def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tensor, Tensor | None]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
 
+    The factor of ``adjust_lr_fn`` is part of a product.
+
     Returns:
         The direction, and the factor (B,) that it was cut by, None where there is no bound.
     """
@@ -77,7 +79,7 @@ def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tenso
         m, n = M.shape[-2:]
         factor = evidence.cut(evidence.norm(whitened), h.gain * (m * n) ** 0.5)
         whitened = whitened * factor.to(M.dtype)[:, None, None]
-    return mm(mm(Q_L, whitened), Q_R.mT), factor
+    return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 
 
 def statistics(
@@ -161,7 +163,8 @@ class KLShampooMethod:
         """Return the direction that the next step takes with G."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
         verdict, used = decide(whitening(G, state, ops).A, state, h)
-        return Direction(direction(momentum(G, verdict, state, h), used, h, ops)[0], decay_after=True)
+        delta, _ = direction(momentum(G, verdict, state, h), used, h, ops)
+        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
 
     def step(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
@@ -175,7 +178,8 @@ class KLShampooMethod:
         new = {"M": M} | statistics(G, found, verdict, state, h, ops)
         if verdict is not None:
             new |= verdict.changed | {"clipped": evidence.count(verdict, factor, state)}
-        return Direction(delta, decay_after=True), new, None if verdict is None else verdict.evident
+        evident = None if verdict is None else verdict.evident
+        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
     def reference_step(
         self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool

@@ -33,6 +33,8 @@ class Direction:
     """(B,n,r) in the arithmetic dtype, with ``left``."""
     decay_after: bool = False
     """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
+    cautious_decay: bool = False
+    """True if it acts only where D and the weight that it acts on do not differ in sign."""
 
     def dense(self) -> Tensor:
         """Return D (B,m,n), in the arithmetic dtype."""

@@ -180,33 +180,39 @@ def direction(
 ) -> tuple[Direction, Tensor | None]:
     """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T.
 
+    The factor of ``adjust_lr_fn`` takes c_a's place in the complement, and is part of the subspace's weight.
+
     Returns:
         The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
     """
     G_par, G_hat_perp, negligible = lookahead
-    U, bounded = state["U"], h.clip_threshold is not None
+    U, bounded, cautious = state["U"], h.clip_threshold is not None, h.cautious_weight_decay
     m, r = G_par.shape[-2:]
+    whole = h.direction_scale(U.shape[-2])
+    weight = whole * h.subspace_weight
     P = ops.symmetric_product(state["Q_L"] * roots.a_L.sqrt()[:, None, :])
     subspace = factor = None
     if h.variant in SUBSPACE_VARIANTS:
-        subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, h.subspace_weight)
+        subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, weight)
         if bounded:
-            factor = evidence.cut(evidence.norm(subspace), h.subspace_weight * h.gain * (m * r) ** 0.5)
+            factor = evidence.cut(evidence.norm(subspace), weight * h.gain * (m * r) ** 0.5)
             subspace = subspace * factor.to(subspace.dtype)[:, None, None]
     if h.variant not in COMPLEMENT_VARIANTS:
-        return Direction(None, left=subspace, right=U), factor
+        return Direction(None, left=subspace, right=U, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp.dtype))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
-        scale = aspect_scale if scale is None else scale * aspect_scale
-        return Direction(Y, Q, scale, subspace, None if subspace is None else U), factor
-    X, scale = ops.product(P, G_hat_perp), roots.a_mu.masked_fill(negligible, 0.0)
+        own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
+        scale = own if scale is None else scale * own
+        right = None if subspace is None else U
+        return Direction(Y, Q, scale, subspace, right, cautious_decay=cautious), factor
+    X, scale = ops.product(P, G_hat_perp), (whole * roots.a_mu).masked_fill(negligible, 0.0)
     if factor is not None:
         n = X.shape[-1]
-        beside = evidence.cut(evidence.norm(X) * scale, h.gain * (m * (n - r)) ** 0.5)
+        beside = evidence.cut(evidence.norm(X) * scale, whole * h.gain * (m * (n - r)) ** 0.5)
         scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
-    return Direction(X, None, scale, subspace, U), factor
+    return Direction(X, None, scale, subspace, U, cautious_decay=cautious), factor
 
 
 def statistics(

@@ -154,12 +154,15 @@ def subspace_direction(G_par: Tensor, state: State, a_L: Tensor, a_S: Tensor, h:
 def complement_direction(
     G_perp: Tensor, state: State, a_L: Tensor, h: ProHyper, aspect_scale: float
 ) -> tuple[Tensor, bool]:
-    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp, bounded. (m,n) -> (m,n)."""
+    """Compute (2) Delta_res = c_a NS(L^-1/2 G^perp); Smok-Hop: mu_perp^-1/2 L^-1/2 G^perp, bounded. (m,n) -> (m,n).
+
+    c_a is 1 where ``adjust_lr_fn`` scales the whole direction instead.
+    """
     m, n = G_perp.shape
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.variant in POLAR_VARIANTS:
         whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
-        return aspect_scale * whitened, False
+        return (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * whitened, False
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 
 
@@ -174,7 +177,8 @@ def direction(
 ) -> tuple[Tensor, bool]:
     """Do (2): Delta_res + alpha_kl Delta_sub, or the part of it that the variant keeps (m,n); True where bounded.
 
-    ``sizes`` are those of the raw gradient, of which the momentum took c times; None leaves all directions as they are.
+    Under "match_rms_adamw" the whole is scaled to AdamW's size, the balance of its parts unchanged. ``sizes`` are those
+    of the raw gradient, of which the momentum took c times; None leaves all directions as they are.
     """
     a_L, a_S = (damped(state[f"inv_sqrt_lambda_{key}"], state, h.eps) for key in "LS")
     cuts = [False]
@@ -190,7 +194,13 @@ def direction(
         part, cut = subspace_direction(G_par, state, a_L, a_S, h)
         total = total + h.subspace_weight * part
         cuts.append(cut and h.subspace_weight > 0)
-    return total, any(cuts)
+    return h.direction_scale(G_perp.shape[1]) * total, any(cuts)
+
+
+def decayed(W: Tensor, D: Tensor, h: Hyper) -> Tensor:
+    """Return (1 - lr weight_decay) W; cautiously only where a step along -D does not grow the weight. W, D (m,n)."""
+    shrunk = (1 - h.lr * h.weight_decay) * W
+    return torch.where(D * W >= 0, shrunk, W) if h.cautious_weight_decay else shrunk
 
 
 def statistics(G: Tensor, state: State, h: ProHyper) -> State:
@@ -262,8 +272,7 @@ def step(
     c, evident, decided = admit(sizes.whole, rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c, sizes)
-    W = (1 - h.lr * h.weight_decay) * W
-    W = W - h.lr * delta
+    W = decayed(W, delta, h) - h.lr * delta
     new = state | {"M": M}
     if evident:
         new |= statistics(c * G, state, h)

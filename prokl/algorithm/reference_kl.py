@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.reference import Sizes, State, admit, bounded, eigenvalue_ema, positive_qr, rms, tempered
+from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, positive_qr, rms, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 
@@ -31,7 +31,8 @@ def momentum(G: Tensor, state: State, h: Hyper) -> Tensor:
 def direction(M: Tensor, state: State, h: Hyper, c: float, sizes: Sizes) -> tuple[Tensor, bool]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T with s = lambda_L^-1/2 (x) lambda_R^-1/2. M (m,n) -> (m,n).
 
-    The damping acts once, on the product of both sides; for "auto" it scales with lambda_0. True where bounded.
+    The damping acts once, on the product of both sides; for "auto" it scales with lambda_0. Under "match_rms_adamw"
+    the direction is scaled to AdamW's size. True where bounded.
     """
     Q_L, Q_R = state["Q_L"], state["Q_R"]
     start = state["lambda_0"] if "lambda_0" in state else 1.0
@@ -39,7 +40,7 @@ def direction(M: Tensor, state: State, h: Hyper, c: float, sizes: Sizes) -> tupl
     s_R, right = tempered(state["inv_sqrt_lambda_R"], sizes.columns, c, h)
     s = s_L.outer(s_R)
     whitened, cut = bounded((Q_L.mT @ M @ Q_R) * (s / (1 + h.eps * start * s)), M.numel(), h)
-    return Q_L @ whitened @ Q_R.mT, cut or left or right
+    return h.direction_scale(M.shape[1]) * (Q_L @ whitened @ Q_R.mT), cut or left or right
 
 
 def statistics(G: Tensor, state: State, beta2: float) -> State:
@@ -72,6 +73,8 @@ def refresh_eigenbases(state: State) -> State:
 def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tuple[Tensor, State]:
     """Do one step after the initialising one, on c G; weight decay comes after the step, on the updated weight.
 
+    Cautiously it then acts where the updated weight still has the direction's sign: not where the step went past zero.
+
     Without ``clip_threshold`` c is 1 and every gradient is evidence: the authors' form.
 
     Args:
@@ -88,7 +91,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     M = momentum(c * G, state, h)
     delta, cut = direction(M, state, h, c, sizes)
     W = W - h.lr * delta
-    W = W - h.lr * h.weight_decay * W
+    W = decayed(W, delta, h)
     new = state | {"M": M}
     if evident:
         new |= statistics(c * G, state, h.beta2) | {"stale": torch.ones_like(state["stale"])}

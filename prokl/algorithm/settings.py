@@ -27,6 +27,11 @@ BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+AdjustLrFn = Literal["original", "match_rms_adamw"]
+"""Values of ``adjust_lr_fn``, named as torch.optim.Muon's."""
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's updates over lr, as torch.optim.Muon takes it: independent gradients give
+sqrt((1 - beta_1) / (1 + beta_1)), 0.23 with beta_1 = 0.9 and 0.16 with 0.95."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Hyper:
     beta2: float
     eps: float
     clip_threshold: float | None
+    cautious_weight_decay: bool
+    adjust_lr_fn: AdjustLrFn
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Hyper:
@@ -46,9 +53,29 @@ class Hyper:
         return cls(*(group[field.name] for field in fields(cls)))
 
     @property
+    def gradient_weights(self) -> tuple[float, float, float]:
+        """``(g, a, b)``: M <- momentum * M + g * G, then the direction uses a * G + b * M; here M is an EMA."""
+        return 1.0 - self.momentum, 0.0, 1.0
+
+    @property
     def gain(self) -> float:
         """Size of the momentum under gradients of size 1 that never change direction; 1 for an EMA."""
-        return 1.0
+        g, a, b = self.gradient_weights
+        return a + b * g / (1 - self.momentum)
+
+    @property
+    def noise_gain(self) -> float:
+        """Size of the momentum under independent gradients of size 1."""
+        g, a, b = self.gradient_weights
+        return math.hypot(a + b * g, b * g * self.momentum / math.sqrt(1 - self.momentum**2))
+
+    def direction_scale(self, n: int) -> float:
+        """Return the factor of the whole direction of a weight with long side n; 1 but for "match_rms_adamw".
+
+        The direction is momentum, whitened to the size of independent gradients: entries of root mean square
+        ``noise_gain``, which the factor brings to AdamW's.
+        """
+        return 1.0 if self.adjust_lr_fn == "original" else ADAMW_RMS / self.noise_gain
 
 
 @dataclass(frozen=True)
@@ -68,12 +95,6 @@ class ProHyper(Hyper):
         return cls(*(own[field.name] for field in fields(cls)))
 
     @property
-    def gain(self) -> float:
-        """See :class:`Hyper`; 1 / (1 - momentum) with Nesterov's lookahead."""
-        g, a, b = self.gradient_weights
-        return a + b * g / (1 - self.momentum)
-
-    @property
     def subspace_weight(self) -> float:
         """alpha_kl; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2)."""
         return 1.0 if self.variant == "smok-hop" else self.alpha_kl
@@ -84,9 +105,13 @@ class ProHyper(Hyper):
 
         Nesterov lookahead (P1) for all variants but Smok-Hop, whose momentum is an EMA.
         """
-        if self.variant == "smok-hop":
-            return 1.0 - self.momentum, 0.0, 1.0
-        return 1.0, 1.0, self.momentum
+        return super().gradient_weights if self.variant == "smok-hop" else (1.0, 1.0, self.momentum)
+
+    def direction_scale(self, n: int) -> float:
+        """See :class:`Hyper`; for an orthogonalised update, of root mean square 1/sqrt(n), torch.optim.Muon's."""
+        if self.adjust_lr_fn == "original" or self.variant not in POLAR_VARIANTS:
+            return super().direction_scale(n)
+        return ADAMW_RMS * math.sqrt(n)
 
     def polar_dtype(self, arithmetic: torch.dtype) -> torch.dtype:
         """Return the dtype of the Newton-Schulz products: bfloat16 as in Muon, float64 for float64 weights."""
@@ -164,6 +189,8 @@ def check_common(group: dict[str, Any]) -> None:
     check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
     check_choice("backend", group["backend"], (None, *BACKENDS))
     check_choice("maximize", group["maximize"], (True, False))
+    check_choice("cautious_weight_decay", group["cautious_weight_decay"], (True, False))
+    check_choice("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLrFn))
 
 
 def check_pro(group: dict[str, Any]) -> None:
@@ -173,6 +200,11 @@ def check_pro(group: dict[str, Any]) -> None:
     check_nonnegative("alpha_kl", group["alpha_kl"])
     check_integer("ns_steps", group["ns_steps"])
     check_choice("variant", group["variant"], VARIANTS)
+    if group["adjust_lr_fn"] != "original" and group["variant"] == "subspace-only":
+        raise ValueError(
+            f"Invalid adjust_lr_fn={group['adjust_lr_fn']!r} with variant='subspace-only': alpha_kl alone sets the "
+            "size of that update, which no factor of the shape matches to AdamW's. Use adjust_lr_fn='original'."
+        )
     check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
     coefficients = group["ns_coefficients"]
     if (

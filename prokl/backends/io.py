@@ -99,7 +99,7 @@ class BucketIO(Protocol):
         """Do W <- (1 - lr weight_decay) W - lr D where active, rounding once where W is narrower than D.
 
         Args:
-            direction: factors of D; says whether the decay comes after the step.
+            direction: factors of D; says whether the decay comes after the step, and whether it is cautious.
             moving: rows that move, as far as the host knows; members without any are not touched from the host.
             active: (B,) bool, or None when all move.
         """
@@ -138,11 +138,7 @@ class TorchIO:
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Step one parameter after another."""
-        lr, weight_decay = self.h.lr, self.h.weight_decay
-        decay = 1 - lr * weight_decay
         D = direction.dense()
-        if direction.decay_after:
-            D = decay * D
         moved = set(moving)
         for member in self.members:
             if moved.isdisjoint(member.rows):
@@ -150,13 +146,30 @@ class TorchIO:
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
             own, moves = D[rows], None if active is None else active[rows]
             if moves is None and W.dtype == D.dtype:
-                if weight_decay != 0:
-                    W.mul_(decay)
-                W.sub_(lr * own) if isinstance(lr, Tensor) else W.sub_(own, alpha=lr)
+                self._advance(W, own, direction)
             else:
-                new = W.to(D.dtype) * decay - lr * own
+                new = W.to(D.dtype, copy=True)
+                self._advance(new, own, direction)
                 W.copy_(new if moves is None else torch.where(moves[:, None, None], new, W))
             member.write(W)
+
+    def _advance(self, W: Tensor, D: Tensor, direction: Direction) -> None:
+        """Decay and step W (c,m,n) in place along its D (c,m,n)."""
+        lr = self.h.lr
+        if not direction.decay_after:
+            self._decay(W, D, direction.cautious_decay)
+        W.sub_(lr * D) if isinstance(lr, Tensor) else W.sub_(D, alpha=lr)
+        if direction.decay_after:
+            self._decay(W, D, direction.cautious_decay)
+
+    def _decay(self, W: Tensor, D: Tensor, cautious: bool) -> None:
+        if self.h.weight_decay == 0:
+            return
+        decay = 1 - self.h.lr * self.h.weight_decay
+        if cautious:
+            W.copy_(torch.where(D * W >= 0, decay * W, W))
+        else:
+            W.mul_(decay)
 
     def release(self) -> None:
         """Keep no gradient alive until the next step."""

@@ -148,13 +148,9 @@ class TritonIO:
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Step all weights in one launch, straight into their memory."""
-        X = direction.X
-        if direction.decay_after:
-            assert X is not None and direction.left is None
-            X = (1 - (self.lr * self.weight_decay).to(self.layout.dtype)) * X
         apply(
             self.weight_table.table,
-            X,
+            direction.X,
             dtype=self.layout.weight_dtype,
             lr=self.lr,
             weight_decay=self.weight_decay,
@@ -163,6 +159,8 @@ class TritonIO:
             left=direction.left,
             right=direction.right,
             active=active,
+            decay_after=direction.decay_after,
+            cautious_decay=direction.cautious_decay,
         )
         moved = set(moving)
         for member, weight in self._copied:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 from torch import Tensor
 
+from prokl.algorithm.settings import AdjustLrFn, check_choice
 from prokl.algorithm.shapes import MatrixShape, effective_rank
 
 
-def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
+def alpha_kl_bracket(rows: int, cols: int, rank: int, *, adjust_lr_fn: AdjustLrFn = "original") -> tuple[float, float]:
     """Return the range of alpha_kl in which the two parts of a weight's update are in Smok-Hop's proportion.
 
     c_a / sqrt(m (n - r)) and sqrt(k) times that, with m and n the short and the long side, k = min(m, n - r) the
@@ -19,12 +21,13 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
     Args:
         rows, cols: the weight's shape as PyTorch holds it.
         rank: r; as in the optimizer at most min(m, n - 1) of it counts.
+        adjust_lr_fn: as in the optimizer; "match_rms_adamw" scales both parts, and c_a is 1.
 
     Returns:
         The lower and the upper end.
 
     Raises:
-        ValueError: a size below 1, a weight of one element, or a rank below 1.
+        ValueError: a size below 1, a weight of one element, a rank below 1, or another ``adjust_lr_fn``.
     """
     for name, value in (("rows", rows), ("cols", cols), ("rank", rank)):
         if not isinstance(value, int) or value < 1:
@@ -33,7 +36,8 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int) -> tuple[float, float]:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
     beyond = shape.n - effective_rank(rank, shape.m, shape.n)
-    low = shape.aspect_scale / math.sqrt(shape.m * beyond)
+    check_choice("adjust_lr_fn", adjust_lr_fn, get_args(AdjustLrFn))
+    low = (shape.aspect_scale if adjust_lr_fn == "original" else 1.0) / math.sqrt(shape.m * beyond)
     return low, low * math.sqrt(min(shape.m, beyond))
 
 

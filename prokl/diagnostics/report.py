@@ -73,7 +73,9 @@ def scalars(
             spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
             if batch.rank:
                 shape = batch.shapes[b]
-                own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(shape.rows, shape.cols, batch.rank)
+                own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(
+                    shape.rows, shape.cols, batch.rank, adjust_lr_fn=batch.group["adjust_lr_fn"]
+                )
                 if phi is not None and name in phi:
                     whitened = _spectrum_of(phi[name], name, batch.n)
                     spectra |= {} if whitened is None else {"R": whitened}

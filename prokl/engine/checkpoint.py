@@ -55,8 +55,9 @@ def prepare(
             )
         if algorithm == "matrix":
             matrix.update(theirs["params"])
-            # The backend is a property of this machine, not of the checkpoint.
-            groups.append({**defaults, "algorithm": algorithm, **theirs, "backend": ours["backend"]})
+            # The backend is a property of this machine, not of the checkpoint. An lr that does not say is in old units.
+            own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
+            groups.append({**own, "backend": ours["backend"]})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
     state = {

@@ -1,0 +1,104 @@
+"""``cautious_weight_decay``: only elements that a step does not grow are decayed (arXiv:2510.12402)."""
+
+import pytest
+import torch
+
+from prokl.backends.pointers import PointerTable
+from prokl.kernels.apply import apply
+from tests.inputs import KL, PRO, VARIANTS, normal, same_bits, step, weight
+from tests.test_apply import DEVICE, GUARD
+from tests.test_bounded_step import follow_kl, follow_pro
+from tests.test_stack import FEW, Bucket
+
+CAUTIOUS = {"cautious_weight_decay": True}
+LR, DECAY = 0.25, 0.5
+
+
+def stepped(method, path, shape, dtype, **kw):
+    """A weight before and after its second step."""
+    cls, own = method
+    p = weight(*shape, dtype=dtype)
+    optimizer = cls([p], lr=LR, backend=path, **own, **kw)
+    for t in range(2):
+        before = p.detach().clone()
+        step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
+    return before, p.detach()
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (3, 10, 6)], ids=str)
+def test_decay_acts_where_the_step_shrinks_and_nowhere_else(method, path, shape):
+    W, plain = stepped(method, path, shape, torch.float64)
+    D = (W - plain) / LR
+    _, found = stepped(method, path, shape, torch.float64, weight_decay=DECAY, **CAUTIOUS)
+    on = plain if method[0] is KL else W  # what is multiplied; KL-Shampoo decays after the step
+    expected = plain - torch.where(D * on >= 0, LR * DECAY * on, 0.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    decayed = found != plain
+    assert 0.1 < decayed.double().mean() < 0.9
+    assert method[0] is not KL or not decayed[(plain * W < 0)].any()  # a step past zero is not followed by decay
+
+
+def test_without_decay_it_changes_no_bit(method, path):
+    one, two = (stepped(method, path, (6, 10), torch.float32, **kw)[1] for kw in ({}, CAUTIOUS))
+    assert same_bits(one, two)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_disturbed_run_of_pro_klshampoo_follows_the_transcription(variant, backend):
+    follow_pro(backend, (20, 12), 5.0, variant=variant, **CAUTIOUS)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_disturbed_run_of_kl_shampoo_follows_the_transcription(backend):
+    follow_kl(backend, (12, 20), 5.0, **CAUTIOUS)
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_kernel_decays_as_written(dtype, after, cautious):
+    bucket = Bucket(37, 70, dtype, FEW)
+    W = bucket.dense().double()
+    D = normal(*W.shape, seed=3, dtype=dtype).to(DEVICE)
+    D[:, ::5] = 0  # neither sign: decays
+    lr, decay = (torch.full((1,), value, dtype=torch.float64, device=DEVICE) for value in (LR, DECAY))
+    options = {"decay_after": after, "cautious_decay": cautious}
+    apply(bucket.table, D, dtype=dtype, lr=lr, weight_decay=decay, **options)
+    D, keep = D.double(), 1 - LR * DECAY
+    on = W - LR * D if after else W
+    expected = torch.where(D * on >= 0, keep * on, on) if cautious else keep * on
+    expected = expected if after else expected - LR * D
+    # A step to about zero may come out on either side of it, where the decay is as small. Then one rounding.
+    given, u = bucket.given(), torch.finfo(dtype).eps
+    bound = u * expected.abs() + 4 * max(torch.finfo(torch.float64).eps, min(u, 2**-23)) * (W.abs() + D.abs())
+    assert ((bucket.dense().double() - expected).abs() <= bound)[given].all()
+    assert (bucket.outside() == GUARD).all()
+
+
+def test_the_kernel_leaves_a_weight_that_is_not_live_as_it_is():
+    W = torch.ones(2, 4, 6, device=DEVICE)
+    table = PointerTable(2, DEVICE)
+    table.update([W], [2])
+    active = torch.tensor([True, False], device=DEVICE)
+    rate = torch.full((1,), LR, dtype=torch.float64, device=DEVICE)
+    D = torch.full_like(W, torch.nan)
+    D[0] = -1
+    settings = {"decay_after": True, "cautious_decay": True, "active": active}
+    apply(table.table, D, dtype=W.dtype, lr=rate, weight_decay=rate, **settings)
+    assert torch.equal(W[1], torch.ones_like(W[1])) and torch.equal(W[0], torch.full_like(W[0], 1 + LR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [(PRO, {"rank": 4, "ns_dtype": torch.float64}), (KL, {})], ids=["pro", "kl"])
+def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
+    cls, own = method
+    settings = {"lr": LR, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw", **CAUTIOUS, **own}
+    weights = {}
+    for backend in ("reference", "triton"):
+        p = weight(10, 6, dtype=torch.float64).to(DEVICE)
+        optimizer = cls([p], backend=backend, **settings)
+        for t in range(5):
+            step(optimizer, [p], [normal(10, 6, seed=t, dtype=torch.float64).to(DEVICE)])
+        weights[backend] = p.detach()
+    torch.testing.assert_close(weights["triton"], weights["reference"], rtol=1e-9, atol=1e-9)
