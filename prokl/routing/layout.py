@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from prokl.algorithm.settings import check_choice
-from prokl.algorithm.shapes import MatrixShape, effective_rank
+from prokl.algorithm.shapes import MatrixShape, Split, effective_rank
 from prokl.routing.patterns import first_match, quoted
-from prokl.routing.routes import Route, Split
+from prokl.routing.routes import Route
 from prokl.routing.rules import Owner
 
 EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}

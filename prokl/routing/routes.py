@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from prokl.algorithm.shapes import Split
 from prokl.routing.rules import Algorithm
-
-Split = int | tuple[int, ...] | None
-"""None, a number of equal pieces of a weight's outputs, or their sizes."""
 
 
 @dataclass(frozen=True)
