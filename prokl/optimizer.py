@@ -41,13 +41,17 @@ class ProKLShampoo(MatrixOptimizer):
 
     Args:
         params: parameters, named parameters or groups. Matrix groups take floating weights of 2 dimensions,
-            3 (a stack of matrices) or more (convolutions, flattened to (out, rest)).
+            3 (a stack of matrices) or more (convolutions, flattened to (out, rest)). Two keys of a group say how its
+            weights are read, each one value for all or a list with one a weight: ``transposed``, True where they are
+            stored (in, out); ``split``, into how many equal pieces the output dimension divides, or a tuple of their
+            sizes, None for one: each piece is a matrix of its own, skipped and counted by itself.
         lr: step size, in units of the operator norm of the complement's update, as Muon's.
         weight_decay: decoupled, multiplied by lr.
         momentum: mu of the Nesterov momentum M <- mu M + G.
         rank: r of the tracked subspace, per weight at most min(m, n - 1).
         beta2: weight of all EMAs of the preconditioner.
-        alpha_kl: weight of the subspace part (the paper tunes it in 0.005..0.015).
+        alpha_kl: weight of the subspace part (the paper tunes it in 0.005..0.015); with "match_rms_adamw" against NS
+            without c_a, and scaled with it.
         eps: damping of inverse square roots, 1/(sqrt(lambda) + eps).
         precondition_frequency: tau, steps between refreshes of the eigenbases.
         ns_steps: Newton-Schulz iterations.
@@ -69,10 +73,17 @@ class ProKLShampoo(MatrixOptimizer):
             to. A gradient below 0.01 leaves factors and eigenvalues that others have confirmed as they are, for up to
             30 in a row; a zero one moves and teaches nothing. ``clipped()`` counts the bounded steps. None is the
             paper's form, whose steps have no bound.
+        cautious_weight_decay: decay only elements whose sign is not opposite to the direction's (arXiv:2510.12402).
+        adjust_lr_fn: units of lr. "original": c_a on the complement alone, as in the paper. "match_rms_adamw": the
+            whole direction times torch.optim.Muon's 0.2 sqrt(max(rows, cols)), with c_a = 1: updates of root mean
+            square about 0.2 lr, as AdamW's. Smok-Hop's factor is 0.2 sqrt((1 + momentum) / (1 - momentum));
+            "subspace-only" has none. Weight decay uses lr itself.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
-    weight has a leading dimension. ``step`` is -1 until the initialising gradient.
+    weight has a leading dimension. ``step`` is -1 until the initialising gradient, an int, or of a 3-D weight an int64
+    tensor on the CPU. Keys of piece i of a split weight end in ``.i``. A weight without a gradient so far has an entry
+    too, of zeros.
 
     Raises:
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
@@ -146,6 +157,8 @@ class KLShampoo(MatrixOptimizer):
         init_eigenvalue: as in :class:`ProKLShampoo`; the authors' code uses 0.1.
         state_dtype, backend, maximize: as in :class:`ProKLShampoo`.
         clip_threshold: likewise; None is the authors' form.
+        cautious_weight_decay: as in :class:`ProKLShampoo`, by the stepped weight.
+        adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
