@@ -18,7 +18,8 @@ def pytest_addoption(parser):
     parser.addoption("--no-skips", action="store_true", help="a skip, as of a missing package, is a failure")
 
 
-def _without_skips(config, report):
+def without_skips(config, report):
+    """Return a report of which --no-skips made a failure, where it was one of a skip; an expected failure is none."""
     if report.skipped and not hasattr(report, "wasxfail") and config.getoption("--no-skips", False):
         report.outcome = "failed"
         report.longrepr = f"Skipped, under --no-skips: {report.longrepr}"
@@ -27,12 +28,12 @@ def _without_skips(config, report):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    return _without_skips(collector.config, (yield))
+    return without_skips(collector.config, (yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    return _without_skips(item.config, (yield))
+    return without_skips(item.config, (yield))
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,10 @@ def recipes(heading):
     return [partial(run, code) for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)]
 
 
+def test_there_are_no_blocks_beside_those_that_are_run_below():
+    assert DOCUMENT.count("```") == 2 * (8 + 3)  # recipes, and errors in test_refused.py
+
+
 @pytest.mark.parametrize(("way", "factor"), [(0, 0.0), (1, 1.0)], ids=["class", "optimizer and scheduler"])
 def test_trainer_trains_and_resumes_exactly(way, factor):
     pytest.importorskip("transformers")
