@@ -65,6 +65,17 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     assert status == 1 and commands == [] and "needs pytest-benchmark" in error
 
 
+def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs(script, tmp_path):
+    status, commands, _ = script("integrations", "-k", "peft")
+    assert (status, commands) == (0, ["-m pytest --slow --no-skips tests/integrations -k peft"])
+    installs = [line for line in (tmp_path / "log").read_text().splitlines() if "pip install" in line]
+    assert installs[0].endswith(" -e .[dev,bench,integrations]") and installs[1].endswith(" --no-deps timm")
+    assert script("integrations")[0] == 0 and "pip install" not in (tmp_path / "log").read_text()
+    status, commands, _ = script("test")
+    assert status == 0 and commands[-1].endswith(" --ignore tests/integrations")
+    assert "-e .[dev,bench]\n" in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     "arguments", [["bench", "--part", "micro step"], ["bench", "--out", ""], ["gpu", "--part", "memory"]], ids=" ".join
 )
@@ -77,7 +88,7 @@ def test_what_it_does_not_take_is_refused_in_one_line(arguments, script):
 def test_without_a_job_and_for_help_it_says_what_there_is(script):
     status, commands, error = script()
     assert (status, commands) == (2, []) and all(
-        f"./run {job}" in error for job in ("pretrain", "test", "bench", "gpu")
+        f"./run {job}" in error for job in ("pretrain", "test", "integrations", "bench", "gpu")
     )
     assert script("gpu", "--help") == (0, [], "")
 

@@ -1,14 +1,19 @@
-"""Properties of a device: kernels run on it or why not, the host may read it or not; and copies to it."""
+"""Properties of a device: kernels run on it or why not, the host may read it or not; copies to it; autocast off."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from prokl.backends import toolkit
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def gpu_unsupported_reason(device: torch.device) -> str | None:
@@ -33,3 +38,17 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     """Copy ``values`` to ``device`` as a 1-D tensor without waiting for it: from pinned memory."""
     # The pinned block is not given out again before the copy from it has run: torch's host allocator sees to that.
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return ``function`` with autocast off in it, which would do products in half precision, of factors as well."""
+
+    @wraps(function)
+    def exact(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with ExitStack() as off:
+            for device_type in ("cpu", "cuda", "mps", "xpu"):
+                if torch.is_autocast_enabled(device_type):
+                    off.enter_context(torch.autocast(device_type, enabled=False))
+            return function(*args, **kwargs)
+
+    return exact

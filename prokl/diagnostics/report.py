@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.shapes import effective_rank
+from prokl.backends.device import without_autocast
 from prokl.diagnostics import measures
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
 from prokl.diagnostics.weights import Batch, Wrapper, batches, unwrapped
@@ -19,6 +20,7 @@ FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_la
 
 
 @torch.no_grad()
+@without_autocast
 def scalars(
     optimizer: MatrixOptimizer | Wrapper,
     model: nn.Module | None = None,
@@ -131,6 +133,7 @@ def spectra(
 
 
 @torch.no_grad()
+@without_autocast
 def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, Tensor]:
     """Return Phi_L = G^T L^-1 G (n,n) of every matrix that has a gradient, with the running L: {weight: Phi_L}.
 

@@ -26,7 +26,7 @@ from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
-from prokl.backends.device import on_device
+from prokl.backends.device import on_device, without_autocast
 from prokl.backends.io import BucketIO, Layout, Member
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
@@ -144,6 +144,7 @@ class Bucket:
             self.backend = backend
         self._asked = asked
 
+    @without_autocast  # trainers may step inside of theirs
     def execute(self, plan: Plan) -> tuple[int, ...]:
         """Do the device's work of one step, after :meth:`decide`.
 

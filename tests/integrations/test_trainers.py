@@ -1,0 +1,188 @@
+"""What users set in trainers beside the recipes of docs/integrations.md, and what they resume from."""
+
+import shutil
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import prokl
+from tests.integrations.models import (
+    VOCABULARY,
+    Labelled,
+    LanguageModel,
+    assert_same_weights,
+    assert_schedule_scales_every_group_alike,
+    assert_trained_by_prokl,
+    llama,
+    loader,
+    tokens,
+)
+
+
+def groups_of(model):
+    return prokl.param_groups(model, lr=0.02, adamw_lr=3e-3)
+
+
+def trainer_of(model, optimizer=prokl.ProKLShampoo, **settings):
+    from transformers import Trainer, TrainingArguments
+
+    settings = {"max_steps": 8, "save_steps": 4, "per_device_train_batch_size": 4, **settings}
+    arguments = TrainingArguments("runs", use_cpu=True, report_to="none", **settings)
+    by_class = (optimizer, {"params": groups_of(model)})
+    data = {"train_dataset": Labelled(), "eval_dataset": Labelled()}
+    return Trainer(model, arguments, **data, optimizer_cls_and_kwargs=by_class)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
+        {"torch_compile": True, "torch_compile_backend": "eager", "lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4},
+        {"optimizer": prokl.KLShampoo},
+    ],
+    ids=lambda settings: next(iter(settings)) + "=" + str(next(iter(settings.values()))),
+)
+def test_trainer_resumes_exactly_whatever_its_settings(settings):
+    pytest.importorskip("transformers")
+    whole = trainer_of(llama(seed=0), **settings)
+    whole.train()
+    assert_trained_by_prokl(whole.optimizer)
+    shutil.rmtree("runs/checkpoint-8")
+    resumed = trainer_of(llama(seed=1), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(whole.model, resumed.model)
+
+
+def test_trainer_with_a_mixture_resumes_exactly_where_the_model_comes_from_the_checkpoint():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, num_key_value_heads=2, **sizes)
+    whole = trainer_of(transformers.MixtralForCausalLM(config))
+    whole.train()
+    shutil.rmtree("runs/checkpoint-8")
+    resumed = trainer_of(transformers.MixtralForCausalLM.from_pretrained("runs/checkpoint-4"))
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(whole.model, resumed.model)
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}], ids=str
+)
+def test_trainer_resumes_adapters_exactly(options):
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    whole = trainer_of(peft.get_peft_model(llama(seed=0), adapters))
+    whole.train()
+    assert_trained_by_prokl(whole.optimizer)
+    shutil.rmtree("runs/checkpoint-8")
+    resumed = llama(seed=0)
+    torch.manual_seed(1)  # the adapters, which alone are saved
+    resumed = trainer_of(peft.get_peft_model(resumed, adapters))
+    resumed.train(resume_from_checkpoint=True)
+    assert_same_weights(whole.model, resumed.model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_accelerate_trains_in_mixed_precision(precision):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision=precision)
+    model = LanguageModel(seed=0)
+    optimizer = prokl.ProKLShampoo(groups_of(model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
+    model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, loader(), scheduler)
+    losses = []
+    for _ in range(4):
+        for batch in batches:
+            loss = model(batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        scheduler.step()
+    assert_trained_by_prokl(optimizer)
+    assert_schedule_scales_every_group_alike(optimizer, 0.5)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_lightning_trains_under_manual_optimization_in_any_precision(precision):
+    lightning = pytest.importorskip("lightning")
+
+    class Training(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.model = LanguageModel(seed=0)
+            self.losses = []
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            loss = self.model(batch)
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self):
+            optimizer = prokl.ProKLShampoo(groups_of(self))
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 64)]
+
+    training = Training()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=4, precision=precision, **quiet)
+    trainer.fit(training, loader())
+    (optimizer,) = trainer.optimizers
+    assert_trained_by_prokl(optimizer)
+    assert_schedule_scales_every_group_alike(optimizer, 0.5)
+    assert training.losses[-1] < 0.5 * training.losses[0]
+
+
+def test_stochastic_weight_averaging_takes_a_rate_a_group():
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Training(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = LanguageModel(seed=0)
+
+        def training_step(self, batch, index):
+            return self.model(batch)
+
+        def configure_optimizers(self):
+            return prokl.ProKLShampoo(groups_of(self))
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    rates = [0.01, 1e-3, 1e-3]
+    averaging = StochasticWeightAveraging(swa_lrs=rates, swa_epoch_start=2, annealing_epochs=2)
+    trainer = Trainer(max_epochs=6, callbacks=[averaging], **quiet)
+    trainer.fit(Training(), loader())
+    assert [group["swa_lr"] for group in trainer.optimizers[0].param_groups] == rates
+
+
+def test_distributed_checkpoints_are_exact_flattened_too():
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def trained(model, optimizer, batches):
+        for batch in batches:
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+        return model
+
+    batches = tokens(count=64).reshape(16, 4, 8)
+    whole = LanguageModel(seed=0)
+    optimizer = prokl.ProKLShampoo(groups_of(whole))
+    state = get_state_dict(trained(whole, optimizer, batches[:12]), optimizer, options=flattened)
+    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, state)
+    trained(whole, optimizer, batches[12:])
+    resumed = LanguageModel(seed=1)
+    optimizer = prokl.ProKLShampoo(groups_of(resumed))
+    set_state_dict(resumed, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=flattened)
+    assert_same_weights(whole, trained(resumed, optimizer, batches[12:]))
