@@ -4,14 +4,12 @@ As :mod:`tests.test_torch_optimizers_step`.
 """
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
 
 from tests.inputs import normal, weight
-from tests.torch_optimizers import OURS, Problem, equal, of_all, of_all_settings, of_our_settings
+from tests.torch_optimizers import COPIES, OURS, Problem, equal, of_all, of_all_settings, of_our_settings, reloaded
 
 STEPS = 4  # a refresh comes at every third of them
 
@@ -24,13 +22,6 @@ def primed(info, chosen, **kwargs):
 def nameless(state_dict):
     groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
-
-
-def reloaded(state_dict, **options):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, **options)
 
 
 @of_all_settings
@@ -110,6 +101,32 @@ def test_every_weight_with_a_gradient_has_state_after_one_step(info):
     assert problem.weight in problem.optimizer.state
 
 
+@of_all
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced by a smaller one"])
+def test_a_pruned_weight_takes_its_state_along(info, replaced):
+    weights = [weight(4, 6), weight(3, 4)]
+    optimizer = info.optim_cls(weights)
+
+    def steps():
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.step()
+
+    steps()
+    pruned, now = weights[0], [weight(3, 6)] if replaced else []
+    weights[:1] = optimizer.param_groups[0]["params"][:1] = now
+    with pytest.raises(KeyError):  # not only here
+        optimizer.state_dict()
+    del optimizer.state[pruned]
+    before = pruned.detach().clone()
+    for state in (optimizer.state_dict(), steps() or optimizer.state_dict()):
+        optimizer.load_state_dict(state)
+        steps()
+    assert pruned not in optimizer.state and torch.equal(pruned, before)
+    assert set(optimizer.state_dict()["state"]) == set(range(len(weights)))
+
+
 MISMATCHES = {
     "a group less": lambda groups: groups.pop(),
     "a weight less": lambda groups: groups[0]["params"].pop(),
@@ -136,86 +153,6 @@ def test_groups_that_do_not_match_are_refused_and_change_nothing(info, change):
     assert equal(before, target.state_dict())
 
 
-def leave_mark(optimizer):
-    optimizer.state["mark"] = 1
-
-
-def take_mark(optimizer, state_dict):
-    state_dict["marked"] = state_dict["state"].pop("mark", None) == 1
-    return state_dict
-
-
-@of_all
-def test_hooks_of_saving_see_the_state_before_and_the_dict_after(info):
-    problem = Problem(info, {}).steps(2)
-    before = problem.optimizer.register_state_dict_pre_hook(leave_mark)
-    assert problem.optimizer.state_dict()["state"]["mark"] == 1
-    problem.optimizer.register_state_dict_post_hook(take_mark)
-    state = problem.optimizer.state_dict()
-    assert state["marked"] and "mark" not in state["state"]
-    before.remove()
-    del problem.optimizer.state["mark"]
-    assert not problem.optimizer.state_dict()["marked"]
-
-
-@of_all
-def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywhere(info):
-    """PyTorch's hooks keep marks under names of their own, which are no dicts."""
-    problem = Problem(info, {}).steps(2)
-    leave_mark(problem.optimizer)
-    problem.steps(1)
-    twin = problem.twin()
-    twin.optimizer.load_state_dict(reloaded(problem.optimizer.state_dict()))
-    for other in (copy.deepcopy(problem.optimizer), pickle.loads(pickle.dumps(problem.optimizer)), twin.optimizer):
-        assert other.state["mark"] == 1
-        assert equal(other.state_dict(), problem.optimizer.state_dict())
-    assert equal(problem.steps(2).contents(), twin.steps(2).contents())
-
-
-def rate(value, returns=False):
-    def hook(optimizer, state_dict):
-        own = copy.deepcopy(state_dict) if returns else state_dict
-        own["param_groups"][0]["lr"] = value
-        return own if returns else None
-
-    return hook
-
-
-@of_all
-@pytest.mark.parametrize("returns", [False, True], ids=["in place", "returned"])
-def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(info, returns):
-    problem = Problem(info, {}).steps(2)
-    state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
-    optimizer.register_load_state_dict_pre_hook(rate(0.5))
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.register_load_state_dict_pre_hook(rate(0.25, returns), prepend=True)
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.register_load_state_dict_pre_hook(rate(0.125, returns))
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.125
-    problem.steps(1)
-
-
-@of_all
-def test_hooks_after_loading_see_what_was_loaded(info):
-    problem, seen = Problem(info, {}).steps(2), []
-
-    def after(optimizer):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.state["ran"] = True
-
-    problem.optimizer.register_load_state_dict_pre_hook(rate(0.25, returns=True))
-    problem.optimizer.register_load_state_dict_post_hook(after)
-    problem.optimizer.load_state_dict(problem.optimizer.state_dict())
-    assert seen == [0.25] and problem.optimizer.state["ran"] is True
-    problem.steps(1).optimizer.state_dict()
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
-
-
 @of_all_settings
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
 def test_a_copy_has_every_public_attribute_and_goes_on_by_itself(info, chosen, duplicate):
@@ -231,22 +168,3 @@ def test_a_copy_has_every_public_attribute_and_goes_on_by_itself(info, chosen, d
             p.grad = normal(*p.shape, seed=call)
         other.step()
     assert not equal(other.state_dict(), before)
-
-
-def count(optimizer, args, kwargs):
-    optimizer.state["count"] = optimizer.state.get("count", 0) + 1
-
-
-@of_all
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_has_no_hooks_as_pytorchs_have_none_and_takes_new_ones(info, duplicate):
-    problem = Problem(info, {}).steps(1)
-    problem.optimizer.register_step_post_hook(count)
-    problem.optimizer.register_state_dict_pre_hook(leave_mark)
-    problem.steps(1)
-    other = duplicate(problem.optimizer)
-    other.step()
-    assert other.state["count"] == 1 and "mark" not in other.state_dict()["state"]
-    other.register_step_post_hook(count)
-    other.step()
-    assert other.state["count"] == 2

@@ -2,10 +2,14 @@
 
 ``OptimizerInfo`` and ``OptimizerInput`` are PyTorch's (``torch.testing._internal.common_optimizers``, which needs
 expecttest): settings, schedulers and errors of one optimizer. Two of PyTorch's own entries stand beside them, so that
-every check is known to be one which AdamW or Muon passes; Muon and the matrix groups take no vectors.
+every check is known to be one which AdamW and Muon pass; Muon and the matrix groups take no vectors.
+
+Importing PyTorch's module keeps the process from setting torch.backends.cudnn's flags afterwards.
 """
 
 import copy
+import io
+import pickle
 from collections.abc import Iterable
 
 import pytest
@@ -216,3 +220,14 @@ def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return type(a) is type(b) and a == b
+
+
+def reloaded(state_dict, **options):
+    """Return what torch.load makes of the file."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
