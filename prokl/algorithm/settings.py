@@ -172,10 +172,16 @@ def check_betas(name: str, betas: Any) -> None:
         raise _invalid(name, betas, "two numbers in [0, 1)")
 
 
+def _check_not_differentiable(group: dict[str, Any]) -> None:
+    if group.get("differentiable"):
+        raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
+
+
 def check_common(group: dict[str, Any]) -> None:
     """Raise ValueError when a hyper-parameter that both matrix methods have is out of bounds."""
     check_learning_rate("lr", group["lr"])
     check_nonnegative("weight_decay", group["weight_decay"])
+    _check_not_differentiable(group)
     _number("momentum", group["momentum"], "in [0, 1)", 0.0, 1.0)
     _number("beta2", group["beta2"], "in [0, 1)", 0.0, 1.0)
     check_nonnegative("eps", group["eps"])
@@ -226,3 +232,4 @@ def check_adamw(group: dict[str, Any]) -> None:
     check_betas("betas", group["betas"])
     check_nonnegative("eps", group["eps"])
     check_nonnegative("weight_decay", group["weight_decay"])
+    _check_not_differentiable(group)

@@ -22,10 +22,14 @@ class _NoCast:
 
 
 def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
-    """Return ``state`` with every view of a stack as a tensor of its own: pickling a view would store the stack."""
+    """Return ``state`` with every view of a stack as a tensor of its own: pickling a view would store the stack.
+
+    What hooks keep there under names instead of weights is taken as it is.
+    """
     plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for p, own in state.items():
-        plain[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+        known = isinstance(p, Tensor)
+        plain[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()} if known else own
     return plain
 
 
@@ -86,6 +90,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
+            _count_in_tensors(state, group)
             continue
         names = group.get("param_names")
         for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
@@ -104,6 +109,15 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                 clocks = {"step" + piece.suffix for piece in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
     return made
+
+
+def _count_in_tensors(state: dict[str, Any], group: Group) -> None:
+    """Make tensors of the steps of an AdamW group that were saved as numbers, as torch's AdamW does when it loads."""
+    for p in group["params"]:
+        own = state["state"].get(p, {})
+        if isinstance(own.get("step"), (int, float)):
+            device = p.device if group.get("fused") or group.get("capturable") else "cpu"
+            own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device=device)
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,154 @@
+"""Where the two optimizers differ from PyTorch's by design, each beside what AdamW does.
+
+docs/torch-optim.md has the list with the reasons. What an input is refused with has its tests in
+``test_bad_settings.py`` and ``test_checkpoint.py``.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import AdamW, lr_scheduler
+
+from prokl import KLShampoo, ProKLShampoo
+from tests.inputs import assert_nothing_moved, everything, normal, same_bits, step, weight
+
+ROOT = Path(__file__).parent.parent
+both = pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
+
+
+def trained(cls, shape=(3, 4), calls=4, dtype=torch.float32, **settings):
+    p = weight(*shape, dtype=dtype)
+    optimizer = cls([p], **settings)
+    for call in range(calls):
+        step(optimizer, [p], [normal(*shape, seed=call, dtype=dtype)])
+    return p, optimizer
+
+
+def moves(cls, gradient, calls=4, **settings):
+    """Whether one more step with this gradient changes the weight."""
+    p, optimizer = trained(cls, calls=calls, **settings)
+    before = p.detach().clone()
+    step(optimizer, [p], [gradient])
+    return not same_bits(p, before)
+
+
+@both
+def test_the_first_gradient_only_initialises(cls):
+    assert moves(AdamW, normal(3, 4), calls=0)
+    assert not moves(cls, normal(3, 4), calls=0)
+    assert moves(cls, normal(3, 4), calls=1)
+
+
+@both
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_gradient_that_says_nothing_leaves_weight_and_state(cls, value):
+    gradient = torch.full((3, 4), value)
+    assert moves(AdamW, gradient, weight_decay=0.1)
+    p, optimizer = trained(cls, weight_decay=0.1)
+    before = {k: v for k, v in everything(optimizer)[0].items() if k not in ("step", "skipped")}
+    step(optimizer, [p], [gradient])
+    after = everything(optimizer)[0]
+    assert all(same_bits(v, after[k]) for k, v in before.items())
+
+
+@both
+@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
+def test_the_constructor_has_no_choice_of_pytorchs_implementations(cls, flag):
+    AdamW([weight(3, 4)], **{flag: False})
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
+        cls([weight(3, 4)], **{flag: False})
+
+
+@both
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_no_step_is_differentiable(cls, algorithm):
+    group = {"params": [weight(3, 4)], "algorithm": algorithm, "lr": 0.1}
+    with pytest.raises(ValueError, match="Invalid differentiable=True: must be False or left out"):
+        cls([{**group, "differentiable": True}])
+    optimizer = cls([{**group, "differentiable": False}])
+    optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(ValueError, match="Invalid differentiable=True"):
+        optimizer.step()
+
+
+@both
+def test_a_sparse_gradient_is_refused_where_sgd_takes_it(cls):
+    for make in (torch.optim.SGD, cls):
+        p = weight(3, 4)
+        optimizer = make([p])
+        p.grad = torch.ones(3, 4).to_sparse()
+        if make is cls:
+            with pytest.raises(RuntimeError, match="gradient of layout torch.sparse_coo"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
+@both
+def test_an_adamw_group_has_settings_of_its_own_but_for_maximize(cls):
+    groups = [{"params": [weight(3, 4)]}, {"params": [weight(4)], "algorithm": "adamw", "lr": 1e-3}]
+    ours = cls(groups, lr=0.5, weight_decay=0.25, eps=0.125, maximize=True).param_groups[1]
+    assert [ours[k] for k in ("lr", "betas", "eps", "weight_decay", "maximize")] == [1e-3, (0.9, 0.95), 1e-8, 0.0, True]
+
+
+@both
+def test_momentum_is_cycled_and_the_betas_of_adamw_groups_stay(cls):
+    groups = [{"params": [weight(3, 4)]}, {"params": [weight(4)], "algorithm": "adamw", "lr": 1e-3}]
+    ours, theirs = cls(copy.deepcopy(groups)), AdamW([weight(4)])
+    for optimizer in (ours, theirs):
+        lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9, base_momentum=0.5, max_momentum=0.75)
+    assert ours.param_groups[0]["momentum"] == 0.75 and ours.param_groups[1]["betas"] == (0.9, 0.95)
+    assert theirs.param_groups[0]["betas"][0] == 0.75
+
+
+@both
+def test_the_clock_is_kept_on_the_host_and_starts_below_zero(cls):
+    p, optimizer = trained(cls, calls=4)
+    assert type(optimizer.state[p]["step"]) is int and optimizer.state[p]["step"] == 3
+    p, optimizer = trained(AdamW, calls=4)
+    assert optimizer.state[p]["step"].item() == 4
+    p, optimizer = trained(cls, calls=0)
+    step(optimizer, [p], [torch.zeros(3, 4)])
+    assert optimizer.state[p]["step"] == -1
+
+
+@both
+def test_the_dtype_of_a_loaded_state_does_not_become_the_weights(cls):
+    kept = {}
+    for make, key in ((cls, "M"), (AdamW, "exp_avg")):
+        _, source = trained(make)
+        p, target = trained(make, calls=0, dtype=torch.bfloat16)
+        target.load_state_dict(source.state_dict())
+        kept[make] = target.state[p][key].dtype
+    assert kept == {cls: torch.float32, AdamW: torch.bfloat16}
+
+
+@both
+def test_a_state_that_does_not_fit_is_refused_when_it_is_loaded(cls):
+    for make in (AdamW, cls):
+        _, source = trained(make)
+        p, target = trained(make, shape=(4, 5))
+        before = everything(target)
+        if make is cls:
+            with pytest.raises(ValueError, match=r"loaded state of parameter 0 of group 0 \(weight \(4, 5\)\)"):
+                target.load_state_dict(source.state_dict())
+            assert_nothing_moved(before, target)
+        else:
+            target.load_state_dict(source.state_dict())
+            with pytest.raises(RuntimeError):
+                step(target, [p], [torch.ones(4, 5)])
+
+
+def test_every_difference_that_is_listed_has_a_test_and_every_test_here_is_listed():
+    table = (ROOT / "docs" / "torch-optim.md").read_text(encoding="utf-8")
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    listed = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert all(listed)
+    tests = {path: set(re.findall(r"^def (test_\w+)", path.read_text(), re.M)) for path in ROOT.glob("tests/test_*.py")}
+    named = {name for names in listed for name in names}
+    assert named <= set.union(*tests.values())
+    own = tests[ROOT / "tests" / Path(__file__).name]
+    assert own - named == {test_every_difference_that_is_listed_has_a_test_and_every_test_here_is_listed.__name__}

@@ -1,0 +1,152 @@
+"""What PyTorch's own optimizer tests ask of hooks and of what the profiler sees, asked of both optimizers.
+
+As :mod:`tests.test_torch_optimizers_step`.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.optim import AdamW
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.inputs import weight
+from tests.torch_optimizers import COPIES, Problem, equal, of_all, reloaded
+
+
+@of_all
+def test_hooks_fire_in_order_and_may_replace_what_step_is_given(info):
+    problem, data = Problem(info, {}), []
+
+    def note(what):
+        return lambda optimizer, args, kwargs: data.append(what)
+
+    def replace(optimizer, args, kwargs):
+        return (args[0], lambda: 7.0), {}
+
+    handles = [
+        register_optimizer_step_pre_hook(note("before all")),
+        register_optimizer_step_post_hook(note("after all")),
+        problem.optimizer.register_step_pre_hook(note("before")),
+        problem.optimizer.register_step_post_hook(note("after")),
+    ]
+    order = ["before all", "before", "after", "after all"]
+    try:
+        problem.steps(2)
+        assert data == 2 * order
+        with_closure = problem.optimizer.register_step_pre_hook(replace)
+        assert problem.optimizer.step() == 7.0
+        with_closure.remove()
+        AdamW([weight(3)]).step()
+        assert data == 3 * order + ["before all", "after all"]
+    finally:
+        for handle in handles:
+            handle.remove()
+    problem.steps(1)
+    assert len(data) == 14
+
+
+@of_all
+def test_the_profiler_sees_each_call_once_under_the_optimizers_name(info):
+    problem = Problem(info, {})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        problem.steps(2)
+    events = {event.key: event.count for event in profile.key_averages() if event.key.startswith("Optimizer.")}
+    assert events == {f"Optimizer.step#{info.name}.step": 2, f"Optimizer.zero_grad#{info.name}.zero_grad": 2}
+
+
+def leave_mark(optimizer):
+    optimizer.state["mark"] = 1
+
+
+def take_mark(optimizer, state_dict):
+    state_dict["marked"] = state_dict["state"].pop("mark", None) == 1
+    return state_dict
+
+
+@of_all
+def test_hooks_of_saving_see_the_state_before_and_the_dict_after(info):
+    problem = Problem(info, {}).steps(2)
+    before = problem.optimizer.register_state_dict_pre_hook(leave_mark)
+    assert problem.optimizer.state_dict()["state"]["mark"] == 1
+    problem.optimizer.register_state_dict_post_hook(take_mark)
+    state = problem.optimizer.state_dict()
+    assert state["marked"] and "mark" not in state["state"]
+    before.remove()
+    del problem.optimizer.state["mark"]
+    assert not problem.optimizer.state_dict()["marked"]
+
+
+@of_all
+def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywhere(info):
+    """PyTorch's hooks keep marks under names of their own, which are no dicts."""
+    problem = Problem(info, {}).steps(2)
+    leave_mark(problem.optimizer)
+    problem.steps(1)
+    twin = problem.twin()
+    twin.optimizer.load_state_dict(reloaded(problem.optimizer.state_dict()))
+    for other in (copy.deepcopy(problem.optimizer), pickle.loads(pickle.dumps(problem.optimizer)), twin.optimizer):
+        assert other.state["mark"] == 1
+        assert equal(other.state_dict(), problem.optimizer.state_dict())
+    assert equal(problem.steps(2).contents(), twin.steps(2).contents())
+
+
+def rate(value, returns=False):
+    def hook(optimizer, state_dict):
+        own = copy.deepcopy(state_dict) if returns else state_dict
+        own["param_groups"][0]["lr"] = value
+        return own if returns else None
+
+    return hook
+
+
+@of_all
+@pytest.mark.parametrize("returns", [False, True], ids=["in place", "returned"])
+def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(info, returns):
+    problem = Problem(info, {}).steps(2)
+    state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
+    optimizer.register_load_state_dict_pre_hook(rate(0.5))
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.register_load_state_dict_pre_hook(rate(0.25, returns), prepend=True)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.register_load_state_dict_pre_hook(rate(0.125, returns))
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    problem.steps(1)
+
+
+@of_all
+def test_hooks_after_loading_see_what_was_loaded(info):
+    problem, seen = Problem(info, {}).steps(2), []
+
+    def after(optimizer):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.state["ran"] = True
+
+    problem.optimizer.register_load_state_dict_pre_hook(rate(0.25, returns=True))
+    problem.optimizer.register_load_state_dict_post_hook(after)
+    problem.optimizer.load_state_dict(problem.optimizer.state_dict())
+    assert seen == [0.25] and problem.optimizer.state["ran"] is True
+    problem.steps(1).optimizer.state_dict()
+
+
+def count(optimizer, args, kwargs):
+    optimizer.state["count"] = optimizer.state.get("count", 0) + 1
+
+
+@of_all
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
+def test_a_copy_has_no_hooks_as_pytorchs_have_none_and_takes_new_ones(info, duplicate):
+    problem = Problem(info, {}).steps(1)
+    problem.optimizer.register_step_post_hook(count)
+    problem.optimizer.register_state_dict_pre_hook(leave_mark)
+    problem.steps(1)
+    other = duplicate(problem.optimizer)
+    other.step()
+    assert other.state["count"] == 1 and "mark" not in other.state_dict()["state"]
+    other.register_step_post_hook(count)
+    other.step()
+    assert other.state["count"] == 2

@@ -1,0 +1,233 @@
+"""Entries of the two optimizers for PyTorch's own optimizer tests, and the small problem that these train.
+
+``OptimizerInfo`` and ``OptimizerInput`` are PyTorch's (``torch.testing._internal.common_optimizers``, which needs
+expecttest): settings, schedulers and errors of one optimizer. Two of PyTorch's own entries stand beside them, so that
+every check is known to be one which AdamW and Muon pass; Muon and the matrix groups take no vectors.
+
+Importing PyTorch's module keeps the process from setting torch.backends.cudnn's flags afterwards.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.optim import AdamW, Muon, lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+import prokl
+from tests.inputs import everything, normal, weight
+
+pytest.importorskip("expecttest", reason="PyTorch's tests need it")
+
+from torch.testing._internal.common_optimizers import (  # noqa: E402
+    ErrorOptimizerInput,
+    OptimizerInfo,
+    OptimizerInput,
+    get_error_inputs_for_all_optims,
+    optim_db,
+)
+
+COMMON = {
+    "default": {},
+    "lr": {"lr": 0.01},
+    "tensor lr": {"lr": torch.tensor(0.001)},
+    "weight decay": {"weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "maximize, weight decay": {"maximize": True, "weight_decay": 0.1},
+    "momentum": {"momentum": 0.8},
+    "no momentum": {"momentum": 0.0},
+    "refresh at every step": {"precondition_frequency": 1},
+    "as published": {"init_eigenvalue": 0.1, "clip_threshold": None},
+    "half-precision state": {"state_dtype": torch.bfloat16},
+    "reference": {"backend": "reference"},
+}
+PRO_ONLY = {
+    "rank": {"rank": 2},
+    "smok-hop": {"variant": "smok-hop"},
+    "subspace alone": {"variant": "subspace-only", "alpha_kl": 1.0},
+    "complement alone": {"variant": "complement-only"},
+    "Newton-Schulz": {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "ns_dtype": torch.float64},
+}
+SCHEDULERS = {
+    "LambdaLR": [lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1))],
+    "MultiplicativeLR": [lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9)],
+    "StepLR": [lambda o: lr_scheduler.StepLR(o, step_size=3, gamma=0.9)],
+    "MultiStepLR": [lambda o: lr_scheduler.MultiStepLR(o, milestones=[2, 5])],
+    "ConstantLR": [lambda o: lr_scheduler.ConstantLR(o, factor=0.4, total_iters=4)],
+    "LinearLR": [lambda o: lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=4)],
+    "ExponentialLR": [lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9)],
+    "CosineAnnealingLR": [lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=8)],
+    "CosineAnnealingWarmRestarts": [lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4)],
+    "PolynomialLR": [lambda o: lr_scheduler.PolynomialLR(o, total_iters=8)],
+    "CyclicLR": [lambda o: lr_scheduler.CyclicLR(o, base_lr=1e-4, max_lr=1e-2, step_size_up=4)],
+    "OneCycleLR": [lambda o: lr_scheduler.OneCycleLR(o, max_lr=[g["lr"] for g in o.param_groups], total_steps=20)],
+    "ReduceLROnPlateau": [lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.9)],
+    "SequentialLR": [
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[4]
+        )
+    ],
+    "ChainedScheduler": [
+        lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)])
+    ],
+    "SWALR": [lambda o: SWALR(o, swa_lr=5e-3, anneal_epochs=4)],
+    "StepLR and ReduceLROnPlateau": [lambda o: lr_scheduler.StepLR(o, 3, 0.9), lr_scheduler.ReduceLROnPlateau],
+    "ExponentialLR, LinearLR and ReduceLROnPlateau": [
+        lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+        lr_scheduler.LinearLR,
+        lr_scheduler.ReduceLROnPlateau,
+    ],
+}
+
+
+def inputs(settings):
+    """Return what PyTorch's tests call with a device; new at every call, as a scheduler fills a tensor lr in place."""
+
+    def of(device=None, dtype=None):
+        return [OptimizerInput(params=None, kwargs=copy.deepcopy(kwargs), desc=d) for d, kwargs in settings.items()]
+
+    return of
+
+
+def of_two_rows(params, known):
+    """PyTorch's samples are 1x1 matrices; give them a second row, and what is the same tensor the same one."""
+    if isinstance(params, torch.Tensor):
+        return known.setdefault(params, torch.nn.Parameter(torch.zeros(2, 1)))
+    if isinstance(params, dict):
+        return {k: of_two_rows(v, known) for k, v in params.items()}
+    return type(params)(of_two_rows(v, known) for v in params) if isinstance(params, (list, tuple)) else params
+
+
+def errors(device, dtype):
+    """PyTorch's list of errors for every optimizer, and what the matrix method cannot take."""
+    everyones = get_error_inputs_for_all_optims(device, dtype)
+    for error in everyones:
+        error.optimizer_error_input.params = of_two_rows(error.optimizer_error_input.params, {})
+        error.error_regex = error.error_regex.replace("Tensor lr must be 1-element", "Invalid lr=.* with one such elem")
+    weights = {
+        r"shape \(3,\).*at least 2 dimensions.*adamw": torch.zeros(3),
+        r"shape \(0, 4\) and no elements": torch.zeros(0, 4),
+        r"shape \(1, 1\), a 1x1 matrix": torch.zeros(1, 1),
+        "is complex.*needs real weights": torch.zeros(2, 3, dtype=torch.complex64),
+        "not a floating-point tensor": torch.zeros(2, 3, dtype=torch.int64),
+    }
+    settings = {
+        r"Invalid lr=-1\.0: must be a finite number of at least 0": {"lr": -1.0},
+        r"Invalid weight_decay=-1\.0": {"weight_decay": -1.0},
+        r"Invalid momentum=1\.0": {"momentum": 1.0},
+        r"Invalid beta2=1\.0": {"beta2": 1.0},
+        "Invalid precondition_frequency=0": {"precondition_frequency": 0},
+    }
+    own = [OptimizerInput([p], {}, regex) for regex, p in weights.items()]
+    own += [OptimizerInput([torch.zeros(2, 3)], kwargs, regex) for regex, kwargs in settings.items()]
+    return everyones + [ErrorOptimizerInput(o, error_type=ValueError, error_regex=o.desc) for o in own]
+
+
+OURS = [
+    OptimizerInfo(
+        cls,
+        optim_inputs_func=inputs(settings),
+        scheduler_inputs=tuple(SCHEDULERS.values()),
+        supported_impls=(),
+        not_og_supported_flags=("ns_dtype", "clip_threshold"),
+        supports_complex=False,
+        optim_error_inputs_func=errors,
+    )
+    for cls, settings in ((prokl.ProKLShampoo, COMMON | PRO_ONLY), (prokl.KLShampoo, COMMON))
+]
+THEIRS = [info for info in optim_db if info.optim_cls in (AdamW, Muon)]
+
+of_ours = pytest.mark.parametrize("info", OURS, ids=lambda info: info.name)
+of_all = pytest.mark.parametrize("info", OURS + THEIRS, ids=lambda info: info.name)
+CASES = [(info, chosen) for info in OURS for chosen in info.optim_inputs_func("cpu")]
+CASES += [(info, OptimizerInput(None, {}, "default")) for info in THEIRS]
+of_all_settings = pytest.mark.parametrize("info, chosen", CASES, ids=lambda x: getattr(x, "desc", None) or x.name)
+of_our_settings = pytest.mark.parametrize(
+    "info, chosen", CASES[: -len(THEIRS)], ids=lambda x: getattr(x, "desc", None) or x.name
+)
+
+
+def grouped(info, matrices, vectors, named=False, **vector_settings):
+    """Return ``params`` for the optimizer: vectors go to its AdamW group, beside the matrices, or nowhere.
+
+    Args:
+        info: whose. matrices, vectors: of weights. named: by name, "0", "1", ... in this order.
+        vector_settings: of the AdamW group.
+    """
+    everyone = [*matrices, *vectors]
+    entries = [(str(i), p) for i, p in enumerate(everyone)] if named else everyone
+    first, rest = entries[: len(matrices)], entries[len(matrices) :]
+    if info in OURS:
+        return [{"params": first}, {"params": rest, "algorithm": "adamw", "lr": 1e-3, **vector_settings}]
+    return first if info.optim_cls is Muon else entries
+
+
+class Problem:
+    """A line fitted to a point: the loss is the squared length of ``weight @ point + bias``.
+
+    Args:
+        info: of the optimizer. settings: for its constructor. dtype: of weights and point.
+        contiguous: False for weights that are slices of larger tensors. named: parameters by name.
+    """
+
+    def __init__(self, info, settings, *, dtype=torch.float32, contiguous=True, named=False):
+        whole = [weight(*shape, 2, seed=i, dtype=dtype) for i, shape in enumerate(((10, 5), (10,)))]
+        cut = (w.detach()[..., 0] for w in whole)
+        self.weight, self.bias = (torch.nn.Parameter(w.contiguous() if contiguous else w) for w in cut)
+        assert self.weight.is_contiguous() == contiguous
+        self.point = normal(5, dtype=dtype)
+        self.info, self.settings = info, settings
+        params = grouped(info, [self.weight], [self.bias], named)
+        self.optimizer = info.optim_cls(params, **copy.deepcopy(settings))
+
+    def loss(self):
+        self.optimizer.zero_grad()
+        loss = (self.weight.mv(self.point) + self.bias).square().sum()
+        loss.backward()
+        return loss
+
+    def steps(self, count, schedulers: Iterable = ()):
+        for _ in range(count):
+            loss = self.optimizer.step(self.loss)
+            for scheduler in schedulers:
+                scheduler.step(*([loss.detach()] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        return self
+
+    def twin(self, **settings):
+        """Return a problem of its own whose weights are as this one's are now; its optimizer is new."""
+        twin = Problem(self.info, {**self.settings, **settings}, dtype=self.weight.dtype)
+        with torch.no_grad():
+            twin.weight.copy_(self.weight)
+            twin.bias.copy_(self.bias)
+        return twin
+
+    def improves(self, before, after):
+        return after > before if self.settings.get("maximize") else after < before
+
+    def contents(self):
+        return everything(self.optimizer)
+
+
+def equal(a, b):
+    """Return True if two nests of dicts, lists, tensors and numbers are the same, bit for bit."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
+    return type(a) is type(b) and a == b
+
+
+def reloaded(state_dict, **options):
+    """Return what torch.load makes of the file."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
