@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import checkpoint
 from prokl.engine.bucket import Bucket, split, state_dtype
@@ -104,7 +105,8 @@ class MatrixOptimizer(Optimizer):
                     m, n = shape.m, shape.n
                     shapes = self.method.state_shapes(m, n, self.method.rank(group, m, n), group).values()
                     elements = shape.count * sum(torch.Size(s).numel() for s in shapes)
-                    yield p, name, elements * state_dtype(group, p).itemsize
+                    masters = 4 * p.numel() if mode_of(group, p.dtype) == MASTER else 0
+                    yield p, name, elements * state_dtype(group, p).itemsize + masters
 
     def _adamw_defaults(self) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.backends.rounding import MASTER
 
 
 class _NoCast:
@@ -88,6 +89,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         for j, p in enumerate(group["params"]):
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
             shapes = _state_shapes(p, method, group)
+            if MASTER in own:  # a checkpoint may lack masters that are wanted here, or have others
+                shapes[MASTER] = shapes["M"]
             if own.keys() & {"step", "lambda_0", *shapes}:
                 own = _missing_counters(p, own) | own
                 _check_state(own, shapes, p, names[j] if names else f"parameter {j} of group {i}", optimizer)
