@@ -43,12 +43,13 @@ class Options:
     out: Path = rows.RESULTS / "bf16.csv"  # Results file
     data: Path | None = None  # Text to train on; Python's standard library by default
     optimizers: tuple[Literal[tuple(LR)], ...] = tuple(LR)  # type: ignore[valid-type]  # To train with
+    forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]  # Of weights; the first always
     seeds: tuple[int, ...] = (0, 1, 2)  # Of weights and batches
     steps: int = SCALE.steps  # Of every run
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
-        command.distinct(seeds=self.seeds, optimizers=self.optimizers)
+        command.distinct(seeds=self.seeds, optimizers=self.optimizers, forms=self.forms)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -120,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         found: list[rows.Row] = []
         h = Hyper(method, LR[method], OPTIMIZERS["adamw"].lr, rank=RANK if "pro" in method else None)
         usual: list[float] = []
-        for form in FORMS:
+        for form in dict.fromkeys((next(iter(FORMS)), *o.forms)):
             losses = [final_loss(h, form, seed, o.steps, source) for seed in o.seeds]
             usual = usual or losses
             found.append(row_of(h, form, o, losses, usual))

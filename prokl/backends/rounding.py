@@ -81,7 +81,7 @@ class Rounding:
         if mode == "stochastic":
             hashes = [blake2b(name.encode(), digest_size=8).digest() for name in names]
             self._start = torch.tensor([int.from_bytes(h, "little", signed=True) for h in hashes])
-            self.keys = self._start.to(weights[0].device)
+            self.keys = torch.zeros_like(self._start, device=weights[0].device)
         elif mode == "master":
             self.master = torch.cat([W.float() for W in weights])
 
