@@ -61,8 +61,10 @@ def test_what_bfloat16_holds_stays_and_nothing_becomes_infinite_by_chance():
 def test_random_numbers_differ_between_steps_weights_and_elements():
     """Correlations of M independent numbers of variance 1/12: products have a standard deviation of 1/12 / sqrt(M)."""
     rounding, steps, seen = Rounding("stochastic", ["a 0", "b 0"], [torch.zeros(1, 40, 60, dtype=BF16)] * 2), 50, []
+    keys = rounding.keys
     for t in range(steps):
         rounding.locate([t, t])
+        assert rounding.keys is keys  # where a CUDA graph reads them
         seen.append(noise(rounding.keys, 40, 60).double() / 2**16 - 0.5)
     x = torch.stack(seen)
     assert abs(x.mean()) <= 6 * (12 * x.numel()) ** -0.5
