@@ -14,6 +14,8 @@ from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.stack import check_addresses, pointers, vectorised
 
+LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).max)
+
 
 @triton.jit
 def _decayed(W, D, decay, CAUTIOUS: tl.constexpr):
@@ -26,21 +28,48 @@ def _stepped(W, D, decay, lr, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr):
 
 
 @triton.jit
-def _update(at, mask, decay, lr, D, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr):
-    W = _stepped(tl.load(at, mask, 0.0).to(D.dtype), D, decay, lr, AFTER, CAUTIOUS)
-    tl.store(at, W.to(at.dtype.element_ty), mask)
+def _stochastic(x, key, index):
+    """Round float32 to what bfloat16 holds, bit for bit as ``prokl.backends.rounding.stochastic``."""
+    noise = index.to(tl.uint32) + key.to(tl.uint32)
+    noise = (noise ^ (noise >> 16)) * 0x7FEB352D ^ (key >> 32).to(tl.uint32)
+    noise = (noise ^ (noise >> 15)) * 0x846CA68B
+    up = ((x.to(tl.uint32, bitcast=True) + (noise >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < LARGEST, up, x)
+
+
+@triton.jit
+def _update(
+    at, mask, decay, lr, D, key, master_ptr, index,
+    AFTER: tl.constexpr, CAUTIOUS: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_MASTER: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = at.dtype.element_ty
+    W = tl.load(at, mask, 0.0).to(D.dtype)
+    if HAS_MASTER:
+        own = tl.load(master_ptr + index, mask, 0.0)
+        W = tl.where(own.to(DTYPE).to(D.dtype) == W, own.to(D.dtype), W)
+    W = _stepped(W, D, decay, lr, AFTER, CAUTIOUS)
+    if HAS_KEYS:
+        W = _stochastic(W.to(tl.float32), key, index)
+    if HAS_MASTER:
+        W = W.to(tl.float32)  # first, so that the weight is its master's rounding
+        tl.store(master_ptr + index, W, mask)
+    tl.store(at, W.to(DTYPE), mask)
 
 
 @triton.jit
 def _update_rows(
-    address, slow, fast, o_s, o_f, SLOW, FAST, decay, lr, D,
-    DTYPE: tl.constexpr, ITEM: tl.constexpr, AFTER: tl.constexpr, CAUTIOUS: tl.constexpr,
+    address, slow, fast, o_s, o_f, SLOW, FAST, decay, lr, D, key, master_ptr, i_s, i_f,
+    DTYPE: tl.constexpr, ITEM: tl.constexpr,
+    AFTER: tl.constexpr, CAUTIOUS: tl.constexpr, HAS_KEYS: tl.constexpr, HAS_MASTER: tl.constexpr,
 ):  # fmt: skip
     mask = (o_s[:, None] < SLOW) & (o_f[None, :] < FAST)
+    index = o_s[:, None] * i_s + o_f[None, :] * i_f  # of an element in its matrix (M, N)
     if vectorised(address, slow, fast, ITEM):
-        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, True), mask, decay, lr, D, AFTER, CAUTIOUS)
+        at = pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, True)
+        _update(at, mask, decay, lr, D, key, master_ptr, index, AFTER, CAUTIOUS, HAS_KEYS, HAS_MASTER)
     else:
-        _update(pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, False), mask, decay, lr, D, AFTER, CAUTIOUS)
+        at = pointers(address, slow, fast, o_s, o_f, DTYPE, ITEM, False)
+        _update(at, mask, decay, lr, D, key, master_ptr, index, AFTER, CAUTIOUS, HAS_KEYS, HAS_MASTER)
 
 
 @triton.jit
@@ -52,6 +81,8 @@ def apply_kernel(
     right_ptr,
     scale_ptr,
     active_ptr,
+    keys_ptr,
+    master_ptr,
     lr_ptr,
     weight_decay_ptr,
     M,
@@ -73,6 +104,7 @@ def apply_kernel(
     stride_right_r,
     stride_scale_b,
     stride_active_b,
+    stride_keys_b,
     HAS_X: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_LOW_RANK: tl.constexpr,
@@ -80,6 +112,8 @@ def apply_kernel(
     HAS_ACTIVE: tl.constexpr,
     AFTER: tl.constexpr,
     CAUTIOUS: tl.constexpr,
+    HAS_KEYS: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEM: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -96,7 +130,8 @@ def apply_kernel(
 
     addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
     as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM. AFTER: W is multiplied
-    by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in sign from D's.
+    by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in sign from D's. keys
+    (B) rounds W at random; master (B, M, N), contiguous, is what W is stepped from where it is its rounding.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -153,10 +188,18 @@ def apply_kernel(
     lr = tl.load(lr_ptr).to(tl.float64)
     decay = (1.0 - lr * tl.load(weight_decay_ptr).to(tl.float64)).to(SUM)
     lr = lr.to(SUM)
+    key = tl.load(keys_ptr + i_b * stride_keys_b) if HAS_KEYS else i_b
+    master = master_ptr + i_b * M * N
     if stride_m < stride_n:  # columns are closer together in memory: turn the tile, write them as rows
-        _update_rows(address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, tl.trans(D), DTYPE, ITEM, AFTER, CAUTIOUS)
+        _update_rows(
+            address, stride_n, stride_m, o_n, o_m, N, M, decay, lr, tl.trans(D), key, master, 1, N,
+            DTYPE, ITEM, AFTER, CAUTIOUS, HAS_KEYS, HAS_MASTER,
+        )  # fmt: skip
     else:
-        _update_rows(address, stride_m, stride_n, o_m, o_n, M, N, decay, lr, D, DTYPE, ITEM, AFTER, CAUTIOUS)
+        _update_rows(
+            address, stride_m, stride_n, o_m, o_n, M, N, decay, lr, D, key, master, N, 1,
+            DTYPE, ITEM, AFTER, CAUTIOUS, HAS_KEYS, HAS_MASTER,
+        )  # fmt: skip
 
 
 # m, n: block of W; k: how much of m is added at a time, and of r up to DEPTH_R, beyond which float32 spills.
@@ -193,6 +236,8 @@ def apply(
     active: Tensor | None = None,
     decay_after: bool = False,
     cautious_decay: bool = False,
+    keys: Tensor | None = None,
+    master: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
@@ -216,6 +261,9 @@ def apply(
         active: (B,) bool; where False, the weight keeps its bits. None: all step.
         decay_after: whether 1 - lr weight_decay multiplies the stepped weight, and not what the step starts from.
         cautious_decay: whether it multiplies only those elements that do not differ in sign from the direction's.
+        keys: (B,) int64; bfloat16 weights are rounded by :func:`prokl.backends.rounding.stochastic` with them.
+        master: (B,m,n) float32, contiguous: bfloat16 weights are stepped from it wherever they are its rounding to
+            nearest, and it gets the step too. Without keys and master weights are rounded to nearest.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from sizes and dtypes.
 
@@ -253,6 +301,16 @@ def apply(
         launch.check(name, t, shape, addresses.device, (torch.float32, torch.float64), like="addresses")
     if active is not None:
         launch.check("active", active, (count,), addresses.device, (torch.bool,), like="addresses")
+    kept = {"keys": (keys, (count,), torch.int64), "master": (master, (count, m, n), torch.float32)}
+    for name, (t, wanted, kind) in kept.items():
+        if t is not None:
+            launch.check(name, t, wanted, addresses.device, (kind,), like="addresses")
+            if dtype != torch.bfloat16:
+                raise ValueError(f"{name} was given for weights of {dtype}; must be torch.bfloat16: leave {name} out.")
+    if keys is not None and master is not None:
+        raise ValueError("Both keys and master were given: pass one of them.")
+    if master is not None and not master.is_contiguous():
+        raise ValueError(f"master has strides {master.stride()}; must be contiguous.")
     if count == 0:
         return
 
@@ -265,7 +323,7 @@ def apply(
         (count * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
         addresses.device,
         addresses,
-        *(lr if t is None else t for t in (X, Q, left, right, scale, active)),  # lr: not read as such
+        *(lr if t is None else t for t in (X, Q, left, right, scale, active, keys, master)),  # lr: not read as such
         lr,
         weight_decay,
         m,
@@ -273,7 +331,7 @@ def apply(
         r,
         *addresses.stride(),
         *(stride for t in (X, Q, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
-        *(0 if t is None else t.stride(0) for t in (scale, active)),
+        *(0 if t is None else t.stride(0) for t in (scale, active, keys)),
         HAS_X=X is not None,
         HAS_Q=Q is not None,
         HAS_LOW_RANK=left is not None,
@@ -281,6 +339,8 @@ def apply(
         HAS_ACTIVE=active is not None,
         AFTER=decay_after,
         CAUTIOUS=cautious_decay,
+        HAS_KEYS=keys is not None,
+        HAS_MASTER=master is not None,
         DTYPE=TRITON_DTYPES[dtype],
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],

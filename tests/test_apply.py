@@ -239,6 +239,9 @@ def test_a_wrong_tensor_raises_with_its_name(name):
     assert torch.equal(bucket.dense(), before)
 
 
+KEYS, MASTER = torch.ones(COUNT, dtype=torch.int64), torch.ones(COUNT, 5, 9)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -256,6 +259,12 @@ def test_a_wrong_tensor_raises_with_its_name(name):
         ({"lr": torch.ones(2)}, r"^lr has shape \(2,\)"),
         ({"precision": "tf16"}, r"^Invalid precision='tf16'"),
         ({"dtype": torch.int8}, r"^Invalid dtype=torch.int8"),
+        ({"keys": torch.ones(COUNT)}, r"^keys has dtype torch.float32; must be one of \(torch.int64,\)"),
+        ({"keys": KEYS}, r"^keys was given for weights of torch.float32; must be torch.bfloat16"),
+        ({"master": MASTER.double()}, r"^master has dtype torch.float64"),
+        ({"master": MASTER}, r"^master was given for weights of torch.float32; must be torch.bfloat16"),
+        ({"dtype": torch.bfloat16, "keys": KEYS, "master": MASTER}, r"^Both keys and master were given"),
+        ({"dtype": torch.bfloat16, "master": MASTER.mT.contiguous().mT}, r"^master has strides .*must be contiguous"),
     ],
 )
 def test_what_is_wrong_is_named(change, message):

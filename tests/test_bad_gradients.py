@@ -102,7 +102,7 @@ def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path,
     alone = {name: weight(*SHAPE, seed=i, dtype=dtype) for name, i in (("good 0", 0), ("good 1", 5))}
     for w in alone.values():
         w.data[0, 0] = -0.0
-    clean = cls(list(alone.values()), backend=path, precondition_frequency=TAU, **kwargs)
+    clean = cls(list(alone.items()), backend=path, precondition_frequency=TAU, **kwargs)  # rounded alike by name
     for call in range(calls):
         step(clean, list(alone.values()), [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in (0, 5)])
     for name, w in alone.items():

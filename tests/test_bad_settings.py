@@ -34,6 +34,7 @@ BAD_COMMON = {
     "precondition_frequency": COUNT,
     "init_eigenvalue": (0.0, -0.1, NAN, INF, True, "0.1", "rms", None),
     "state_dtype": ("float32", torch.int32, torch.complex64, 32),
+    "bf16_weights": ("nearest", torch.bfloat16, True, None),
     "backend": ("triton-please", 1, True),
     "maximize": ("yes", None, NAN, 2),
     "cautious_weight_decay": ("yes", None, NAN, 2),

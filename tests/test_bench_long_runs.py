@@ -1,8 +1,8 @@
-"""The commands that watch runs: ``bench.drift``, ``bench.undisturbed`` and ``bench.one_rate``."""
+"""The commands that watch runs: ``bench.bf16``, ``bench.drift``, ``bench.undisturbed`` and ``bench.one_rate``."""
 
 import pytest
 
-from bench import drift, one_rate, rows, undisturbed
+from bench import bf16, drift, one_rate, rows, undisturbed
 from bench.experiments.scales import AUTO
 
 
@@ -24,6 +24,21 @@ def test_drift_writes_every_basis_of_both_optimizers_in_every_form(tmp_path):
         for form in drift.FORMS
     }
     assert worst["float32"] < 1e-4 and worst["bfloat16 weights"] < 1e-4 < worst["bfloat16 state"] < 0.5
+
+
+@pytest.mark.slow
+def test_bf16_writes_a_row_of_every_form_with_its_difference_to_float32(tmp_path):
+    out = tmp_path / "bf16.csv"
+    for method in bf16.LR:  # the second one's rows join the first's
+        forms = ["--forms", "master", "plain, AdamW's in float32"]
+        assert bf16.main(["--steps", "2", "--seeds", "0", "3", "--optimizers", method, *forms, "--out", str(out)]) == 0
+    found = {(row["optimizer"], row["value"]): row for row in rows.read(out)}
+    assert {method for method, _ in found} == set(bf16.LR) and len(found) == 6
+    for (method, _), row in found.items():
+        usual = found[method, "float32"]["validation_loss"]
+        assert float(row["difference"]) == pytest.approx(float(row["validation_loss"]) - float(usual), abs=1e-5)
+        assert (row["value"] == "float32") == (float(row["difference"]) == 0)
+        assert row["seeds"] == "0 3" and row["steps"] == "2"
 
 
 @pytest.mark.slow

@@ -100,16 +100,16 @@ def few_kernels(monkeypatch):
     monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: backend)
 
 
-def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, **kwargs):
+def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, dtype=torch.float32, **kwargs):
     g = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(s, generator=g)) for s in SHAPES]
+    parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in SHAPES]
     fixed = {"backend": "triton", "precondition_frequency": 4, "weight_decay": 0.1, "init_eigenvalue": 0.1}
     kwargs = {**fixed, **kwargs}
     optimizer = cls(parameters, **kwargs)
     if graphs:
         optimizer.enable_graphs()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    for t, gradients in enumerate(gradient_stream(SHAPES, steps, dtype=torch.float32)):
+    for t, gradients in enumerate(gradient_stream(SHAPES, steps, dtype=dtype)):
         gradients = [x.clone() for x in gradients]
         change(t, optimizer, gradients)
         for p, x in zip(parameters, gradients, strict=True):
@@ -180,6 +180,15 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, re
     assert moved(9) == {"W", "M", "trust"}
     assert moved(10) == moved(8) | {"clipped", "trust"}
     assert moved(11) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stochastic", "master"])
+def test_a_replay_rounds_bfloat16_weights_as_a_plain_step_does(mode, recorded, few_kernels):
+    cls, kwargs = METHODS[-1]  # the other one's PyTorch form takes no gradients in bfloat16
+    kwargs = {**kwargs, "dtype": torch.bfloat16, "bf16_weights": mode, "steps": 8}
+    assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
+    assert recorded
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
+from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import apply, eigenvalue_ema, momentum, precondition, product, project, stack, symmetric_product
 
@@ -67,15 +68,17 @@ def matrices(factors: str = "") -> Callable[[Sizes, Dtypes, Draw], Inputs]:
     return inputs
 
 
-def io(i: Inputs, ops: Primitives) -> BucketIO:
-    """Return a bucket's I/O on these weights, which are their own gradients."""
+def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
+    """Return a bucket's I/O on these weights, which are their own gradients; ``mode`` rounds bfloat16 ones."""
     parameters = [torch.nn.Parameter(W, requires_grad=False) for W in i["weights"]]
     for p, W in zip(parameters, i["weights"], strict=True):
         p.grad = W
     W = parameters[0]
     members = [Member(p, "", MatrixShape(1, *W.shape), range(b, b + 1)) for b, p in enumerate(parameters)]
     layout = Layout(len(members), *W.shape, compute_dtype(W.dtype), W.dtype, W.device)
-    found: BucketIO = (TritonIO if ops.name == "triton" else TorchIO)(members, layout)
+    mode = mode_of({"bf16_weights": mode}, W.dtype)
+    rounding = Rounding(mode, ["weight"] * len(members), [member.weight() for member in members])
+    found: BucketIO = (TritonIO if ops.name == "triton" else TorchIO)(members, layout, rounding)
     found.locate(replace(H, lr=LR, weight_decay=WEIGHT_DECAY))
     return found
 
@@ -88,9 +91,9 @@ def _stack(negate: bool) -> Bind:
     return bind
 
 
-def _apply(**decay: bool) -> Bind:
+def _apply(mode: str = "plain", **decay: bool) -> Bind:
     def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
-        own, direction = io(i, ops), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
+        own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
 
         def run() -> list[Tensor]:
             own.apply(direction, range(len(i["weights"])), i.get("active"))
@@ -102,13 +105,14 @@ def _apply(**decay: bool) -> Bind:
     return bind
 
 
-def apply_case(factors: str, after: bool = False, cautious: bool = False, **fields: Any) -> Case:
+def apply_case(factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, **fields: Any) -> Case:
     """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
     Q, low_rank = "Q" in factors, "left" in factors
     name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
     polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
     flops = lambda s: polar(s) + 2 * s.m * s.n * s.r * low_rank  # noqa: E731
-    bind = _apply(decay_after=after, cautious_decay=cautious)
+    name += f" {mode}" * (mode != "plain")
+    bind = _apply(mode, decay_after=after, cautious_decay=cautious)
     return Case(name, matrices(factors), bind, flops, polar, module=apply, **fields)
 
 
@@ -250,6 +254,8 @@ KERNELS: tuple[Case, ...] = (
     newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     apply_case("X Q scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="polar"),
     apply_case("X Q scale left right active"),
+    apply_case("X Q scale left right", "stochastic", dtypes=(BF16,), operand="polar"),
+    apply_case("X Q scale left right", "master", dtypes=(BF16,), operand="polar"),
     apply_case("X Q scale"),
     apply_case("X scale left right"),
     apply_case("left right"),

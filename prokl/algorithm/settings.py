@@ -25,6 +25,8 @@ ALGORITHMS = ("matrix", "adamw")
 """Values of a group's ``algorithm``."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
+BF16_WEIGHTS = ("stochastic", "master", "plain")
+"""Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AdjustLrFn = Literal["original", "match_rms_adamw"]
@@ -193,6 +195,7 @@ def check_common(group: dict[str, Any]) -> None:
     if start != "auto" and not (_is_number(start) and 0 < start < math.inf):
         raise _invalid("init_eigenvalue", start, '"auto" or a finite number above 0')
     check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
+    check_choice("bf16_weights", group["bf16_weights"], BF16_WEIGHTS)
     check_choice("backend", group["backend"], (None, *BACKENDS))
     check_choice("maximize", group["maximize"], (True, False))
     check_choice("cautious_weight_decay", group["cautious_weight_decay"], (True, False))

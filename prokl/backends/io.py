@@ -18,6 +18,7 @@ from torch import Tensor
 from prokl.algorithm.primitives import Direction
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import MatrixShape
+from prokl.backends.rounding import Rounding
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class BucketIO(Protocol):
         ...
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
-        """Do W <- (1 - lr weight_decay) W - lr D where active, rounding once where W is narrower than D.
+        """Do W <- (1 - lr weight_decay) W - lr D where active; where W is narrower than D it is rounded once.
 
         Args:
             direction: factors of D; says whether the decay comes after the step, and whether it is cautious.
@@ -115,8 +116,8 @@ class TorchIO:
 
     capturable = False
 
-    def __init__(self, members: Sequence[Member], layout: Layout) -> None:
-        self.members, self.layout = members, layout
+    def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
+        self.members, self.layout, self.rounding = members, layout, rounding
         self.gradients: list[Tensor | None] = []
 
     def locate(self, h: Hyper) -> None:
@@ -148,9 +149,9 @@ class TorchIO:
             if moves is None and W.dtype == D.dtype:
                 self._advance(W, own, direction)
             else:
-                new = W.to(D.dtype, copy=True)
+                new = self.rounding.exact(W, rows).to(D.dtype, copy=True)
                 self._advance(new, own, direction)
-                W.copy_(new if moves is None else torch.where(moves[:, None, None], new, W))
+                self.rounding.write(W, new, rows, moves)
             member.write(W)
 
     def _advance(self, W: Tensor, D: Tensor, direction: Direction) -> None:

@@ -16,6 +16,7 @@ from prokl.algorithm.settings import BACKENDS
 from prokl.backends import extension
 from prokl.backends.device import gpu_unsupported_reason, is_host_readable
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
+from prokl.backends.rounding import Rounding
 from prokl.backends.torch_ops import TorchPrimitives
 
 
@@ -26,7 +27,7 @@ class Backend:
     name: str
     ops: Primitives | None
     """None: the specification itself, one matrix at a time."""
-    io: Callable[[Sequence[Member], Layout], BucketIO]
+    io: Callable[[Sequence[Member], Layout, Rounding], BucketIO]
     host_readable: bool
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
     graphs: bool

@@ -18,6 +18,7 @@ from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Layout, Member
 from prokl.backends.pointers import PointerTable
+from prokl.backends.rounding import Rounding
 from prokl.kernels.apply import apply
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.momentum import momentum as launch_momentum
@@ -106,8 +107,8 @@ class TritonIO:
     written into them.
     """
 
-    def __init__(self, members: Sequence[Member], layout: Layout) -> None:
-        self.members, self.layout = members, layout
+    def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
+        self.members, self.layout, self.rounding = members, layout, rounding
         self.counts = [member.shape.count for member in members]
         self.gradient_table = PointerTable(layout.count, layout.device)
         self.weight_table = PointerTable(layout.count, layout.device)
@@ -161,6 +162,8 @@ class TritonIO:
             active=active,
             decay_after=direction.decay_after,
             cautious_decay=direction.cautious_decay,
+            keys=self.rounding.keys,
+            master=self.rounding.master,
         )
         moved = set(moving)
         for member, weight in self._copied:

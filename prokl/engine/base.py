@@ -18,6 +18,7 @@ from torch.optim import AdamW, Optimizer
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import checkpoint
 from prokl.engine.bucket import Bucket, blank_state, layout_of_state, split, state_dtype
@@ -126,6 +127,8 @@ class MatrixOptimizer(Optimizer):
                 if "M" + piece.suffix not in self.state.get(piece.p, {}):
                     layout = layout_of_state(piece, self.method, self._rank(group, piece), group).values()
                     size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+                    if mode_of(group, piece.p.dtype) == MASTER:
+                        size += 4 * piece.shape.rows * piece.shape.cols
                     yield piece.p, piece.name, piece.shape.count * size
 
     def _adamw_defaults(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import on_device, without_autocast
 from prokl.backends.io import BucketIO, Layout, Member
+from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
@@ -86,6 +87,11 @@ class Bucket:
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
+        names = [f"{member.name} {c}" for member in self.members for c in range(member.shape.count)]
+        mode = mode_of(group, first.p.dtype)
+        self.rounding = Rounding(mode, names, [member.weight() for member in self.members])
+        if self.rounding.master is not None:
+            self.stacks[MASTER] = self.rounding.master
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
         self.views: list[dict[str, Tensor]] = []
         self.schedule = Schedule(
@@ -110,7 +116,10 @@ class Bucket:
         views = {"skipped": self.skipped[i], **{key: member.part(stack) for key, stack in self.stacks.items()}}
         if "step" + member.suffix in state:
             for key, view in views.items():
-                view.copy_(state[key + member.suffix])
+                if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
+                    view.copy_(state[key + member.suffix])
+        if MASTER not in self.stacks:
+            state.pop(MASTER + member.suffix, None)
         self.views.append({key + member.suffix: view for key, view in views.items()})
         state.update(self.views[i] | {"step" + member.suffix: self._clock(member)})
 
@@ -118,6 +127,7 @@ class Bucket:
         """Return True if the weights and the views handed out are still what they were when the bucket was made."""
         return all(
             member.p.dtype == self.layout.weight_dtype
+            and self.rounding.mode == mode_of(self.group, member.p.dtype)
             and member.p.device == self.layout.device
             and all(state.get(key) is view for key, view in views.items())
             for member, state, views in zip(self.members, states, self.views, strict=True)
@@ -133,6 +143,7 @@ class Bucket:
         if plan is not None:
             if self.backend is None or self.group["backend"] != self._asked:
                 self._choose_backend(self.group["backend"])
+            self.rounding.locate(self.schedule.steps)
             self.io.locate(self.method.hyper(self.group))
         return plan
 
@@ -140,7 +151,7 @@ class Bucket:
         """Take another backend; one that is refused, or has no memory for its tables, leaves everything as it was."""
         backend = select(asked, self.layout.device)
         if backend is not self.backend:
-            self.io = backend.io(self.members, self.layout)
+            self.io = backend.io(self.members, self.layout, self.rounding)
             self.backend = backend
         self._asked = asked
 
@@ -225,7 +236,9 @@ class Bucket:
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
         h = self.method.hyper(self.group)
-        state = {key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items()}
+        state = {
+            key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items() if key != MASTER
+        }
         ops = backend.ops
         if ops is None:
             self._reference_step(G, state, h, moving)
@@ -245,7 +258,7 @@ class Bucket:
         due, index = finite & (self.stacks["stale"] > 0), self.index(rows)
         if index is not None:
             due &= torch.zeros_like(due).index_fill_(0, index, True)
-        state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key != "M"}
+        state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key not in ("M", MASTER)}
         if backend.ops is None:
             for b in due.nonzero().flatten().tolist():
                 for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
@@ -291,17 +304,19 @@ class Bucket:
     def _reference_step(
         self, G: Tensor, state: State, h: Any, moving: tuple[int, ...]
     ) -> None:  # fmt: skip
-        W = torch.cat([member.weight().to(self.dtype) for member in self.members])
+        parts = [(member, member.weight(), slice(member.rows.start, member.rows.stop)) for member in self.members]
+        W = torch.cat([self.rounding.exact(weight, rows).to(self.dtype) for _, weight, rows in parts])
         for b in moving:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale = float(self.aspect_scale[b])
             W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=False)
             for key, value in own.items():
                 self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        rows = set(moving)
-        for member in self.members:
-            if not rows.isdisjoint(member.rows):
-                member.write(W[member.rows.start : member.rows.stop])
+        moves, moved = self._mask(moving), set(moving)
+        for member, weight, rows in parts:
+            if not moved.isdisjoint(member.rows):
+                self.rounding.write(weight, W[rows], rows, moves[rows])
+                member.write(weight)
 
 
 def layout_of_state(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
+from prokl.backends.rounding import MASTER
 from prokl.engine.bucket import layout_of_state
 from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
 
@@ -101,6 +102,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             needed = [_needed(piece, method, group) for piece in parts]
             if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
                 for piece, layout in zip(parts, needed, strict=True):
+                    if MASTER + piece.suffix in own:  # else they start as the weights
+                        layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
                     own = _missing_counters(piece, own, layout) | own
                     _check_state(own, layout, piece, optimizer)
                     own["step" + piece.suffix] = stored_clock(p, clock(piece, own))
