@@ -1,0 +1,108 @@
+"""Work in processes of its own, which may crash or hang: forked, so that nothing is imported anew."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from bench.steps.peers import reason
+from bench.tasks.problem import Failed
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+class Broken(Exception):
+    """The work raised, died or hung; the text says which."""
+
+
+class Job:
+    """A process at work.
+
+    Args:
+        work: what to do; its result is pickled.
+        own_group: whether it leads a process group, which ends with it.
+    """
+
+    def __init__(self, work: Callable[[], Any], own_group: bool = False) -> None:
+        self.receiver, sender = CONTEXT.Pipe(duplex=False)
+        self.own_group = own_group
+        self.process = CONTEXT.Process(target=self._run, args=(work, sender))
+        self.process.start()
+        sender.close()
+
+    def _run(self, work: Callable[[], Any], sender: Connection) -> None:
+        if self.own_group:
+            os.setpgid(0, 0)
+        try:
+            sender.send((None, work()))
+        except Failed as failed:
+            sender.send((Failed, str(failed)))
+        except KeyboardInterrupt:
+            pass
+        except Broken as broken:
+            sender.send((Broken, str(broken)))
+        except BaseException as error:  # another package may fail in any way
+            sender.send((Broken, reason(error)))
+
+    def result(self, seconds: float | None = None) -> Any:
+        """Return what the work returned.
+
+        Raises:
+            Failed: the work raised it.
+            Broken: it raised something else, died, or ran for longer.
+        """
+        if not self.receiver.poll(seconds):
+            raise Broken(f"still running after {seconds:g} s")
+        try:
+            raised, value = self.receiver.recv()
+        except EOFError:
+            self.process.join()
+            raise Broken(f"process ended with exit status {self.process.exitcode}") from None
+        if raised is not None:
+            raise raised(value)
+        return value
+
+    def end(self) -> None:
+        """End the process, with its group if it leads one."""
+        if self.own_group and self.process.pid is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass  # nobody is left
+        self.process.kill()
+        self.process.join()
+        self.receiver.close()
+
+
+def guarded(work: Callable[[], Any], seconds: float | None = None) -> Any:
+    """Return what work returns in a process; with a limit, whatever it started ends with it.
+
+    Raises:
+        Failed: the work raised it.
+        Broken: it raised something else, died, or ran for longer than ``seconds``.
+    """
+    job = Job(work, own_group=seconds is not None)
+    try:
+        return job.result(seconds)
+    finally:
+        job.end()
+
+
+def together(works: list[Callable[[], Any]]) -> list[Any]:
+    """Return what several return that run at the same time.
+
+    Raises:
+        Failed, Broken: as the first that fails does.
+    """
+    jobs = [Job(work) for work in works]
+    try:
+        found: dict[Connection, Any] = {}
+        while len(found) < len(jobs):
+            for ready in wait([job.receiver for job in jobs if job.receiver not in found]):
+                found[ready] = next(job for job in jobs if job.receiver is ready).result()  # type: ignore[index]
+        return [found[job.receiver] for job in jobs]
+    finally:
+        for job in jobs:
+            job.end()
