@@ -2,15 +2,23 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from bench.steps.peers import reason
 from bench.tasks.problem import Failed
 
 CONTEXT = multiprocessing.get_context("fork")
+
+
+def brief(error: BaseException) -> str:
+    """Return the first line of an error, folders left out: they are of one machine."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "").strip()
+    line = re.sub(r"(?<![\w.])(/[\w.+-]+)+/", "", line)
+    line = f"{type(error).__name__}: {line}".rstrip(": ")
+    return line if len(line) <= 120 else line[:117] + "..."
 
 
 class Broken(Exception):
@@ -33,6 +41,7 @@ class Job:
         sender.close()
 
     def _run(self, work: Callable[[], Any], sender: Connection) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         if self.own_group:
             os.setpgid(0, 0)
         try:
@@ -44,7 +53,7 @@ class Job:
         except Broken as broken:
             sender.send((Broken, str(broken)))
         except BaseException as error:  # another package may fail in any way
-            sender.send((Broken, reason(error)))
+            sender.send((Broken, brief(error)))
 
     def result(self, seconds: float | None = None) -> Any:
         """Return what the work returned.
@@ -65,12 +74,16 @@ class Job:
         return value
 
     def end(self) -> None:
-        """End the process, with its group if it leads one."""
-        if self.own_group and self.process.pid is not None:
+        """End the process, with its group if it leads one, and let it end what it has started if not."""
+        assert self.process.pid is not None
+        if self.own_group:
             try:
                 os.killpg(self.process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass  # nobody is left
+        elif self.process.is_alive():
+            os.kill(self.process.pid, signal.SIGINT)
+            self.process.join(5)
         self.process.kill()
         self.process.join()
         self.receiver.close()

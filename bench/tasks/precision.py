@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bench.tasks.guard import brief
 from bench.tasks.peers import Peer
 from bench.tasks.problem import (
     END,
@@ -25,6 +26,8 @@ from bench.tasks.problem import (
 
 TRACED = 3
 """Steps of a compiled function: what differs between steps is traced anew, which takes a minute of some peers."""
+FUSED = 0.1
+"""Room for rounding: what some compile of theirs fuses products of half precision, whose unit is up to 0.008."""
 NUDGE = 1e-8
 """Relative change of a gradient that float64 resolves to eight digits, and float32 not at all."""
 
@@ -49,17 +52,17 @@ def float64(peer: Peer) -> str:
     once, twice = ends[1] - ends[0], ends[2] - ends[0]
     answer = float(twice.norm())
     if not answer > 0:
-        raise Failed("does not answer")
+        raise Failed("does not answer: it is computed in less")
     off = float((twice - 2 * once).norm()) / answer
     if not off <= 0.01:
-        raise Failed(f"{off:.0%} out of proportion")
+        raise Failed(f"answers out of proportion, by {off:.0%}: it is computed in less")
     return f"{off:.0e} out of proportion"
 
 
 def refuses(error: BaseException) -> bool:
     """Tell whether somebody raised this on purpose, with a sentence, rather than an operation that failed."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames or isinstance(error, AssertionError) or len(str(error).split()) < 3:
+    if not frames or len(str(error).split()) < 3:
         return False
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
@@ -68,14 +71,11 @@ def refuses(error: BaseException) -> bool:
     return dis.opname[at.tb_frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
 
 
-def said(error: BaseException) -> str:
-    """Return the beginning of what an error says."""
-    line = " ".join(str(error).split())
-    return f'{type(error).__name__} "{line[:77] + "..." if len(line) > 80 else line}"'
-
-
 def dtype_change(peer: Peer) -> str:
-    """After model.to(bfloat16) on the way it trains on, or says why not before anything moves."""
+    """After model.to(bfloat16) on the way it trains on, or says why not before anything moves.
+
+    Vectors may stand still: a norm's gain of 1 is not moved by less than half of bfloat16's unit.
+    """
     model = Net()
     optimizer = peer.optimizer(model)
     train(model, optimizer, range(MIDDLE))
@@ -86,11 +86,11 @@ def dtype_change(peer: Peer) -> str:
     except Exception as error:  # another package may fail in any way
         moved = not all(map(torch.equal, before, model.parameters()))
         if refuses(error) and not moved:
-            return f"refuses: {said(error)}"
-        raise Failed(f"{'after weights moved, ' if moved else ''}{said(error)}") from None
+            return f"refuses: {brief(error)}"
+        raise Failed(f"{'after weights moved, ' if moved else ''}{brief(error)}") from None
     require_finite(model, "afterwards")
     mine, named = held(optimizer), zip(model.named_parameters(), before, strict=True)
-    still = [name for (name, p), was in named if p in mine and p.equal(was)]
+    still = [name for (name, p), was in named if p in mine and p.ndim > 1 and p.equal(was)]
     if still:
         raise Failed(f"{', '.join(still)} did not move any more")
     if not min(losses[1:]) < losses[0]:
@@ -119,8 +119,8 @@ def _flat(peer: Peer, factor: float) -> tuple[Tensor, Tensor]:
         except Exception as error:  # another package may fail in any way
             moved = not vector.equal(before)
             if refuses(error) and not moved:
-                raise Refused(f"refuses: {said(error)}") from None
-            raise Failed(f"{'after it moved, ' if moved else ''}{said(error)}") from None
+                raise Refused(f"refuses: {brief(error)}") from None
+            raise Failed(f"{'after it moved, ' if moved else ''}{brief(error)}") from None
     return before, vector.detach()
 
 
@@ -166,7 +166,7 @@ def compiled(peer: Peer) -> str:
         require_finite(model, "afterwards")
         ends.append(copies(model.parameters()))
     far = distance(ends[0], ends[1], start)
-    if far > 1e-3:
+    if far > FUSED:
         raise Failed(f"{far:.2g} of the way from the plain one")
     return "to the bit" if far == 0 else f"up to {far:.1g} of the way"
 

@@ -66,13 +66,14 @@ def train(
     steps: Iterable[int],
     rank: int = 0,
     change: Callable[[int], None] | None = None,
+    seed: int = 0,
 ) -> list[float]:
     """Train; ``change`` may change the gradients of a step. Return the losses.
 
-    torch's generator is set at the beginning, as a trainer restores it where it resumes.
+    torch's generator is set to ``seed`` at the beginning, as a trainer restores it where it resumes.
     """
     losses = []
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     for t in steps:
         losses.append(float(backward(model, t, rank)))
         if change is not None:

@@ -31,9 +31,11 @@ STEPS = 60
 """Of the GPT."""
 ENOUGH = 0.5
 """Share of what a comparable run gains that has to be gained: about whether it trains, not about how well."""
+LEAST = 0.1
+"""What has to be gained at least, in nats."""
 ROUNDING = 0.05
-"""Largest difference of two ways to round, relative to the way a weight went: Newton-Schulz in bfloat16 differs by up
-to 0.03 where matrices are multiplied one by one or together."""
+"""Room for rounding, relative to the way that a weight went: Newton-Schulz is in bfloat16, whose unit is 0.008, and may
+round otherwise where matrices are multiplied together."""
 
 
 @cache
@@ -109,7 +111,7 @@ def convolutions(peer: Peer) -> str:
                 p.copy_(told)
     losses = []
     x = normal(2, 64, 3, 8, 8)
-    for _ in range(200):
+    for _ in range(100):
         model.zero_grad()
         loss = F.mse_loss(model(x), teacher(x).detach())
         loss.backward()
@@ -117,7 +119,7 @@ def convolutions(peer: Peer) -> str:
             if not any(p is kernel for kernel in kernels):
                 p.grad = None
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     if any(p.equal(before) for p, before in zip(kernels, start, strict=True)):
         raise Failed("a 4-D weight did not move")
     share = min(losses) / losses[0]
@@ -163,7 +165,7 @@ def one_cycle(peer: Peer) -> str:
         else:
             fell.append(train_gpt(model, optimizer, STEPS))
     said = f"loss fell by {fell[1]:.2f}, at constant rates by {fell[0]:.2f}"
-    if not fell[1] >= ENOUGH * fell[0]:
+    if not fell[1] >= max(ENOUGH * fell[0], LEAST):
         raise Failed(said)
     return said
 
