@@ -255,6 +255,8 @@ def test_work_that_raises_dies_or_hangs_is_reported_and_leaves_nobody(tmp_path):
         guarded(lambda: os._exit(7))
     with pytest.raises(Broken, match=r"still running after 0\.5 s"):
         guarded(hang, 0.5)
+    with pytest.raises(Broken, match="still running after 1 s of a core"):
+        guarded(lambda: [None for _ in iter(int, 1)], 60, 1)
     with pytest.raises(OSError):  # it, too, has ended with its group
         for _ in range(50):
             os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -31,11 +32,12 @@ class Job:
     Args:
         work: what to do; its result is pickled.
         own_group: whether it leads a process group, which ends with it.
+        cpu: seconds of a core that it and every process that it starts may take.
     """
 
-    def __init__(self, work: Callable[[], Any], own_group: bool = False) -> None:
+    def __init__(self, work: Callable[[], Any], own_group: bool = False, cpu: int | None = None) -> None:
         self.receiver, sender = CONTEXT.Pipe(duplex=False)
-        self.own_group = own_group
+        self.own_group, self.cpu = own_group, cpu
         self.process = CONTEXT.Process(target=self._run, args=(work, sender))
         self.process.start()
         sender.close()
@@ -44,6 +46,8 @@ class Job:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         if self.own_group:
             os.setpgid(0, 0)
+        if self.cpu is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (self.cpu, self.cpu + 1))
         try:
             sender.send((None, work()))
         except Failed as failed:
@@ -68,6 +72,8 @@ class Job:
             raised, value = self.receiver.recv()
         except EOFError:
             self.process.join()
+            if self.process.exitcode == -signal.SIGXCPU:
+                raise Broken(f"still running after {self.cpu} s of a core") from None
             raise Broken(f"process ended with exit status {self.process.exitcode}") from None
         if raised is not None:
             raise raised(value)
@@ -89,14 +95,14 @@ class Job:
         self.receiver.close()
 
 
-def guarded(work: Callable[[], Any], seconds: float | None = None) -> Any:
-    """Return what work returns in a process; with a limit, whatever it started ends with it.
+def guarded(work: Callable[[], Any], seconds: float | None = None, cpu: int | None = None) -> Any:
+    """Return what work returns in a process; with ``seconds``, whatever it started ends with it.
 
     Raises:
         Failed: the work raised it.
-        Broken: it raised something else, died, or ran for longer than ``seconds``.
+        Broken: it raised something else, died, ran for longer than ``seconds`` or took more than ``cpu`` of a core.
     """
-    job = Job(work, own_group=seconds is not None)
+    job = Job(work, own_group=seconds is not None, cpu=cpu)
     try:
         return job.result(seconds)
     finally:
