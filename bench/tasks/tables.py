@@ -8,7 +8,12 @@ from bench.markdown import table
 from bench.tasks import TASKS
 
 OWN = "prokl."
-REASONS: dict[str, str] = {}
+REASONS = {
+    "unnamed groups": "param_groups names every weight, and torch then asks a name of those that come later.",
+    "dtype change": "the AdamW groups fail as torch's AdamW does, when matrices have moved.",
+    "ZeRO": "it takes no named weights, and param_groups gives such.",
+    "flattened DCP": "the step of a stack is a list, one for each matrix, and torch flattens tensors and numbers.",
+}
 """Why this package is worse than a peer, by task: of exactly those in which it is."""
 
 
