@@ -44,6 +44,7 @@ KEYS = {
     # Of one weight, one seed, one step, or one line of a table.
     **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
     **_columns("metric unit dtype shapes"),
+    **_columns("peer task version"),
 }
 """What was measured. ``start`` is that of the eigenvalues, "auto" or a number, ``clip_threshold`` a number or "none".
 """
@@ -62,7 +63,7 @@ VALUES = {
     **_columns(whole="factors eigenbases eigenvalues subspace_basis complement_scalar momentum second_moment"),
     **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
-    **_columns("instructions"),
+    **_columns("instructions outcome detail"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
 lower bound in the same unit; ``_se`` is a standard error."""
