@@ -62,10 +62,10 @@ class ProKLShampoo(MatrixOptimizer):
         variant: "pro-klshampoo", or the paper's "smok-hop" (no orthogonalisation, alpha_kl = 1, EMA momentum),
             "subspace-only", "complement-only".
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
-        bf16_weights: what a step writes into bfloat16 weights: "stochastic" (rounded up or down at random, unbiased, the
-            same bits after a resume), "master" (rounded to nearest beside a float32 master in the state, which counts
-            wherever the weight still is its rounding) or "plain" (to nearest). Other dtypes, and AdamW groups, are
-            rounded to nearest.
+        bf16_weights: what a step writes into bfloat16 weights: "stochastic" (rounded up or down at random, unbiased,
+            the same bits after a resume), "master" (rounded to nearest beside a float32 master in the state, which
+            counts wherever the weight still is its rounding) or "plain" (to nearest). Other dtypes, and AdamW groups,
+            are rounded to nearest.
         backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
@@ -86,8 +86,8 @@ class ProKLShampoo(MatrixOptimizer):
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
     weight has a leading dimension. ``step`` is -1 until the initialising gradient, an int, or of a 3-D weight an int64
-    tensor on the CPU. ``bf16_weights="master"`` adds master (m,n) float32. Keys of piece i of a split weight end in ``.i``. A weight without a gradient so far has an entry
-    too, of zeros.
+    tensor on the CPU. ``bf16_weights="master"`` adds master (m,n), float32. Keys of piece i of a split weight end in
+    ``.i``. A weight without a gradient so far has an entry too, of zeros.
 
     Raises:
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.

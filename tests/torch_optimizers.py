@@ -42,6 +42,9 @@ COMMON = {
     "refresh at every step": {"precondition_frequency": 1},
     "as published": {"init_eigenvalue": 0.1, "clip_threshold": None},
     "half-precision state": {"state_dtype": torch.bfloat16},
+    "AdamW's units": {"adjust_lr_fn": "match_rms_adamw"},
+    "cautious weight decay": {"weight_decay": 0.1, "cautious_weight_decay": True},
+    "masters": {"bf16_weights": "master"},
     "reference": {"backend": "reference"},
 }
 PRO_ONLY = {
@@ -132,7 +135,7 @@ OURS = [
         optim_inputs_func=inputs(settings),
         scheduler_inputs=tuple(SCHEDULERS.values()),
         supported_impls=(),
-        not_og_supported_flags=("ns_dtype", "clip_threshold"),
+        not_og_supported_flags=("ns_dtype", "clip_threshold", "adjust_lr_fn", "cautious_weight_decay", "bf16_weights"),
         supports_complex=False,
         optim_error_inputs_func=errors,
     )
