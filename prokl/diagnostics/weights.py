@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.bucket import split, state_dtype
+from prokl.engine.bucket import split
 from prokl.engine.pieces import Piece, clock, pieces, readings
+from prokl.engine.storage import state_dtype
 
 
 @dataclass(frozen=True)

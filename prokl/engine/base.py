@@ -5,7 +5,6 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, overload
@@ -13,29 +12,27 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
-from prokl.engine import checkpoint
-from prokl.engine.bucket import Bucket, blank_state, layout_of_state, split, state_dtype
+from prokl.engine import adamw, checkpoint
+from prokl.engine.adamw import AdamWGroups
+from prokl.engine.bucket import Bucket, split
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
+from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
-    check_adamw_state,
     check_gradient,
     check_materialised,
     check_matrix_parameter,
     check_memory,
     check_writable,
 )
-
-ADAMW_DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
-"""betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
 
 BucketKey = tuple[int, int, int, int, torch.dtype, torch.device]
 """(group, m, n, rank, dtype, device)."""
@@ -61,7 +58,7 @@ class MatrixOptimizer(Optimizer):
         self._made_with: dict[int, dict[str, Any]] = {}
         self._read_as: dict[Tensor, Reading] = {}
         self._layout: list[tuple[int, ...]] = []
-        self._adamw = AdamW([{"params": []}])
+        self._adamw = AdamWGroups()
         self._graphs = Graphs() if self._graphs_enabled else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,22 +88,15 @@ class MatrixOptimizer(Optimizer):
         algorithm = group.setdefault("algorithm", "matrix")
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         if algorithm == "adamw":
-            group = {**self._adamw_defaults(), **group}
+            group = {**self._adamw.defaults(self.defaults["maximize"]), **group}
             check_adamw(group)
         super().add_param_group(group)
         for p, name in self._named(len(self.param_groups) - 1):
             check_materialised(p, name)
         if algorithm == "adamw":
-            self._check_new_adamw_group(self.param_groups[-1])
+            self._adamw.check_new(self.param_groups[-1], self.defaults)
         else:
             self._check_new_matrix_group(self.param_groups[-1])
-
-    def _check_new_adamw_group(self, group: Group) -> None:
-        for key in set(self.defaults) - set(self._adamw.defaults) - {"algorithm"}:
-            group.pop(key, None)
-        # PyTorch's own checks: which of its options go together, and with these weights.
-        options = inspect.signature(AdamW).parameters.keys() & group.keys() - {"params"}
-        AdamW([{"params": group["params"]}], **{key: group[key] for key in options})
 
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)
@@ -130,12 +120,6 @@ class MatrixOptimizer(Optimizer):
                     if mode_of(group, piece.p.dtype) == MASTER:
                         size += 4 * piece.shape.rows * piece.shape.cols
                     yield piece.p, piece.name, piece.shape.count * size
-
-    def _adamw_defaults(self) -> dict[str, Any]:
-        """Return everything an AdamW group holds but its lr."""
-        defaults = {**self._adamw.defaults, "maximize": self.defaults["maximize"], **ADAMW_DEFAULTS}
-        del defaults["lr"]
-        return defaults
 
     def _named(self, index: int) -> Iterator[tuple[Tensor, str]]:
         group = self.param_groups[index]
@@ -185,7 +169,7 @@ class MatrixOptimizer(Optimizer):
         for bucket, plan in work:
             moved = bucket.execute(plan) if self._graphs is None else self._graphs.execute(bucket, plan)
             messages += bucket.commit(plan, moved, self._states(bucket))
-        self._step_adamw()
+        self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss
@@ -206,16 +190,6 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == "matrix":
                 self._assign_to_buckets(i, group)
 
-    def _step_adamw(self) -> None:
-        self._adamw.param_groups = [g for g in self.param_groups if g["algorithm"] == "adamw"]
-        self._adamw.state = self.state
-        if self._adamw.param_groups:
-            for group in self._adamw.param_groups:
-                for p in group["params"]:
-                    if p.grad is None and p.requires_grad and p not in self.state:
-                        self.state[p].update(_blank_adamw_state(p, group))
-            inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
-
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         hows = readings(group)
@@ -230,7 +204,7 @@ class MatrixOptimizer(Optimizer):
                     f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                     "back, or start a new optimizer."
                 )
-            check_adamw_state(p, name, state or {})
+            adamw.check_state(p, name, state or {})
         if group["algorithm"] == "adamw":
             check_adamw(group)
             return
@@ -363,7 +337,8 @@ class MatrixOptimizer(Optimizer):
             last_hook.remove()
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._adamw_defaults())
+        adamw_defaults = self._adamw.defaults(self.defaults["maximize"])
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, adamw_defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         made = checkpoint.restore(state, self.method, type(self).__name__)
@@ -371,13 +346,3 @@ class MatrixOptimizer(Optimizer):
         self._forget()
         for i in made:
             self._remember(state["param_groups"][i])
-
-
-def _blank_adamw_state(p: Tensor, group: Group) -> dict[str, Tensor]:
-    """Return what AdamW would start from at the first gradient: an entry that checkpoints have of every weight."""
-    device = p.device if group["capturable"] or group["fused"] else "cpu"
-    dtype = torch.float32 if group["fused"] else torch.get_default_dtype()
-    state = {"step": torch.zeros((), dtype=dtype if dtype == torch.float64 else torch.float32, device=device)}
-    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    return state

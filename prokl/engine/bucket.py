@@ -32,6 +32,7 @@ from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
+from prokl.engine.storage import layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -42,9 +43,6 @@ several; one parameter is never split."""
 
 INDICES_KEPT = 32
 """Index tensors of refreshing matrices that a bucket keeps: clocks that drifted apart make ever new ones."""
-
-SCALARS = ("lambda_0", "trust", "clipped", "stale")
-"""State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
 
 class Bucket:
@@ -319,25 +317,6 @@ class Bucket:
                 member.write(weight)
 
 
-def layout_of_state(
-    piece: Piece, method: Method[Any], rank: int, group: Group
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every state tensor of one matrix of a piece."""
-    own, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
-    shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)
-    return {key: (shape, arithmetic if key in SCALARS else own) for key, shape in shapes.items()}
-
-
-def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:
-    """Return the state of a piece that has had no gradient: what a bucket would hold of it, and has not to yet."""
-    leading, device = (piece.shape.count,) if piece.p.ndim == 3 else (), piece.p.device
-    state: dict[str, Any] = {"step": stored_clock(piece.p, [-1] * piece.shape.count)}
-    state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
-    for key, (shape, dtype) in layout_of_state(piece, method, rank, group).items():
-        state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
-    return {key + piece.suffix: value for key, value in state.items()}
-
-
 def split(pieces: Sequence[Piece], elements: int, itemsize: int) -> list[list[Piece]]:
     """Return ``pieces`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
     most = max(1, WORKSPACE // (elements * itemsize))
@@ -350,11 +329,3 @@ def split(pieces: Sequence[Piece], elements: int, itemsize: int) -> list[list[Pi
         runs[-1].append(piece)
         count += piece.shape.count
     return runs
-
-
-def state_dtype(group: Group, p: Tensor) -> torch.dtype:
-    """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
-    if group["state_dtype"] is not None:
-        dtype: torch.dtype = group["state_dtype"]
-        return dtype
-    return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32

@@ -11,8 +11,9 @@ from torch import Tensor
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
 from prokl.backends.rounding import MASTER
-from prokl.engine.bucket import layout_of_state
+from prokl.engine.adamw import count_in_tensors
 from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
+from prokl.engine.storage import layout_of_state
 
 
 class _NoCast:
@@ -91,7 +92,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
-            _count_in_tensors(state, group)
+            count_in_tensors(state["state"], group)
             continue
         names = group.get("param_names")
         for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
@@ -112,15 +113,6 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                 clocks = {"step" + piece.suffix for piece in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
     return made
-
-
-def _count_in_tensors(state: dict[str, Any], group: Group) -> None:
-    """Make tensors of the steps of an AdamW group that were saved as numbers, as torch's AdamW does when it loads."""
-    for p in group["params"]:
-        own = state["state"].get(p, {})
-        if isinstance(own.get("step"), (int, float)):
-            device = p.device if group.get("fused") or group.get("capturable") else "cpu"
-            own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device=device)
 
 
 def _copied(value: Any, device: torch.device) -> Any:

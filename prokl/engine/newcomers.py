@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
-
-OPTIONS = inspect.signature(AdamW).parameters.keys() - {"params", "weight_decay"}
+from prokl.engine.adamw import ARGUMENTS
 
 
 def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:
@@ -51,7 +48,7 @@ def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | No
             f'"algorithm": "adamw" (whose lr is {rates[0]:g} so far), or leave them out to have AdamW\'s.'
         )
     lr = adamw[-1]["lr"]
-    options = {key: adamw[-1][key] for key in OPTIONS & adamw[-1].keys()}
+    options = {key: adamw[-1][key] for key in (ARGUMENTS - {"weight_decay"}) & adamw[-1].keys()}
     options |= {"lr": lr.clone() if isinstance(lr, Tensor) else lr, "weight_decay": 0.0}
     groups = [{"params": vectors, "algorithm": "adamw", **options}]
     said = f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."

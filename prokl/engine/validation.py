@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,16 +45,6 @@ def check_materialised(p: Tensor, name: str) -> None:
         raise ValueError(
             f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
             "model.to_empty(device=...) or by loading its weights, before making the optimizer."
-        )
-
-
-def check_adamw_state(p: Tensor, name: str, state: Mapping[str, Any]) -> None:
-    """Raise ValueError where AdamW's state is not what its weight is by now: PyTorch's AdamW takes no such pair."""
-    made = state.get("exp_avg", p)
-    if p.grad is not None and (made.dtype, made.device) != (p.dtype, p.device):
-        raise ValueError(
-            f"{name} is {p.dtype} on {p.device} and its AdamW state still {made.dtype} on {made.device}: convert the "
-            "state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
         )
 
 

@@ -1,0 +1,42 @@
+"""Shapes and dtypes of what is kept of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.method import Group, Method
+from prokl.algorithm.shapes import compute_dtype
+from prokl.engine.pieces import Piece, stored_clock
+
+SCALARS = ("lambda_0", "trust", "clipped", "stale")
+"""State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
+
+
+def state_dtype(group: Group, p: Tensor) -> torch.dtype:
+    """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
+    if group["state_dtype"] is not None:
+        dtype: torch.dtype = group["state_dtype"]
+        return dtype
+    return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def layout_of_state(
+    piece: Piece, method: Method[Any], rank: int, group: Group
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every state tensor of one matrix of a piece."""
+    own, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
+    shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)
+    return {key: (shape, arithmetic if key in SCALARS else own) for key, shape in shapes.items()}
+
+
+def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:
+    """Return the state of a piece that has had no gradient: what a bucket would hold of it, and has not to yet."""
+    leading, device = (piece.shape.count,) if piece.p.ndim == 3 else (), piece.p.device
+    state: dict[str, Any] = {"step": stored_clock(piece.p, [-1] * piece.shape.count)}
+    state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
+    for key, (shape, dtype) in layout_of_state(piece, method, rank, group).items():
+        state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
+    return {key + piece.suffix: value for key, value in state.items()}
