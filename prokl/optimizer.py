@@ -44,7 +44,8 @@ class ProKLShampoo(MatrixOptimizer):
             3 (a stack of matrices) or more (convolutions, flattened to (out, rest)). Two keys of a group say how its
             weights are read, each one value for all or a list with one a weight: ``transposed``, True where they are
             stored (in, out); ``split``, into how many equal pieces the output dimension divides, or a tuple of their
-            sizes, None for one: each piece is a matrix of its own, skipped and counted by itself.
+            sizes, None for one: each piece is a matrix of its own, skipped and counted by itself. A list is for
+            weights with names, as trainers reorder others (ZeroRedundancyOptimizer): these need one group per value.
         lr: step size, in units of the operator norm of the complement's update, as Muon's.
         weight_decay: decoupled, multiplied by lr.
         momentum: mu of the Nesterov momentum M <- mu M + G.
@@ -65,7 +66,8 @@ class ProKLShampoo(MatrixOptimizer):
         bf16_weights: what a step writes into bfloat16 weights: "stochastic" (rounded up or down at random, unbiased,
             the same bits after a resume), "master" (rounded to nearest beside a float32 master in the state, which
             counts wherever the weight still is its rounding) or "plain" (to nearest). Other dtypes, and AdamW groups,
-            are rounded to nearest.
+            are rounded to nearest. The random numbers follow from the weight's name, or its place where it has none,
+            and its step.
         backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.

@@ -27,21 +27,21 @@ class Net(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(normal(*shape, seed=i)))
 
 
-def made(cls):
-    net = Net()
+def made(cls, dtype=torch.float32, **settings):
+    net = Net().to(dtype)
     groups = [
-        {"params": [net.matrix, net.late, net.stack, net.fused], "split": [None, None, None, (4, 8)]},
-        {"params": [net.table, net.bias], "algorithm": "adamw", "lr": 0.01},
+        {"params": list(net.named_parameters())[:4], "split": [None, None, None, (4, 8)]},
+        {"params": list(net.named_parameters())[4:], "algorithm": "adamw", "lr": 0.01},
     ]
     rank = {"rank": 3} if cls is PRO else {}
-    return net, cls(groups, precondition_frequency=3, **rank)
+    return net, cls(groups, precondition_frequency=3, **rank, **settings)
 
 
 def train(net, optimizer, first, last):
     for call in range(first, last):
         for i, p in enumerate(net.parameters()):
             late = (p is net.late or p is net.bias) and call < SAVED + 1
-            p.grad = None if late else normal(*p.shape, seed=100 * call + i)
+            p.grad = None if late else normal(*p.shape, seed=100 * call + i, dtype=p.dtype)
         if call < 2:
             net.stack.grad[1] = 0.0  # a matrix of the stack has still to begin
         optimizer.step()
@@ -49,14 +49,15 @@ def train(net, optimizer, first, last):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "bf16_weights": "master"}])
 @pytest.mark.parametrize("cls", [PRO, KL])
-def test_a_run_continues_bit_for_bit_through_a_distributed_checkpoint(cls, flatten, tmp_path):
+def test_a_run_continues_bit_for_bit_through_a_distributed_checkpoint(cls, how, flatten, tmp_path):
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    net, optimizer = made(cls)
+    net, optimizer = made(cls, **how)
     train(net, optimizer, 0, SAVED)
     dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer, options=options)}, checkpoint_id=tmp_path)
 
-    other, resumed = made(cls)
+    other, resumed = made(cls, **how)
     other.load_state_dict(copy.deepcopy(net.state_dict()))
     found = {"optimizer": get_optimizer_state_dict(other, resumed, options=options)}
     dcp.load(found, checkpoint_id=tmp_path)
@@ -85,6 +86,16 @@ def test_adamws_entry_of_a_weight_without_a_gradient_is_what_adamw_starts_from()
         own.step()
         alone.step()
         assert same_bits(late, twin)
+
+
+def test_what_a_wrapper_keeps_of_an_adamw_weight_before_its_first_gradient_stays():
+    matrix, bias = torch.nn.Parameter(normal(6, 9)), torch.nn.Parameter(normal(4))
+    optimizer = PRO([{"params": [matrix]}, {"params": [bias], "algorithm": "adamw", "lr": 0.1}], rank=3)
+    optimizer.state[bias]["slow"] = bias.detach().clone()
+    for p in (matrix, bias):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert same_bits(optimizer.state[bias]["slow"], normal(4)) and optimizer.state[bias]["exp_avg"].all()
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])

@@ -48,10 +48,17 @@ def test_what_get_output_embeddings_returns_is_the_head_whatever_its_name_and_si
     assert adamw(nothing) == {}
 
 
-def test_a_method_that_a_base_class_only_declares_says_nothing():
+@pytest.mark.parametrize("error", [NotImplementedError, ValueError, RuntimeError])
+def test_a_method_that_a_base_class_only_declares_or_that_raises_says_nothing(error):
     def declared(model):
-        raise NotImplementedError
+        raise error
 
+    class Broken(nn.Module):
+        @property
+        def config(self):
+            raise error
+
+    assert adamw(holding(inner=Broken(), h=blocks(), head=linear(8, 5))) == {"head.weight": "named as output head"}
     assert adamw(Answering("get_output_embeddings", declared, h=blocks(), head=linear(8, 5))) == {
         "head.weight": "named as output head"
     }

@@ -1,7 +1,10 @@
 """Weights stored (in, out) and weights that hold several: the same steps as of the matrices themselves, kept apart."""
 
 import copy
+import gc
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +16,10 @@ CALLS = 8
 def optimizer(method, backend, *groups):
     cls, kwargs = method
     return cls([*groups], weight_decay=0.1, precondition_frequency=TAU, backend=backend, **kwargs)
+
+
+def named(weights, **keys):
+    return {"params": [(str(i), p) for i, p in enumerate(weights)], **keys}
 
 
 def gradients(shapes, call, dtype=torch.float32):
@@ -73,7 +80,7 @@ def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(fused, met
     own = [torch.nn.Parameter(t.clone()) for t in parts(whole.detach(), keys, shapes)]
     other_too = torch.nn.Parameter(other.detach().clone())
     ours = optimizer(
-        method, path, {"params": [whole, other], **{k: [v, (None, False)[k != "split"]] for k, v in keys.items()}}
+        method, path, named([whole, other], **{k: [v, (None, False)[k != "split"]] for k, v in keys.items()})
     )
     theirs = optimizer(method, path, {"params": [*own, other_too]})
     for call in range(CALLS):
@@ -91,7 +98,7 @@ def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(fused, met
 
 def test_a_piece_is_batched_with_other_weights_of_its_shape():
     whole, other = weight(18, 8), weight(6, 8)
-    opt = PRO([{"params": [whole, other], "split": [3, None]}], rank=3)
+    opt = PRO([named([whole, other], split=[3, None])], rank=3)
     step(opt, [whole, other], [normal(18, 8), normal(6, 8)])
     ((bucket,),) = opt._buckets.values()
     assert bucket.layout.count == 4
@@ -138,12 +145,71 @@ def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, pa
         "pieces of one element": ((3, 1), {"split": 3}, "a piece would be 1x1"),
         "a convolution": ((6, 2, 3, 3), {"split": 2}, "convolution"),
         "transposed is no bool": ((18, 8), {"transposed": "in, out"}, "transposed='in, out'"),
+        "another integer type": ((18, 8), {"split": np.int64(3)}, "split=.*3"),
         "a list of another length": ((18, 8), {"split": [3, 3]}, "one entry for each of the group's 1 weights"),
     }.values(),
 )
 def test_a_reading_that_does_not_fit_the_weight_is_refused_by_name(shape, keys, message):
     with pytest.raises(ValueError, match=message):
-        PRO([{"params": [weight(*shape)], **keys}])
+        PRO([named([weight(*shape)], **keys)])
+
+
+def test_a_list_for_weights_without_names_is_refused_as_trainers_reorder_these():
+    with pytest.raises(ValueError, match="trainers reorder weights without names"):
+        PRO([{"params": [weight(18, 8)], "split": [3]}])
+
+
+def test_a_list_that_two_groups_are_given_is_not_shared():
+    lists = {"split": [3, None]}
+    first, second = ([weight(18, 8, seed=s), weight(6, 9, seed=s + 1)] for s in (0, 2))
+    opt = PRO([named(first, **lists)], rank=3)
+    opt.add_param_group({"params": [("c", second[0]), ("d", second[1])], **lists})
+    del opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0]
+    step(opt, [first[1], *second], [normal(6, 9), normal(18, 8), normal(6, 9)])
+    assert opt.param_groups[1]["split"] == lists["split"] == [3, None]
+
+
+@pytest.mark.parametrize("saved, here", [(3, None), (None, 3), (3, 2)])
+def test_the_state_of_another_split_is_refused(saved, here):
+    p, q = weight(18, 8), weight(18, 8)
+    opt, other = (PRO([{"params": [w], "split": split}], rank=3) for w, split in ((p, saved), (q, here)))
+    step(opt, [p], [normal(18, 8)])
+    state = copy.deepcopy(opt.state_dict())
+    state["param_groups"] = other.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*loaded state is of [13] piece"):
+        other.load_state_dict(state)
+    assert not other.state
+
+
+def test_a_weight_that_changes_its_shape_under_its_state_is_named_before_anything_moves():
+    p, q = weight(8, 8), weight(8, 12, seed=1)
+    opt = PRO([p, q], rank=3)
+    for call in range(3):
+        step(opt, [p, q], gradients([(8, 8), (8, 12)], call))
+    before = frozen(opt, q)
+    p.data, p.grad = p.data[:4].clone(), None
+    with pytest.raises(ValueError, match=r"parameter 0 .*\(4, 8\).*made with \(8, 8\).*optimizer.state.pop"):
+        step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
+    assert same_bits(before["W"], q) and same_bits(before["M"], opt.state[q]["M"])
+    opt.state.pop(p)
+    step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
+    assert opt.state[p]["step"] == 0 and opt.state[p]["M"].shape == (4, 8)
+
+
+def test_a_weight_that_left_is_freed_and_a_reading_without_state_is_free():
+    p, q = weight(18, 8), weight(6, 9)
+    opt = PRO([named([p, q])], rank=3)
+    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
+    del opt.state[p]
+    opt.param_groups[0]["split"] = [3, None]
+    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
+    assert opt.state[p]["M.2"].shape == (6, 8)
+    del opt.state[p], opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0]
+    step(opt, [q], [normal(6, 9)])
+    gone = weakref.ref(p)
+    del p
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("change", [{"split": None}, {"split": 2}, {"transposed": True, "split": (4, 4)}])
@@ -160,7 +226,7 @@ def test_a_reading_does_not_change_under_the_state_that_was_made_with_it(change)
 
 def test_a_weight_of_a_list_may_leave_with_its_entry():
     p, q = weight(18, 8), weight(6, 9)
-    opt = PRO([{"params": [p, q], "split": [3, None]}], rank=3)
+    opt = PRO([named([p, q], split=[3, None])], rank=3)
     step(opt, [p, q], [normal(18, 8), normal(6, 9)])
     group = opt.param_groups[0]
     del group["params"][0], group["split"][0], opt.state[p]
@@ -179,7 +245,7 @@ def test_the_kernels_find_pieces_and_transposes_where_they_lie():
             torch.nn.Parameter(weight(*s, seed=i, dtype=torch.float64).detach().to(device))
             for i, s in enumerate(shapes)
         ]
-        opt = PRO([{"params": own, **keys}], rank=3, precondition_frequency=TAU, backend=backend)
+        opt = PRO([named(own, **keys)], rank=3, precondition_frequency=TAU, backend=backend)
         for call in range(5):
             step(opt, own, [g.to(device) for g in gradients(shapes, call, torch.float64)])
         runs.append(own)

@@ -130,11 +130,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_integer(value: Any) -> bool:
-    """Return True for an integer that is no bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _number(name: str, value: Any, bound: str, low: float, below: float = math.inf) -> None:
     if not _is_number(value) or not low <= value < below:
         raise _invalid(name, value, bound)
@@ -147,7 +142,7 @@ def check_nonnegative(name: str, value: Any) -> None:
 
 def check_integer(name: str, value: Any, bound: str = "an integer of at least 1") -> None:
     """Raise ValueError unless ``value`` is an integer of at least 1."""
-    if not is_integer(value) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise _invalid(name, value, bound)
 
 

@@ -40,11 +40,11 @@ class AdamWGroups:
         AdamW([{"params": group["params"]}], **{key: group[key] for key in ARGUMENTS & group.keys()})
 
     def step(self, groups: list[Group], state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step ``groups``, and give an entry in ``state`` to every weight without a gradient so far."""
+        """Step ``groups``, and give every trainable weight its entry in ``state``."""
         self._adamw.param_groups, self._adamw.state = groups, state  # type: ignore[assignment]
         for group in groups:
             for p in group["params"]:
-                if p.grad is None and p.requires_grad and p not in state:
+                if p.requires_grad and "exp_avg" not in state.get(p, {}):  # what a wrapper keeps there stays
                     state[p].update(_blank_state(p, group))
         if groups:
             inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already

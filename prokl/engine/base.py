@@ -56,7 +56,7 @@ class MatrixOptimizer(Optimizer):
         self._waiting: set[Tensor] = set()  # without a gradient so far
         self._idle: dict[tuple[Tensor, str], int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
-        self._read_as: dict[Tensor, Reading] = {}
+        self._made_for: dict[Tensor, tuple[Reading, torch.Size]] = {}
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
         self._graphs = Graphs() if self._graphs_enabled else None
@@ -84,7 +84,7 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        group = dict(param_group)
+        group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
         algorithm = group.setdefault("algorithm", "matrix")
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         if algorithm == "adamw":
@@ -180,9 +180,11 @@ class MatrixOptimizer(Optimizer):
         whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            kept = self._made_with, self._idle, self._read_as
+            made_with, idle, made_for = self._made_with, self._idle, self._made_for
             self._forget()
-            self._made_with, self._idle, self._read_as = kept
+            self._made_with = made_with
+            self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
+            self._made_for = {p: made for p, made in made_for.items() if self.state.get(p)}
         self._layout = layout
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
@@ -221,16 +223,24 @@ class MatrixOptimizer(Optimizer):
             check_matrix_parameter(p, name)
             check_writable(p, name)
             check_reading(p, name, how)
-        made = self._read_as.get(p, how)
+        made, shape = self._made_for.get(p, (how, p.shape)) if self.state.get(p) else (how, p.shape)
         if how != made:
             raise ValueError(
                 f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its state was made with "
                 f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
             )
+        if p.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(p.shape)}, and its state was made with {tuple(shape)}: set it back, or "
+                "remove its state, optimizer.state.pop(p), to begin anew."
+            )
 
     def _assign_to_buckets(self, index: int, group: Group) -> None:
         """Give every parameter that has its first gradient a place in buckets of its shapes, and the others a state."""
-        if all(p in self._placed or (p.grad is None and p in self._waiting) for p in group["params"]):
+        if all(
+            p in self._placed or (p.grad is None and (p in self._waiting or not p.requires_grad))
+            for p in group["params"]
+        ):
             return
         outside = [piece for piece in self._pieces(index) if piece.p not in self._placed]
         newcomers = {piece.p for piece in outside if self._takes_part(piece)}
@@ -248,7 +258,7 @@ class MatrixOptimizer(Optimizer):
                 for run in split(found, self.method.workspace(m, n, rank), itemsize)
             ]
         self._placed |= newcomers
-        self._waiting = (self._waiting | {piece.p for piece in outside}) - newcomers
+        self._waiting = (self._waiting | {piece.p for piece in outside if piece.p.requires_grad}) - newcomers
         for piece in outside:
             # A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
             if piece.p not in newcomers and piece.p.requires_grad and "step" + piece.suffix not in self.state[piece.p]:
@@ -272,7 +282,7 @@ class MatrixOptimizer(Optimizer):
         self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
-                self._read_as.setdefault(p, how)
+                self._made_for[p] = how, p.shape
 
     def enable_graphs(self) -> None:
         """Replay the matrix groups' work from CUDA graphs from now on.
@@ -305,7 +315,10 @@ class MatrixOptimizer(Optimizer):
         return [self.state.get(member.p, {}) for member in bucket.members]
 
     def skipped(self) -> dict[str, int]:
-        """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device."""
+        """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device.
+
+        A stack counts one gradient once, a split weight in each of its pieces.
+        """
         return self._counts("skipped")
 
     def clipped(self) -> dict[str, int]:

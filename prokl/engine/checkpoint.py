@@ -61,8 +61,9 @@ def prepare(
             )
         if algorithm == "matrix":
             matrix.update(theirs["params"])
-            # The backend is a property of this machine, not of the checkpoint. An lr that does not say is in old units.
-            own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
+            # The backend is a property of this machine, not of the checkpoint. A run of before 0.5 goes on as it was.
+            old = {"adjust_lr_fn": "original", "bf16_weights": "plain", "cautious_weight_decay": False}
+            own = {**defaults, "algorithm": algorithm, **old, **theirs}
             groups.append({**own, "backend": ours["backend"]})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
@@ -100,6 +101,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
+            _check_split(own, parts, name, how.split)
             needed = [_needed(piece, method, group) for piece in parts]
             if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
                 for piece, layout in zip(parts, needed, strict=True):
@@ -113,6 +115,16 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                 clocks = {"step" + piece.suffix for piece in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
     return made
+
+
+def _check_split(own: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
+    """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
+    held = {key[1:] for key in own if key == "M" or (key.startswith("M.") and key[2:].isdigit())}
+    if held and held != {piece.suffix for piece in parts}:
+        raise ValueError(
+            f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
+            "that it was saved with."
+        )
 
 
 def _copied(value: Any, device: torch.device) -> Any:

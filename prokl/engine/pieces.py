@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import is_integer
 from prokl.algorithm.shapes import MatrixShape, Split
 
 DEFAULTS = {"transposed": False, "split": None}
@@ -41,11 +40,16 @@ def readings(group: Group) -> list[Reading]:
     """Return how each weight of a group is read, unchecked but for the lengths of lists.
 
     Raises:
-        ValueError: a list is not as long as the group.
+        ValueError: a list is not as long as the group, or the group's weights have no names.
     """
     count, columns = len(group["params"]), []
     for key, default in DEFAULTS.items():
         value: Any = group.get(key, default)
+        if isinstance(value, list) and "param_names" not in group:
+            raise ValueError(
+                f"Invalid {key}={value!r}: a list goes by place, and trainers reorder weights without names. Name the "
+                "group's weights, as prokl.param_groups does, or use one group per value."
+            )
         if isinstance(value, list) and len(value) != count:
             raise ValueError(
                 f"Invalid {key}={value!r}: a list has one entry for each of the group's {count} weights. Write one "
@@ -67,13 +71,13 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
     whole = MatrixShape.of(p, how.transposed)
     rows = whole.rows
     if isinstance(split, tuple):
-        fits = all(is_integer(size) and size > 0 for size in split) and sum(split) == rows
+        fits = all(type(size) is int and size > 0 for size in split) and sum(split) == rows
     else:
-        fits = is_integer(split) and split > 0 and rows % split == 0
+        fits = type(split) is int and split > 0 and rows % split == 0
     if not fits:
         raise ValueError(
-            f"Invalid split={split!r} of {name}: must be sizes, a tuple, that add up to its output dimension {rows} "
-            f"(weight {tuple(p.shape)}, transposed={how.transposed}), or a number of pieces that divides it."
+            f"Invalid split={split!r} of {name}: must be sizes, a tuple of int, that add up to its output dimension "
+            f"{rows} (weight {tuple(p.shape)}, transposed={how.transposed}), or a number of pieces that divides it."
         )
     if any(shape.n == 1 for shape in whole.pieces(split)):
         raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.shapes import compute_dtype
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.pieces import Piece, stored_clock
 
 SCALARS = ("lambda_0", "trust", "clipped", "stale")
@@ -39,4 +40,7 @@ def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> d
     state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
     for key, (shape, dtype) in layout_of_state(piece, method, rank, group).items():
         state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
+    if mode_of(group, piece.p.dtype) == MASTER:  # zeros: where a master is not its weight's rounding the weight counts
+        shape = (*leading, piece.shape.m, piece.shape.n)
+        state[MASTER] = torch.zeros(shape, dtype=torch.float32, device=device)
     return {key + piece.suffix: value for key, value in state.items()}

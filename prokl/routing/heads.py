@@ -169,7 +169,7 @@ def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
     ask = getattr(module, method, None)
     try:
         found = ask() if callable(ask) else ()
-    except (AttributeError, NotImplementedError, TypeError):  # a base class's, for those with a head; or with arguments
+    except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
         return ()
     found = found if isinstance(found, (tuple, list)) else (found,)
     return [m for m in found if isinstance(m, nn.Module)]
@@ -177,7 +177,10 @@ def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
 
 def _counts(module: nn.Module) -> dict[int, str]:
     """Return the numbers of outputs that a module's ``config`` states, and how to say each."""
-    config = getattr(module, "config", None)
-    read = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in COUNTS}
+    try:
+        config = getattr(module, "config", None)
+        read = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name, None) for name in COUNTS}
+    except Exception:  # the model's own code
+        return {}
     values = {name: read.get(name) for name in COUNTS}
     return {v: f"config.{name} = {v}" for name, v in values.items() if type(v) is int and v > 0}
