@@ -8,13 +8,7 @@ from bench.markdown import table
 from bench.tasks import TASKS
 
 OWN = "prokl."
-REASONS = {
-    "unnamed groups": "param_groups names every weight, and torch then asks a name of those that come later.",
-    "dtype change": "the AdamW groups fail as torch's AdamW does, when matrices have moved.",
-    "ZeRO": "it takes no named weights, and param_groups gives such.",
-    "DCP, late starter": "a weight has no entry before its first gradient, and loading asks one of every weight.",
-    "flattened DCP": "the step of a stack is a list, one for each matrix, and torch flattens tensors and numbers.",
-}
+REASONS: dict[str, str] = {}
 """Why this package is worse than a peer, by task: of exactly those in which it is."""
 
 
