@@ -29,9 +29,10 @@ from bench.shapes import SETS, ParameterSet
 from bench.steps.entries import PERIOD
 from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm.shapes import effective_rank
+from prokl.algorithm.shapes import MatrixShape, effective_rank
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import split
+from prokl.engine.pieces import Piece
 
 FREQUENCY = PERIOD
 DTYPES = (torch.float32, torch.bfloat16)
@@ -139,7 +140,7 @@ def workspace(method: str, parameters: ParameterSet, rank: int, dtype: torch.dty
         r = effective_rank(rank, m, n) if method == "pro-klshampoo" else 0
         elements = OWN[method].method.workspace(m, n, r)
         weight = torch.empty(m, n, device="meta")
-        together = max(map(len, split([(weight, "")] * count, elements, 4)))
+        together = max(map(len, split([Piece(weight, "", MatrixShape.of(weight))] * count, elements, 4)))
         some = min(together, 1 if dtype == torch.float32 else FEW[method])
         own = step_of(method, m, n, rank, dtype, some)
         found = [*(-(-b * together // some) for b in own), together * elements * 4]

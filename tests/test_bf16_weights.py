@@ -170,7 +170,7 @@ def applied(io, mode, seed=0):
     X[0, 0, :2] = torch.tensor([1e36, -1e36])
     for t in range(3):
         rounding.locate([t] * 4)
-        own.locate(Hyper(0.02, 0.1, 0.9, 0.9, 1e-8, 5.0))
+        own.locate(Hyper(0.02, 0.1, 0.9, 0.9, 1e-8, 5.0, False, "original"))
         own.apply(Direction(X), range(4), torch.tensor([True, True, True, False], device=DEVICE))
         if t == 1:
             weights[1].data[3] = 7.0  # by hand

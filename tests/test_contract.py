@@ -4,6 +4,7 @@ Where two runs do the same arithmetic on the same shapes they are compared bit f
 """
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -393,7 +394,8 @@ def given_the_state_of(optimizer, weights, **changes):
     """An optimizer made with other hyper-parameters on copies of the weights, given the first one's state."""
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0].update(changes)
-    options = {k: v for k, v in optimizer.param_groups[0].items() if k in optimizer.defaults and k != "algorithm"}
+    arguments = inspect.signature(type(optimizer)).parameters
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k in arguments and k != "params"}
     twins = copies(weights)
     twin = type(optimizer)(twins, **{**options, **changes})
     twin.load_state_dict(state)

@@ -110,7 +110,7 @@ def apply_case(factors: str, mode: str = "plain", after: bool = False, cautious:
     Q, low_rank = "Q" in factors, "left" in factors
     name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
     polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
-    flops = lambda s: polar(s) + 2 * s.m * s.n * s.r * low_rank  # noqa: E731
+    flops = lambda s: polar(s) + 2 * s.m * s.n * (s.r * low_rank or 1)  # noqa: E731  (1: the step itself)
     name += f" {mode}" * (mode != "plain")
     bind = _apply(mode, decay_after=after, cautious_decay=cautious)
     return Case(name, matrices(factors), bind, flops, polar, module=apply, **fields)

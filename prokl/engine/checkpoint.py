@@ -61,9 +61,8 @@ def prepare(
             )
         if algorithm == "matrix":
             matrix.update(theirs["params"])
-            # The backend is a property of this machine, not of the checkpoint. A run of before 0.5 goes on as it was.
-            old = {"adjust_lr_fn": "original", "bf16_weights": "plain", "cautious_weight_decay": False}
-            own = {**defaults, "algorithm": algorithm, **old, **theirs}
+            # The backend is a property of this machine, not of the checkpoint. An lr that does not say is in old units.
+            own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
             groups.append({**own, "backend": ours["backend"]})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})

@@ -94,7 +94,7 @@ def pieces(p: Tensor, name: str, how: Reading) -> list[Piece]:
 def clock(piece: Piece, state: dict[str, Any]) -> list[int]:
     """Return the ``step`` of every matrix of a piece; -1 before its initialising gradient."""
     steps = state.get("step" + piece.suffix, -1)
-    return [steps] * piece.shape.count if isinstance(steps, int) else [int(step) for step in steps]
+    return [steps] * piece.shape.count if isinstance(steps, int) else torch.as_tensor(steps).tolist()
 
 
 def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
