@@ -184,8 +184,9 @@ def test_the_kernel_rounds_at_random_as_pytorch_does():
 
 def test_the_kernel_keeps_masters_as_pytorch_does():
     (_, ours, master), (_, theirs, other) = (applied(io, "master") for io in (TritonIO, TorchIO))
-    assert same_bits(master, other)
-    assert same_bits(torch.cat(theirs)[:3], master.to(BF16)[:3])
+    # Three steps, each of a product and a difference that round once together or twice, on numbers below 8.
+    torch.testing.assert_close(master, other, rtol=6 * 2**-24, atol=6 * 4 * 2**-24, equal_nan=True)
+    assert same_bits(torch.cat(theirs)[:3], other.to(BF16)[:3])
     # The interpreter cuts bfloat16 off where a GPU rounds.
     cut = master if DEVICE == "cuda" else (master.view(torch.int32) & -0x10000).view(torch.float32)
     assert same_bits(torch.cat(ours)[:3], cut.to(BF16)[:3])
