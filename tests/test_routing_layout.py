@@ -271,3 +271,9 @@ def test_without_names_there_is_a_group_per_value_and_nothing_that_goes_by_posit
         (["c_attn.weight"], matrix | {"transposed": True, "split": 3}),
     ]
     assert found[-1][1]["algorithm"] == "adamw"
+
+
+@pytest.mark.parametrize("wrong", [{"split": ["*.weight"]}, {"split": 3}, {"transposed": 5}, {"matrix": None}])
+def test_patterns_of_another_kind_are_refused_with_an_example(wrong):
+    with pytest.raises(TypeError, match=rf"Invalid {next(iter(wrong))}=.*as "):
+        param_groups(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), lr=0.1, adamw_lr=0.1, **wrong)

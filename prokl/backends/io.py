@@ -159,7 +159,10 @@ class TorchIO:
         lr = self.h.lr
         if not direction.decay_after:
             self._decay(W, D, direction.cautious_decay)
-        W.sub_(lr * D) if isinstance(lr, Tensor) else W.sub_(D, alpha=lr)
+        if isinstance(lr, Tensor) or lr > torch.finfo(W.dtype).max:  # alpha takes neither
+            W.sub_(lr * D)
+        else:
+            W.sub_(D, alpha=lr)
         if direction.decay_after:
             self._decay(W, D, direction.cautious_decay)
 

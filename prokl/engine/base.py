@@ -73,8 +73,6 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
-        if said:
-            warnings.warn(said, stacklevel=2)
         before = len(self.param_groups)
         try:
             for group in groups:
@@ -82,6 +80,8 @@ class MatrixOptimizer(Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
+        if said:
+            warnings.warn(said, stacklevel=2)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}

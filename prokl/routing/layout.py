@@ -125,6 +125,8 @@ class Readings:
         names: Sequence[str],
     ) -> None:
         check_choice("split_fused", split_fused, (True, False))
+        if not isinstance(split, Mapping):
+            raise TypeError(f'Invalid split={split!r}: must be pieces by pattern of names, as {{"*.qkv.weight": 3}}.')
         self._split_fused = split_fused
         self._transposed = quoted("transposed", transposed, names)
         self._split = quoted("split", split, names)

@@ -15,6 +15,8 @@ def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -
         TypeError: a pattern is no string.
         ValueError: a pattern matches no name.
     """
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f'Invalid {argument}={patterns!r}: must be patterns of names, as in {argument}=["*.router.*"].')
     found = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):

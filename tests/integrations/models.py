@@ -60,7 +60,7 @@ def assert_trained_by_prokl(optimizer):
     """Every matrix has the matrix method's state, every other weight AdamW's, and one schedule scaled all rates."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            assert ("M" if group["algorithm"] == "matrix" else "exp_avg") in optimizer.state[p]
+            assert optimizer.state[p].keys() & ({"M", "M.0"} if group["algorithm"] == "matrix" else {"exp_avg"})
     assert {group["algorithm"] for group in optimizer.param_groups} <= {"matrix", "adamw"}
     assert any("M" in state for state in optimizer.state.values())
 
