@@ -158,7 +158,7 @@ def test_a_tensor_lr_is_not_shared_between_the_groups():
             {"params": [weight(8), weight(4, 4)]},
             r"1 of 2 weights .* several lrs, \[0\.001, 0\.002\]: give them a group .*\"algorithm\": \"adamw\"",
         ),
-        ([1e-3], {"params": [weight(8), weight(4, 4)], "split": [None, 2]}, r"at least 2 dimensions"),
+        ([1e-3], {"params": [weight(8), weight(4, 4)], "split": [None, 2]}, r"a list goes by place"),
         ([1e-3], {"params": [weight(8), weight(4, 4)], "beta2": 2.0}, r"Invalid beta2=2\.0"),
         ([1e-3], {"params": [weight(8), "no weight"]}, r"optimizer can only optimize Tensors"),
         ([1e-3], {"params": {weight(8)}}, r"optimizer parameters need to be organized in ordered collections"),

@@ -77,11 +77,11 @@ class MatrixOptimizer(Optimizer):
         try:
             for group in groups:
                 self._add_group(group)
+            if said:
+                warnings.warn(said, stacklevel=2)
         except BaseException:
             del self.param_groups[before:]
             raise
-        if said:
-            warnings.warn(said, stacklevel=2)
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
