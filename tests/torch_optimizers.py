@@ -135,7 +135,8 @@ OURS = [
         optim_inputs_func=inputs(settings),
         scheduler_inputs=tuple(SCHEDULERS.values()),
         supported_impls=(),
-        not_og_supported_flags=("ns_dtype", "clip_threshold", "adjust_lr_fn", "cautious_weight_decay", "bf16_weights"),
+        # Not adjust_lr_fn: where a file lacks it, its lr is in the old units whatever is asked for here.
+        not_og_supported_flags=("ns_dtype", "clip_threshold", "cautious_weight_decay", "bf16_weights"),
         supports_complex=False,
         optim_error_inputs_func=errors,
     )
