@@ -31,7 +31,7 @@ WHOLE, HALF, SHORT = 67.5e12, 55e12, 35e12
 instructions of tensor cores are taken."""
 SPLIT = {"bf16x2": 220e12, "bf16x3": 150e12}
 """Of operands that lie split in memory, for tiles of 128 x 128."""
-SIMT = 40e12
+SIMT = 40e12  # without tensor cores
 WAVE = 2.5e-6
 """Seconds in which a wave of programs in half precision fills its pipeline at the start, and adds and stores at the
 end: what takes the 460 TFLOP/s of the loop down to about 340 at a depth of 768. The other rates have it in them."""
