@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench import step_model
+from bench import costs, rows, step_model
 from bench.model import rates, trace
 from bench.model.occupancy import programs_per_processor
-from bench.shapes import SETS, ParameterSet
+from bench.shapes import PAPER, SETS, ParameterSet
 from prokl.algorithm import qr_counts
 from prokl.algorithm.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
 from prokl.algorithm.launch_counts import KERNELS, Work
@@ -27,6 +27,7 @@ from tests.host_extension import counting
 
 MOST = {"ordinary": 290, "refresh": 720}
 """Launches of a bucket of the paper's models."""
+MOST_OF_A_MODEL = {"ordinary": 3128, "refresh": 7858}
 RANK = 128
 STAGES = ("project", "energies", "momentum", "direction", "newton_schulz", "statistics", "track_subspace", "apply")
 
@@ -214,3 +215,46 @@ def test_a_program_more_than_there_is_room_for_takes_another_wave(paper):
 def test_what_multiplies_nothing_takes_its_bytes():
     e = trace.Event("", trace.TORCH, Work(rates.BRIEF_BANDWIDTH / 1e3))
     assert rates.brief(e) == pytest.approx(1e-3 + rates.NODE)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_committed_rows_are_those_of_this_code(name):
+    committed = [row for row in rows.read(rows.RESULTS / "step_model.csv") if row["model"] == name]
+    found = [row for dtype in step_model.DTYPES for row in step_model.set_rows(SETS[name], dtype)]
+    columns = [column for column in committed[0] if column not in ("device", *step_model.KNOWN)]
+    # Another torch may make other operators of an expression.
+    same = committed[0]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    kept = [{c: row[c] for c in columns} for row in committed if same or row["kernel"] != trace.TORCH]
+    fresh = [{c: rows.text(row.get(c)) for c in columns} for row in found if same or row["kernel"] != trace.TORCH]
+    assert kept == fresh, (
+        "run python -m bench.step_model --out bench/results/step_model.csv, then python -m bench.tables"
+    )
+
+
+def test_the_command_writes_the_rows_of_the_sets_it_is_given_and_prints_their_totals(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    assert step_model.main(["--sets", "gpt2-124m/4", "--parts", "--out", str(path)]) == 0
+    written, printed = rows.read(path), capsys.readouterr().out
+    assert {row["dtype"] for row in written} == {"bfloat16", "float32"}
+    assert {row["case"] for row in written} == {step_model.ORDINARY, step_model.ON_TOP}
+    assert {row["device"] for row in written} == {step_model.MODELLED}
+    own = [row for row in written if row["dtype"] == "bfloat16"]
+    ordinary, refresh, both = (step_model.total(own, k, "launches") for k in ("ordinary", "refresh", "amortised"))
+    assert both == pytest.approx(0.9 * ordinary + 0.1 * refresh) and refresh > ordinary > 0
+    assert (
+        f"{ordinary:.0f} launches" in printed and f"{refresh:.0f} launches" in printed and "track_subspace" in printed
+    )
+    assert step_model.main(["--out", str(tmp_path)]) == 2
+
+
+def test_the_committed_rows_are_of_all_models_and_within_the_bounds():
+    committed = rows.read(rows.RESULTS / "step_model.csv")
+    assert tuple(dict.fromkeys(row["model"] for row in committed)) == PAPER
+    assert {row["rank"] for row in committed} == {str(RANK)} and costs.NS_STEPS == 5
+    for name in PAPER:
+        for dtype in ("bfloat16", "float32"):
+            own = [row for row in committed if row["model"] == name and row["dtype"] == dtype]
+            buckets = int(own[0]["buckets"])
+            for kind, most in MOST.items():
+                launches = step_model.total(own, kind, "launches")
+                assert launches <= min(most * buckets, MOST_OF_A_MODEL[kind])
