@@ -10,20 +10,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bench import costs, rows, step_model
-from bench.model import rates, trace
+from bench.compiled.launches import describe
+from bench.model import occupancy, rates, trace
 from bench.model.occupancy import programs_per_processor
 from bench.shapes import PAPER, SETS, ParameterSet
+from prokl import ProKLShampoo
 from prokl.algorithm import qr_counts
 from prokl.algorithm.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
 from prokl.algorithm.launch_counts import KERNELS, Work
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends import cuda_qr
 from prokl.backends.cuda_qr import Used
+from prokl.kernels import launch
 from tests.capture_factors import DATA, INPUTS, PLAN
 from tests.commands import ROOT
 from tests.host_extension import counting
+from tests.inputs import forbid_host_reads, normal, weight
 
 MOST = {"ordinary": 290, "refresh": 720}
 """Launches of a bucket of the paper's models."""
@@ -54,6 +59,33 @@ def test_every_kernel_has_its_work_counted(paper):
     assert {e.kernel for bucket in paper["refresh"] for e in bucket if e.launch and e.work.flops} == with_dot
 
 
+@pytest.mark.parametrize("shape", [(24, 40), (20, 20)])
+def test_a_step_that_computes_launches_what_is_traced(shape, extension_on_cpu, monkeypatch):
+    forbid_host_reads(monkeypatch)
+    weights = [weight(*shape, seed=i) for i in range(2)]
+    optimizer = ProKLShampoo(weights, rank=4, backend="triton")
+    for i, W in enumerate(weights):
+        W.grad = normal(*shape, seed=i)
+    optimizer.step()  # which begins
+    events, start = [], launch.start
+
+    def noted(kernel, *given, **constants):
+        events.append(trace.Event(trace.stage(), kernel.__name__.removesuffix("_kernel"), Work(0.0)))
+        with _disable_current_modes():  # the interpreter's own tensors
+            start(kernel, *given, **constants)
+
+    monkeypatch.setattr(launch, "start", noted)
+    (bucket,) = optimizer._all_buckets()
+    for kind, expected in traced(*shape, count=2, dtype=torch.float32, rank=4).items():
+        found = trace.execute(bucket, kind, events)
+        assert list(map(comparable, found)) == list(map(comparable, expected))
+    assert all(W.isfinite().all() for W in weights)
+
+
+def comparable(event):
+    return event.stage, event.kernel, event.work.bytes if event.kernel == trace.TORCH else None
+
+
 @pytest.mark.parametrize("m, n, rank", [(768, 3072, 128), (768, 768, 128), (100, 300, 37), (130, 131, 16)])
 def test_products_are_those_of_the_counts_stage_by_stage(m, n, rank):
     count = 3
@@ -72,6 +104,8 @@ def test_products_are_those_of_the_counts_stage_by_stage(m, n, rank):
         last = 2.0 * count * m * m * n
         found["newton_schulz"], found["apply"] = found["newton_schulz"] + last, found["apply"] - last
     assert found == expected
+    for e in events["refresh"]:  # tiles may be more than the product, and lower tiles half of it
+        assert sum(e.work.flops.values()) >= e.work.products * (0.5 if e.kernel == "symmetric_product" else 1.0)
     # The counts have L Q of a refresh; the extension's form takes Q^T L Q, and Q times what comes out.
     on_top = sum(t.flops for t in terms if t.refresh and t.kind != "factorisation") + 4.0 * m**3
     assert sum(e.work.products for e in events["refresh"]) == sum(found.values()) + count * on_top
@@ -163,9 +197,9 @@ def test_captured_factors_take_at_most_the_passes_that_are_counted(extension_on_
         return factorisation.used.item() >> 8
 
     most = dict.fromkeys(("tracking", "settled", "basis", "coordinates"), 0)
-    for (weight, name), steps in PLAN.items():
+    for (of, name), steps in PLAN.items():
         for step in steps:
-            A, B, *U = (arrays[f"{step} {weight} {x}"] for x in INPUTS[name])
+            A, B, *U = (arrays[f"{step} {of} {x}"] for x in INPUTS[name])
             if name == "tracking_qr":
                 found = {"tracking": cuda_qr.tracking_qr(A, B, *U)}
             elif name == "refresh_basis":
@@ -210,6 +244,26 @@ def test_a_program_more_than_there_is_room_for_takes_another_wave(paper):
         return rates.tiles(replace(e, work=replace(e.work, bytes=0.0, programs=programs, flops=flops))) - rates.NODE
 
     assert seconds(1) == pytest.approx(seconds(room)) and seconds(room + 1) == pytest.approx(2 * seconds(room))
+
+
+@pytest.mark.parametrize(
+    "compiled, expected",
+    [
+        ([(120, 48)], 2),  # 65536 registers, 256 threads
+        ([(130, 48)], 1),
+        ([(64, 48)], 4),
+        ([(64, 100)], 2),  # 228 KiB, one more for each
+        ([(64, 48), (130, 48)], 1),  # nothing says which of them it is like
+        ([], 1),
+    ],
+)
+def test_a_processor_holds_what_registers_and_shared_memory_leave_room_for(paper, compiled, expected, monkeypatch):
+    e = next(e for e in paper["ordinary"][0] if e.stage == "direction" and e.kernel == "product")
+    own = describe(e.launch)
+    like = [(f"{own} {i}", registers, shared * 1024) for i, (registers, shared) in enumerate(compiled)]
+    like += [(f"{own} M:?", 255, 0), (own.replace("8 warps", "4 warps"), 255, 0)]  # odd sizes, another tile
+    monkeypatch.setattr(occupancy, "_compiled", lambda: {"product": like})
+    assert programs_per_processor(e.launch) == expected
 
 
 def test_what_multiplies_nothing_takes_its_bytes():
