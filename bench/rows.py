@@ -41,6 +41,8 @@ KEYS = {
     **_columns("model case optimizer clip_threshold backend start", "rank"),
     # Compiled code.
     **_columns("source kernel config arch"),
+    # Part of a modelled step.
+    **_columns("stage path"),
     # Of one weight, one seed, one step, or one line of a table.
     **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
     **_columns("metric unit dtype shapes"),
@@ -64,6 +66,7 @@ VALUES = {
     **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions outcome detail"),
+    **_columns(whole="buckets launches", real="gflop gb ms_brief ms_tiles"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
 lower bound in the same unit; ``_se`` is a standard error."""

@@ -17,11 +17,12 @@ from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
+from bench.model import tables as model
 from bench.rows import RESULTS, frame
 from bench.tasks import tables as tasks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "findings", "peers")))
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "findings", "gpu", "peers")))
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -50,6 +51,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("main-sweep", "main-sweep.csv", experiments.sweep_table),
             ("ablation", "ablation.csv", experiments.ablation_table),
             ("ablation-orderings", "ablation-orderings.csv", experiments.orderings_table),
+            ("step-model", "step_model.csv", model.totals),
+            ("step-model-parts", "step_model.csv", model.parts),
             ("tasks", "tasks.csv", tasks.outcomes),
             ("tasks-details", "tasks.csv", tasks.details),
             *(

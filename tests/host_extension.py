@@ -168,3 +168,16 @@ def shared_limit(library, limit):
         yield
     finally:
         set_limit(0)
+
+
+@contextlib.contextmanager
+def counting(library):
+    """Run nothing and count: three numbers, of launches, their blocks and memsets."""
+    count = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_count
+    counted = (ctypes.c_ulonglong * 3)()
+    count.argtypes = (ctypes.c_void_p,)
+    count(ctypes.addressof(counted))
+    try:
+        yield counted
+    finally:
+        count(None)

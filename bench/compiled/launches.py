@@ -1,8 +1,9 @@
 """Records what launchers launch, without a GPU: kernels, their arguments, and what the JIT specialises them on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,8 @@ class Pointer:
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the storage, which is aligned."""
+    storage: int = field(default=0, compare=False)
+    """Number of the storage, which views of one tensor share."""
 
     def data_ptr(self) -> int:
         return self.offset
@@ -39,6 +42,8 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
     names: tuple[str, ...]
     """Of the kernel's parameters."""
+    programs: int = field(default=0, compare=False)
+    """Of the grid."""
 
     @property
     def kernel(self) -> str:
@@ -55,17 +60,26 @@ def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect launches in place of running them; tensors made inside have no memory, and so no address."""
+def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
+    """Collect launches in place of running them; tensors made inside have no memory, and so no address.
+
+    Args:
+        seen: called with every launch when it takes place.
+    """
     launches: list[Launch] = []
 
     def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
-        seen = tuple(
-            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16) if isinstance(a, Tensor) else a
+        given = tuple(
+            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata)
+            if isinstance(a, Tensor)
+            else a
             for a in arguments
         )
-        name = kernel.__name__
-        launches.append(Launch(kernel.__module__, name, seen, tuple(constants.items()), tuple(kernel.arg_names)))
+        name, names = kernel.__name__, tuple(kernel.arg_names)
+        launch = Launch(kernel.__module__, name, given, tuple(constants.items()), names, prod(grid))
+        launches.append(launch)
+        if seen is not None:
+            seen(launch)
 
     nowhere = patch.object(TritonIO, "locate", lambda self, h: None)
     with FakeTensorMode(), patch.object(launching, "start", start), nowhere:

@@ -1,0 +1,191 @@
+"""What a real step launches on a GPU, traced without one: every kernel, with its stage, operations and bytes.
+
+The optimizer is built over weights without memory, and its buckets execute with the backend of a CUDA device that has
+the extension. The tensors say that they are on a CPU, since a torch without CUDA cannot index others; nothing asks them
+once the backend is chosen, but the check of the launchers. Triton's launches are recorded, the extension's follow from
+the sizes, and every other operator of PyTorch that computes something is one launch, of which the bytes of its tensors
+count.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.compiled.launches import Launch, recording
+from bench.shapes import ParameterSet
+from prokl import ProKLShampoo
+from prokl.algorithm import qr_counts
+from prokl.algorithm.launch_counts import KERNELS, Work
+from prokl.backends.rounding import Rounding
+from prokl.backends.select import _triton_backend
+from prokl.engine.bucket import Bucket
+from prokl.kernels import launch as launching
+
+TORCH = "elementwise"
+"""Kernel of what PyTorch launches."""
+EXTENSION = "qr."
+"""What the names of the extension's kernels begin with."""
+KINDS = ("ordinary", "refresh")
+"""Kinds of step; a refresh step does all that an ordinary one does."""
+NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+"""Operators beside views that launch nothing."""
+TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}
+"""Operators that copy their input and then write into the copy; those that write in place end in an underscore."""
+OVERWRITES = {"copy_", "fill_", "zero_"}
+"""Operators that do not read what they write."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One launch of a step."""
+
+    stage: str
+    """Function of the step that it took place in."""
+    kernel: str
+    work: Work
+    launch: Launch | None = None
+    """Triton's."""
+
+
+def _callers() -> list[tuple[str, str]]:
+    """Return (module, function) of the package's functions that are being called, from the outermost on."""
+    frame, path = sys._getframe(1), []
+    while frame is not None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("prokl.") and module != "prokl.backends.device" and not name.startswith("<"):
+            path.append((module, name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return path[::-1]
+
+
+def stage() -> str:
+    """Return the function that the step, or the bucket, has called directly: where a launch belongs."""
+    path = _callers()
+    if any(module == "prokl.algorithm.newton_schulz" for module, _ in path):
+        return "newton_schulz"
+    last = ""
+    for module, name in path:
+        if not module.startswith("prokl.engine.") and name != "step":
+            return name
+        last = name
+    return last.strip("_")
+
+
+def _size(t: Tensor) -> float:
+    """Return the bytes of the elements that there are: one that is expanded is held once."""
+    held = 1
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        held *= size if stride else min(size, 1)
+    return float(held * t.element_size())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+
+
+class Operators(TorchDispatchMode):
+    """Notes what PyTorch, and the extension through it, launches."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        library, _, name = func._schema.name.partition("::")
+        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        if library == "prokl":
+            self._extension(name, given[0])
+        elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in NOTHING):
+            read = sum(map(_size, given[1:] if name in OVERWRITES else given))
+            written = sum(map(_size, _tensors(out)))
+            if name in TWICE:
+                self.events.append(Event(stage(), TORCH, Work(2 * _size(given[0]))))
+            self.events.append(Event(stage(), TORCH, Work(read + written)))
+        return out
+
+    def _extension(self, name: str, A: Tensor) -> None:
+        batch, n, k = A.shape
+        at = stage()
+        # A basis that is refreshed is orthonormal, as its last factorisation left it: that is found, and nothing done.
+        settled = ("prokl.backends.cuda_qr", "refresh_basis") in _callers()
+        launches = {
+            "qr": lambda: qr_counts.qr(batch, n, k, *((qr_counts.SETTLED,) if settled else ())),
+            "tracking_qr": lambda: qr_counts.tracking_qr(batch, n, k),
+            "semidefinite_qr": lambda: qr_counts.semidefinite_qr(batch, k),
+        }[name]()
+        self.events += [Event(at, EXTENSION + kernel, work) for kernel, work in launches]
+
+
+@contextmanager
+def tracing() -> Iterator[list[Event]]:
+    """Collect the launches of what executes inside, as on a CUDA device with the extension; nothing has memory."""
+    events: list[Event] = []
+
+    def triton(launch: Launch) -> None:
+        work = KERNELS[launch.kernel](launch.by_name, launch.programs)
+        events.append(Event(stage(), launch.kernel, work, launch))
+
+    def gpu(*_: Any) -> Any:
+        return _triton_backend(True, False)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
+        stack.enter_context(patch.object(launching, "DEVICES", ("cpu",)))
+        stack.enter_context(patch("prokl.engine.bucket.select", gpu))
+        stack.enter_context(patch("prokl.engine.base.select", gpu))
+        stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
+        stack.enter_context(recording(triton))
+        yield events
+
+
+def optimizer(parameters: ParameterSet, dtype: torch.dtype, rank: int) -> ProKLShampoo:
+    """Build an optimizer whose weights have all begun, with buckets as a step makes them. Call it when tracing."""
+    weights = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
+    for W in weights:
+        W.grad = torch.empty_like(W)
+    made = ProKLShampoo(weights, rank=rank)
+    made._validate()
+    return made
+
+
+def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
+    """Return what one step of a bucket launches; ``events`` are those of :func:`tracing`."""
+    count = bucket.layout.count
+    due = bucket.group["precondition_frequency"] - 1 if kind == "refresh" else 0
+    bucket.schedule.steps = [due] * count
+    with torch.no_grad():
+        plan = bucket.decide()
+        assert plan is not None and plan.steady and len(plan.refreshing) == (count if kind == "refresh" else 0)
+        before = len(events)
+        with Operators(events):
+            bucket.execute(plan)
+    bucket.io.release()
+    return events[before:]
+
+
+def steps(parameters: ParameterSet, dtype: torch.dtype, rank: int) -> dict[str, list[list[Event]]]:
+    """Return by kind of step what every bucket of a set launches in it."""
+    found: dict[str, list[list[Event]]] = {}
+    with tracing() as events:
+        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, rank)._all_buckets())
+        for kind in KINDS:
+            seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
+            for bucket in buckets:
+                size = bucket.layout.count, bucket.layout.m, bucket.layout.n
+                if size not in seen:
+                    seen[size] = execute(bucket, kind, events)
+                found.setdefault(kind, []).append(seen[size])
+    return found

@@ -1,0 +1,205 @@
+"""Operations and bytes of every kernel that a step launches, from the arguments of the launch.
+
+:mod:`prokl.algorithm.counts` says what a step has to do, this module what its launches do: whole tiles where a matrix
+ends inside of one, the lower tiles of a symmetric result alone, in the arithmetic that the kernel was told. Everything
+elementwise in a kernel counts as bytes only.
+
+Dimension key: M, N sides of a result, K depth, R rank, as the kernels name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Pointer(Protocol):
+    """What is known of a tensor that a launch was given."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return its dtype."""
+        ...
+
+    @property
+    def storage(self) -> int:
+        """Return a number of its memory, which the same launch's views of the same tensor share."""
+        ...
+
+
+Arguments = Mapping[str, Any]
+"""Of a launch, by the names of the kernel's parameters: pointers, numbers and constants."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch does.
+
+    Attributes:
+        bytes: every tensor read once and every one written once; what tiles read again comes from the L2 cache.
+        programs: of the grid.
+        flops: operations as computed, by the arithmetic they are done in: "bf16", "tf32x3", "fp32" (no tensor cores).
+            An operation of "tf32x3" is one of the product that comes out, not of the three that it is made of.
+        products: operations of the same products as :class:`prokl.algorithm.counts.Term` counts them: no tile's edge,
+            no halves.
+        tile: rows and columns of the product that a program keeps in registers.
+    """
+
+    bytes: float
+    programs: int = 0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    products: float = 0.0
+    tile: tuple[int, int] = (0, 0)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def path_of(operand: Any, precision: str) -> str:
+    """Return the arithmetic of a product: that of float32 operands has the name of its precision, or "fp32"."""
+    return str(operand) if str(operand) != "fp32" else "fp32" if precision == "ieee" else precision
+
+
+def _moved(*tensors: tuple[Pointer, float]) -> float:
+    """Add up the bytes of (tensor, elements), those of one memory once."""
+    largest: dict[int, float] = {}
+    for pointer, elements in tensors:
+        size = elements * pointer.dtype.itemsize
+        largest[pointer.storage] = max(size, largest.get(pointer.storage, 0.0))
+    return sum(largest.values())
+
+
+def _product(a: Arguments, programs: int) -> Work:
+    M, N, K = a["M"], a["N"], a["K"]
+    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
+    read = [(a["A_ptr"], batch * M * K), (a["B_ptr"], batch * K * N)]
+    if a["HAS_C"]:
+        read.append((a["C_ptr"], batch * M * N))
+    written = [(a["D_ptr"], batch * M * N)]
+    if a["ENERGY"]:
+        written.append((a["energy_ptr"], programs))
+    depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
+    return Work(
+        _moved(*read) + _moved(*written),
+        programs,
+        {path_of(a["OPERAND"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
+        2.0 * batch * M * N * K,
+        (a["TILE_M"], a["TILE_N"]),
+    )
+
+
+def _symmetric_product(a: Arguments, programs: int) -> Work:
+    M, K, tile = a["M"], a["K"], a["TILE"]
+    side = ceil_div(M, tile)
+    triangle = side * (side + 1) // 2
+    batch = programs // triangle
+    read = [(a["A_ptr"], batch * M * K), (a["B_ptr"], batch * M * K)]
+    if a["HAS_C"]:  # its lower tiles alone
+        read.append((a["C_ptr"], batch * min(triangle * tile**2, M * M)))
+    depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
+    return Work(
+        _moved(*read) + _moved((a["D_ptr"], batch * M * M)),
+        programs,
+        {path_of(a["OPERAND"], a["PRECISION"]): 2.0 * programs * tile**2 * depth},
+        2.0 * batch * M * M * K,
+        (tile, tile),
+    )
+
+
+def _project(a: Arguments, programs: int) -> Work:
+    M, N, R = a["M"], a["N"], a["R"]
+    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(R, a["TILE_R"]))
+    depth = ceil_div(N, a["TILE_N"]) * a["TILE_N"]
+    read = _moved((a["G_ptr"], batch * M * N), (a["M_ptr"], batch * M * N), (a["U_ptr"], batch * N * R))
+    return Work(
+        read + _moved((a["GU_ptr"], batch * M * R), (a["MU_ptr"], batch * M * R)),
+        programs,
+        {path_of(a["OPERAND"], a["PRECISION"]): 4.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
+        4.0 * batch * M * N * R,
+        (a["TILE_M"], a["TILE_R"]),
+    )
+
+
+def _momentum(a: Arguments, programs: int) -> Work:
+    M, N, R = a["M"], a["N"], a["R"]
+    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
+    size = batch * M * N
+    moved = _moved((a["G_ptr"], size), (a["M_ptr"], size)) + _moved((a["M_ptr"], size))
+    if not a["HAT"]:
+        return Work(moved, programs)
+    moved += _moved((a["G_par_ptr"], batch * M * R), (a["U_ptr"], batch * N * R))
+    moved += _moved((a["G_hat_perp_ptr"], size), (a["size2_ptr"], programs), (a["whole2_ptr"], programs))
+    depth = ceil_div(R, a["TILE_R"]) * a["TILE_R"]
+    return Work(
+        moved,
+        programs,
+        {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
+        2.0 * size * R,
+        (a["TILE_M"], a["TILE_N"]),
+    )
+
+
+def _precondition(a: Arguments, programs: int) -> Work:
+    M, R = a["M"], a["R"]
+    batch = programs // ceil_div(M, a["TILE_M"])
+    read = _moved((a["P_ptr"], batch * M * M), (a["G_par_ptr"], batch * M * R), (a["Q_S_ptr"], batch * R * R))
+    # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time.
+    depth = ceil_div(M, a["TILE_K"]) * a["TILE_K"] + 2 * ceil_div(R, a["TILE_K"]) * a["TILE_K"]
+    return Work(
+        read + _moved((a["out_ptr"], batch * M * R)),
+        programs,
+        {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
+        2.0 * batch * (M * M * R + 2 * M * R * R),
+        (a["TILE_M"], a["TILE_R"]),
+    )
+
+
+def _apply(a: Arguments, programs: int) -> Work:
+    M, N, R = a["M"], a["N"], a["R"]
+    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
+    tile = 2.0 * programs * a["TILE_M"] * a["TILE_N"]
+    moved = batch * M * N * (2.0 * a["ITEM"] + (8.0 if a["HAS_MASTER"] else 0.0))
+    flops: dict[str, float] = {}
+    products = 0.0
+    if a["HAS_X"]:
+        moved += _moved((a["X_ptr"], batch * M * N))
+    if a["HAS_Q"]:
+        moved += _moved((a["Q_ptr"], batch * M * M))
+        products += 2.0 * batch * M * M * N
+        flops[path_of(a["OPERAND"], a["PRECISION"])] = tile * ceil_div(M, a["TILE_K"]) * a["TILE_K"]
+    if a["HAS_LOW_RANK"]:
+        moved += _moved((a["left_ptr"], batch * M * R), (a["right_ptr"], batch * N * R))
+        products += 2.0 * batch * M * N * R
+        path = path_of(a["OPERAND_LOW_RANK"], a["PRECISION_LOW_RANK"])
+        flops[path] = flops.get(path, 0.0) + tile * ceil_div(R, a["TILE_R"]) * a["TILE_R"]
+    return Work(moved, programs, flops, products, (a["TILE_M"], a["TILE_N"]))
+
+
+def _stack(a: Arguments, programs: int) -> Work:
+    batch = programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"]))
+    size = batch * a["M"] * a["N"]
+    return Work(float(size * a["ITEM"]) + _moved((a["G_ptr"], size), (a["energy_ptr"], programs)), programs)
+
+
+def _eigenvalue_ema(a: Arguments, programs: int) -> Work:
+    M, R = programs * a["M"], programs * a["R"]
+    read = _moved(*((a[f"{name}_ptr"], M) for name in ("s_L", "ell", "e_res")), (a["s_S_ptr"], R), (a["rho_ptr"], R))
+    return Work(read + _moved((a["new_L_ptr"], M), (a["new_S_ptr"], R), (a["new_mu_ptr"], programs)), programs)
+
+
+KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
+    "product": _product,
+    "symmetric_product": _symmetric_product,
+    "project": _project,
+    "momentum": _momentum,
+    "precondition": _precondition,
+    "apply": _apply,
+    "stack": _stack,
+    "eigenvalue_ema": _eigenvalue_ema,
+}
+"""By name, without ``_kernel``: the work of a launch, from its arguments and the number of its programs."""

@@ -1,0 +1,314 @@
+"""The modelled step: launches of the real one, operations that agree with the counts, rows that are those of this code.
+
+Where a bound on launches is exceeded the step launches more than it did; where launches go, tighten it.
+"""
+
+import inspect
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bench import costs, rows, step_model
+from bench.compiled.launches import describe
+from bench.model import occupancy, rates, trace
+from bench.model.occupancy import programs_per_processor
+from bench.shapes import PAPER, SETS, ParameterSet
+from prokl import ProKLShampoo
+from prokl.algorithm import qr_counts
+from prokl.algorithm.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
+from prokl.algorithm.launch_counts import KERNELS, Work
+from prokl.algorithm.shapes import effective_rank
+from prokl.backends import cuda_qr
+from prokl.backends.cuda_qr import Used
+from prokl.kernels import launch
+from tests.capture_factors import DATA, INPUTS, PLAN
+from tests.commands import ROOT
+from tests.host_extension import counting
+from tests.inputs import forbid_host_reads, normal, weight
+
+MOST = {"ordinary": 290, "refresh": 720}
+"""Launches of a bucket of the paper's models."""
+MOST_OF_A_MODEL = {"ordinary": 3128, "refresh": 7858}
+RANK = 128
+STAGES = ("project", "energies", "momentum", "direction", "newton_schulz", "statistics", "track_subspace", "apply")
+
+
+def traced(m, n, count=3, dtype=torch.bfloat16, rank=RANK):
+    """Launches of a bucket of such weights by kind of step."""
+    found = trace.steps(ParameterSet("some", ((count, m, n),), (rank,)), dtype, rank)
+    assert all(len(buckets) == 1 for buckets in found.values())
+    return {kind: buckets[0] for kind, buckets in found.items()}
+
+
+@pytest.fixture(scope="module")
+def paper():
+    """Launches of GPT-2 124M, bucket by bucket."""
+    return trace.steps(SETS["gpt2-124m"], torch.bfloat16, RANK)
+
+
+def test_every_kernel_has_its_work_counted(paper):
+    files = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
+    kernels = {name for text in files for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", text)}
+    assert set(KERNELS) == kernels
+    assert {e.kernel for bucket in paper["refresh"] for e in bucket if e.launch} == kernels
+    with_dot = {name for text in files if "tl.dot" in text for name in re.findall(r"def (\w+)_kernel\(", text)}
+    assert {e.kernel for bucket in paper["refresh"] for e in bucket if e.launch and e.work.flops} == with_dot
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (20, 20)])
+def test_a_step_that_computes_launches_what_is_traced(shape, extension_on_cpu, monkeypatch):
+    forbid_host_reads(monkeypatch)
+    weights = [weight(*shape, seed=i) for i in range(2)]
+    optimizer = ProKLShampoo(weights, rank=4, backend="triton")
+    for i, W in enumerate(weights):
+        W.grad = normal(*shape, seed=i)
+    optimizer.step()  # which begins
+    events, start = [], launch.start
+
+    def noted(kernel, *given, **constants):
+        events.append(trace.Event(trace.stage(), kernel.__name__.removesuffix("_kernel"), Work(0.0)))
+        with _disable_current_modes():  # the interpreter's own tensors
+            start(kernel, *given, **constants)
+
+    monkeypatch.setattr(launch, "start", noted)
+    (bucket,) = optimizer._all_buckets()
+    for kind, expected in traced(*shape, count=2, dtype=torch.float32, rank=4).items():
+        found = trace.execute(bucket, kind, events)
+        assert list(map(comparable, found)) == list(map(comparable, expected))
+    assert all(W.isfinite().all() for W in weights)
+
+
+def comparable(event):
+    return event.stage, event.kernel, event.work.bytes if event.kernel == trace.TORCH else None
+
+
+@pytest.mark.parametrize("m, n, rank", [(768, 3072, 128), (768, 768, 128), (100, 300, 37), (130, 131, 16)])
+def test_products_are_those_of_the_counts_stage_by_stage(m, n, rank):
+    count = 3
+    events = traced(m, n, count, rank=rank)
+    r = effective_rank(rank, m, n)
+    terms = pro_klshampoo(m, n, r)
+    expected = dict.fromkeys(STAGES, 0.0)
+    for t in terms:
+        if t.kind != "factorisation" and not t.refresh:
+            expected["newton_schulz" if t.newton_schulz else t.stage] += count * t.flops
+    found = dict.fromkeys(STAGES, 0.0)
+    for e in events["ordinary"]:
+        if e.work.products:
+            found[e.stage] += e.work.products
+    if n >= 1.5 * m:  # the last product of Newton-Schulz is left to apply
+        last = 2.0 * count * m * m * n
+        found["newton_schulz"], found["apply"] = found["newton_schulz"] + last, found["apply"] - last
+    assert found == expected
+    for e in events["refresh"]:  # tiles may be more than the product, and lower tiles half of it
+        assert sum(e.work.flops.values()) >= e.work.products * (0.5 if e.kernel == "symmetric_product" else 1.0)
+    # The counts have L Q of a refresh; the extension's form takes Q^T L Q, and Q times what comes out.
+    on_top = sum(t.flops for t in terms if t.refresh and t.kind != "factorisation") + 4.0 * m**3
+    assert sum(e.work.products for e in events["refresh"]) == sum(found.values()) + count * on_top
+
+
+def test_tiles_compute_whole_products_and_the_lower_tiles_of_symmetric_ones(paper):
+    for e in (e for bucket in paper["refresh"] for e in bucket if e.launch and e.work.flops):
+        side = e.launch.by_name["M"] // e.work.tile[0]  # the sizes are multiples of the tiles
+        half = (side + 1) / (2 * side) if e.kernel == "symmetric_product" else 1.0
+        assert sum(e.work.flops.values()) == pytest.approx(half * e.work.products, rel=1e-12), (e.stage, e.kernel)
+
+
+def test_newton_schulz_alone_is_in_bfloat16(paper):
+    for bucket in paper["refresh"]:
+        paths = {stage: {p for e in bucket if e.stage == stage for p in e.work.flops} for stage in STAGES}
+        assert paths.pop("newton_schulz") == {"bf16"} and paths.pop("apply") <= {"bf16", "tf32x3"}
+        assert paths.pop("track_subspace") == {"tf32x3", "fp32"} and set.union(*paths.values()) == {"tf32x3"}
+
+
+@pytest.mark.parametrize("dtype", step_model.DTYPES, ids=str)
+@pytest.mark.parametrize("m, n", [(768, 3072), (768, 768)])
+def test_a_step_moves_gradient_weight_and_state_at_least_once(m, n, dtype):
+    events = traced(m, n, dtype=dtype)
+    least = step_cost([], pro_klshampoo_traffic(m, n, RANK, 10**9), m, n, 10, item=dtype.itemsize).bytes
+    moved = sum(e.work.bytes for e in events["ordinary"])
+    assert 3 * least < moved < 12 * 3 * least  # today 7 times as many
+    assert 3 * 4 * m * m < sum(e.work.bytes for e in events["refresh"]) - moved
+
+
+@pytest.mark.parametrize(
+    "run, expected",
+    [
+        (lambda x, mask: x.mT[:, None].contiguous(), [2 * 24]),
+        (lambda x, mask: x.mT[:, None].reshape(4, 3, 2).view(24), [2 * 24]),
+        (lambda x, mask: x.expand(5, 2, 3, 4).sum(0), [2 * 24]),
+        (lambda x, mask: x.copy_(mask), [24 + 6 / 4]),
+        (lambda x, mask: x.mul_(x), [3 * 24]),
+        (lambda x, mask: x.masked_fill(mask, 0.0), [2 * 24, 2 * 24 + 6 / 4]),
+        (lambda x, mask: torch.where(mask, 0.0, x), [1, 2 * 24 + 1 + 6 / 4]),
+        (lambda x, mask: torch.empty_like(x).mT.detach(), []),
+    ],
+)
+def test_what_pytorch_launches_is_counted_and_views_and_new_memory_are_not(run, expected):
+    with trace.tracing() as events:
+        x, mask = torch.empty(2, 3, 4), torch.empty(2, 3, 1, dtype=torch.bool)
+        with trace.Operators(events):
+            run(x, mask)
+    assert [e.work.bytes for e in events] == [4 * elements for elements in expected]
+
+
+def test_a_tensor_that_a_launch_is_given_twice_is_read_once():
+    gram = [e for e in traced(768, 3072)["ordinary"] if e.launch and e.launch.by_name.get("K") == 3072]
+    gram = [e for e in gram if (e.stage, e.kernel) == ("newton_schulz", "symmetric_product")]
+    assert len(gram) == 3 and {e.work.bytes for e in gram} == {2.0 * 3 * (768 * 3072 + 768 * 768)}
+
+
+# QR.
+
+
+@pytest.mark.parametrize("n", [300, 768, 1024, 2048, 2816, 3072, 4096])
+@pytest.mark.parametrize("k", [37, 128, 200])
+def test_launches_and_blocks_of_the_tracking_qr_are_the_extensions(extension_on_cpu, n, k):
+    V, K, U = (torch.empty(2, *size) for size in ((n, k), (k, k), (n, k)))
+    with counting(extension_on_cpu) as counted:
+        cuda_qr.tracking_qr(V, K, U)
+    assert_counted(qr_counts.tracking_qr(2, n, k), counted)
+
+
+@pytest.mark.parametrize("k", [16, 37, 128, 129, 200, 768, 1024])
+def test_launches_and_blocks_of_the_refreshs_qr_are_the_extensions(extension_on_cpu, k):
+    A = torch.empty(2, k, k)
+    for function, launches in ((cuda_qr.qr, qr_counts.qr(2, k, k)), (cuda_qr.semidefinite_qr, None)):
+        with counting(extension_on_cpu) as counted:
+            function(A)
+        assert_counted(launches or qr_counts.semidefinite_qr(2, k), counted)
+
+
+def assert_counted(launches, counted):
+    sets = sum(kernel == "memset" for kernel, _ in launches)
+    assert list(counted) == [len(launches) - sets, sum(work.programs for _, work in launches), sets]
+
+
+def test_captured_factors_take_at_most_the_passes_that_are_counted(extension_on_cpu):
+    with np.load(DATA) as file:
+        arrays = {key: torch.from_numpy(file[key])[None] for key in file if key != "about"}
+
+    def taken(factorisation):
+        assert factorisation.used.item() & (Used.HOUSEHOLDER | Used.NONFINITE) == 0
+        return factorisation.used.item() >> 8
+
+    most = dict.fromkeys(("tracking", "settled", "basis", "coordinates"), 0)
+    for (of, name), steps in PLAN.items():
+        for step in steps:
+            A, B, *U = (arrays[f"{step} {of} {x}"] for x in INPUTS[name])
+            if name == "tracking_qr":
+                found = {"tracking": cuda_qr.tracking_qr(A, B, *U)}
+            elif name == "refresh_basis":
+                found = {"settled": cuda_qr.qr(B), "basis": cuda_qr.semidefinite_qr(B.mT @ A @ B)}
+            else:
+                found = {"coordinates": cuda_qr.qr(A @ B)}
+            most |= {kind: max(most[kind], taken(own)) for kind, own in found.items()}
+    counted = {"tracking": qr_counts.tracking_qr, "basis": qr_counts.semidefinite_qr, "coordinates": qr_counts.qr}
+    counted = {kind: inspect.signature(f).parameters["passes"].default for kind, f in counted.items()}
+    assert most == counted | {"settled": qr_counts.SETTLED}
+
+
+def test_passes_that_are_not_taken_are_launched_and_do_nothing():
+    one, two = (qr_counts.qr(3, 768, 768, passes) for passes in (1, 2))
+    assert [kernel for kernel, _ in one] == [kernel for kernel, _ in two]
+    idle = [sum(not work.bytes for _, work in launches) for launches in (one, two)]
+    assert idle[0] > idle[1] > 0
+    # A pass: half a Gram matrix, its factor with the inverse, and a product with a triangle, in blocks of 128.
+    more = sum(sum(work.flops.values()) for _, work in two) - sum(sum(work.flops.values()) for _, work in one)
+    assert 3 * (1 + 2 / 3 + 1) * 768**3 < more < 1.25 * 3 * (1 + 2 / 3 + 1) * 768**3
+
+
+# Time.
+
+
+def test_no_bucket_launches_more_than_it_did(paper):
+    for kind, most in MOST.items():
+        assert max(map(len, paper[kind])) <= most
+
+
+def test_no_launch_is_quicker_by_tiles_than_by_the_lower_bound(paper):
+    for e in (e for bucket in paper["refresh"] for e in bucket):
+        assert rates.NODE <= rates.brief(e) <= rates.tiles(e), e
+
+
+def test_a_program_more_than_there_is_room_for_takes_another_wave(paper):
+    e = next(e for e in paper["ordinary"][0] if e.stage == "direction" and e.kernel == "product")
+    room = rates.PROCESSORS * programs_per_processor(e.launch)
+
+    def seconds(programs):
+        flops = {path: own / e.work.programs * programs for path, own in e.work.flops.items()}
+        return rates.tiles(replace(e, work=replace(e.work, bytes=0.0, programs=programs, flops=flops))) - rates.NODE
+
+    assert seconds(1) == pytest.approx(seconds(room)) and seconds(room + 1) == pytest.approx(2 * seconds(room))
+
+
+@pytest.mark.parametrize(
+    "compiled, expected",
+    [
+        ([(120, 48)], 2),  # 65536 registers, 256 threads
+        ([(130, 48)], 1),
+        ([(64, 48)], 4),
+        ([(64, 100)], 2),  # 228 KiB, one more for each
+        ([(64, 48), (130, 48)], 1),  # nothing says which of them it is like
+        ([], 1),
+    ],
+)
+def test_a_processor_holds_what_registers_and_shared_memory_leave_room_for(paper, compiled, expected, monkeypatch):
+    e = next(e for e in paper["ordinary"][0] if e.stage == "direction" and e.kernel == "product")
+    own = describe(e.launch)
+    like = [(f"{own} {i}", registers, shared * 1024) for i, (registers, shared) in enumerate(compiled)]
+    like += [(f"{own} M:?", 255, 0), (own.replace("8 warps", "4 warps"), 255, 0)]  # odd sizes, another tile
+    monkeypatch.setattr(occupancy, "_compiled", lambda: {"product": like})
+    assert programs_per_processor(e.launch) == expected
+
+
+def test_what_multiplies_nothing_takes_its_bytes():
+    e = trace.Event("", trace.TORCH, Work(rates.BRIEF_BANDWIDTH / 1e3))
+    assert rates.brief(e) == pytest.approx(1e-3 + rates.NODE)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_committed_rows_are_those_of_this_code(name):
+    committed = [row for row in rows.read(rows.RESULTS / "step_model.csv") if row["model"] == name]
+    found = [row for dtype in step_model.DTYPES for row in step_model.set_rows(SETS[name], dtype)]
+    columns = [column for column in committed[0] if column not in ("device", *step_model.KNOWN)]
+    # Another torch may make other operators of an expression.
+    same = committed[0]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    kept = [{c: row[c] for c in columns} for row in committed if same or row["kernel"] != trace.TORCH]
+    fresh = [{c: rows.text(row.get(c)) for c in columns} for row in found if same or row["kernel"] != trace.TORCH]
+    assert kept == fresh, (
+        "run python -m bench.step_model --out bench/results/step_model.csv, then python -m bench.tables"
+    )
+
+
+def test_the_command_writes_the_rows_of_the_sets_it_is_given_and_prints_their_totals(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    assert step_model.main(["--sets", "gpt2-124m/4", "--parts", "--out", str(path)]) == 0
+    written, printed = rows.read(path), capsys.readouterr().out
+    assert {row["dtype"] for row in written} == {"bfloat16", "float32"}
+    assert {row["case"] for row in written} == {step_model.ORDINARY, step_model.ON_TOP}
+    assert {row["device"] for row in written} == {step_model.MODELLED}
+    own = [row for row in written if row["dtype"] == "bfloat16"]
+    ordinary, refresh, both = (step_model.total(own, k, "launches") for k in ("ordinary", "refresh", "amortised"))
+    assert both == pytest.approx(0.9 * ordinary + 0.1 * refresh) and refresh > ordinary > 0
+    assert (
+        f"{ordinary:.0f} launches" in printed and f"{refresh:.0f} launches" in printed and "track_subspace" in printed
+    )
+    assert step_model.main(["--out", str(tmp_path)]) == 2
+
+
+def test_the_committed_rows_are_of_all_models_and_within_the_bounds():
+    committed = rows.read(rows.RESULTS / "step_model.csv")
+    assert tuple(dict.fromkeys(row["model"] for row in committed)) == PAPER
+    assert {row["rank"] for row in committed} == {str(RANK)} and costs.NS_STEPS == 5
+    for name in PAPER:
+        for dtype in ("bfloat16", "float32"):
+            own = [row for row in committed if row["model"] == name and row["dtype"] == dtype]
+            buckets = int(own[0]["buckets"])
+            for kind, most in MOST.items():
+                launches = step_model.total(own, kind, "launches")
+                assert launches <= min(most * buckets, MOST_OF_A_MODEL[kind])
