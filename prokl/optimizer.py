@@ -92,6 +92,7 @@ class ProKLShampoo(MatrixOptimizer):
     ``.i``. A weight without a gradient so far has an entry too, of zeros.
 
     Raises:
+        TypeError: ``params`` is a module.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
@@ -172,6 +173,7 @@ class KLShampoo(MatrixOptimizer):
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
 
     Raises:
+        TypeError: ``params`` is a module.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
         MemoryError: the state would not fit into the free memory of the weights' device.
     """

@@ -31,6 +31,7 @@ from prokl.engine.validation import (
     check_materialised,
     check_matrix_parameter,
     check_memory,
+    check_no_module,
     check_writable,
 )
 
@@ -45,6 +46,7 @@ class MatrixOptimizer(Optimizer):
     _graphs_enabled = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_no_module(params)
         self.method.check(defaults)
         self._forget()
         super().__init__(params, {**defaults, "algorithm": "matrix", **DEFAULTS})
@@ -68,10 +70,12 @@ class MatrixOptimizer(Optimizer):
         the optimizer has AdamW groups, all with one lr.
 
         Raises:
+            TypeError: no group, or a module in it in the place of parameters.
             ValueError: a hyper-parameter out of bounds, or a parameter that the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
+        check_no_module(param_group.get("params"))
         groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
         before = len(self.param_groups)
         try:

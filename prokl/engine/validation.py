@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+
+
+def check_no_module(params: Any) -> None:
+    """Raise TypeError for a module in the place of its parameters; an ``nn.ParameterList`` is nothing but these."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        raise TypeError(
+            f"params must be parameters or groups, got a module ({type(params).__name__}): pass "
+            "prokl.param_groups(model, lr=..., adamw_lr=...), or model.parameters() where all are matrices."
+        )
 
 
 def check_matrix_parameter(p: Tensor, name: str) -> None:
