@@ -28,6 +28,7 @@ from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, 
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
+    check_keys,
     check_materialised,
     check_matrix_parameter,
     check_memory,
@@ -71,7 +72,8 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             TypeError: no group, or a module in it in the place of parameters.
-            ValueError: a hyper-parameter out of bounds, or a parameter that the group's algorithm cannot take.
+            ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, or a parameter that
+                the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
@@ -91,9 +93,14 @@ class MatrixOptimizer(Optimizer):
         group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
         algorithm = group.setdefault("algorithm", "matrix")
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
+        defaults = self._adamw.defaults(self.defaults["maximize"])
+        of_adamw = defaults.keys() | {"lr", "algorithm"}
         if algorithm == "adamw":
-            group = {**self._adamw.defaults(self.defaults["maximize"]), **group}
+            check_keys(group, of_adamw, self.defaults)
+            group = {**defaults, **group}
             check_adamw(group)
+        else:
+            check_keys(group, self.defaults, of_adamw)
         super().add_param_group(group)
         for p, name in self._named(len(self.param_groups) - 1):
             check_materialised(p, name)
