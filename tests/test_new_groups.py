@@ -143,3 +143,65 @@ def test_any_key_may_be_in_a_loaded_file(cls):
     source.param_groups[0]["weight_decy"] = 0.3
     target.load_state_dict(source.state_dict())
     assert target.param_groups[0]["weight_decy"] == 0.3
+
+
+@both
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_two_weights_of_one_name_are_refused_wherever_they_stand(cls, algorithm):
+    """One optimizer over two models, each with names of its own."""
+    groups = [
+        {"params": [("a", weight(4, 6)), ("b", weight(3, 5))]},
+        {"params": [("c", weight(4, 6)), ("b", weight(4, 6))], "algorithm": algorithm, "lr": 0.1},
+    ]
+    across = (
+        r"^Invalid name 'b': a weight of group 0 and one of group 1 have it, .*\(\"decoder\.\" \+ name, parameter\)"
+    )
+    with pytest.raises(ValueError, match=across):
+        cls(groups)
+    optimizer = cls(groups[:1])
+    before = optimizer.param_groups[0]["params"]
+    with pytest.raises(ValueError, match=across):
+        optimizer.add_param_group(groups[1])
+    with pytest.raises(ValueError, match="^Invalid name 'd': two weights of group 1 have it"):
+        optimizer.add_param_group({"params": [("d", weight(4, 6)), ("d", weight(4, 6))]})
+    assert groups_are(optimizer, before)
+    optimizer.add_param_group({"params": [("decoder." + name, p) for name, p in groups[1]["params"]]})
+    assert optimizer.param_groups[1]["param_names"] == ["decoder.c", "decoder.b"]
+
+
+@both
+def test_weights_without_names_are_told_apart_when_groups_come_and_go(cls):
+    weights = [weight(4, 6, seed=i, dtype=torch.bfloat16) for i in range(4)]
+    optimizer = cls([{"params": [p]} for p in weights[:3]])
+
+    def names():
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        buckets = [member.name for bucket in optimizer._all_buckets() for member in bucket.members]
+        assert len(buckets) == len(set(buckets)) == len(optimizer.clipped()) == len(optimizer.param_groups)
+        assert set(buckets) == optimizer.clipped().keys()
+
+    names()
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [weights[3]]})
+    names()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_weight_that_is_given_twice_is_one_weight():
+    w = weight(4, 6)
+    assert groups_are(PRO([("w", w), ("w", w)]), [w, w])
+
+
+@both
+def test_a_loaded_file_may_not_bring_two_weights_of_one_name(cls):
+    source, target = (cls([("a", weight(4, 6)), ("b", weight(4, 6))]) for _ in range(2))
+    state = source.state_dict()
+    state["param_groups"][0]["param_names"] = ["a", "a"]
+    with pytest.raises(ValueError, match="^The loaded state dict: Invalid name 'a': .* remove 'param_names' from its"):
+        target.load_state_dict(state)
+    assert target.param_groups[0]["param_names"] == ["a", "b"]
+    del state["param_groups"][0]["param_names"]
+    target.load_state_dict(state)
+    assert target.param_groups[0]["param_names"] == ["a", "b"]

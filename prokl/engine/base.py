@@ -32,6 +32,7 @@ from prokl.engine.validation import (
     check_materialised,
     check_matrix_parameter,
     check_memory,
+    check_names,
     check_no_module,
     check_writable,
 )
@@ -72,8 +73,8 @@ class MatrixOptimizer(Optimizer):
 
         Raises:
             TypeError: no group, or a module in it in the place of parameters.
-            ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, or a parameter that
-                the group's algorithm cannot take.
+            ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, a name that another
+                weight has, or a parameter that the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
@@ -102,6 +103,7 @@ class MatrixOptimizer(Optimizer):
         else:
             check_keys(group, self.defaults, of_adamw)
         super().add_param_group(group)
+        check_names(self.param_groups)
         for p, name in self._named(len(self.param_groups) - 1):
             check_materialised(p, name)
         if algorithm == "adamw":

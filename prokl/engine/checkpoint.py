@@ -14,6 +14,7 @@ from prokl.backends.rounding import MASTER
 from prokl.engine.adamw import count_in_tensors
 from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
+from prokl.engine.validation import check_names
 
 
 class _NoCast:
@@ -82,9 +83,16 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         The indices of the matrix groups that have state.
 
     Raises:
-        ValueError: a group's settings are out of bounds, the state does not fit a weight, or is not finite.
+        ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
+            is not finite.
     """
     made = set()
+    try:
+        check_names(state["param_groups"])
+    except ValueError as error:
+        raise ValueError(
+            f"The loaded state dict: {error} To keep the optimizer's, remove 'param_names' from its groups."
+        ) from None
     for i, group in enumerate(state["param_groups"]):
         try:
             check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)

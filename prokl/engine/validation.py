@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,6 +42,20 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
                 raise ValueError(
                     f"Invalid {key}={value!r} of a new group: there is no such setting, and the nearest is {nearest}. "
                     f"Write {nearest!r}, or give a key of your own a name less like it."
+                )
+
+
+def check_names(groups: Sequence[Group]) -> None:
+    """Raise ValueError where two weights have one name: counts, figures and random numbers are told apart by it."""
+    seen: dict[str, tuple[Tensor, int]] = {}
+    for i, group in enumerate(groups):
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+            first, j = seen.setdefault(name, (p, i))
+            if first is not p:
+                both = f"two weights of group {i}" if i == j else f"a weight of group {j} and one of group {i}"
+                raise ValueError(
+                    f"Invalid name {name!r}: {both} have it, and counts, figures and random numbers go by names. Make "
+                    'them unique, as by ("decoder." + name, parameter), or name no parameter.'
                 )
 
 
