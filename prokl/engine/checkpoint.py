@@ -100,7 +100,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
-            count_in_tensors(state["state"], group)
+            count_in_tensors(state["state"], group, i)
             continue
         names = group.get("param_names")
         for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
@@ -156,11 +156,17 @@ def _check_state(
     shapes: dict[str, Any] = {key: shape for key, (shape, _) in needed.items()}
     known = shapes.keys() | {"lambda_0" + piece.suffix}
     found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k in known}
-    if found != shapes or not _has_clock(piece, own):
+    if found != shapes or "step" + piece.suffix not in own:
         step = own.get("step" + piece.suffix)
         raise ValueError(
             f"The loaded state of {piece.name} (weight {tuple(piece.p.shape)}) has step={step!r} and {found}, "
             f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model, rank and split."
+        )
+    if not _has_clock(piece, own):
+        bound = f"{piece.shape.count} integers" if piece.p.ndim == 3 else "an integer"
+        raise ValueError(
+            f"The loaded state of {piece.name} has step={own['step' + piece.suffix]!r}: must be {bound} of at least "
+            "-1, which is before the first gradient. The file is damaged: load an earlier one."
         )
     begun = torch.tensor(clock(piece, own)) >= 0
     for key in shapes:
@@ -188,9 +194,7 @@ def _missing_counters(
 
 
 def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:
-    step = own.get("step" + piece.suffix)
-    if piece.p.ndim != 3:
-        return isinstance(step, int)
-    if isinstance(step, Tensor):
-        return step.shape == (piece.shape.count,) and not step.is_floating_point()
-    return isinstance(step, (list, tuple)) and len(step) == piece.shape.count  # before 0.5
+    step = own["step" + piece.suffix]
+    steps = [step] if piece.p.ndim != 3 else step.tolist() if isinstance(step, Tensor) else step  # a list before 0.5
+    right = isinstance(steps, (list, tuple)) and len(steps) == piece.shape.count
+    return right and all(type(count) is int and count >= -1 for count in steps)
