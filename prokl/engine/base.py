@@ -61,6 +61,7 @@ class MatrixOptimizer(Optimizer):
         self._idle: dict[tuple[Tensor, str], int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
         self._made_for: dict[Tensor, tuple[Reading, torch.Size]] = {}
+        self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
         self._graphs = Graphs() if self._graphs_enabled else None
@@ -193,9 +194,9 @@ class MatrixOptimizer(Optimizer):
         whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            made_with, idle, made_for = self._made_with, self._idle, self._made_for
+            made_with, idle, made_for, masters = self._made_with, self._idle, self._made_for, self._masters
             self._forget()
-            self._made_with = made_with
+            self._made_with, self._masters = made_with, masters
             self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
             self._made_for = {p: made for p, made in made_for.items() if self.state.get(p)}
         self._layout = layout
@@ -267,7 +268,7 @@ class MatrixOptimizer(Optimizer):
             _, m, n, rank, dtype, _ = key
             itemsize = compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
             self._buckets[key] = [
-                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle)
+                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle, self._masters)
                 for run in split(found, self.method.workspace(m, n, rank), itemsize)
             ]
         self._placed |= newcomers
@@ -296,6 +297,10 @@ class MatrixOptimizer(Optimizer):
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
                 self._made_for[p] = how, p.shape
+            if mode_of(group, p.dtype) == MASTER:
+                self._masters.add(p)
+            elif p in self._placed:
+                self._masters.discard(p)
 
     def enable_graphs(self) -> None:
         """Replay the matrix groups' work from CUDA graphs from now on.
@@ -371,4 +376,7 @@ class MatrixOptimizer(Optimizer):
         super().__setstate__(state)
         self._forget()
         for i in made:
-            self._remember(state["param_groups"][i])
+            group = state["param_groups"][i]
+            self._remember(group)
+            if group["bf16_weights"] == MASTER:  # of weights, too, that are no longer bfloat16
+                self._masters.update(group["params"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
-from prokl.backends.rounding import MASTER
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
 from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
@@ -113,7 +113,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             needed = [_needed(piece, method, group) for piece in parts]
             if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
                 for piece, layout in zip(parts, needed, strict=True):
-                    if MASTER + piece.suffix in own:  # else they start as the weights
+                    if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
                         layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
                     own = _missing_counters(piece, own, layout) | own
                     if misfit := _misfit(own, layout, piece, optimizer):
