@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
+from prokl.engine.pieces import named
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -83,12 +84,11 @@ def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index
     Raises:
         ValueError: a step is no count, of which AdamW would make a wrong step or NaN.
     """
-    for i, p in enumerate(group["params"]):
+    for p, name in named(group, index):
         own = state.get(p, {})
         step = own.get("step", 0)
         count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
         if type(count) not in (int, float) or not 0 <= count < math.inf or count % 1:
-            name = group["param_names"][i] if "param_names" in group else f"parameter {i} of group {index}"
             raise ValueError(
                 f"The loaded AdamW state of {name} has step={step!r}: must be a whole number of at least 0. The file "
                 "is damaged: load an earlier one."

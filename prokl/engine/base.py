@@ -24,7 +24,7 @@ from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, split
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
@@ -105,7 +105,7 @@ class MatrixOptimizer(Optimizer):
             check_keys(group, self.defaults, of_adamw)
         super().add_param_group(group)
         check_names(self.param_groups)
-        for p, name in self._named(len(self.param_groups) - 1):
+        for p, name in named(self.param_groups[-1], len(self.param_groups) - 1):
             check_materialised(p, name)
         if algorithm == "adamw":
             self._adamw.check_new(self.param_groups[-1], self.defaults)
@@ -114,14 +114,14 @@ class MatrixOptimizer(Optimizer):
 
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)
-        named = list(self._named(len(self.param_groups) - 1))
-        for (p, name), how in zip(named, readings(group), strict=True):
+        weights = named(group, len(self.param_groups) - 1)
+        for (p, name), how in zip(weights, readings(group), strict=True):
             check_matrix_parameter(p, name)
             check_reading(p, name, how)
             select(group["backend"], p.device)
         if self.method.oversize_remedy is not None:
             check_memory(type(self).__name__, self._sizes_of_new_state(), self.method.oversize_remedy)
-        for p, name in named:
+        for p, name in weights:
             check_writable(p, name)
 
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
@@ -135,15 +135,10 @@ class MatrixOptimizer(Optimizer):
                         size += 4 * piece.shape.rows * piece.shape.cols
                     yield piece.p, piece.name, piece.shape.count * size
 
-    def _named(self, index: int) -> Iterator[tuple[Tensor, str]]:
-        group = self.param_groups[index]
-        names = group.get("param_names", [])
-        for i, p in enumerate(group["params"]):
-            yield p, names[i] if i < len(names) else f"parameter {i} of group {index}"
-
     def _pieces(self, index: int) -> Iterator[Piece]:
         """Yield what has a state of its own in a matrix group, in its order."""
-        for (p, name), how in zip(self._named(index), readings(self.param_groups[index]), strict=True):
+        group = self.param_groups[index]
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
             yield from pieces(p, name, how)
 
     def _rank(self, group: Group, piece: Piece) -> int:
@@ -209,7 +204,7 @@ class MatrixOptimizer(Optimizer):
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         hows = readings(group)
-        for (p, name), how in zip(self._named(index), hows, strict=True):
+        for (p, name), how in zip(named(group, index), hows, strict=True):
             if group["algorithm"] == "matrix":
                 self._check_matrix_weight(p, name, how)
             check_materialised(p, name)
@@ -316,7 +311,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
         """
         for i, group in enumerate(self.param_groups):
-            for p, name in self._named(i) if group["algorithm"] == "matrix" else ():
+            for p, name in named(group, i) if group["algorithm"] == "matrix" else ():
                 if not select(group["backend"], p.device).graphs:
                     raise ValueError(
                         f"{name} is on {p.device} with backend={group['backend']!r}; graphs need a CUDA device and "
@@ -346,7 +341,7 @@ class MatrixOptimizer(Optimizer):
     def _counts(self, key: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         for i, group in enumerate(self.param_groups):
-            for (p, name), how in zip(self._named(i), readings(group), strict=True):
+            for (p, name), how in zip(named(group, i), readings(group), strict=True):
                 for piece in pieces(p, name, how) if group["algorithm"] == "matrix" else ():
                     if key + piece.suffix in self.state.get(p, {}):
                         counts[name] = counts.get(name, 0) + int(self.state[p][key + piece.suffix].sum())

@@ -12,7 +12,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
-from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
+from prokl.engine.pieces import Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
 from prokl.engine.validation import check_names
 
@@ -103,9 +103,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         if group["algorithm"] != "matrix":
             count_in_tensors(state["state"], group, i)
             continue
-        names = group.get("param_names")
-        for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
-            name = names[j] if names else f"parameter {j} of group {i}"
+        for (p, name), how in zip(named(group, i), hows, strict=True):
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
