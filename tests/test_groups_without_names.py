@@ -203,3 +203,13 @@ def test_a_model_of_which_only_the_head_trains_so_far_is_no_error():
     lone[0].requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter of model"):
         groups_of(lone)
+
+
+@pytest.mark.parametrize("model", [Model(), nn.LayerNorm(4)], ids=["matrices", "none"])
+def test_a_model_of_which_nothing_trains_is_told_so(model):
+    model.requires_grad_(False)
+    says = (
+        rf"^No parameter of model \({type(model).__name__}\) requires grad, .*: unfreeze .* before making the groups\.$"
+    )
+    with pytest.raises(ValueError, match=says):
+        param_groups(model, **RATES)
