@@ -330,12 +330,15 @@ class MatrixOptimizer(Optimizer):
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device.
 
-        A stack counts one gradient once, a split weight in each of its pieces.
+        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step.
         """
         return self._counts("skipped")
 
     def clipped(self) -> dict[str, int]:
-        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device."""
+        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device.
+
+        Empty before the first step.
+        """
         return self._counts("clipped")
 
     def _counts(self, key: str) -> dict[str, int]:
