@@ -65,9 +65,9 @@ class ProKLShampoo(MatrixOptimizer):
         state_dtype: storage dtype of the state; None is float32 for half-precision weights, else the weight's.
         bf16_weights: what a step writes into bfloat16 weights: "stochastic" (rounded up or down at random, unbiased,
             the same bits after a resume), "master" (rounded to nearest beside a float32 master in the state, which
-            counts wherever the weight still is its rounding) or "plain" (to nearest). Other dtypes, and AdamW groups,
-            are rounded to nearest. The random numbers follow from the weight's name, or its place where it has none,
-            and its step.
+            counts wherever the weight still is its rounding, and is taken over by a weight that has become another
+            dtype) or "plain" (to nearest). Other dtypes, and AdamW groups, are rounded to nearest. The random numbers
+            follow from the weight's name, or its place where it has none, and its step.
         backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
@@ -92,6 +92,7 @@ class ProKLShampoo(MatrixOptimizer):
     ``.i``. A weight without a gradient so far has an entry too, of zeros.
 
     Raises:
+        TypeError: ``params`` is a module.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
@@ -172,6 +173,7 @@ class KLShampoo(MatrixOptimizer):
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
 
     Raises:
+        TypeError: ``params`` is a module.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
         MemoryError: the state would not fit into the free memory of the weights' device.
     """

@@ -120,7 +120,14 @@ def test_a_checkpoint_does_not_bring_its_backend_along():
 def test_explain_says_what_was_asked_for():
     assert explain("reference", "cpu") == "reference: asked for"
     assert explain("torch", "cpu") == "torch: asked for"
-    assert explain(None, "cpu").startswith("torch: ")
+
+
+@pytest.mark.parametrize(
+    "interpret, kernels", [("0", "are for CUDA devices"), ("1", "would be interpreted by backend='triton'")]
+)
+def test_explain_says_of_a_cpu_what_it_takes_and_not_what_it_lacks(interpret, kernels, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert explain(None, "cpu") == f"torch: a CPU takes the PyTorch form; the kernels {kernels}"
 
 
 def test_importing_prokl_imports_no_triton():

@@ -299,3 +299,71 @@ def test_the_free_memory_must_hold_masters_too(monkeypatch):
     for mode in ("stochastic", "master"):
         KL([weight(12, 20, dtype=BF16)], bf16_weights=mode)
     assert asked[1] - asked[0] == 4 * 12 * 20
+
+
+SAVED = {"": lambda o: None, "reloaded": lambda o: o.load_state_dict(copy.deepcopy(o.state_dict()))}
+
+
+@pytest.mark.parametrize("between", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape, own", [((12, 20), {}), ((20, 12), {"split": 2}), ((2, 20, 12), {})], ids=str)
+@pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
+def test_a_weight_that_becomes_wider_takes_the_bits_of_its_master(cls, kwargs, shape, own, dtype, between):
+    p = weight(*shape, dtype=BF16)
+    optimizer = cls([{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs)
+    for t in range(3):
+        step(optimizer, [p], [normal(*shape, seed=t).to(BF16)])
+    masters = [v for k, v in sorted(optimizer.state[p].items()) if k.startswith("master")]
+    (bucket,) = optimizer._all_buckets()
+    expected = [v.mT if member.shape.transposed else v for v, member in zip(masters, bucket.members, strict=True)]
+    expected = torch.cat(expected, dim=-2).to(dtype)
+    p.data = p.data.to(dtype)
+    changed = torch.zeros(shape, dtype=torch.bool)
+    changed[..., 5] = True
+    p.data[changed] += 1
+    expected = torch.where(changed, p.data, expected)
+    assert not torch.equal(p.data, expected)
+    between(optimizer)
+    step(optimizer, [p], [torch.zeros(shape, dtype=dtype)])  # which moves nothing
+    assert same_bits(p.data, expected)
+    assert not [key for key in optimizer.state[p] if key.startswith("master")]
+
+
+@pytest.mark.parametrize("mode", BF16_WEIGHTS)
+@pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
+def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(cls, kwargs, mode):
+    p, q = (weight(20, 12) for _ in range(2))
+    optimizer, fresh = (cls([w], bf16_weights=mode, **kwargs) for w in (p, q))
+    theirs = optimizer.state[p]["master"] = p.detach().double()
+    for t in range(3):
+        step(optimizer, [p], [normal(20, 12, seed=t)])
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(fresh, [q], [normal(20, 12)])
+    assert same_bits(fresh.state[q]["master"], theirs)
+    late = weight(20, 12)
+    optimizer.add_param_group({"params": [late]})
+    step(optimizer, [p, late], [normal(20, 12)] * 2)
+    assert optimizer.state[p]["master"] is theirs and "master" not in optimizer.state[late]
+
+
+def test_a_master_that_waits_for_its_first_gradient_goes_with_its_mode():
+    early, late = (weight(12, 20, dtype=BF16) for _ in range(2))
+    optimizer = PRO([early, late], rank=3, bf16_weights="master")
+    step(optimizer, [early, late], [normal(12, 20, dtype=BF16), None])
+    assert not optimizer.state[late]["master"].any()
+    optimizer.param_groups[0]["bf16_weights"] = "plain"
+    for gradient in (None, normal(12, 20, dtype=BF16)):
+        step(optimizer, [early, late], [normal(12, 20, dtype=BF16), gradient])
+    assert "master" not in optimizer.state[early].keys() | optimizer.state[late].keys()
+    assert same_bits(late.data, weight(12, 20, dtype=BF16).data)
+
+
+def test_what_a_wrapper_calls_master_stays_once_ours_has_gone():
+    p = weight(12, 20, dtype=BF16)
+    optimizer, theirs = PRO([p], rank=3, bf16_weights="master"), torch.zeros(12, 20)
+    for t, mode in enumerate(("master", "master", "plain", "stochastic")):
+        optimizer.param_groups[0]["bf16_weights"] = mode
+        if mode == "stochastic":
+            optimizer.state[p]["master"] = theirs
+        step(optimizer, [p], [normal(12, 20, seed=t, dtype=BF16)])
+    assert optimizer.state[p]["master"] is theirs

@@ -449,6 +449,21 @@ def test_a_wrong_checkpoint_is_refused_by_the_weights_name_and_changes_nothing(s
     assert_refused(pair(rank=4), pair(rank=4), state(), rf"\b({name})")
 
 
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cls):
+    def narrow(width):
+        shapes = {"same": (5, 9), "first": (width, 6), "stack": (2, 6, width), "last": (4, width)}
+        optimizer = cls([(name, torch.nn.Parameter(normal(*shape))) for name, shape in shapes.items()])
+        train(optimizer, range(2))
+        return optimizer
+
+    says = (
+        rf"^The loaded state of first \(weight \(8, 6\)\) has M of shape \(6, 12\) where {cls.__name__} needs \(6, 8\)"
+        r"; 2 more differ\. Load a state dict of the same optimizer, model, rank and split\.$"
+    )
+    assert_refused(narrow(8), narrow(8), narrow(12).state_dict(), says)
+
+
 def test_a_checkpoint_of_proklshampoo_is_refused_by_klshampoo():
     assert_refused(pair(cls=KL), pair(cls=KL), pair().state_dict(), r"\b(odd|fine)\b")
 

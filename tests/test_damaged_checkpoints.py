@@ -66,3 +66,29 @@ def test_a_rate_out_of_bounds_is_refused_by_its_group(cls, group, lr):
     state = copy.deepcopy(saved(cls, (4, 6)))
     state["param_groups"][group]["lr"] = lr
     assert_refused(cls, (4, 6), state, rf"Group {group} of the loaded state dict: Invalid lr=")
+
+
+CLOCKS = [True, -2, 2.0, 2.5, math.nan, "2", None, [2]]
+CLOCKS_OF_A_STACK = [3, True, (2, True), (2, -2), (2, 2.5), (2, 2, 2), ("2", "2"), None]
+CLOCKS_OF_A_STACK += [torch.tensor(steps) for steps in ([2.0, 2.0], [True, True], [2, -2], [2, 2, 2], [[2], [2]], 2)]
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+@pytest.mark.parametrize(
+    "shape, clock, bound",
+    [*(((4, 6), clock, "an integer") for clock in CLOCKS), *(((2, 4, 6), c, "2 integers") for c in CLOCKS_OF_A_STACK)],
+    ids=str,
+)
+def test_a_clock_that_is_none_is_refused(cls, shape, clock, bound):
+    state = copy.deepcopy(saved(cls, shape))
+    state["state"][1]["step"] = clock
+    says = rf"^The loaded state of odd has step=.*: must be {bound} of at least -1, .*: load an earlier one\.$"
+    assert_refused(cls, shape, state, f"(?s){says}")
+
+
+@pytest.mark.parametrize("clock", [True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5))])
+def test_an_adamw_clock_that_is_none_is_refused(clock):
+    state = copy.deepcopy(saved(PRO, (4, 6)))
+    state["state"][2]["step"] = clock
+    says = r"^The loaded AdamW state of bias has step=.*: must be a whole number of at least 0\. .* load an earlier one"
+    assert_refused(PRO, (4, 6), state, says)

@@ -16,6 +16,7 @@ from tests.problems import gradient_stream, run
 SHAPES = [(6, 10), (10, 6), (3, 6, 10), (8, 8), (5, 2, 3, 3)]
 NAMES = ["group0.0", "group0.1", "group0.2[0]", "group0.2[1]", "group0.2[2]", "group0.3", "group0.4"]
 METHODS = [(PRO, {"rank": 3}), (KL, {})]
+READERS = (diagnostics.scalars, diagnostics.eigenvalues, diagnostics.spectra, diagnostics.phi)
 BASES = {PRO: ("U", "Q_L", "Q_S"), KL: ("Q_L", "Q_R")}
 
 
@@ -49,6 +50,16 @@ def test_eigenvalues_are_those_of_the_state_in_descending_order(cls, kwargs, sta
         for factor, roots in factors.items():
             expected = roots.cpu().double().reshape(-1).pow(-2)
             assert torch.equal(found[name][factor], expected.sort(descending=True).values)
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_there_is_nothing_to_tell_before_the_first_step(cls, kwargs):
+    p = weight(6, 10)
+    optimizer = cls([("p", p)], **kwargs)
+    found = (optimizer.clipped, optimizer.skipped, *(lambda f=f: f(optimizer) for f in READERS))
+    assert [f() for f in found] == [{}] * len(found)
+    step(optimizer, [p], [normal(6, 10)])
+    assert optimizer.clipped() == optimizer.skipped() == {"p": 0} and all(f() for f in found)
 
 
 def test_spectra_are_normalised_by_the_mean_of_the_tail():

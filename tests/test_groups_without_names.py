@@ -129,6 +129,16 @@ def test_vectors_alone_go_to_adamw_where_nothing_else_is_said_of_them():
     assert (group["params"], group["param_names"], group["algorithm"]) == ([gain], ["late.gain"], "adamw")
 
 
+def test_a_tensor_alone_is_divided_as_a_list_of_it_is():
+    optimizer, gain, matrix = optimizer_of(Model()), weight(8), weight(8, 8)
+    with pytest.warns(UserWarning, match=r"1 of 1 weights .* below 2-D, one of shape \(8,\) among them"):
+        optimizer.add_param_group({"params": gain})
+    optimizer.add_param_group({"params": matrix, "lr": 0.5})
+    vectors, rest = optimizer.param_groups[-2:]
+    assert (vectors["params"], vectors["algorithm"], vectors["lr"]) == ([gain], "adamw", 1e-3)
+    assert (rest["params"], rest["algorithm"], rest["lr"]) == ([matrix], "matrix", 0.5)
+
+
 def test_a_tensor_lr_is_not_shared_between_the_groups():
     optimizer = prokl.ProKLShampoo(
         [{"params": [weight(4, 6)]}, {"params": [weight(4)], "algorithm": "adamw", "lr": torch.tensor(1e-3)}], rank=2
@@ -193,3 +203,13 @@ def test_a_model_of_which_only_the_head_trains_so_far_is_no_error():
     lone[0].requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter of model"):
         groups_of(lone)
+
+
+@pytest.mark.parametrize("model", [Model(), nn.LayerNorm(4)], ids=["matrices", "none"])
+def test_a_model_of_which_nothing_trains_is_told_so(model):
+    model.requires_grad_(False)
+    says = (
+        rf"^No parameter of model \({type(model).__name__}\) requires grad, .*: unfreeze .* before making the groups\.$"
+    )
+    with pytest.raises(ValueError, match=says):
+        param_groups(model, **RATES)

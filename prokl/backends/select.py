@@ -112,7 +112,10 @@ def explain(backend: str | None, device: torch.device | str) -> str:
         return f"{name}: asked for"
     if name == "triton":
         return f"triton: {device} runs the kernels"
-    reason = _unsupported_reason(device) or "a CPU takes the PyTorch form; backend=triton would interpret the kernels"
+    reason = _unsupported_reason(device)
+    if device.type == "cpu":
+        kernels = "are for CUDA devices" if reason is not None else "would be interpreted by backend='triton'"
+        return f"torch: a CPU takes the PyTorch form; the kernels {kernels}"
     return f"torch: {reason}"
 
 

@@ -30,6 +30,8 @@ def scalars(
 ) -> dict[str, float]:
     """Return figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
 
+    A matrix begins with its first usable gradient: before the first step the dictionary is empty.
+
     From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
     just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
     rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_low``, ``alpha_kl_high``, the
@@ -93,7 +95,7 @@ def scalars(
 
 @torch.no_grad()
 def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) -> dict[str, dict[str, Tensor]]:
-    """Return every matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
+    """Return every begun matrix's descending eigenvalues, float64 on the CPU: {weight: {factor: eigenvalues}}.
 
     Factors are "L", (m,), of the short side, and of the long side "R", (n,), or for Pro-KLShampoo "S", (r,), and
     "mu", (1,), which counts n - r times. ``model`` as in :func:`scalars`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
+from prokl.engine.pieces import named
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -73,10 +75,24 @@ def check_state(p: Tensor, name: str, state: Mapping[str, Any]) -> None:
         )
 
 
-def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group) -> None:
-    """Make tensors of loaded steps that were saved as numbers, as PyTorch's AdamW does when it loads."""
-    for p in group["params"]:
+def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index: int) -> None:
+    """Make tensors of loaded steps that were saved as numbers, as PyTorch's AdamW does when it loads.
+
+    Args:
+        state: as loaded. group: whose. index: its place.
+
+    Raises:
+        ValueError: a step is no count, of which AdamW would make a wrong step or NaN.
+    """
+    for p, name in named(group, index):
         own = state.get(p, {})
+        step = own.get("step", 0)
+        count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+        if type(count) not in (int, float) or not 0 <= count < math.inf or count % 1:
+            raise ValueError(
+                f"The loaded AdamW state of {name} has step={step!r}: must be a whole number of at least 0. The file "
+                "is damaged: load an earlier one."
+            )
         if isinstance(own.get("step"), (int, float)):
             device = _device_of_steps(p, group)
             own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device=device)

@@ -24,13 +24,16 @@ from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, split
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, pieces, readings
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
+    check_keys,
     check_materialised,
     check_matrix_parameter,
     check_memory,
+    check_names,
+    check_no_module,
     check_writable,
 )
 
@@ -45,6 +48,7 @@ class MatrixOptimizer(Optimizer):
     _graphs_enabled = False
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_no_module(params)
         self.method.check(defaults)
         self._forget()
         super().__init__(params, {**defaults, "algorithm": "matrix", **DEFAULTS})
@@ -57,6 +61,7 @@ class MatrixOptimizer(Optimizer):
         self._idle: dict[tuple[Tensor, str], int] = {}
         self._made_with: dict[int, dict[str, Any]] = {}
         self._made_for: dict[Tensor, tuple[Reading, torch.Size]] = {}
+        self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
         self._graphs = Graphs() if self._graphs_enabled else None
@@ -68,10 +73,13 @@ class MatrixOptimizer(Optimizer):
         the optimizer has AdamW groups, all with one lr.
 
         Raises:
-            ValueError: a hyper-parameter out of bounds, or a parameter that the group's algorithm cannot take.
+            TypeError: no group, or a module in it in the place of parameters.
+            ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, a name that another
+                weight has, or a parameter that the group's algorithm cannot take.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
+        check_no_module(param_group.get("params"))
         groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
         before = len(self.param_groups)
         try:
@@ -87,11 +95,17 @@ class MatrixOptimizer(Optimizer):
         group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
         algorithm = group.setdefault("algorithm", "matrix")
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
+        defaults = self._adamw.defaults(self.defaults["maximize"])
+        of_adamw = defaults.keys() | {"lr", "algorithm"}
         if algorithm == "adamw":
-            group = {**self._adamw.defaults(self.defaults["maximize"]), **group}
+            check_keys(group, of_adamw, self.defaults)
+            group = {**defaults, **group}
             check_adamw(group)
+        else:
+            check_keys(group, self.defaults, of_adamw)
         super().add_param_group(group)
-        for p, name in self._named(len(self.param_groups) - 1):
+        check_names(self.param_groups)
+        for p, name in named(self.param_groups[-1], len(self.param_groups) - 1):
             check_materialised(p, name)
         if algorithm == "adamw":
             self._adamw.check_new(self.param_groups[-1], self.defaults)
@@ -100,14 +114,14 @@ class MatrixOptimizer(Optimizer):
 
     def _check_new_matrix_group(self, group: Group) -> None:
         self.method.check(group)
-        named = list(self._named(len(self.param_groups) - 1))
-        for (p, name), how in zip(named, readings(group), strict=True):
+        weights = named(group, len(self.param_groups) - 1)
+        for (p, name), how in zip(weights, readings(group), strict=True):
             check_matrix_parameter(p, name)
             check_reading(p, name, how)
             select(group["backend"], p.device)
         if self.method.oversize_remedy is not None:
             check_memory(type(self).__name__, self._sizes_of_new_state(), self.method.oversize_remedy)
-        for p, name in named:
+        for p, name in weights:
             check_writable(p, name)
 
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
@@ -121,15 +135,10 @@ class MatrixOptimizer(Optimizer):
                         size += 4 * piece.shape.rows * piece.shape.cols
                     yield piece.p, piece.name, piece.shape.count * size
 
-    def _named(self, index: int) -> Iterator[tuple[Tensor, str]]:
-        group = self.param_groups[index]
-        names = group.get("param_names", [])
-        for i, p in enumerate(group["params"]):
-            yield p, names[i] if i < len(names) else f"parameter {i} of group {index}"
-
     def _pieces(self, index: int) -> Iterator[Piece]:
         """Yield what has a state of its own in a matrix group, in its order."""
-        for (p, name), how in zip(self._named(index), readings(self.param_groups[index]), strict=True):
+        group = self.param_groups[index]
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
             yield from pieces(p, name, how)
 
     def _rank(self, group: Group, piece: Piece) -> int:
@@ -180,9 +189,9 @@ class MatrixOptimizer(Optimizer):
         whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            made_with, idle, made_for = self._made_with, self._idle, self._made_for
+            made_with, idle, made_for, masters = self._made_with, self._idle, self._made_for, self._masters
             self._forget()
-            self._made_with = made_with
+            self._made_with, self._masters = made_with, masters
             self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
             self._made_for = {p: made for p, made in made_for.items() if self.state.get(p)}
         self._layout = layout
@@ -195,7 +204,7 @@ class MatrixOptimizer(Optimizer):
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         hows = readings(group)
-        for (p, name), how in zip(self._named(index), hows, strict=True):
+        for (p, name), how in zip(named(group, index), hows, strict=True):
             if group["algorithm"] == "matrix":
                 self._check_matrix_weight(p, name, how)
             check_materialised(p, name)
@@ -254,7 +263,7 @@ class MatrixOptimizer(Optimizer):
             _, m, n, rank, dtype, _ = key
             itemsize = compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
             self._buckets[key] = [
-                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle)
+                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle, self._masters)
                 for run in split(found, self.method.workspace(m, n, rank), itemsize)
             ]
         self._placed |= newcomers
@@ -283,6 +292,10 @@ class MatrixOptimizer(Optimizer):
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
                 self._made_for[p] = how, p.shape
+            if mode_of(group, p.dtype) == MASTER:
+                self._masters.add(p)
+            elif p in self._placed:
+                self._masters.discard(p)
 
     def enable_graphs(self) -> None:
         """Replay the matrix groups' work from CUDA graphs from now on.
@@ -298,7 +311,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
         """
         for i, group in enumerate(self.param_groups):
-            for p, name in self._named(i) if group["algorithm"] == "matrix" else ():
+            for p, name in named(group, i) if group["algorithm"] == "matrix" else ():
                 if not select(group["backend"], p.device).graphs:
                     raise ValueError(
                         f"{name} is on {p.device} with backend={group['backend']!r}; graphs need a CUDA device and "
@@ -317,18 +330,21 @@ class MatrixOptimizer(Optimizer):
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device.
 
-        A stack counts one gradient once, a split weight in each of its pieces.
+        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step.
         """
         return self._counts("skipped")
 
     def clipped(self) -> dict[str, int]:
-        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device."""
+        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device.
+
+        Empty before the first step.
+        """
         return self._counts("clipped")
 
     def _counts(self, key: str) -> dict[str, int]:
         counts: dict[str, int] = {}
         for i, group in enumerate(self.param_groups):
-            for (p, name), how in zip(self._named(i), readings(group), strict=True):
+            for (p, name), how in zip(named(group, i), readings(group), strict=True):
                 for piece in pieces(p, name, how) if group["algorithm"] == "matrix" else ():
                     if key + piece.suffix in self.state.get(p, {}):
                         counts[name] = counts.get(name, 0) + int(self.state[p][key + piece.suffix].sum())
@@ -358,4 +374,7 @@ class MatrixOptimizer(Optimizer):
         super().__setstate__(state)
         self._forget()
         for i in made:
-            self._remember(state["param_groups"][i])
+            group = state["param_groups"][i]
+            self._remember(group)
+            if group["bf16_weights"] == MASTER:  # of weights, too, that are no longer bfloat16
+                self._masters.update(group["params"])

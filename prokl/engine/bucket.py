@@ -16,7 +16,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import on_device, without_autocast
 from prokl.backends.io import BucketIO, Layout, Member
-from prokl.backends.rounding import MASTER, Rounding, mode_of
+from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
@@ -59,6 +59,7 @@ class Bucket:
         group: the parameter group.
         idle: calls with a gradient in which a piece did not move, by parameter and suffix, -1 once it has; outlives the
             bucket.
+        masters: parameters whose "master" in the state is the optimizer's, if they have one, and no wrapper's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Bucket:
         rank: int,
         group: Group,
         idle: dict[tuple[Tensor, str], int],
+        masters: Collection[Tensor],
     ) -> None:
         self.method, self.rank, self.group, self.idle = method, rank, group, idle
         self.members: list[Member] = []
@@ -97,7 +99,7 @@ class Bucket:
             [step for piece, state in zip(pieces, states, strict=True) for step in clock(piece, state)],
         )
         for i, state in enumerate(states):
-            self._adopt(i, state)
+            self._adopt(i, state, pieces[i].p in masters)
         self.backend: Backend | None = None
         self.io: BucketIO
         self._asked: str | None = None
@@ -108,7 +110,7 @@ class Bucket:
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
-    def _adopt(self, i: int, state: dict[str, Any]) -> None:
+    def _adopt(self, i: int, state: dict[str, Any], own_master: bool) -> None:
         """Copy a parameter's state into the stacks and leave views of them in its place."""
         member = self.members[i]
         views = {"skipped": self.skipped[i], **{key: member.part(stack) for key, stack in self.stacks.items()}}
@@ -116,10 +118,19 @@ class Bucket:
             for key, view in views.items():
                 if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
                     view.copy_(state[key + member.suffix])
-        if MASTER not in self.stacks:
-            state.pop(MASTER + member.suffix, None)
+        if own_master and MASTER not in self.stacks:
+            self._give_up_master(member, state, views["M"].shape)
         self.views.append({key + member.suffix: view for key, view in views.items()})
         state.update(self.views[i] | {"step" + member.suffix: self._clock(member)})
+
+    def _give_up_master(self, member: Member, state: dict[str, Any], shape: torch.Size) -> None:
+        """Take a master out of the state; a weight that has become wider than bfloat16 keeps its bits."""
+        master = state.get(MASTER + member.suffix)
+        if isinstance(master, Tensor) and (master.shape, master.dtype) == (shape, torch.float32):
+            W = member.weight()
+            W.copy_(exact(W, master.to(W.device).reshape(W.shape)))
+            member.write(W)
+            del state[MASTER + member.suffix]
 
     def holds(self, states: Sequence[dict[str, Any]]) -> bool:
         """Return True if the weights and the views handed out are still what they were when the bucket was made."""

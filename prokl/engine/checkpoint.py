@@ -10,10 +10,11 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
-from prokl.backends.rounding import MASTER
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
-from prokl.engine.pieces import Piece, check_reading, clock, pieces, readings, stored_clock
+from prokl.engine.pieces import Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
+from prokl.engine.validation import check_names
 
 
 class _NoCast:
@@ -82,9 +83,17 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         The indices of the matrix groups that have state.
 
     Raises:
-        ValueError: a group's settings are out of bounds, the state does not fit a weight, or is not finite.
+        ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
+            is not finite.
     """
-    made = set()
+    made: set[int] = set()
+    misfits: dict[Tensor, str] = {}
+    try:
+        check_names(state["param_groups"])
+    except ValueError as error:
+        raise ValueError(
+            f"The loaded state dict: {error} To keep the optimizer's, remove 'param_names' from its groups."
+        ) from None
     for i, group in enumerate(state["param_groups"]):
         try:
             check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
@@ -92,11 +101,9 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
-            count_in_tensors(state["state"], group)
+            count_in_tensors(state["state"], group, i)
             continue
-        names = group.get("param_names")
-        for j, (p, how) in enumerate(zip(group["params"], hows, strict=True)):
-            name = names[j] if names else f"parameter {j} of group {i}"
+        for (p, name), how in zip(named(group, i), hows, strict=True):
             own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
@@ -104,15 +111,24 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             needed = [_needed(piece, method, group) for piece in parts]
             if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
                 for piece, layout in zip(parts, needed, strict=True):
-                    if MASTER + piece.suffix in own:  # else they start as the weights
+                    if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
                         layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
                     own = _missing_counters(piece, own, layout) | own
-                    _check_state(own, layout, piece, optimizer)
+                    if misfit := _misfit(own, layout, piece, optimizer):
+                        misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
+                        break
+                    _check_values(own, layout, piece)
                     own["step" + piece.suffix] = stored_clock(p, clock(piece, own))
                 made.add(i)
-            if own:  # a copy: what was loaded goes on without this optimizer
+            if own and not misfits:  # a copy: what was loaded goes on without this optimizer
                 clocks = {"step" + piece.suffix for piece in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
+    if misfits:
+        first, *others = misfits.values()
+        more = f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'}" if others else ""
+        raise ValueError(
+            f"The loaded state of {first}{more}. Load a state dict of the same optimizer, model, rank and split."
+        )
     return made
 
 
@@ -134,28 +150,37 @@ def _needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[
     """Return shape and dtype of every state tensor that a piece needs, by its key."""
     leading = (piece.shape.count,) if piece.p.ndim == 3 else ()
     layout = layout_of_state(piece, method, method.rank(group, piece.shape.m, piece.shape.n), group)
-    needed = {"skipped": ((), torch.int64), **{key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}}
+    needed = {**{key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}, "skipped": ((), torch.int64)}
     return {key + piece.suffix: value for key, value in needed.items()}
 
 
-def _check_state(
+def _misfit(
     own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece, optimizer: str
-) -> None:
-    """Raise ValueError unless a loaded state has all that a piece needs, and values that a step can go on from.
+) -> str | None:
+    """Return the first of a loaded state that is not as a piece needs it; None where all fits.
 
     What else it has is a wrapper's, and stays.
     """
-    shapes: dict[str, Any] = {key: shape for key, (shape, _) in needed.items()}
-    known = shapes.keys() | {"lambda_0" + piece.suffix}
-    found = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v) for k, v in own.items() if k in known}
-    if found != shapes or not _has_clock(piece, own):
-        step = own.get("step" + piece.suffix)
+    for key, (shape, _) in needed.items():
+        value = own.get(key)
+        if not isinstance(value, Tensor) or value.shape != shape:
+            has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"no tensor {key}"
+            return f"{has} where {optimizer} needs {shape}"
+    if "lambda_0" + piece.suffix in own.keys() - needed.keys():
+        return f"lambda_0{piece.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
+    return None if "step" + piece.suffix in own else f"no step{piece.suffix} where {optimizer} needs one"
+
+
+def _check_values(own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece) -> None:
+    """Raise ValueError unless a loaded state that fits a piece has values that a step can go on from."""
+    if not _has_clock(piece, own):
+        bound = f"{piece.shape.count} integers" if piece.p.ndim == 3 else "an integer"
         raise ValueError(
-            f"The loaded state of {piece.name} (weight {tuple(piece.p.shape)}) has step={step!r} and {found}, "
-            f"but {optimizer} needs {shapes}. Load a state dict of the same optimizer, model, rank and split."
+            f"The loaded state of {piece.name} has step={own['step' + piece.suffix]!r}: must be {bound} of at least "
+            "-1, which is before the first gradient. The file is damaged: load an earlier one."
         )
     begun = torch.tensor(clock(piece, own)) >= 0
-    for key in shapes:
+    for key in needed:
         value = own[key][begun.to(own[key].device)] if piece.p.ndim == 3 and own[key].ndim else own[key]
         if not begun.any() or not value.is_floating_point():
             continue
@@ -180,9 +205,7 @@ def _missing_counters(
 
 
 def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:
-    step = own.get("step" + piece.suffix)
-    if piece.p.ndim != 3:
-        return isinstance(step, int)
-    if isinstance(step, Tensor):
-        return step.shape == (piece.shape.count,) and not step.is_floating_point()
-    return isinstance(step, (list, tuple)) and len(step) == piece.shape.count  # before 0.5
+    step = own["step" + piece.suffix]
+    steps = [step] if piece.p.ndim != 3 else step.tolist() if isinstance(step, Tensor) else step  # a list before 0.5
+    right = isinstance(steps, (list, tuple)) and len(steps) == piece.shape.count
+    return right and all(type(count) is int and count >= -1 for count in steps)

@@ -19,7 +19,7 @@ def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | No
     comes before the rest: who sets the lr of the last group (Lightning's BackboneFinetuning) means the one it gave.
 
     Args:
-        group: the new group; its ``params`` may be an iterator.
+        group: the new group; its ``params`` may be an iterator, or one tensor.
         adamw: the optimizer's AdamW groups so far. Without any the group stays as it is, and is refused as a matrix
             group.
 
@@ -27,9 +27,9 @@ def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | No
         ValueError: it is not certain which lr such weights should have.
     """
     by_place = any(isinstance(group.get(key), list) for key in ("transposed", "split"))
-    if "algorithm" in group or not adamw or by_place or isinstance(group.get("params"), (Tensor, set, type(None))):
+    if "algorithm" in group or not adamw or by_place or isinstance(group.get("params"), (set, type(None))):
         return [group], None
-    entries = list(group["params"])
+    entries = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     vectors = [entry for entry in entries if _dimensions(entry) < 2]
     rest = [entry for entry in entries if _dimensions(entry) >= 2]
     if not vectors:

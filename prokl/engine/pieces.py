@@ -36,6 +36,13 @@ class Piece:
     """Of its state's keys; empty unless the parameter is split."""
 
 
+def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
+    """Return the weights of group ``index``, each with its name, or its place where it has none."""
+    names = group.get("param_names", [])
+    places = (f"parameter {i} of group {index}" for i in range(len(names), len(group["params"])))
+    return list(zip(group["params"], [*names, *places], strict=False))
+
+
 def readings(group: Group) -> list[Reading]:
     """Return how each weight of a group is read, unchecked but for the lengths of lists.
 

@@ -1,14 +1,62 @@
-"""Checks of parameters, gradients and memory; every message names parameter, value, bound and remedy."""
+"""Checks of groups, parameters, gradients and memory; every message names parameter, value, bound and remedy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from prokl.algorithm.method import Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+
+
+def check_no_module(params: Any) -> None:
+    """Raise TypeError for a module in the place of its parameters; an ``nn.ParameterList`` is nothing but these."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        raise TypeError(
+            f"params must be parameters or groups, got a module ({type(params).__name__}): pass "
+            "prokl.param_groups(model, lr=..., adamw_lr=...), or model.parameters() where all are matrices."
+        )
+
+
+def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
+    """Raise ValueError for a key that is nearly a setting's: misspelt, that setting would keep its default unsaid.
+
+    A key that is far from all, or has the whole name of its nearest in it as "max_momentum" has, is a scheduler's or a
+    trainer's own.
+
+    Args:
+        group: a new group.
+        settings: of its algorithm.
+        others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
+    """
+    for key, value in group.items():
+        if key in settings or key in others or not isinstance(key, str):
+            continue
+        for nearest in get_close_matches(key.lower(), settings, n=1, cutoff=0.8):
+            if f"_{nearest}_" not in f"_{key}_":
+                raise ValueError(
+                    f"Invalid {key}={value!r} of a new group: there is no such setting, and the nearest is {nearest}. "
+                    f"Write {nearest!r}, or give a key of your own a name less like it."
+                )
+
+
+def check_names(groups: Sequence[Group]) -> None:
+    """Raise ValueError where two weights have one name: counts, figures and random numbers are told apart by it."""
+    seen: dict[str, tuple[Tensor, int]] = {}
+    for i, group in enumerate(groups):
+        for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+            first, j = seen.setdefault(name, (p, i))
+            if first is not p:
+                both = f"two weights of group {i}" if i == j else f"a weight of group {j} and one of group {i}"
+                raise ValueError(
+                    f"Invalid name {name!r}: {both} have it, and counts, figures and random numbers go by names. Make "
+                    'them unique, as by ("decoder." + name, parameter), or name no parameter.'
+                )
 
 
 def check_matrix_parameter(p: Tensor, name: str) -> None:

@@ -106,7 +106,7 @@ def param_groups(
         TypeError: ``model`` is no module, or a pattern is no string.
         ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
             or asks the matrix method for what it cannot take; a parameter can be trained by neither method or
-            has no shape yet; or none goes to the matrix method, now or once it is no longer frozen.
+            has no shape yet; none requires grad; or none goes to the matrix method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
@@ -120,6 +120,11 @@ def param_groups(
         check_integer("rank", rank, "an integer of at least 1, or None for a method without a rank")
 
     owners = owners_of(model)
+    if owners and not any(p.requires_grad for p in owners):
+        raise ValueError(
+            f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "
+            "by requires_grad_(True), before making the groups."
+        )
     heads = Heads(model, owners)
     all_names = [o.name for found in owners.values() for o in found]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)

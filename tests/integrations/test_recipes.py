@@ -48,6 +48,7 @@ def test_trainer_trains_and_resumes_exactly(way, factor):
     shutil.rmtree("runs/trainer/checkpoint-8")  # as if it had been interrupted after step 4
     resumed = recipe(model=llama(seed=1), dataset=Labelled(), resume=True)["trainer"]
     assert_same_weights(whole.model, resumed.model)
+    assert whole.optimizer.optimizer.clipped()  # where the text says that it is
 
 
 def test_trainer_makes_the_optimizer_of_the_model_that_it_makes():
@@ -65,6 +66,7 @@ def test_accelerate_trains_and_resumes_exactly():
     whole = recipe(model=LanguageModel(seed=0, dropout=0.1), **scope)
     assert_trained_by_prokl(whole["optimizer"])
     assert_schedule_scales_every_group_alike(whole["optimizer"], 0.0)  # 16 steps of two batches
+    assert whole["bounded"] and whole["bounded"].keys() == whole["optimizer"].optimizer.skipped().keys()
     scope = {"loader": loader(shuffle=True), "first_epoch": 2}
     resumed = recipe(model=LanguageModel(seed=1, dropout=0.1), **scope)
     assert_same_weights(whole["model"], resumed["model"])
