@@ -116,12 +116,11 @@ def main(argv: Sequence[str]) -> int:
         raise command.UsageError(f"--models {unknown.pop()} is none of {', '.join(scales)}; give one of these")
     if unknown := set(o.methods) - set(METHODS):
         raise command.UsageError(f"--methods {unknown.pop()} is none of {', '.join(METHODS)}; give one of these")
-    found: list[rows.Row] = []
     for model in o.models:
         records = recorded(rows.RESULTS, "main.csv", model)
         for method in o.methods:
             scale, h = replace(scales[model], steps=o.steps or scales[model].steps), hyper(records[method])
-            runs = []
+            runs, found = [], []
             for seed in o.seeds:
                 runs.append(losses(scale, h, seed))
                 print(model, method, seed, runs[-1], flush=True)
@@ -143,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
                         **rows.environment(torch.device("cpu")),
                     }
                 )
-    rows.write(o.out, found)
+            rows.upsert(o.out, found, key=("model", "optimizer"))
     return 0
 
 
