@@ -100,7 +100,7 @@ def state(method: str, m: int, n: int, rank: int, dtype: torch.dtype) -> tuple[i
 
 
 def settle(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> None:
-    """Give weights a state two steps before a refresh, without the SVD that a start takes.
+    """Give weights a state two steps before a refresh, without the decomposition that a start takes.
 
     Which values it has decides nothing about memory, as long as the bases are some and the gradients usual to it.
     """

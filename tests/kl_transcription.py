@@ -16,7 +16,7 @@ class KLTranscription:
     """KL-Shampoo for one weight as its authors implemented it; nothing is oriented.
 
     The eigenbases are those of the thin SVD of the first gradient. The longer side's is completed to a basis
-    of the whole space, in a way nothing determines: `initialise` can take the completed one from its caller.
+    of the whole space, in a way that they leave open: `initialise` can take the completed one from its caller.
     """
 
     def __init__(

@@ -44,7 +44,10 @@ def test_the_loss_goes_the_right_way(info, chosen, contiguous):
     schedulers = () if contiguous else SCHEDULERS["StepLR and ReduceLROnPlateau"]
     running = [make(problem.optimizer) for make in schedulers]
     before = problem.loss().item()
-    problem.steps(8, running)
+    # Chance decides the first few: gradients hardly turn here, and a bfloat16 U, orthonormal to 2^-9, leaves more
+    # rounding than gradient in the complement, of which Newton-Schulz makes full steps. Of 60 such problems 19 went up
+    # in 8 steps.
+    problem.steps(40, running)
     assert problem.improves(before, problem.loss().item())
     assert problem.weight.is_contiguous() == contiguous
 

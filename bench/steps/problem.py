@@ -1,7 +1,7 @@
 """What the timed optimizers step: weights, their gradients, and the state that they start from.
 
-Every weight of a shape starts from the state that one of them has after SETTLING steps: a start is SVDs and
-eigenvectors of every weight, and on a CPU a step that bounds its gradient takes one pass over it more.
+Every weight of a shape starts from the state that one of them has after SETTLING steps: a start decomposes
+every weight, and on a CPU a step that bounds its gradient takes one pass over it more.
 
 Dimension key: m short side, n long side.
 """

@@ -1,4 +1,4 @@
-"""The state that the first usable gradient gives; one function and one sign rule for every path.
+"""The state that the first usable gradient gives; one function for every path.
 
 Dimension key: B matrices (any leading shape), m short side, n long side, r rank.
 """
@@ -10,24 +10,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prokl.algorithm.directions import singular_directions
 from prokl.algorithm.shapes import ceiling
 
 InitEigenvalue = float | Literal["auto"]
-
-
-def svd_with_sign_rule(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the thin SVD ``G = X diag(sigma) Yt`` (B,m,n), the largest entry of every column of X made positive."""
-    X, sigma, Yt = torch.linalg.svd(G, full_matrices=False)
-    peak = X.gather(-2, X.abs().argmax(dim=-2, keepdim=True))
-    sign = torch.where(peak < 0, -1.0, 1.0).to(X.dtype)
-    return X * sign, sigma, Yt * sign.mT
 
 
 def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
     """Return lambda_0 per matrix (B,): the number given, or the gradient's rms for ``"auto"``."""
     if init_eigenvalue == "auto":
         m, n = G.shape[-2:]
-        return torch.linalg.vector_norm(G, dim=(-2, -1)) / (m * n) ** 0.5
+        rms = torch.linalg.vector_norm(G, dim=(-2, -1), dtype=torch.float64) / (m * n) ** 0.5
+        return rms.to(G.dtype)
     return torch.full(G.shape[:-2], float(init_eigenvalue), dtype=G.dtype, device=G.device)
 
 
@@ -53,7 +47,8 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
     """Make Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
 
     With G = X diag(sigma) Y^T: U = Y[:, :r], Q_L = X (all m columns, which also fixes the null space of the
-    rank-r initial L), Q_S = I; L = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = G U.
+    rank-r initial L), Q_S = I; L = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = G U. What X and Y are where G
+    leaves them open says :func:`prokl.algorithm.directions.singular_directions`.
 
     Args:
         G: finite, non-zero gradient, (..., m, n) with m <= n, float32 or float64.
@@ -67,8 +62,7 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
         lambda_0.
     """
     m, n = G.shape[-2:]
-    X, _, Yt = svd_with_sign_rule(G)
-    U = Yt[..., :rank, :].mT.contiguous()
+    X, U = singular_directions(G, rank)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = _unconfirmed(lambda_0, auto)
@@ -92,16 +86,14 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
 def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
     """Make KL-Shampoo's state from the initialising gradient: both factors whole.
 
-    L = (1-beta2)/n G G^T and R = (1-beta2)/m G^T G with their descending eigenvectors; Q_R is Y of the thin
-    SVD completed to a basis. Arguments and "auto" as in :func:`initialise`.
+    L = (1-beta2)/n G G^T and R = (1-beta2)/m G^T G with their descending eigenvectors, Q_L = X and Q_R = Y completed to
+    a basis. Arguments and "auto" as in :func:`initialise`.
 
     Returns:
         M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, trust, clipped, stale and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
-    X, _, Yt = svd_with_sign_rule(G)
-    Y = Yt.mT
-    completion, _ = torch.linalg.qr(Y, mode="complete")
+    X, Y = singular_directions(G, n)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = _unconfirmed(lambda_0, auto)
@@ -111,7 +103,7 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
         "L": (1 - beta2) / n * (Gs @ Gs.mT),
         "R": (1 - beta2) / m * (Gs.mT @ Gs),
         "Q_L": X,
-        "Q_R": torch.cat([Y, completion[..., m:]], dim=-1),
+        "Q_R": Y,
         "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),
         "inv_sqrt_lambda_R": _start(lambda_0, n, n, auto),
     }

@@ -42,7 +42,10 @@ class Method(Protocol[H]):
         ...
 
     def workspace(self, m: int, n: int, rank: int) -> int:
-        """Return the elements of temporary memory that a step needs for one matrix at most, in any state dtype."""
+        """Return the elements of temporary memory that a step needs for one matrix at most, in any state dtype.
+
+        A start needs no more of them, but in float64.
+        """
         ...
 
     def initialise(self, G: Tensor, rank: int, group: Group) -> State:

@@ -18,19 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prokl.algorithm.directions import positive_qr
 from prokl.algorithm.evidence import COHERENT, PATIENCE, QUIET, TRUSTED
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 
 State = dict[str, Tensor]
-
-
-def positive_qr(A: Tensor) -> Tensor:
-    """Return Q of the QR factorisation of A whose R has a non-negative diagonal. A (n,r) -> Q (n,r)."""
-    Q, R = torch.linalg.qr(A)
-    sign = torch.where(R.diagonal() < 0, -1.0, 1.0).to(A.dtype)
-    return Q * sign
 
 
 def damped(s: Tensor, state: State, eps: float) -> Tensor:

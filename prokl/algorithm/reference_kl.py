@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl.algorithm.directions import positive_qr
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, positive_qr, rms, tempered
+from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, rms, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 

@@ -238,8 +238,13 @@ class Bucket:
         self.skipped += bad
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
-        for key, value in self.method.initialise(G[rows].to(self.dtype), self.rank, self.group).items():
-            self.stacks[key][rows] = value.to(self.stacks[key].dtype)
+        """Start the matrices ``rows``, so many at a time that WORKSPACE holds what a start takes in float64."""
+        elements = self.method.workspace(self.layout.m, self.layout.n, self.rank)
+        most = max(1, WORKSPACE // (elements * torch.float64.itemsize))
+        for first in range(0, len(rows), most):
+            some = on_device(rows[first : first + most], torch.int64, self.layout.device)
+            for key, value in self.method.initialise(G[some].to(self.dtype), self.rank, self.group).items():
+                self.stacks[key].index_copy_(0, some, value.to(self.stacks[key].dtype))
         self.schedule.begin(rows)
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
