@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
+from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.bucket import Bucket, split
+from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings, runs
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
@@ -260,11 +261,11 @@ class MatrixOptimizer(Optimizer):
             if (piece.p in newcomers or piece.p in self._placed) and (key := self._key(index, group, piece)) in changed:
                 members[key].append(piece)
         for key, found in members.items():
-            _, m, n, rank, dtype, _ = key
-            itemsize = compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
+            _, m, n, rank, dtype, device = key
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
             self._buckets[key] = [
                 Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle, self._masters)
-                for run in split(found, self.method.workspace(m, n, rank), itemsize)
+                for run in runs(found, each, workspace(device))
             ]
         self._placed |= newcomers
         self._waiting = (self._waiting | {piece.p for piece in outside if piece.p.requires_grad}) - newcomers
