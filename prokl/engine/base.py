@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
     method: ClassVar[Method[Any]]
-    _graphs_enabled = False
+    _graphs = Graphs()  # of what has none of its own yet
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_no_module(params)
@@ -65,7 +65,7 @@ class MatrixOptimizer(Optimizer):
         self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
-        self._graphs = Graphs() if self._graphs_enabled else None
+        self._graphs = self._graphs.anew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :class:`torch.optim.Optimizer`. A group that is refused leaves no trace.
@@ -167,7 +167,7 @@ class MatrixOptimizer(Optimizer):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "optimizer.step() was called while a CUDA graph is captured: its replays would not count steps, and so "
-                "never refresh. Capture forward and backward alone and call optimizer.enable_graphs() for the step."
+                "never refresh. Capture forward and backward alone; the step replays graphs of its own."
             )
         loss = None
         if closure is not None:
@@ -177,8 +177,8 @@ class MatrixOptimizer(Optimizer):
         work = [(bucket, plan) for bucket in self._all_buckets() if (plan := bucket.decide()) is not None]
         messages: list[str] = []
         for bucket, plan in work:
-            moved = bucket.execute(plan) if self._graphs is None else self._graphs.execute(bucket, plan)
-            messages += bucket.commit(plan, moved, self._states(bucket))
+            moved, said = self._graphs.execute(bucket, plan)
+            messages += said + bucket.commit(plan, moved, self._states(bucket))
         self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
@@ -274,7 +274,7 @@ class MatrixOptimizer(Optimizer):
             if piece.p not in newcomers and piece.p.requires_grad and "step" + piece.suffix not in self.state[piece.p]:
                 self.state[piece.p].update(blank_state(piece, self.method, self._rank(group, piece), group))
         if newcomers:
-            self._graphs = Graphs() if self._graphs_enabled else None  # the old ones hold buckets that are no more
+            self._graphs = self._graphs.anew()  # the old ones hold buckets that are no more
         self._remember(group)
 
     def _takes_part(self, piece: Piece) -> bool:
@@ -297,29 +297,6 @@ class MatrixOptimizer(Optimizer):
                 self._masters.add(p)
             elif p in self._placed:
                 self._masters.discard(p)
-
-    def enable_graphs(self) -> None:
-        """Replay the matrix groups' work from CUDA graphs from now on.
-
-        A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
-        refresh steps of every shape, per combination of hyper-parameters other than lr and weight decay: these, and
-        the gradients' addresses, may change freely. Weights of one shape run as without graphs in a step in which one
-        of them begins, has no gradient, or is a convolution in another than PyTorch's default memory format. The AdamW
-        groups are not captured. Loading a state dict, or editing groups by hand, starts the recording anew; a copy of
-        the optimizer starts without graphs.
-
-        Raises:
-            ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
-        """
-        for i, group in enumerate(self.param_groups):
-            for p, name in named(group, i) if group["algorithm"] == "matrix" else ():
-                if not select(group["backend"], p.device).graphs:
-                    raise ValueError(
-                        f"{name} is on {p.device} with backend={group['backend']!r}; graphs need a CUDA device and "
-                        'backend="triton" or None: move the weights, or leave graphs off.'
-                    )
-        self._graphs_enabled = True
-        self._graphs = Graphs()
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for buckets in self._buckets.values():
