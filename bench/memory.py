@@ -30,9 +30,9 @@ from bench.steps.entries import PERIOD
 from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape, effective_rank
+from prokl.backends import device
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.bucket import split
-from prokl.engine.pieces import Piece
+from prokl.engine.pieces import Piece, runs
 
 FREQUENCY = PERIOD
 DTYPES = (torch.float32, torch.bfloat16)
@@ -140,7 +140,8 @@ def workspace(method: str, parameters: ParameterSet, rank: int, dtype: torch.dty
         r = effective_rank(rank, m, n) if method == "pro-klshampoo" else 0
         elements = OWN[method].method.workspace(m, n, r)
         weight = torch.empty(m, n, device="meta")
-        together = max(map(len, split([Piece(weight, "", MatrixShape.of(weight))] * count, elements, 4)))
+        alike = [Piece(weight, "", MatrixShape.of(weight))] * count
+        together = max(map(len, runs(alike, elements * 4, device.workspace(torch.device("cpu")))))
         some = min(together, 1 if dtype == torch.float32 else FEW[method])
         own = step_of(method, m, n, rank, dtype, some)
         found = [*(-(-b * together // some) for b in own), together * elements * 4]

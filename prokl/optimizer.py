@@ -71,7 +71,8 @@ class ProKLShampoo(MatrixOptimizer):
         backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
             device), "reference" (the specification, slow), or None to choose between the first two.
         maximize: ascend instead of descend.
-        ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, and float64 for float64 weights.
+        ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, float64 for float64 weights, and float32 on a
+            CPU without instructions for bfloat16.
         clip_threshold: largest size of a gradient, whitened by the state before it; usual is 1. Beyond it the gradient
             is scaled down to it before momentum and statistics: the step is bounded, and the eigenvalues follow within
             some ten steps. A direction of a factor that is beyond it by itself, as a row that wakes, is
@@ -84,6 +85,11 @@ class ProKLShampoo(MatrixOptimizer):
             whole direction times torch.optim.Muon's 0.2 sqrt(max(rows, cols)), with c_a = 1: updates of root mean
             square about 0.2 lr, as AdamW's. Smok-Hop's factor is 0.2 sqrt((1 + momentum) / (1 - momentum));
             "subspace-only" has none. Weight decay uses lr itself.
+        cuda_graphs: replay the steps of the "triton" backend on a GPU from CUDA graphs: of every shape one for ordinary
+            and one for refresh steps, for every combination of settings other than lr and weight decay. These, and the
+            gradients' addresses, may change freely. A step in which a weight of the shape begins or has no gradient, or
+            is a convolution in another than PyTorch's default memory format, runs without, as everything does for good,
+            with a warning, once a graph could not be recorded. The step's temporary memory stays with the graphs.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
@@ -122,6 +128,7 @@ class ProKLShampoo(MatrixOptimizer):
         clip_threshold: float | None = 5.0,
         cautious_weight_decay: bool = False,
         adjust_lr_fn: AdjustLrFn = "original",
+        cuda_graphs: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -144,6 +151,7 @@ class ProKLShampoo(MatrixOptimizer):
             "clip_threshold": clip_threshold,
             "cautious_weight_decay": cautious_weight_decay,
             "adjust_lr_fn": adjust_lr_fn,
+            "cuda_graphs": cuda_graphs,
         }
         super().__init__(params, defaults)
 
@@ -168,6 +176,7 @@ class KLShampoo(MatrixOptimizer):
         clip_threshold: likewise; None is the authors' form.
         cautious_weight_decay: as in :class:`ProKLShampoo`, by the stepped weight.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
+        cuda_graphs: as in :class:`ProKLShampoo`.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
@@ -198,6 +207,7 @@ class KLShampoo(MatrixOptimizer):
         clip_threshold: float | None = 5.0,
         cautious_weight_decay: bool = False,
         adjust_lr_fn: AdjustLrFn = "original",
+        cuda_graphs: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -214,5 +224,6 @@ class KLShampoo(MatrixOptimizer):
             "clip_threshold": clip_threshold,
             "cautious_weight_decay": cautious_weight_decay,
             "adjust_lr_fn": adjust_lr_fn,
+            "cuda_graphs": cuda_graphs,
         }
         super().__init__(params, defaults)

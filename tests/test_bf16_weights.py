@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-import prokl.engine.bucket
 from prokl.algorithm.primitives import Direction
 from prokl.algorithm.settings import BF16_WEIGHTS, Hyper
 from prokl.algorithm.shapes import MatrixShape
@@ -105,7 +104,7 @@ def test_a_bucket_made_as_several_and_the_reference_write_what_one_does(cls, kwa
         return torch.cat([p.detach().flatten() for _, p in weights])
 
     one, reference = trained("torch"), trained("reference")
-    monkeypatch.setattr(prokl.engine.bucket, "WORKSPACE", 1)
+    monkeypatch.setattr("prokl.backends.device.WORKSPACE", 1)
     for other in (reference, trained("torch")):
         assert (other != one).sum() <= 2  # measured: at most 1 of 9,600; rounding at random by other numbers: 3,000
 

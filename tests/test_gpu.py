@@ -263,9 +263,8 @@ def train(cls, device, graphs, start=None):
     g = torch.Generator().manual_seed(0)
     shapes = shapes_on(device)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
-    optimizer = cls(parameters, backend="triton", weight_decay=0.1, **settings_of(cls, device))
-    if graphs:
-        optimizer.enable_graphs()
+    settings = {**settings_of(cls, device), "weight_decay": 0.1, "cuda_graphs": graphs}
+    optimizer = cls(parameters, backend="triton", **settings)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     held, addresses = [], set()
     for t, gradients in enumerate(stream_on(device, shapes, 25 if is_gpu(device) else 16)):

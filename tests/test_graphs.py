@@ -86,6 +86,8 @@ def recorded(monkeypatch):
 
         return replay
 
+    real = prokl.engine.bucket.select
+    monkeypatch.setattr(prokl.engine.bucket, "select", lambda *asked: replace(real(*asked), graphs=True))
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
     monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device: None)
     forbid_host_reads(monkeypatch)
@@ -96,7 +98,7 @@ def recorded(monkeypatch):
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
     triton = select("triton", torch.device("cpu"))
-    backend = replace(triton, name="few kernels", ops=TorchPrimitives(host_readable=False))
+    backend = replace(triton, name="few kernels", ops=TorchPrimitives(host_readable=False), graphs=True)
     monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: backend)
 
 
@@ -105,9 +107,7 @@ def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS,
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in SHAPES]
     fixed = {"backend": "triton", "precondition_frequency": 4, "weight_decay": 0.1, "init_eigenvalue": 0.1}
     kwargs = {**fixed, **kwargs}
-    optimizer = cls(parameters, **kwargs)
-    if graphs:
-        optimizer.enable_graphs()
+    optimizer = cls(parameters, cuda_graphs=graphs, **kwargs)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for t, gradients in enumerate(gradient_stream(SHAPES, steps, dtype=dtype)):
         gradients = [x.clone() for x in gradients]
@@ -310,16 +310,52 @@ def test_a_step_inside_a_capture_raises(monkeypatch):
     optimizer = ProKLShampoo([p])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match=r"while a CUDA graph is captured.*call optimizer.enable_graphs\(\)"):
+    with pytest.raises(RuntimeError, match="while a CUDA graph is captured.*replays graphs of its own"):
         optimizer.step()
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch", "reference"])
-def test_asking_for_graphs_where_none_can_be_had_raises(backend):
-    optimizer = ProKLShampoo([torch.nn.Parameter(torch.ones(4, 6))], backend=backend)
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0 is on cpu .*graphs need a CUDA device"):
-        optimizer.enable_graphs()
+def test_a_recording_that_fails_is_noted_once_and_steps_go_on_without(recorded, few_kernels, monkeypatch):
+    tried = []
+
+    def record(run, device, capture):
+        tried.append(device)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(prokl.engine.graphs, "record", record)
+    cls, kwargs = METHODS[0]
+    with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: operation not permitted") as told:
+        replayed = train(cls, True, **kwargs)
+    assert len(tried) == 1 and len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
+    assert_same(replayed, train(cls, False, **kwargs))
+    optimizer = replayed[1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    for p in replayed[0]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.step()
+    assert len(tried) == 1
+
+
+def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):
+    cls, kwargs = METHODS[0]
+
+    def fail(*_):
+        raise ZeroDivisionError("the step's own")
+
+    def change(t, optimizer, gradients):
+        if t == 2:  # the second ordinary step, which is recorded
+            monkeypatch.setattr(optimizer.method, "step", fail, raising=False)
+
+    with pytest.raises(ZeroDivisionError, match="the step's own"):
+        train(cls, True, change, **kwargs)
+
+
+def test_on_a_cpu_nothing_is_recorded(monkeypatch):
+    forbid_host_reads(monkeypatch)
+    monkeypatch.setattr(prokl.engine.graphs, "record", None)  # which a call would show
+    cls, kwargs = METHODS[0]
+    train(cls, True, **kwargs, backend="torch")
 
 
 def test_the_stand_in_shows_a_value_that_the_host_decided(recorded):

@@ -1,11 +1,15 @@
 """Temporary memory of a step is bounded: what a step takes, and that a large bucket is made as several."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-import prokl.engine.bucket
 from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.shapes import MatrixShape
+from prokl.backends.device import workspace
+from prokl.engine.pieces import Piece, runs
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLShampoo, {})]
@@ -45,7 +49,7 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
     stream = gradient_stream(shapes, 5)
     kwargs = {"rank": 3, "precondition_frequency": 3, "backend": backend}
     whole, one = run(ProKLShampoo, stream, **kwargs)
-    monkeypatch.setattr(prokl.engine.bucket, "WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
+    monkeypatch.setattr("prokl.backends.device.WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
     parts, several = run(ProKLShampoo, stream, **kwargs)
     assert [[len(b.members) for b in buckets] for buckets in one._buckets.values()] == [[5], [1]]
     assert [[len(b.members) for b in buckets] for buckets in several._buckets.values()] == [[2, 1, 2], [1]]
@@ -53,3 +57,31 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
         assert relative(q, p) <= 1e-12
         for key, value in state_tensors(one.state[p]).items():
             assert relative(several.state[q][key], value) <= 1e-12, key
+
+
+def stacks(*counts):
+    return [Piece(torch.empty(c, 4, 6), str(c), MatrixShape(c, 4, 6)) for c in counts]
+
+
+@pytest.mark.parametrize(
+    "counts, most, sizes",
+    [
+        ((1,) * 96, 28, [24, 24, 24, 24]),  # not 28, 28, 28, 12
+        ((1,) * 24, 24, [24]),
+        ((1,) * 7, 3, [3, 2, 2]),
+        ((5, 5, 5), 6, [5, 5, 5]),
+        ((9, 1, 1), 4, [9, 2]),  # one parameter is never split
+        ((1, 1), 0, [1, 1]),
+    ],
+)
+def test_a_shape_is_cut_into_equal_parts(counts, most, sizes):
+    given = stacks(*counts)
+    found = runs(given, 10, 10 * most + 9)
+    assert [sum(piece.shape.count for piece in run) for run in found] == sizes
+    assert [piece for run in found for piece in run] == given
+
+
+def test_the_workspace_is_a_share_of_the_devices_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    assert workspace(torch.device("cuda", 1)) == 8 * 2**30
+    assert workspace(torch.device("cpu")) == 2 * 2**30

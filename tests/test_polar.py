@@ -1,8 +1,12 @@
 """Newton-Schulz in Gram form against the standard form and the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+import prokl
+from prokl.algorithm import settings
 from prokl.algorithm.newton_schulz import gram_factor, newton_schulz_factors, use_gram
 from prokl.algorithm.reference import newton_schulz, polar
 from prokl.backends.torch_ops import TorchPrimitives
@@ -115,3 +119,20 @@ def test_form_is_chosen_by_aspect():
     X = matrices(1, 8, 8)
     assert newton_schulz_factors(X, None, 5, MUON, OPS)[0] is None
     assert newton_schulz_factors(matrices(1, 8, 32), None, 5, MUON, OPS)[0] is not None
+
+
+@pytest.mark.parametrize("capable", [True, False])
+def test_newton_schulz_is_in_float32_where_a_cpu_would_emulate_bfloat16(capable, monkeypatch):
+    found = {"avx2": True, "avx512_bf16": capable, "amx_bf16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    settings.cpu_has_bfloat16.cache_clear()
+    try:
+        like = torch.empty(2, 3)
+        optimizer = prokl.ProKLShampoo([torch.nn.Parameter(torch.ones(2, 3))])
+        h = settings.ProHyper.of(optimizer.param_groups[0])
+        assert h.polar_dtype(like) == (torch.bfloat16 if capable else torch.float32)
+        assert h.polar_dtype(like.to("meta")) == torch.bfloat16
+        assert h.polar_dtype(like.double()) == torch.float64
+        assert replace(h, ns_dtype=torch.bfloat16).polar_dtype(like) == torch.bfloat16
+    finally:
+        settings.cpu_has_bfloat16.cache_clear()

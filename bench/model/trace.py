@@ -23,11 +23,14 @@ from bench.shapes import ParameterSet
 from prokl import ProKLShampoo
 from prokl.algorithm import qr_counts
 from prokl.algorithm.launch_counts import KERNELS, Work
+from prokl.backends.device import SHARE
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
 from prokl.kernels import launch as launching
 
+MEMORY = 139 * 2**30
+"""Bytes of an H200."""
 TORCH = "elementwise"
 """Kernel of what PyTorch launches."""
 EXTENSION = "qr."
@@ -139,13 +142,14 @@ def tracing() -> Iterator[list[Event]]:
         events.append(Event(stage(), launch.kernel, work, launch))
 
     def gpu(*_: Any) -> Any:
-        return _triton_backend(True, False)
+        return _triton_backend(True, False, True)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
         stack.enter_context(patch.object(launching, "DEVICES", ("cpu",)))
         stack.enter_context(patch("prokl.engine.bucket.select", gpu))
         stack.enter_context(patch("prokl.engine.base.select", gpu))
+        stack.enter_context(patch("prokl.engine.base.workspace", lambda device: MEMORY // SHARE))
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))
         yield events

@@ -201,7 +201,7 @@ def direction(
         return Direction(None, left=subspace, right=U, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp.dtype))
+        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own

@@ -155,7 +155,7 @@ def complement_direction(
     m, n = G_perp.shape
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.variant in POLAR_VARIANTS:
-        whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp.dtype))
+        whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp))
         return (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * whitened, False
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -34,6 +35,13 @@ AdjustLrFn = Literal["original", "match_rms_adamw"]
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over lr, as torch.optim.Muon takes it: independent gradients give
 sqrt((1 - beta_1) / (1 + beta_1)), 0.23 with beta_1 = 0.9 and 0.16 with 0.95."""
+
+
+@cache
+def cpu_has_bfloat16() -> bool:
+    """Return True if the CPU multiplies bfloat16 by instructions of its own, or torch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.12 and later
+    return capabilities is None or any(has for name, has in capabilities().items() if "bf16" in name)
 
 
 @dataclass(frozen=True)
@@ -115,11 +123,16 @@ class ProHyper(Hyper):
             return super().direction_scale(n)
         return ADAMW_RMS * math.sqrt(n)
 
-    def polar_dtype(self, arithmetic: torch.dtype) -> torch.dtype:
-        """Return the dtype of the Newton-Schulz products: bfloat16 as in Muon, float64 for float64 weights."""
+    def polar_dtype(self, like: Tensor) -> torch.dtype:
+        """Return the dtype of the Newton-Schulz products, for ``like`` in the arithmetic dtype.
+
+        bfloat16 as in Muon, float64 for float64 weights, float32 on a CPU that would emulate bfloat16.
+        """
         if self.ns_dtype is not None:
             return self.ns_dtype
-        return torch.float64 if arithmetic == torch.float64 else torch.bfloat16
+        if like.dtype == torch.float64:
+            return torch.float64
+        return torch.float32 if like.device.type == "cpu" and not cpu_has_bfloat16() else torch.bfloat16
 
 
 def _invalid(name: str, value: Any, bound: str) -> ValueError:
@@ -192,6 +205,7 @@ def check_common(group: dict[str, Any]) -> None:
     check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
     check_choice("bf16_weights", group["bf16_weights"], BF16_WEIGHTS)
     check_choice("backend", group["backend"], (None, *BACKENDS))
+    check_choice("cuda_graphs", group["cuda_graphs"], (True, False))
     check_choice("maximize", group["maximize"], (True, False))
     check_choice("cautious_weight_decay", group["cautious_weight_decay"], (True, False))
     check_choice("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLrFn))

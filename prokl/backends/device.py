@@ -16,6 +16,24 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
+WORKSPACE = 2 * 2**30
+"""Bytes of temporary memory that one batch's step may take on a CPU, its stacked gradient included."""
+SHARE = 10
+"""One part of so many of a GPU's memory may it take there: LLaMA 450M's largest shape needs 10 GB in float32, which a
+tenth of an H200 holds."""
+
+
+def workspace(device: torch.device) -> int:
+    """Return the bytes of temporary memory that one batch's step may take on ``device``.
+
+    It follows from the device alone and not from what is free: which weights share a batch decides their rounding, and
+    that is to be the same after a resume.
+    """
+    if device.type != "cuda":
+        return WORKSPACE
+    return torch.cuda.get_device_properties(device).total_memory // SHARE
+
+
 def gpu_unsupported_reason(device: torch.device) -> str | None:
     """Return why CUDA kernels of this package cannot run on the CUDA device ``device``; None when they can."""
     if not torch.cuda.is_available():

@@ -43,11 +43,11 @@ REFERENCE = Backend("reference", None, TorchIO, host_readable=True, graphs=False
 
 
 @cache
-def _triton_backend(use_cuda_qr: bool, host_readable: bool) -> Backend:
+def _triton_backend(use_cuda_qr: bool, host_readable: bool, graphs: bool) -> Backend:
     from prokl.backends.triton_ops import TritonIO, TritonPrimitives  # with kernels.launch the only imports of Triton
 
     ops = TritonPrimitives(use_cuda_qr, host_readable)
-    return Backend("triton", ops, TritonIO, host_readable, graphs=not host_readable)
+    return Backend("triton", ops, TritonIO, host_readable, graphs)
 
 
 def _interpreted() -> bool:
@@ -97,7 +97,7 @@ def select(backend: str | None, device: torch.device) -> Backend:
     reason = extension.unsupported_reason(device)
     if device.type == "cuda" and extension.load()[0] is None and extension.hidden() is not None:
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
-    return _triton_backend(reason is None, readable)
+    return _triton_backend(reason is None, readable, device.type == "cuda")
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

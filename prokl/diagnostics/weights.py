@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.backends.device import workspace
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.bucket import split
-from prokl.engine.pieces import Piece, clock, pieces, readings
+from prokl.engine.pieces import Piece, clock, pieces, readings, runs
 from prokl.engine.storage import state_dtype
 
 
@@ -103,10 +103,11 @@ def batches(
                 key = index, m, n, optimizer.method.rank(group, m, n), p.dtype, p.device
                 name = names[i] if names else known.get(p) or _placed(index, i, model)
                 found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
-    for (index, m, n, rank, dtype, _), members in found.items():
+    for (index, m, n, rank, dtype, device), members in found.items():
         group = optimizer.param_groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
-        for run in split(members, optimizer.method.workspace(m, n, rank), arithmetic.itemsize):
+        each = optimizer.method.workspace(m, n, rank) * arithmetic.itemsize
+        for run in runs(members, each, workspace(device)):
             yield _batch(optimizer, group, rank, arithmetic, run, keys, gradients)
 
 

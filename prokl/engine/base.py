@@ -17,14 +17,15 @@ from torch.optim import Optimizer
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
+from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.bucket import Bucket, split
+from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings, runs
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
@@ -45,7 +46,7 @@ class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
     method: ClassVar[Method[Any]]
-    _graphs_enabled = False
+    _graphs = Graphs()  # of what has none of its own yet
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_no_module(params)
@@ -64,7 +65,7 @@ class MatrixOptimizer(Optimizer):
         self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
-        self._graphs = Graphs() if self._graphs_enabled else None
+        self._graphs = self._graphs.anew()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :class:`torch.optim.Optimizer`. A group that is refused leaves no trace.
@@ -166,7 +167,7 @@ class MatrixOptimizer(Optimizer):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "optimizer.step() was called while a CUDA graph is captured: its replays would not count steps, and so "
-                "never refresh. Capture forward and backward alone and call optimizer.enable_graphs() for the step."
+                "never refresh. Capture forward and backward alone; the step replays graphs of its own."
             )
         loss = None
         if closure is not None:
@@ -176,8 +177,8 @@ class MatrixOptimizer(Optimizer):
         work = [(bucket, plan) for bucket in self._all_buckets() if (plan := bucket.decide()) is not None]
         messages: list[str] = []
         for bucket, plan in work:
-            moved = bucket.execute(plan) if self._graphs is None else self._graphs.execute(bucket, plan)
-            messages += bucket.commit(plan, moved, self._states(bucket))
+            moved, said = self._graphs.execute(bucket, plan)
+            messages += said + bucket.commit(plan, moved, self._states(bucket))
         self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
         for message in messages:  # last: one that a filter turns into an error leaves no half step behind
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
@@ -260,11 +261,11 @@ class MatrixOptimizer(Optimizer):
             if (piece.p in newcomers or piece.p in self._placed) and (key := self._key(index, group, piece)) in changed:
                 members[key].append(piece)
         for key, found in members.items():
-            _, m, n, rank, dtype, _ = key
-            itemsize = compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
+            _, m, n, rank, dtype, device = key
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
             self._buckets[key] = [
                 Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle, self._masters)
-                for run in split(found, self.method.workspace(m, n, rank), itemsize)
+                for run in runs(found, each, workspace(device))
             ]
         self._placed |= newcomers
         self._waiting = (self._waiting | {piece.p for piece in outside if piece.p.requires_grad}) - newcomers
@@ -273,7 +274,7 @@ class MatrixOptimizer(Optimizer):
             if piece.p not in newcomers and piece.p.requires_grad and "step" + piece.suffix not in self.state[piece.p]:
                 self.state[piece.p].update(blank_state(piece, self.method, self._rank(group, piece), group))
         if newcomers:
-            self._graphs = Graphs() if self._graphs_enabled else None  # the old ones hold buckets that are no more
+            self._graphs = self._graphs.anew()  # the old ones hold buckets that are no more
         self._remember(group)
 
     def _takes_part(self, piece: Piece) -> bool:
@@ -296,29 +297,6 @@ class MatrixOptimizer(Optimizer):
                 self._masters.add(p)
             elif p in self._placed:
                 self._masters.discard(p)
-
-    def enable_graphs(self) -> None:
-        """Replay the matrix groups' work from CUDA graphs from now on.
-
-        A graph is recorded when its kind of step comes up for the second time. There is one for ordinary and one for
-        refresh steps of every shape, per combination of hyper-parameters other than lr and weight decay: these, and
-        the gradients' addresses, may change freely. Weights of one shape run as without graphs in a step in which one
-        of them begins, has no gradient, or is a convolution in another than PyTorch's default memory format. The AdamW
-        groups are not captured. Loading a state dict, or editing groups by hand, starts the recording anew; a copy of
-        the optimizer starts without graphs.
-
-        Raises:
-            ValueError: a matrix weight is not on a CUDA device, or its group's backend is not Triton's.
-        """
-        for i, group in enumerate(self.param_groups):
-            for p, name in named(group, i) if group["algorithm"] == "matrix" else ():
-                if not select(group["backend"], p.device).graphs:
-                    raise ValueError(
-                        f"{name} is on {p.device} with backend={group['backend']!r}; graphs need a CUDA device and "
-                        'backend="triton" or None: move the weights, or leave graphs off.'
-                    )
-        self._graphs_enabled = True
-        self._graphs = Graphs()
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for buckets in self._buckets.values():

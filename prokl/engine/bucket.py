@@ -37,10 +37,6 @@ from prokl.engine.storage import layout_of_state, state_dtype
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
 
-WORKSPACE = 2 * 2**30
-"""Bytes of temporary memory that one bucket's step may take, its stacked gradient included. A larger bucket is made as
-several; one parameter is never split."""
-
 INDICES_KEPT = 32
 """Index tensors of refreshing matrices that a bucket keeps: clocks that drifted apart make ever new ones."""
 
@@ -331,17 +327,3 @@ class Bucket:
             if not moved.isdisjoint(member.rows):
                 self.rounding.write(weight, W[rows], rows, moves[rows])
                 member.write(weight)
-
-
-def split(pieces: Sequence[Piece], elements: int, itemsize: int) -> list[list[Piece]]:
-    """Return ``pieces`` in runs whose step needs at most WORKSPACE bytes, ``elements`` for every matrix."""
-    most = max(1, WORKSPACE // (elements * itemsize))
-    runs: list[list[Piece]] = [[]]
-    count = 0
-    for piece in pieces:
-        if runs[-1] and count + piece.shape.count > most:
-            runs.append([])
-            count = 0
-        runs[-1].append(piece)
-        count += piece.shape.count
-    return runs

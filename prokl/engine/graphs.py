@@ -46,9 +46,9 @@ def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Ca
     return graph.replay
 
 
-KEPT = 32
-"""Graphs kept of one bucket; the longest unused go first. A momentum that changes at every step would need one a step,
-and experts that began at different steps need one for each of their refreshes."""
+KEPT = 4
+"""Graphs kept of one bucket, whose kernels take memory: those of ordinary and refresh steps, and two for clocks that
+drift apart. The longest unused go first; experts that began at different steps need one for each of their refreshes."""
 
 
 class Recorded(NamedTuple):
@@ -59,23 +59,32 @@ class Recorded(NamedTuple):
 
 
 class Graphs:
-    """The graphs of one optimizer."""
+    """The graphs of one optimizer.
 
-    def __init__(self) -> None:
+    Args:
+        refused: whether a recording has failed, after which there is no other.
+    """
+
+    def __init__(self, refused: bool = False) -> None:
+        self.refused = refused
         self.replays: dict[Bucket, dict[Hashable, Recorded | None]] = {}
         self.captures: dict[torch.device, Capture] = {}
 
-    def execute(self, bucket: Bucket, plan: Plan) -> tuple[int, ...]:
+    def anew(self) -> Graphs:
+        """Return the same without any graph."""
+        return Graphs(self.refused)
+
+    def execute(self, bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], list[str]]:
         """Do the device's work of a bucket's step, from a graph where one can capture it.
 
         A graph is recorded when its kind of step comes up for the second time. The first time it just runs, which
         compiles the kernels and creates the libraries' workspaces.
 
         Returns:
-            The matrices that move, as far as the host knows.
+            The matrices that move, as far as the host knows, and warnings.
         """
-        if not capturable(bucket, plan):
-            return bucket.execute(plan)
+        if self.refused or not capturable(bucket, plan):
+            return bucket.execute(plan), []
         # The I/O is in the key: a graph reads its tables.
         replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket), bucket.io)
         if key not in replays:
@@ -83,22 +92,37 @@ class Graphs:
             replays[key] = None
             if len(replays) > KEPT:
                 del replays[next(iter(replays))]
-            return plan.stepping
+            return plan.stepping, []
         recorded = replays.pop(key)
         if recorded is None:
-            device = bucket.layout.device
-            if device not in self.captures:
-                self.captures[device] = Capture.on(device)
-            index = bucket.index(plan.refreshing)  # before the capture, which cannot copy from the host
-            recorded = Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), index)
+            try:
+                recorded = self._record(bucket, plan)
+            except Exception as error:  # whatever it is, nothing has moved
+                self.refused = True
+                self.replays.clear()
+                moved = bucket.execute(plan)  # an error of the step itself is raised here
+                return moved, [f"Steps run without CUDA graphs, as recording one failed: {error}"]
         replays[key] = recorded  # the last used is the last to go
         recorded.replay()
-        return plan.stepping
+        return plan.stepping, []
+
+    def _record(self, bucket: Bucket, plan: Plan) -> Recorded:
+        device = bucket.layout.device
+        if device not in self.captures:
+            self.captures[device] = Capture.on(device)
+        index = bucket.index(plan.refreshing)  # before the capture, which cannot copy from the host
+        return Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), index)
 
 
 def capturable(bucket: Bucket, plan: Plan) -> bool:
     """Return True if a graph can do this step: no host decision depends on values, and the I/O can be replayed."""
-    return plan.steady and bucket.backend is not None and bucket.backend.graphs and bucket.io.capturable
+    return (
+        bucket.group["cuda_graphs"]
+        and plan.steady
+        and bucket.backend is not None
+        and bucket.backend.graphs
+        and bucket.io.capturable
+    )
 
 
 def _captured_settings(bucket: Bucket) -> Hashable:

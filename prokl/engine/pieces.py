@@ -5,6 +5,7 @@ A group's ``transposed`` and ``split`` are one value for all of its weights, or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,3 +112,29 @@ def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
     torch.distributed.checkpoint.
     """
     return torch.tensor(steps) if p.ndim == 3 else steps[0]
+
+
+def _share(left: int, fit: int) -> int:
+    """Return the size of the first of as few equal parts of ``left`` matrices as have at most ``fit``."""
+    return -(-left // -(-left // fit))
+
+
+def runs(pieces: Sequence[Piece], each: int, most: int) -> list[list[Piece]]:
+    """Return ``pieces`` in as few runs as may be, about equally large; one piece is never split.
+
+    Args:
+        pieces: of one shape.
+        each: bytes of temporary memory that the step of one matrix needs.
+        most: bytes that a run's step may take.
+    """
+    left, fit = sum(piece.shape.count for piece in pieces), max(1, most // each)
+    found: list[list[Piece]] = [[]]
+    count, share = 0, _share(left, fit)
+    for piece in pieces:
+        if found[-1] and count + piece.shape.count > share:
+            found.append([])
+            count, share = 0, _share(left, fit)
+        found[-1].append(piece)
+        count += piece.shape.count
+        left -= piece.shape.count
+    return found
