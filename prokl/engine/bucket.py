@@ -26,7 +26,7 @@ from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
-from prokl.backends.device import on_device, without_autocast
+from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
@@ -234,9 +234,9 @@ class Bucket:
         self.skipped += bad
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
-        """Start the matrices ``rows``, so many at a time that WORKSPACE holds what a start takes in float64."""
+        """Start the matrices ``rows``, so many at a time as the workspace holds in float64."""
         elements = self.method.workspace(self.layout.m, self.layout.n, self.rank)
-        most = max(1, WORKSPACE // (elements * torch.float64.itemsize))
+        most = max(1, workspace(self.layout.device) // (elements * torch.float64.itemsize))
         for first in range(0, len(rows), most):
             some = on_device(rows[first : first + most], torch.int64, self.layout.device)
             for key, value in self.method.initialise(G[some].to(self.dtype), self.rank, self.group).items():
