@@ -30,6 +30,7 @@ from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
+from prokl.algorithm.pair import Operand
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
 from prokl.algorithm.settings import (
     COMPLEMENT_VARIANTS,
@@ -48,8 +49,10 @@ class Projected(NamedTuple):
     """G U (B,m,r)."""
     M_tilde: Tensor
     """M U (B,m,r), of the old M."""
-    G_perp: Tensor
+    G_perp: Operand
     """G - G U U^T (B,m,n)."""
+    U: Operand
+    """The subspace itself (B,n,r), for the products that are left."""
 
 
 class Energies(NamedTuple):
@@ -70,7 +73,7 @@ class Lookahead(NamedTuple):
 
     G_par: Tensor
     """G^ U (B,m,r)."""
-    G_hat_perp: Tensor | None
+    G_hat_perp: Operand | None
     """G^ - G^ U U^T (B,m,n); None when the complement takes no part in the direction."""
     negligible: Tensor | None
     """(B,) bool, True where G_hat_perp is rounding noise; with it."""
@@ -110,8 +113,9 @@ def damped_roots(state: State, h: ProHyper) -> Roots:
 
 def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
     """Do the first half of (1): G and the old M on the subspace, and G beside it."""
-    G_tilde, M_tilde = ops.project(G, state["M"], state["U"], active)
-    return Projected(G_tilde, M_tilde, ops.product(G_tilde, state["U"].mT, C=G, alpha=-1.0))
+    U = ops.operand(state["U"])
+    G_tilde, M_tilde = ops.project(G, state["M"], U, active)
+    return Projected(G_tilde, M_tilde, ops.product_operand(G_tilde, U.mT, C=G, alpha=-1.0), U)
 
 
 def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
@@ -119,8 +123,7 @@ def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     mm, Q_L = ops.product, state["Q_L"]
     E = ops.symmetric_product(projected.G_perp)
     QtG = mm(Q_L.mT, projected.G_tilde)
-    # Rounding may leave a vanishing energy negative.
-    return Energies(E, mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0), QtG, mm(QtG, state["Q_S"]))
+    return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), QtG, mm(QtG, state["Q_S"]))
 
 
 def whitened_sizes(energies: Energies, roots: Roots, n: int) -> Sizes:
@@ -166,7 +169,7 @@ def momentum(
         G,
         state["M"],
         G_par if h.variant in COMPLEMENT_VARIANTS else None,
-        state["U"],
+        projected.U,
         h.momentum,
         h.gradient_weights,
         None if verdict is None else verdict.scale,
@@ -190,7 +193,7 @@ def direction(
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
-    P = ops.symmetric_product(state["Q_L"] * roots.a_L.sqrt()[:, None, :])
+    P = ops.symmetric_operand(ops.operand(state["Q_L"] * roots.a_L.sqrt()[:, None, :]))
     subspace = factor = None
     if h.variant in SUBSPACE_VARIANTS:
         subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, weight)
@@ -201,7 +204,7 @@ def direction(
         return Direction(None, left=subspace, right=U, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp.dtype))
+        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_par.dtype))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own
