@@ -15,7 +15,7 @@ from torch import Tensor
 from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import add_products, check_operands, halves_of, operand_dtypes, store_result
+from prokl.kernels.operands import add_product, check_operands, operand_dtypes, store_result, stored
 from prokl.kernels.split import empty_pair
 
 
@@ -24,13 +24,10 @@ def momentum_kernel(
     G_ptr,
     M_ptr,
     G_par_ptr,
-    G_par_lo_ptr,
     U_ptr,
-    U_lo_ptr,
     scale_ptr,
     active_ptr,
     G_hat_perp_ptr,
-    G_hat_perp_lo_ptr,
     size2_ptr,
     whole2_ptr,
     M,
@@ -46,12 +43,15 @@ def momentum_kernel(
     stride_M_b,
     stride_M_m,
     stride_M_n,
+    stride_G_par_lo,
     stride_G_par_b,
     stride_G_par_m,
     stride_G_par_r,
+    stride_U_lo,
     stride_U_b,
     stride_U_n,
     stride_U_r,
+    stride_G_hat_perp_lo,
     stride_scale_b,
     stride_active_b,
     HAS_SCALE: tl.constexpr,
@@ -89,10 +89,10 @@ def momentum_kernel(
 
     par = tl.zeros((TILE_M, TILE_N), DTYPE)
     if HAT:
-        at_p, at_u = i_b * stride_G_par_b, i_b * stride_U_b
-        par = add_products(
-            par, G_par_ptr + at_p, G_par_lo_ptr + at_p, U_ptr + at_u, U_lo_ptr + at_u, o_m, o_n, M, N, R,
-            stride_G_par_m, stride_G_par_r, stride_U_r, stride_U_n, LO, LO, OPERAND, DTYPE, PRECISION, TILE_R,
+        par = add_product(
+            par, G_par_ptr + i_b * stride_G_par_b, U_ptr + i_b * stride_U_b, o_m, o_n, M, N, R,
+            stride_G_par_lo, stride_G_par_m, stride_G_par_r, stride_U_lo, stride_U_r, stride_U_n,
+            LO, LO, OPERAND, DTYPE, PRECISION, TILE_R,
         )  # fmt: skip
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
@@ -109,7 +109,7 @@ def momentum_kernel(
         tl.store(whole2_ptr + i, tl.sum(y * y))
         y -= par
         # The address as late as it is needed: before, it takes registers, which spilt on sm_100.
-        store_result(G_hat_perp_ptr, G_hat_perp_lo_ptr, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, LO)
+        store_result(G_hat_perp_ptr, stride_G_hat_perp_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, LO)
         tl.store(size2_ptr + i, tl.sum(y * y))
 
 
@@ -164,7 +164,7 @@ def momentum(
     """
     if G.ndim != 3 or 0 in G.shape[1:]:
         raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
-    U_hi, U_lo, paired = halves_of(U)
+    U_hi, U_lo, paired = stored(U)
     if U_hi.ndim != 3 or U_hi.shape[2] == 0:
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
@@ -189,12 +189,13 @@ def momentum(
     dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M)
     tile = tile or choose_tile(operand)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    par_hi, par_lo, _ = halves_of(G if G_par is None else G_par)  # G: not read as such
+    par_hi, par_lo, _ = stored(G if G_par is None else G_par)  # G: not read as such
     residual: Operand = M  # not written
     size2, whole2 = M, M
     if hat:
         residual = empty_pair((B, m, n), G.device) if paired else torch.empty((B, m, n), dtype=dtype, device=G.device)
         size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
+    residual_hi, residual_lo, _ = stored(residual)
     if B > 0:
         launch.start(
             momentum_kernel,
@@ -203,11 +204,9 @@ def momentum(
             G,
             M,
             par_hi,
-            par_lo,
             U_hi,
-            U_lo,
             *(G if t is None else t for t in (scale, active)),  # G: not read as such
-            *halves_of(residual)[:2],
+            residual_hi,
             size2,
             whole2,
             m,
@@ -217,8 +216,11 @@ def momentum(
             *(float(w) for w in weights),
             *G.stride(),
             *M.stride(),
+            par_lo,
             *((0, 0, 0) if G_par is None else par_hi.stride()),
+            U_lo,
             *U_hi.stride(),
+            residual_lo,
             *(0 if t is None else t.stride(0) for t in (scale, active)),
             HAS_SCALE=scale is not None,
             HAS_ACTIVE=active is not None,

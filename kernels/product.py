@@ -21,16 +21,16 @@ from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import (
     PROGRAMS,
-    add_products,
+    add_product,
     aligned,
     check_operands,
     check_out_dtype,
     check_scales,
-    halves_of,
     operand_dtypes,
     scale_arguments,
     scale_of,
     store_result,
+    stored,
 )
 from prokl.kernels.split import empty_pair
 
@@ -41,12 +41,9 @@ ROWS: tl.constexpr = tl.constexpr(2)
 @triton.jit
 def product_kernel(
     A_ptr,
-    A_lo_ptr,
     B_ptr,
-    B_lo_ptr,
     C_ptr,
     D_ptr,
-    D_lo_ptr,
     alpha_ptr,
     beta_ptr,
     energy_ptr,
@@ -55,15 +52,18 @@ def product_kernel(
     K,
     alpha: tl.float64,
     beta: tl.float64,
+    stride_A_lo,
     stride_A_b,
     stride_A_m,
     stride_A_k,
+    stride_B_lo,
     stride_B_b,
     stride_B_k,
     stride_B_n,
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
     A_LO: tl.constexpr,
@@ -83,8 +83,8 @@ def product_kernel(
 ):
     """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program.
 
-    A (M, K), B (K, N), C (M, N) have any strides, those of A_lo and B_lo are A's and B's, and are multiplied as
-    OPERAND; D and D_lo (M, N) are contiguous. ENERGY is 0, WHOLE: energy (tiles) takes the sum of squares of the tile,
+    A (M, K), B (K, N), C (M, N) have any strides; A and B are pairs where A_LO and B_LO, and are multiplied as OPERAND.
+    D (M, N), a pair where D_LO, is contiguous. ENERGY is 0, WHOLE: energy (tiles) takes the sum of squares of the tile,
     or ROWS: energy (tiles_n, M) takes those of its rows, and D is not stored.
     """
     i = tl.program_id(0)
@@ -102,10 +102,10 @@ def product_kernel(
     mask = (o_m[:, None] < M) & (o_n[None, :] < N)
 
     acc = tl.zeros((TILE_M, TILE_N), SUM)
-    at_A, at_B = i_b * stride_A_b, i_b * stride_B_b
-    acc = add_products(
-        acc, A_ptr + at_A, A_lo_ptr + at_A, B_ptr + at_B, B_lo_ptr + at_B, o_m, o_n, M, N, K,
-        stride_A_m, stride_A_k, stride_B_k, stride_B_n, A_LO, B_LO, OPERAND, SUM, PRECISION, TILE_K,
+    acc = add_product(
+        acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, N, K,
+        stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_n,
+        A_LO, B_LO, OPERAND, SUM, PRECISION, TILE_K,
     )  # fmt: skip
 
     d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
@@ -119,7 +119,7 @@ def product_kernel(
     if ENERGY == ROWS:
         tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, tl.sum(d * d, 1), o_m < M)
     else:
-        store_result(D_ptr, D_lo_ptr, (i_b * M + o_m[:, None]) * N + o_n[None, :], d, mask, D_LO)
+        store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], d, mask, D_LO)
 
 
 GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips instead of 64 + 64
@@ -172,7 +172,7 @@ def _launch(
     out_dtype: torch.dtype | None,
 ) -> tuple[Operand | None, Tensor]:
     # D in out_dtype, as a pair where that is None or not at all with energy ROWS; and the parts of the energy.
-    (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = halves_of(A), halves_of(B)
+    (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
     if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     if B_hi.ndim != 3 or B_hi.shape[2] == 0:
@@ -193,10 +193,8 @@ def _launch(
         if pair and sum_dtype != torch.float32:
             raise ValueError("A sum in float64 was to be split; pairs hold float32: take product().")
         D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
-    D_hi, D_lo, has_D_lo = (A_hi, A_hi, False) if D is None else halves_of(D)
-    tile = tile or choose_tile(
-        batch, m, n, operand, precision, aligned(A_hi, A_lo, B_hi, B_lo, D_hi, *(() if C is None else (C,)))
-    )
+    D_hi, D_lo, has_D_lo = (A_hi, 0, False) if D is None else stored(D)  # A: not written
+    tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
     tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
     sizes = {0: (batch, 0), WHOLE.value: (batch, tiles_m * tiles_n), ROWS.value: (batch, tiles_n, m)}
     parts = torch.empty(sizes[energy], dtype=sum_dtype, device=device)
@@ -208,12 +206,9 @@ def _launch(
             (batch * tiles_m * tiles_n,),
             device,
             A_hi,
-            A_lo,
             B_hi,
-            B_lo,
             A_hi if C is None else C,  # not read
             D_hi,
-            D_lo,
             alpha_at,
             beta_at,
             parts if energy else D_hi,
@@ -222,9 +217,12 @@ def _launch(
             k,
             alpha_value,
             beta_value,
+            A_lo,
             *A_hi.stride(),
+            B_lo,
             *B_hi.stride(),
             *((0, 0, 0) if C is None else C.stride()),
+            D_lo,
             stride_alpha,
             stride_beta,
             A_LO=has_A_lo,

@@ -13,7 +13,7 @@ from torch import Tensor
 from prokl.algorithm.pair import Operand
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, check_operands, halves_of
+from prokl.kernels.operands import aligned, check_operands, stored
 from prokl.kernels.split import halves
 
 
@@ -37,7 +37,6 @@ def project_kernel(
     G_ptr,
     M_ptr,
     U_ptr,
-    U_lo_ptr,
     active_ptr,
     GU_ptr,
     MU_ptr,
@@ -50,6 +49,7 @@ def project_kernel(
     stride_M_b,
     stride_M_m,
     stride_M_n,
+    stride_U_lo,
     stride_U_b,
     stride_U_n,
     stride_U_r,
@@ -86,21 +86,19 @@ def project_kernel(
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
-    at_U = i_b * stride_U_b + o_n[:, None] * stride_U_n + o_r[None, :] * stride_U_r
-    U_at, U_lo_at = U_ptr + at_U, U_lo_ptr + at_U
+    U_at = U_ptr + i_b * stride_U_b + o_n[:, None] * stride_U_n + o_r[None, :] * stride_U_r
     step = tl.full((), TILE_N, tl.int64)
     GU = tl.zeros((TILE_M, TILE_R), SUM)
     MU = tl.zeros((TILE_M, TILE_R), SUM)
     for k in range(0, N, TILE_N):
         m_n = o_n < N - k
         u = tl.load(U_at, m_n[:, None] & m_r, 0.0).to(OPERAND)
-        u_lo = tl.load(U_lo_at, m_n[:, None] & m_r, 0.0).to(OPERAND) if U_LO else u
+        u_lo = tl.load(U_at + stride_U_lo, m_n[:, None] & m_r, 0.0).to(OPERAND) if U_LO else u
         GU = _add(GU, tl.load(G_at, m_g & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
         MU = _add(MU, tl.load(M_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
         G_at += step * stride_G_n
         M_at += step * stride_M_n
         U_at += step * stride_U_n
-        U_lo_at += step * stride_U_n
     at = (i_b * M + o_m[:, None]) * R + o_r[None, :]
     tl.store(GU_ptr + at, GU, m_m & m_r)
     tl.store(MU_ptr + at, MU, m_m & m_r)
@@ -164,7 +162,7 @@ def project(
     """
     if G.ndim != 3 or 0 in G.shape[1:]:
         raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
-    U_hi, U_lo, paired = halves_of(U)
+    U_hi, U_lo, paired = stored(U)
     if U_hi.ndim != 3 or U_hi.shape[2] == 0:
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
@@ -180,7 +178,7 @@ def project(
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
     if B == 0:
         return GU, MU
-    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, U_lo, GU) and U_hi.stride(2) == 1, paired)
+    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, GU) and U_hi.stride(2) == 1, paired)
     operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
         project_kernel,
@@ -189,7 +187,6 @@ def project(
         G,
         M,
         U_hi,
-        U_lo,
         G if active is None else active,  # not read
         GU,
         MU,
@@ -198,6 +195,7 @@ def project(
         r,
         *G.stride(),
         *M.stride(),
+        U_lo,
         *U_hi.stride(),
         0 if active is None else active.stride(0),
         U_LO=paired,

@@ -15,16 +15,16 @@ from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import (
     PROGRAMS,
-    add_products,
+    add_product,
     aligned,
     check_operands,
     check_out_dtype,
     check_scales,
-    halves_of,
     operand_dtypes,
     scale_arguments,
     scale_of,
     store_result,
+    stored,
 )
 from prokl.kernels.product import IEEE, UNALIGNED
 from prokl.kernels.split import empty_pair
@@ -48,27 +48,27 @@ def lower_tile(i):
 @triton.jit
 def symmetric_product_kernel(
     A_ptr,
-    A_lo_ptr,
     B_ptr,
-    B_lo_ptr,
     C_ptr,
     D_ptr,
-    D_lo_ptr,
     alpha_ptr,
     beta_ptr,
     M,
     K,
     alpha: tl.float64,
     beta: tl.float64,
+    stride_A_lo,
     stride_A_b,
     stride_A_m,
     stride_A_k,
+    stride_B_lo,
     stride_B_b,
     stride_B_m,
     stride_B_k,
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
     LO: tl.constexpr,
@@ -84,8 +84,7 @@ def symmetric_product_kernel(
 ):
     """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), C (M, M) have any strides, the halves A_lo and B_lo, where LO, those of A and B; D and D_lo (M, M) are
-    contiguous.
+    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -96,10 +95,10 @@ def symmetric_product_kernel(
     o_n = i_n * TILE + tl.arange(0, TILE)
 
     acc = tl.zeros((TILE, TILE), SUM)
-    at_A, at_B = i_b * stride_A_b, i_b * stride_B_b
-    acc = add_products(
-        acc, A_ptr + at_A, A_lo_ptr + at_A, B_ptr + at_B, B_lo_ptr + at_B, o_m, o_n, M, M, K,
-        stride_A_m, stride_A_k, stride_B_k, stride_B_m, LO, LO, OPERAND, SUM, PRECISION, TILE_K,
+    acc = add_product(
+        acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, M, K,
+        stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_m,
+        LO, LO, OPERAND, SUM, PRECISION, TILE_K,
     )  # fmt: skip
 
     mask = (o_m[:, None] < M) & (o_n[None, :] < M)
@@ -114,8 +113,8 @@ def symmetric_product_kernel(
         d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
     else:
         mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
-        store_result(D_ptr, D_lo_ptr, at_D + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, D_LO)
-    store_result(D_ptr, D_lo_ptr, at_D + o_m[:, None] * M + o_n[None, :], d, mask, D_LO)
+        store_result(D_ptr, stride_D_lo, at_D + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, D_LO)
+    store_result(D_ptr, stride_D_lo, at_D + o_m[:, None] * M + o_n[None, :], d, mask, D_LO)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
@@ -165,7 +164,7 @@ def _launch(
     tile: Tile | None,
 ) -> Operand:
     # D = alpha A B^T + beta C for checked A and B, in out_dtype; as a pair where that is None.
-    (A_hi, A_lo, paired), (B_hi, B_lo, _) = halves_of(A), halves_of(B)
+    (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = A_hi.shape
     if C is not None:
         launch.check("C", C, (batch, m, m), A_hi.device, like="A")
@@ -184,8 +183,8 @@ def _launch(
         return D
     added = () if C is None else (C,)
     sum_dtype, operand = operand_dtypes((A, B), *added)
-    D_hi, D_lo, has_D_lo = halves_of(D)
-    tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, A_lo, B_hi, B_lo, *added, D_hi))
+    D_hi, D_lo, has_D_lo = stored(D)
+    tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi))
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(
@@ -193,21 +192,21 @@ def _launch(
         (batch * lower_tiles(m, tile.m),),
         A_hi.device,
         A_hi,
-        A_lo,
         B_hi,
-        B_lo,
         A_hi if C is None else C,  # not read
         D_hi,
-        D_lo,
         alpha_at,
         beta_at,
         m,
         k,
         alpha_value,
         beta_value,
+        A_lo,
         *A_hi.stride(),
+        B_lo,
         *B_hi.stride(),
         *((0, 0, 0) if C is None else C.stride()),
+        D_lo,
         stride_alpha,
         stride_beta,
         LO=paired,
@@ -227,7 +226,7 @@ def _launch(
 
 
 def _check_factor(A: Operand) -> None:
-    hi, _, _ = halves_of(A)
+    hi, _, _ = stored(A)
     if hi.ndim != 3 or 0 in hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     check_operands(A=(A, tuple(hi.shape), hi.device))

@@ -30,9 +30,9 @@ class Direction:
     scale: Tensor | None = None
     """(B,); None is 1."""
     left: Tensor | None = None
-    """(B,m,r) in the arithmetic dtype; None is zero."""
+    """(B,m,r) in the arithmetic dtype, or with ``right`` in a lower one; None is zero."""
     right: Tensor | None = None
-    """(B,n,r) in the arithmetic dtype, with ``left``."""
+    """(B,n,r), with ``left``."""
     decay_after: bool = False
     """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
     cautious_decay: bool = False
@@ -42,7 +42,8 @@ class Direction:
         """Return D (B,m,n), in the arithmetic dtype."""
         if self.X is None:
             assert self.left is not None and self.right is not None
-            return self.left @ self.right.mT
+            dtype = torch.promote_types(self.left.dtype, torch.float32)
+            return self.left.to(dtype) @ self.right.to(dtype).mT
         D = self.X if self.Q is None else self.Q @ self.X
         if self.scale is not None:
             own = D is not self.X or D.dtype != self.scale.dtype
@@ -52,7 +53,7 @@ class Direction:
             return D
         assert self.right is not None
         add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
-        return add(D, self.left, self.right.mT)
+        return add(D, self.left.to(D.dtype), self.right.to(D.dtype).mT)
 
 
 def damp(s: Tensor, eps: Tensor) -> Tensor:

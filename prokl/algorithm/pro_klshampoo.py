@@ -30,7 +30,7 @@ from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
-from prokl.algorithm.pair import Operand
+from prokl.algorithm.pair import Operand, low_rank
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
 from prokl.algorithm.settings import (
     COMPLEMENT_VARIANTS,
@@ -77,6 +77,8 @@ class Lookahead(NamedTuple):
     """G^ - G^ U U^T (B,m,n); None when the complement takes no part in the direction."""
     negligible: Tensor | None
     """(B,) bool, True where G_hat_perp is rounding noise; with it."""
+    U: Operand
+    """As in :class:`Projected`."""
 
 
 class Sample(NamedTuple):
@@ -175,7 +177,7 @@ def momentum(
         None if verdict is None else verdict.scale,
         active,
     )
-    return M, Lookahead(G_par, G_hat_perp, negligible)
+    return M, Lookahead(G_par, G_hat_perp, negligible, projected.U)
 
 
 def direction(
@@ -188,34 +190,34 @@ def direction(
     Returns:
         The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
     """
-    G_par, G_hat_perp, negligible = lookahead
-    U, bounded, cautious = state["U"], h.clip_threshold is not None, h.cautious_weight_decay
+    G_par, G_hat_perp, negligible, U = lookahead
+    bounded, cautious = h.clip_threshold is not None, h.cautious_weight_decay
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
     P = ops.symmetric_operand(ops.operand(state["Q_L"] * roots.a_L.sqrt()[:, None, :]))
-    subspace = factor = None
+    left = right = factor = None
     if h.variant in SUBSPACE_VARIANTS:
         subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, weight)
         if bounded:
             factor = evidence.cut(evidence.norm(subspace), weight * h.gain * (m * r) ** 0.5)
             subspace = subspace * factor.to(subspace.dtype)[:, None, None]
+        left, right = low_rank(subspace, U)
     if h.variant not in COMPLEMENT_VARIANTS:
-        return Direction(None, left=subspace, right=U, cautious_decay=cautious), factor
+        return Direction(None, left=left, right=right, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_par.dtype))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own
-        right = None if subspace is None else U
-        return Direction(Y, Q, scale, subspace, right, cautious_decay=cautious), factor
+        return Direction(Y, Q, scale, left, right, cautious_decay=cautious), factor
     X, scale = ops.product(P, G_hat_perp), (whole * roots.a_mu).masked_fill(negligible, 0.0)
     if factor is not None:
         n = X.shape[-1]
         beside = evidence.cut(evidence.norm(X) * scale, whole * h.gain * (m * (n - r)) ** 0.5)
         scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
-    return Direction(X, None, scale, subspace, U, cautious_decay=cautious), factor
+    return Direction(X, None, scale, left, right, cautious_decay=cautious), factor
 
 
 def statistics(
