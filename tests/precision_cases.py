@@ -20,7 +20,7 @@ from prokl.backends.torch_ops import TorchPrimitives
 MODEL, BATCH, RANK = byte_gpt(2, 64, 2, 64), 4, 16
 STEPS = 101  # the first initialises, so that the last one refreshes the eigenbases
 SNAPSHOTS = (3, 11, 33, 100)  # steps whose state is kept as it is before them; it is fresh from a refresh before 11
-WEIGHTS = ("blocks.0.q_proj.weight", "blocks.0.o_proj.weight", "blocks.1.up_proj.weight", "blocks.1.down_proj.weight")
+WEIGHTS = ("blocks.0.q_proj.weight", "blocks.1.up_proj.weight", "blocks.1.down_proj.weight")
 CLASSES = {"pro-klshampoo": prokl.ProKLShampoo, "kl-shampoo": prokl.KLShampoo}
 KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0", "trust", "stale")
 """What a state in bfloat16 has in the arithmetic dtype all the same, of what steps read."""
@@ -241,7 +241,10 @@ def captured(method: str) -> Captured:
 
 
 def replay(method: str, gradients: list[list[Tensor]], dtype: torch.dtype, precision: str) -> list[State]:
-    """Return the state of every weight after steps on recorded gradients, in float64; no state depends on a weight."""
+    """Return state, and as W the weight, of every weight after steps on gradients that are given, in float64.
+
+    No gradient and no state depends on a weight, so that only rounding tells replays apart.
+    """
     parameters = [torch.nn.Parameter(torch.zeros_like(G, dtype=dtype)) for G in gradients[0]]
     own = {"rank": RANK} if method == "pro-klshampoo" else {}
     optimizer = CLASSES[method](parameters, precision=precision, **own)
@@ -249,4 +252,31 @@ def replay(method: str, gradients: list[list[Tensor]], dtype: torch.dtype, preci
         for p, G in zip(parameters, of_step, strict=True):
             p.grad = G.to(dtype)
         optimizer.step()
-    return [{k: v.double() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in parameters]
+    kept = [optimizer.state[p] | {"W": p.detach()} for p in parameters]
+    return [{k: v.double() for k, v in state.items() if isinstance(v, Tensor)} for state in kept]
+
+
+def drift(found: State, exact: State) -> dict[str, float]:
+    """Return by how much a replay is off from one in float64, and by how much its bases are off from orthogonal.
+
+    Factors and mu by norm; eigenvalues as median and worst of the diagonal in float64's basis of what they and their
+    own basis stand for; U, and of a whole basis the RANK leading columns, by the largest angle of the spans.
+    """
+    out = {k: relative(found[k], exact[k]) for k in ("L", "S", "R") if k in exact}
+    if "U" in exact:
+        out["mu"] = relative(found["inv_sqrt_mu"] ** -2, exact["inv_sqrt_mu"] ** -2)
+    for side in "LSR":
+        if f"Q_{side}" not in exact:
+            continue
+        Q, of = (t[f"Q_{side}"] if side != "S" else t["U"] @ t["Q_S"] for t in (found, exact))
+        diagonals = [
+            (of.T @ basis).square() @ state[f"inv_sqrt_lambda_{side}"] ** -2
+            for basis, state in ((Q, found), (of, exact))
+        ]
+        error = (diagonals[0] / diagonals[1] - 1).abs()
+        out |= {f"lambda_{side}, median": float(error.median()), f"lambda_{side}, worst": float(error.max())}
+        basis = found["U"] if side == "S" else Q
+        name = "U" if side == "S" else f"Q_{side}"
+        out[name] = angle(basis[:, :RANK], (exact["U"] if side == "S" else of)[:, :RANK])
+        out[f"{name}, orthogonality"] = float((basis.T @ basis - torch.eye(basis.shape[1])).norm())
+    return out
