@@ -56,7 +56,7 @@ VALUES = {
     **_columns("diverged_at selected in_paper_range"),
     **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
     **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
-    **_columns(real="state_mb peak_gib difference difference_se confidence"),
+    **_columns(real="state_mb peak_gib difference difference_se difference_upper confidence"),
     **_columns("verdict decided bounded_per_seed"),
     **_columns(whole="above_twice_tail_mean", real="largest_over_tail_mean tail_am_gm"),
     **_columns(real="tail_variance clipped_L clipped_S clipped_mu"),
@@ -69,7 +69,7 @@ VALUES = {
     **_columns(whole="buckets launches", real="gflop gb ms_brief ms_tiles"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
-lower bound in the same unit; ``_se`` is a standard error."""
+lower bound in the same unit; ``_se`` is a standard error, ``_upper`` the end of an interval at ``confidence``."""
 SETTINGS = {
     **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context"),

@@ -12,8 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
-from prokl.kernels.launch import Tile
+from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.operands import add_product, check_operands, operand_dtypes, store_result, stored
+from prokl.kernels.split import empty_pair
 
 
 @triton.jit
@@ -40,17 +43,22 @@ def momentum_kernel(
     stride_M_b,
     stride_M_m,
     stride_M_n,
+    stride_G_par_lo,
     stride_G_par_b,
     stride_G_par_m,
     stride_G_par_r,
+    stride_U_lo,
     stride_U_b,
     stride_U_n,
     stride_U_r,
+    stride_G_hat_perp_lo,
     stride_scale_b,
     stride_active_b,
     HAS_SCALE: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     HAT: tl.constexpr,
+    LO: tl.constexpr,
+    OPERAND: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -61,7 +69,8 @@ def momentum_kernel(
 
     M <- momentum M + g c G where active; G_hat_perp = a c G + b M - G_par U^T; G counts as zero where not active, and c
     is the matrix's scale. size2 and whole2 take the tile's sums of squares of G_hat_perp and a c G + b M.
-    G, the momentum (M, N), G_par (M, R) and U (N, R) have any strides; G_hat_perp is contiguous, of DTYPE.
+    G, the momentum (M, N), G_par (M, R) and U (N, R) have any strides, the latter two are multiplied as OPERAND;
+    G_hat_perp is contiguous, of DTYPE. Where LO all three but G and the momentum are pairs.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -71,7 +80,6 @@ def momentum_kernel(
     i_b = (i // (tiles_n * tiles_m)).to(tl.int64)
     o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     o_n = i_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    o_r = tl.arange(0, TILE_R).to(tl.int64)
     m_m = o_m[:, None] < M
     m_n = o_n[None, :] < N
     mask = m_m & m_n
@@ -81,16 +89,11 @@ def momentum_kernel(
 
     par = tl.zeros((TILE_M, TILE_N), DTYPE)
     if HAT:
-        p_at = G_par_ptr + i_b * stride_G_par_b + o_m[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
-        u_at = U_ptr + i_b * stride_U_b + o_n[None, :] * stride_U_n + o_r[:, None] * stride_U_r
-        step = tl.full((), TILE_R, tl.int64)
-        for k in range(0, R, TILE_R):
-            m_r = o_r < R - k
-            u = tl.load(u_at, m_n & m_r[:, None], 0.0).to(DTYPE)
-            p = tl.load(p_at, m_m & m_r[None, :], 0.0).to(DTYPE)
-            par = tl.dot(p, u, par, input_precision=PRECISION, out_dtype=DTYPE)
-            p_at += step * stride_G_par_r
-            u_at += step * stride_U_r
+        par = add_product(
+            par, G_par_ptr + i_b * stride_G_par_b, U_ptr + i_b * stride_U_b, o_m, o_n, M, N, R,
+            stride_G_par_lo, stride_G_par_m, stride_G_par_r, stride_U_lo, stride_U_r, stride_U_n,
+            LO, LO, OPERAND, DTYPE, PRECISION, TILE_R,
+        )  # fmt: skip
 
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
     M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
@@ -106,26 +109,27 @@ def momentum_kernel(
         tl.store(whole2_ptr + i, tl.sum(y * y))
         y -= par
         # The address as late as it is needed: before, it takes registers, which spilt on sm_100.
-        tl.store(G_hat_perp_ptr + (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask)
+        store_result(G_hat_perp_ptr, stride_G_hat_perp_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, LO)
         tl.store(size2_ptr + i, tl.sum(y * y))
 
 
 # m, n: block of M and of the residual; k: how much of r is added at a time.
 # The accumulator and the tile of G, M and the output share the registers: twice as wide, they spill at odd sizes.
 TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 8, 3),)
+TILES_HALF: tuple[Tile, ...] = (Tile(64, 64, 64, 8, 3),)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
-def choose_tile(dtype: torch.dtype) -> Tile:
-    """Return the tile for this arithmetic dtype."""
-    return TILES_FP64[0] if dtype == torch.float64 else TILES[0]
+def choose_tile(operand: torch.dtype) -> Tile:
+    """Return the tile for the dtype that G_par and U are multiplied as."""
+    return {torch.float64: TILES_FP64, torch.float32: TILES}.get(operand, TILES_HALF)[0]
 
 
 def momentum(
     G: Tensor,
     M: Tensor,
-    G_par: Tensor | None,
-    U: Tensor,
+    G_par: Operand | None,
+    U: Operand,
     *,
     momentum: float,
     weights: tuple[float, float, float],
@@ -133,7 +137,7 @@ def momentum(
     active: Tensor | None = None,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Operand | None, Tensor | None, Tensor | None]:
     """Do M <- momentum M + g c G in place and G^ - G^par U^T, with G^ = a c G + b M, in one launch.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
@@ -143,7 +147,7 @@ def momentum(
         G: gradients (B,m,n).
         M: momentum (B,m,n); updated in place.
         G_par: G^ U (B,m,r), or None where G^ is not wanted.
-        U: bases (B,n,r).
+        U: bases (B,n,r). With pairs of both the residual is stored as one.
         momentum: weight of the old M.
         weights: (g, a, b).
         scale: c (B,); None is 1.
@@ -160,31 +164,38 @@ def momentum(
     """
     if G.ndim != 3 or 0 in G.shape[1:]:
         raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
-    if U.ndim != 3 or U.shape[2] == 0:
+    U_hi, U_lo, paired = stored(U)
+    if U_hi.ndim != 3 or U_hi.shape[2] == 0:
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
-    r = U.shape[2]
+    r = U_hi.shape[2]
     launch.check_precision(precision)
     launch.check("G", G, (B, m, n), G.device)
     launch.check("M", M, (B, m, n), G.device, like="G")
     if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
         raise ValueError(f"M has strides {M.stride()}; must not be expanded, as it is updated in place: clone it.")
-    launch.check("U", U, (B, n, r), G.device, like="G")
+    factors: dict[str, tuple[Operand, tuple[int, ...], torch.device]] = {"U": (U, (B, n, r), G.device)}
     hat = G_par is not None
     if G_par is not None:
-        launch.check("G_par", G_par, (B, m, r), G.device, like="G")
+        factors["G_par"] = (G_par, (B, m, r), G.device)
+        if isinstance(G_par, Pair) != paired:
+            raise ValueError("Only one of G_par and U is a pair: split both, or neither.")
+    check_operands(like="G", **factors)
     if scale is not None:
         launch.check("scale", scale, (B,), G.device, like="G")
     if active is not None:
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
-    dtype = launch.arithmetic_dtype(*(t for t in (G, M, G_par, U) if t is not None))
-    tile = tile or choose_tile(dtype)
+    dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M)
+    tile = tile or choose_tile(operand)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    G_hat_perp, size2, whole2 = M, M, M  # not written
+    par_hi, par_lo, _ = stored(G if G_par is None else G_par)  # G: not read as such
+    residual: Operand = M  # not written
+    size2, whole2 = M, M
     if hat:
-        G_hat_perp = torch.empty((B, m, n), dtype=dtype, device=G.device)
+        residual = empty_pair((B, m, n), G.device) if paired else torch.empty((B, m, n), dtype=dtype, device=G.device)
         size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
+    residual_hi, residual_lo, _ = stored(residual)
     if B > 0:
         launch.start(
             momentum_kernel,
@@ -192,8 +203,10 @@ def momentum(
             G.device,
             G,
             M,
-            *(G if t is None else t for t in (G_par, U, scale, active)),  # G: not read as such
-            G_hat_perp,
+            par_hi,
+            U_hi,
+            *(G if t is None else t for t in (scale, active)),  # G: not read as such
+            residual_hi,
             size2,
             whole2,
             m,
@@ -203,18 +216,23 @@ def momentum(
             *(float(w) for w in weights),
             *G.stride(),
             *M.stride(),
-            *((0, 0, 0) if G_par is None else G_par.stride()),
-            *U.stride(),
+            par_lo,
+            *((0, 0, 0) if G_par is None else par_hi.stride()),
+            U_lo,
+            *U_hi.stride(),
+            residual_lo,
             *(0 if t is None else t.stride(0) for t in (scale, active)),
             HAS_SCALE=scale is not None,
             HAS_ACTIVE=active is not None,
             HAT=hat,
+            LO=paired,
+            OPERAND=TRITON_DTYPES[operand],
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-            PRECISION="ieee" if dtype == torch.float64 else precision,
+            PRECISION=precision if operand == torch.float32 else "ieee",
             TILE_M=tile.m,
             TILE_N=tile.n,
             TILE_R=tile.k,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return (G_hat_perp, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (None, None, None)
+    return (residual, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (None, None, None)

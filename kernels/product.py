@@ -1,5 +1,9 @@
 """Batched matrix product with an addend, scales per matrix and the result's energy; in PyTorch: ``torch.baddbmm``.
 
+Factors are tensors or pairs of bfloat16 (:class:`prokl.algorithm.pair.Pair`), whose product is the sum of the products
+of their halves but for lo lo: one loop after another, each over plain bfloat16 that nothing touches between its copy
+into shared memory and the tensor cores.
+
 batch: matrices; M: rows; N: columns; K: depth.
 """
 
@@ -12,17 +16,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.operands import (
+    PROGRAMS,
+    add_product,
+    aligned,
+    check_operands,
+    check_out_dtype,
+    check_scales,
+    operand_dtypes,
+    scale_arguments,
+    scale_of,
+    store_result,
+    stored,
+)
+from prokl.kernels.split import empty_pair
 
-
-@triton.jit
-def scale_of(ptr, value, stride, i_b, PER_MATRIX: tl.constexpr, SUM: tl.constexpr):
-    """Return the scale of matrix i_b: its element at ptr, or value (fp64, rounded once) for all of them."""
-    if PER_MATRIX:
-        return tl.load(ptr + i_b * stride).to(SUM)
-    else:
-        return tl.full((), value, SUM)
+WHOLE: tl.constexpr = tl.constexpr(1)
+ROWS: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -39,17 +52,23 @@ def product_kernel(
     K,
     alpha: tl.float64,
     beta: tl.float64,
+    stride_A_lo,
     stride_A_b,
     stride_A_m,
     stride_A_k,
+    stride_B_lo,
     stride_B_b,
     stride_B_k,
     stride_B_n,
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
+    A_LO: tl.constexpr,
+    B_LO: tl.constexpr,
+    D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
     ENERGY: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
@@ -62,10 +81,11 @@ def product_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program, and the sum of squares of that tile.
+    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program.
 
-    A (M, K), B (K, N), C (M, N) have any strides and are multiplied as OPERAND; D (M, N) and energy (tiles) are
-    contiguous, the latter of SUM.
+    A (M, K), B (K, N), C (M, N) have any strides; A and B are pairs where A_LO and B_LO, and are multiplied as OPERAND.
+    D (M, N), a pair where D_LO, is contiguous. ENERGY is 0, WHOLE: energy (tiles) takes the sum of squares of the tile,
+    or ROWS: energy (tiles_n, M) takes those of its rows, and D is not stored.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -79,35 +99,30 @@ def product_kernel(
     i_n = i_tile % (GROUP * tiles_n) // rows
     o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     o_n = i_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    o_k = tl.arange(0, TILE_K).to(tl.int64)
-    m_m = o_m[:, None] < M
-    m_n = o_n[None, :] < N
+    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
 
-    A_at = A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_k[None, :] * stride_A_k
-    B_at = B_ptr + i_b * stride_B_b + o_k[:, None] * stride_B_k + o_n[None, :] * stride_B_n
-    step = tl.full((), TILE_K, tl.int64)
     acc = tl.zeros((TILE_M, TILE_N), SUM)
-    for k in range(0, K, TILE_K):
-        m_k = o_k < K - k
-        a = tl.load(A_at, m_m & m_k[None, :], 0.0).to(OPERAND)
-        b = tl.load(B_at, m_k[:, None] & m_n, 0.0).to(OPERAND)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=SUM)
-        A_at += step * stride_A_k
-        B_at += step * stride_B_k
+    acc = add_product(
+        acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, N, K,
+        stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_n,
+        A_LO, B_LO, OPERAND, SUM, PRECISION, TILE_K,
+    )  # fmt: skip
 
     d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
     if HAS_C:
         C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o_n[None, :] * stride_C_n
-        c = tl.load(C_at, m_m & m_n, 0.0).to(SUM)
+        c = tl.load(C_at, mask, 0.0).to(SUM)
         d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-    if ENERGY:
-        # Outside the matrix d is zero.
+    # Outside the matrix d is zero.
+    if ENERGY == WHOLE:
         tl.store(energy_ptr + i.to(tl.int64), tl.sum(d * d))
-    tl.store(D_ptr + (i_b * M + o_m[:, None]) * N + o_n[None, :], d.to(D_ptr.dtype.element_ty), m_m & m_n)
+    if ENERGY == ROWS:
+        tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, tl.sum(d * d, 1), o_m < M)
+    else:
+        store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], d, mask, D_LO)
 
 
 GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips instead of 64 + 64
-PROGRAMS = 132  # processors of an H100 or H200; fewer programs than this leave some of them idle
 
 # Wide tiles do most arithmetic for a byte read. 128 divides m = 768 and 3072; (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision and registers are at most 128, so that two programs fit a processor of sm_90 (one
@@ -119,20 +134,6 @@ TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)
 TILES_FP32: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), UNALIGNED, IEEE)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
-
-
-def aligned(*tensors: Tensor) -> bool:
-    """Return True if 16 bytes of every tensor can be loaded at once, as far as Triton can tell from its strides.
-
-    Elsewhere every element has an address in registers, which large tiles have none left for.
-    """
-    return all(
-        1 in t.stride()[1:]
-        and all(stride % 16 == 0 or stride == 1 for stride in t.stride()[1:])
-        and t.stride(0) % 16 == 0
-        and t.storage_offset() * t.element_size() % 16 == 0
-        for t in tensors
-    )
 
 
 def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
@@ -159,132 +160,74 @@ def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str
     return tiles[-1]
 
 
-def check_scales(batch: int, device: torch.device, **scales: float | Tensor) -> None:
-    """Raise ValueError unless every scale is a number or one number a matrix on this device."""
-    for name, scale in scales.items():
-        if isinstance(scale, Tensor):
-            launch.check(name, scale, (batch,), device, like="A")
-
-
-def check_out_dtype(out_dtype: torch.dtype) -> None:
-    """Raise ValueError unless results can be stored in this dtype."""
-    if out_dtype not in launch.FLOATS:
-        raise ValueError(f"Invalid out_dtype={out_dtype}: must be one of {launch.FLOATS}.")
-
-
-def scale_arguments(scale: float | Tensor, dummy: Tensor) -> tuple[Tensor, float, int]:
-    """Return pointer (dummy where it is not read), value and stride of a scale, for :func:`scale_of`."""
-    return (scale, 0.0, scale.stride(0)) if isinstance(scale, Tensor) else (dummy, float(scale), 0)
-
-
-@overload
-def product(
-    A: Tensor,
-    B: Tensor,
-    *,
-    C: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
-    out_dtype: torch.dtype | None = None,
-    energy: Literal[False] = False,
-    precision: str = "tf32x3",
-    tile: Tile | None = None,
-) -> Tensor: ...
-@overload
-def product(
-    A: Tensor,
-    B: Tensor,
-    *,
-    C: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
-    out_dtype: torch.dtype | None = None,
-    energy: Literal[True],
-    precision: str = "tf32x3",
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]: ...
-def product(
-    A: Tensor,
-    B: Tensor,
-    *,
-    C: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
-    out_dtype: torch.dtype | None = None,
-    energy: bool = False,
-    precision: str = "tf32x3",
-    tile: Tile | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute D = alpha A B + beta C for every matrix of a batch.
-
-    Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
-    float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the
-    sum is in float32, others in the dtype of the sum.
-
-    Args:
-        A: left factors (batch,m,k).
-        B: right factors (batch,k,n).
-        C: addends (batch,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
-        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
-        beta: likewise, scale of C.
-        out_dtype: dtype of D; by default the wider of A's and B's.
-        energy: whether to return the sums of squares too.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
-        tile: block sizes, by default from the sizes and the dtypes.
-
-    Returns:
-        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2 (batch,) in the dtype of the sum, of D before it is
-        rounded to ``out_dtype``, summed in a fixed order.
-
-    Raises:
-        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
-    """
-    if A.ndim != 3 or 0 in A.shape[1:]:
+def _launch(
+    A: Operand,
+    B: Operand,
+    C: Tensor | None,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    energy: int,
+    precision: str,
+    tile: Tile | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Operand | None, Tensor]:
+    # D in out_dtype, as a pair where that is None or not at all with energy ROWS; and the parts of the energy.
+    (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
+    if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
-    if B.ndim != 3 or B.shape[2] == 0:
+    if B_hi.ndim != 3 or B_hi.shape[2] == 0:
         raise ValueError(f"B has shape {tuple(B.shape)}; must be (batch, k, n) with n >= 1.")
-    batch, m, k = A.shape
-    n = B.shape[2]
-    out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
+    batch, m, k = A_hi.shape
+    n, device = B_hi.shape[2], A_hi.device
     launch.check_precision(precision)
-    launch.check("A", A, (batch, m, k), A.device)
-    launch.check("B", B, (batch, k, n), A.device, like="A")
+    check_operands(A=(A, (batch, m, k), device), B=(B, (batch, k, n), device))
     if C is not None:
-        launch.check("C", C, (batch, m, n), A.device, like="A")
-    check_scales(batch, A.device, alpha=alpha, beta=beta)
-    check_out_dtype(out_dtype)
+        launch.check("C", C, (batch, m, n), device, like="A")
+    check_scales(batch, device, alpha=alpha, beta=beta)
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    sum_dtype = launch.arithmetic_dtype(A, B) if C is None else launch.arithmetic_dtype(A, B, C)
-    operand = launch.operand_dtype(sum_dtype, A, B)
-    D = torch.empty((batch, m, n), dtype=out_dtype, device=A.device)
-    tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A, B, D, *(() if C is None else (C,))))
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    parts = torch.empty((batch, tiles if energy else 0), dtype=sum_dtype, device=A.device)
-    alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A)
-    beta_at, beta_value, stride_beta = scale_arguments(beta, A)
+    sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
+    D: Operand | None = None
+    if energy != ROWS.value:
+        pair = out_dtype is None
+        if pair and sum_dtype != torch.float32:
+            raise ValueError("A sum in float64 was to be split; pairs hold float32: take product().")
+        D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
+    D_hi, D_lo, has_D_lo = (A_hi, 0, False) if D is None else stored(D)  # A: not written
+    tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
+    tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
+    sizes = {0: (batch, 0), WHOLE.value: (batch, tiles_m * tiles_n), ROWS.value: (batch, tiles_n, m)}
+    parts = torch.empty(sizes[energy], dtype=sum_dtype, device=device)
+    alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
+    beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     if batch:
         launch.start(
             product_kernel,
-            (batch * tiles,),
-            A.device,
-            A,
-            B,
-            A if C is None else C,  # not read
-            D,
+            (batch * tiles_m * tiles_n,),
+            device,
+            A_hi,
+            B_hi,
+            A_hi if C is None else C,  # not read
+            D_hi,
             alpha_at,
             beta_at,
-            parts if energy else D,
+            parts if energy else D_hi,
             m,
             n,
             k,
             alpha_value,
             beta_value,
-            *A.stride(),
-            *B.stride(),
+            A_lo,
+            *A_hi.stride(),
+            B_lo,
+            *B_hi.stride(),
             *((0, 0, 0) if C is None else C.stride()),
+            D_lo,
             stride_alpha,
             stride_beta,
+            A_LO=has_A_lo,
+            B_LO=has_B_lo,
+            D_LO=has_D_lo,
             HAS_C=C is not None,
             ENERGY=energy,
             ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
@@ -299,4 +242,91 @@ def product(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+    return D, parts
+
+
+@overload
+def product(
+    A: Operand,
+    B: Operand,
+    *,
+    C: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    out_dtype: torch.dtype | None = None,
+    energy: Literal[False] = False,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> Tensor: ...
+@overload
+def product(
+    A: Operand,
+    B: Operand,
+    *,
+    C: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    out_dtype: torch.dtype | None = None,
+    energy: Literal[True],
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def product(
+    A: Operand,
+    B: Operand,
+    *,
+    C: Tensor | None = None,
+    alpha: float | Tensor = 1.0,
+    beta: float | Tensor = 1.0,
+    out_dtype: torch.dtype | None = None,
+    energy: bool = False,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute D = alpha A B + beta C for every matrix of a batch.
+
+    Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
+    float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the
+    sum is in float32, others in the dtype of the sum. Of a pair the halves are multiplied; what stands beside it is
+    another pair, or bfloat16.
+
+    Args:
+        A: left factors (batch,m,k).
+        B: right factors (batch,k,n).
+        C: addends (batch,m,n), or None. Not read where ``beta`` is the number 0, as in ``torch.baddbmm``.
+        alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
+        beta: likewise, scale of C.
+        out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
+        energy: whether to return the sums of squares too.
+        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
+        tile: block sizes, by default from the sizes and the dtypes.
+
+    Returns:
+        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2 (batch,) in the dtype of the sum, of D before it is
+        rounded to ``out_dtype``, summed in a fixed order.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if out_dtype is None:
+        out_dtype = (
+            torch.float32 if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
+        )
+    check_out_dtype(out_dtype)
+    D, parts = _launch(A, B, C, alpha, beta, WHOLE.value if energy else 0, precision, tile, out_dtype)
+    assert isinstance(D, Tensor)
     return (D, parts.sum(1)) if energy else D
+
+
+def product_pair(
+    A: Operand, B: Operand, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, tile: Tile | None = None
+) -> Pair:
+    """Compute alpha A B + C in float32 and split it as it is stored; arguments and errors as of :func:`product`."""
+    D, _ = _launch(A, B, C, alpha, 1.0, 0, "tf32x3", tile, None)
+    assert isinstance(D, Pair)
+    return D
+
+
+def row_energies(A: Operand, B: Operand, *, precision: str = "tf32x3", tile: Tile | None = None) -> Tensor:
+    """Compute the squared norms (batch,m) of the rows of A B, which is not stored; arguments as of :func:`product`."""
+    return _launch(A, B, None, 1.0, 1.0, ROWS.value, precision, tile, None)[1].sum(1)

@@ -10,9 +10,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.product import aligned
+from prokl.kernels.operands import aligned, check_operands, stored
+from prokl.kernels.split import halves
+
+
+@triton.jit
+def _add(acc, x, u, u_lo, U_LO: tl.constexpr, OPERAND: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr):
+    # acc + x u of tiles; where u has a half lo, x is split here unless it is bfloat16.
+    if U_LO:
+        if x.dtype == tl.bfloat16:
+            x_hi = x.to(OPERAND)
+        else:
+            hi, lo = halves(x.to(tl.float32))
+            x_hi = hi.to(OPERAND)
+            acc = tl.dot(lo.to(OPERAND), u, acc, out_dtype=SUM)
+        acc = tl.dot(x_hi, u_lo, acc, out_dtype=SUM)
+        return tl.dot(x_hi, u, acc, out_dtype=SUM)
+    return tl.dot(x.to(OPERAND), u, acc, input_precision=PRECISION, out_dtype=SUM)
 
 
 @triton.jit
@@ -32,10 +49,12 @@ def project_kernel(
     stride_M_b,
     stride_M_m,
     stride_M_n,
+    stride_U_lo,
     stride_U_b,
     stride_U_n,
     stride_U_r,
     stride_active_b,
+    U_LO: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
@@ -46,8 +65,8 @@ def project_kernel(
 ):
     """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
 
-    G, the momentum (M, N) and U (N, R) have any strides and are multiplied as OPERAND; GU, MU (M, R) are contiguous, of
-    SUM.
+    G, the momentum (M, N) and U (N, R), a pair where U_LO, have any strides and are multiplied as OPERAND; GU and MU
+    (M, R) are contiguous, of SUM.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -74,10 +93,9 @@ def project_kernel(
     for k in range(0, N, TILE_N):
         m_n = o_n < N - k
         u = tl.load(U_at, m_n[:, None] & m_r, 0.0).to(OPERAND)
-        g = tl.load(G_at, m_g & m_n[None, :], 0.0).to(OPERAND)
-        GU = tl.dot(g, u, GU, input_precision=PRECISION, out_dtype=SUM)
-        x = tl.load(M_at, m_m & m_n[None, :], 0.0).to(OPERAND)
-        MU = tl.dot(x, u, MU, input_precision=PRECISION, out_dtype=SUM)
+        u_lo = tl.load(U_at + stride_U_lo, m_n[:, None] & m_r, 0.0).to(OPERAND) if U_LO else u
+        GU = _add(GU, tl.load(G_at, m_g & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
+        MU = _add(MU, tl.load(M_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
         G_at += step * stride_G_n
         M_at += step * stride_M_n
         U_at += step * stride_U_n
@@ -90,21 +108,23 @@ def project_kernel(
 # No tile is 128 wide, though two programs then share the rows of G and M, in L2, at rank 128: two accumulators of that
 # width in TF32 parts compile to nothing but a trap on sm_100 in Triton 3.6. Deeper tiles spill on sm_80.
 TILES: tuple[Tile, ...] = (Tile(128, 64, 16, 8, 3), Tile(64, 32, 16, 8, 4), Tile(64, 16, 16, 4, 4))
+TILES_PAIR: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), Tile(64, 32, 32, 8, 4), Tile(64, 16, 32, 4, 4))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
-def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: bool = True, paired: bool = False) -> Tile:
     """Return the narrowest tile that holds rank ``r``, or the widest that does not spill.
 
     Args:
         r: rank.
         dtype: that of the sum.
         precision: of float32 operands.
-        wide: whether all that is read and written is :func:`prokl.kernels.product.aligned`, and U in rows.
+        wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`, and U in rows.
+        paired: whether U is a pair.
     """
     if dtype == torch.float64:
         return TILES_FP64[0]
-    large, middle, small = TILES
+    large, middle, small = TILES_PAIR if paired else TILES
     if r > middle.n and wide:
         return large
     # Without tensor cores operands are held in registers, too many of them for the middle one.
@@ -114,7 +134,7 @@ def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: boo
 def project(
     G: Tensor,
     M: Tensor,
-    U: Tensor,
+    U: Operand,
     active: Tensor | None = None,
     *,
     precision: str = "tf32x3",
@@ -123,7 +143,8 @@ def project(
     """Compute G U and M U from one read of G and M.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
-    in float64 where one of them is, else in float32; operands of unlike or float32 dtypes are multiplied in it too.
+    in float64 where one of them is, else in float32; operands of unlike or float32 dtypes are multiplied in it too,
+    unless U is a pair: G and M are split then, but for bfloat16.
 
     Args:
         G: gradients (B,m,n).
@@ -141,29 +162,31 @@ def project(
     """
     if G.ndim != 3 or 0 in G.shape[1:]:
         raise ValueError(f"G has shape {tuple(G.shape)}; must be (B, m, n) with m, n >= 1.")
-    if U.ndim != 3 or U.shape[2] == 0:
+    U_hi, U_lo, paired = stored(U)
+    if U_hi.ndim != 3 or U_hi.shape[2] == 0:
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
-    r = U.shape[2]
+    r = U_hi.shape[2]
     launch.check_precision(precision)
-    launch.check("G", G, (B, m, n), G.device)
-    launch.check("M", M, (B, m, n), G.device, like="G")
-    launch.check("U", U, (B, n, r), G.device, like="G")
+    splittable = (torch.bfloat16, torch.float32) if paired else launch.FLOATS
+    launch.check("G", G, (B, m, n), G.device, splittable)
+    launch.check("M", M, (B, m, n), G.device, splittable, like="G")
+    check_operands(like="G", U=(U, (B, n, r), G.device))
     if active is not None:
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
-    dtype = launch.arithmetic_dtype(G, M, U)
+    dtype = launch.arithmetic_dtype(G, M, U_hi)
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
     if B == 0:
         return GU, MU
-    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U, GU) and U.stride(2) == 1)
-    operand = launch.operand_dtype(dtype, G, M, U)
+    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, GU) and U_hi.stride(2) == 1, paired)
+    operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
         project_kernel,
         (B * triton.cdiv(m, tile.m) * triton.cdiv(r, tile.n),),
         G.device,
         G,
         M,
-        U,
+        U_hi,
         G if active is None else active,  # not read
         GU,
         MU,
@@ -172,8 +195,10 @@ def project(
         r,
         *G.stride(),
         *M.stride(),
-        *U.stride(),
+        U_lo,
+        *U_hi.stride(),
         0 if active is None else active.stride(0),
+        U_LO=paired,
         HAS_ACTIVE=active is not None,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],

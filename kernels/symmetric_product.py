@@ -10,18 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.product import (
-    IEEE,
+from prokl.kernels.operands import (
     PROGRAMS,
-    UNALIGNED,
+    add_product,
     aligned,
+    check_operands,
     check_out_dtype,
     check_scales,
+    operand_dtypes,
     scale_arguments,
     scale_of,
+    store_result,
+    stored,
 )
+from prokl.kernels.product import IEEE, UNALIGNED
+from prokl.kernels.split import empty_pair
 
 
 @triton.jit
@@ -40,41 +46,6 @@ def lower_tile(i):
 
 
 @triton.jit
-def _add_product(
-    acc,
-    X_ptr,
-    Y_ptr,
-    o_m,
-    o_n,
-    M,
-    K,
-    stride_X_m,
-    stride_X_k,
-    stride_Y_m,
-    stride_Y_k,
-    OPERAND: tl.constexpr,
-    SUM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    # acc + X[o_m] Y[o_n]^T for one matrix: X, Y (M, K).
-    o_k = tl.arange(0, TILE_K).to(tl.int64)
-    m_m = o_m[:, None] < M
-    m_n = o_n[None, :] < M
-    X_at = X_ptr + o_m[:, None] * stride_X_m + o_k[None, :] * stride_X_k
-    Y_at = Y_ptr + o_k[:, None] * stride_Y_k + o_n[None, :] * stride_Y_m
-    step = tl.full((), TILE_K, tl.int64)
-    for k in range(0, K, TILE_K):
-        m_k = o_k < K - k
-        x = tl.load(X_at, m_m & m_k[None, :], 0.0).to(OPERAND)
-        y = tl.load(Y_at, m_k[:, None] & m_n, 0.0).to(OPERAND)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION, out_dtype=SUM)
-        X_at += step * stride_X_k
-        Y_at += step * stride_Y_k
-    return acc
-
-
-@triton.jit
 def symmetric_product_kernel(
     A_ptr,
     B_ptr,
@@ -86,17 +57,22 @@ def symmetric_product_kernel(
     K,
     alpha: tl.float64,
     beta: tl.float64,
+    stride_A_lo,
     stride_A_b,
     stride_A_m,
     stride_A_k,
+    stride_B_lo,
     stride_B_b,
     stride_B_m,
     stride_B_k,
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
+    LO: tl.constexpr,
+    D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
@@ -108,7 +84,7 @@ def symmetric_product_kernel(
 ):
     """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), C (M, M) have any strides; D (M, M) is contiguous.
+    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -119,10 +95,10 @@ def symmetric_product_kernel(
     o_n = i_n * TILE + tl.arange(0, TILE)
 
     acc = tl.zeros((TILE, TILE), SUM)
-    A_at, B_at = A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b
-    acc = _add_product(
-        acc, A_at, B_at, o_m, o_n, M, K,
-        stride_A_m, stride_A_k, stride_B_m, stride_B_k, OPERAND, SUM, PRECISION, TILE_K,
+    acc = add_product(
+        acc, A_ptr + i_b * stride_A_b, B_ptr + i_b * stride_B_b, o_m, o_n, M, M, K,
+        stride_A_lo, stride_A_m, stride_A_k, stride_B_lo, stride_B_k, stride_B_m,
+        LO, LO, OPERAND, SUM, PRECISION, TILE_K,
     )  # fmt: skip
 
     mask = (o_m[:, None] < M) & (o_n[None, :] < M)
@@ -131,15 +107,14 @@ def symmetric_product_kernel(
         C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o_n[None, :] * stride_C_n
         c = tl.load(C_at, mask, 0.0).to(SUM)
         d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-    d = d.to(D_ptr.dtype.element_ty)
-    D_at = D_ptr + i_b * M * M
+    at_D = i_b * M * M
     if i_m == i_n:
         # Its halves can differ in rounding: the lower one is taken for both.
         d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
     else:
         mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
-        tl.store(D_at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored)
-    tl.store(D_at + o_m[:, None] * M + o_n[None, :], d, mask)
+        store_result(D_ptr, stride_D_lo, at_D + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, D_LO)
+    store_result(D_ptr, stride_D_lo, at_D + o_m[:, None] * M + o_n[None, :], d, mask, D_LO)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
@@ -179,55 +154,63 @@ def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32
 
 
 def _launch(
-    A: Tensor,
-    B: Tensor,
+    A: Operand,
+    B: Operand,
     C: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
     out_dtype: torch.dtype | None,
     precision: str,
     tile: Tile | None,
-) -> Tensor:
-    # D = alpha A B^T + beta C for checked A and B.
-    batch, m, k = A.shape
-    out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
+) -> Operand:
+    # D = alpha A B^T + beta C for checked A and B, in out_dtype; as a pair where that is None.
+    (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
+    batch, m, k = A_hi.shape
     if C is not None:
-        launch.check("C", C, (batch, m, m), A.device, like="A")
-    check_scales(batch, A.device, alpha=alpha, beta=beta)
-    check_out_dtype(out_dtype)
+        launch.check("C", C, (batch, m, m), A_hi.device, like="A")
+    check_scales(batch, A_hi.device, alpha=alpha, beta=beta)
     if tile is not None and tile.m != tile.n:
         raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    D = torch.empty((batch, m, m), dtype=out_dtype, device=A.device)
+    D: Operand
+    if out_dtype is None:
+        D = empty_pair((batch, m, m), A_hi.device)
+    else:
+        check_out_dtype(out_dtype)
+        D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
     if batch == 0:
         return D
-    read = (A, B, *(() if C is None else (C,)))
-    sum_dtype = launch.arithmetic_dtype(*read)
-    operand = launch.operand_dtype(sum_dtype, A, B)
-    wide = aligned(*read, D)
-    tile = tile or choose_tile(batch, m, operand, precision, wide)
-    alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A)
-    beta_at, beta_value, stride_beta = scale_arguments(beta, A)
+    added = () if C is None else (C,)
+    sum_dtype, operand = operand_dtypes((A, B), *added)
+    D_hi, D_lo, has_D_lo = stored(D)
+    tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi))
+    alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
+    beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(
         symmetric_product_kernel,
         (batch * lower_tiles(m, tile.m),),
-        A.device,
-        A,
-        B,
-        A if C is None else C,  # not read
-        D,
+        A_hi.device,
+        A_hi,
+        B_hi,
+        A_hi if C is None else C,  # not read
+        D_hi,
         alpha_at,
         beta_at,
         m,
         k,
         alpha_value,
         beta_value,
-        *A.stride(),
-        *B.stride(),
+        A_lo,
+        *A_hi.stride(),
+        B_lo,
+        *B_hi.stride(),
         *((0, 0, 0) if C is None else C.stride()),
+        D_lo,
         stride_alpha,
         stride_beta,
+        LO=paired,
+        D_LO=has_D_lo,
         HAS_C=C is not None,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
@@ -242,8 +225,15 @@ def _launch(
     return D
 
 
+def _check_factor(A: Operand) -> None:
+    hi, _, _ = stored(A)
+    if hi.ndim != 3 or 0 in hi.shape[1:]:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
+    check_operands(A=(A, tuple(hi.shape), hi.device))
+
+
 def symmetric_product(
-    A: Tensor,
+    A: Operand,
     *,
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
@@ -256,14 +246,15 @@ def symmetric_product(
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where a tensor is, else in float32. A of half precision is multiplied as it is where the sum is in
-    float32; all else is in the dtype of the sum. Half of the products are computed, and half of C is read.
+    float32, a pair by its halves; all else is in the dtype of the sum. Half of the products are computed, and half of
+    C is read.
 
     Args:
         A: factors (batch,m,k).
         C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
-        out_dtype: dtype of D; by default A's.
+        out_dtype: dtype of D; by default A's, float32 of a pair.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
@@ -273,11 +264,19 @@ def symmetric_product(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if A.ndim != 3 or 0 in A.shape[1:]:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
     launch.check_precision(precision)
-    launch.check("A", A, tuple(A.shape), A.device)
-    return _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
+    _check_factor(A)
+    D = _launch(A, A, C, alpha, beta, out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype), precision, tile)
+    assert isinstance(D, Tensor)
+    return D
+
+
+def symmetric_product_pair(A: Pair, *, tile: Tile | None = None) -> Pair:
+    """Compute A A^T of a pair and split it as it is stored; arguments and errors as of :func:`symmetric_product`."""
+    _check_factor(A)
+    D = _launch(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
+    assert isinstance(D, Pair)
+    return D
 
 
 def symmetric_polynomial(
@@ -318,4 +317,6 @@ def symmetric_polynomial(
     launch.check_precision(precision)
     launch.check("A", A, tuple(A.shape), A.device)
     launch.check("B", B, tuple(A.shape), A.device, like="A")
-    return _launch(A, B, C, alpha, beta, out_dtype, precision, tile)
+    D = _launch(A, B, C, alpha, beta, out_dtype or torch.promote_types(A.dtype, B.dtype), precision, tile)
+    assert isinstance(D, Tensor)
+    return D

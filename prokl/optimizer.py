@@ -70,6 +70,10 @@ class ProKLShampoo(MatrixOptimizer):
             follow from the weight's name, or its place where it has none, and its step.
         backend: "triton" (batched, fused kernels; CUDA devices from compute capability 8.0), "torch" (batched, any
             device), "reference" (the specification, slow), or None to choose between the first two.
+        precision: "faithful" (products are as exact as float32), "balanced" (the large products of float32 are three of
+            bfloat16 each, 16 bits of every factor: their errors stay within those of Newton-Schulz in bfloat16), or
+            None: balanced in the kernels on a GPU, faithful elsewhere. Where the arithmetic is in float64, for float64
+            weights or state, it changes nothing, and never Newton-Schulz, whose dtype is ``ns_dtype``.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, float64 for float64 weights, and float32 on a
             CPU without instructions for bfloat16.
@@ -123,6 +127,7 @@ class ProKLShampoo(MatrixOptimizer):
         state_dtype: torch.dtype | None = None,
         bf16_weights: str = "stochastic",
         backend: str | None = None,
+        precision: str | None = None,
         maximize: bool = False,
         ns_dtype: torch.dtype | None = None,
         clip_threshold: float | None = 5.0,
@@ -146,6 +151,7 @@ class ProKLShampoo(MatrixOptimizer):
             "state_dtype": state_dtype,
             "bf16_weights": bf16_weights,
             "backend": backend,
+            "precision": precision,
             "maximize": maximize,
             "ns_dtype": ns_dtype,
             "clip_threshold": clip_threshold,
@@ -172,7 +178,7 @@ class KLShampoo(MatrixOptimizer):
         eps: damping, once on the product of both sides.
         precondition_frequency: steps between refreshes of the eigenbases.
         init_eigenvalue: as in :class:`ProKLShampoo`; the authors' code uses 0.1.
-        state_dtype, bf16_weights, backend, maximize: as in :class:`ProKLShampoo`.
+        state_dtype, bf16_weights, backend, precision, maximize: as in :class:`ProKLShampoo`.
         clip_threshold: likewise; None is the authors' form.
         cautious_weight_decay: as in :class:`ProKLShampoo`, by the stepped weight.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
@@ -203,6 +209,7 @@ class KLShampoo(MatrixOptimizer):
         state_dtype: torch.dtype | None = None,
         bf16_weights: str = "stochastic",
         backend: str | None = None,
+        precision: str | None = None,
         maximize: bool = False,
         clip_threshold: float | None = 5.0,
         cautious_weight_decay: bool = False,
@@ -220,6 +227,7 @@ class KLShampoo(MatrixOptimizer):
             "state_dtype": state_dtype,
             "bf16_weights": bf16_weights,
             "backend": backend,
+            "precision": precision,
             "maximize": maximize,
             "clip_threshold": clip_threshold,
             "cautious_weight_decay": cautious_weight_decay,

@@ -103,7 +103,8 @@ def _later_settings(rng: random.Random, variant: str | None, unique: bool) -> di
     """Draw what came later, from numbers of its own, so that the rest of a seed's case stays as it was."""
     drawn = {"adjust_lr_fn": "original" if variant == "subspace-only" else rng.choice(get_args(AdjustLrFn))}
     # Where a direction is about zero, rounding decides about a cautious decay.
-    return drawn | ({} if unique else {"cautious_weight_decay": rng.random() < 0.5})
+    drawn |= {} if unique else {"cautious_weight_decay": rng.random() < 0.5}
+    return drawn if unique else drawn | {"precision": rng.choice([None, None, "balanced"])}
 
 
 def draw(seed: int) -> Case:
@@ -125,6 +126,8 @@ def draw(seed: int) -> Case:
     if unique or rng.random() < 0.8:
         kinds += rng.randint(len(kinds) + 1, 3 * len(kinds) + 1) * ["normal"]
     path = rng.choice(["torch", "blind"] if unique else ["torch", "torch", "blind", "blind", "reference"])
+    if path == "reference":
+        settings.pop("precision", None)  # it is as exact as its dtype
     return Case(
         seed=seed,
         optimizer=ProKLShampoo if pro else KLShampoo,

@@ -99,7 +99,7 @@ def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
     triton = select("triton", torch.device("cpu"))
     backend = replace(triton, name="few kernels", ops=TorchPrimitives(host_readable=False), graphs=True)
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: backend)
+    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: backend)
 
 
 def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, dtype=torch.float32, **kwargs):
@@ -294,7 +294,7 @@ def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monke
 @pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
     others = [replace(prokl.engine.bucket.select("triton", None)) for _ in range(2)]
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device: others[name is None])
+    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: others[name is None])
 
     def change(t, optimizer, gradients):
         optimizer.param_groups[0]["backend"] = "triton" if t < 8 or t > 12 else None

@@ -181,7 +181,7 @@ def test_a_start_beyond_the_budget_is_made_in_parts_with_the_same_result(cls, mo
 
     monkeypatch.setattr(cls.method, "initialise", counted)
     rank = 6 if cls is PRO else 0
-    monkeypatch.setattr(prokl.engine.bucket, "WORKSPACE", 2 * cls.method.workspace(6, 10, rank) * 8)
+    monkeypatch.setattr("prokl.backends.device.WORKSPACE", 2 * cls.method.workspace(6, 10, rank) * 8)
     parts = state_of()
     assert sizes == [2, 2, 1]
     for key, value in whole.items():

@@ -46,6 +46,7 @@ COMMON = {
     "cautious weight decay": {"weight_decay": 0.1, "cautious_weight_decay": True},
     "masters": {"bf16_weights": "master"},
     "without graphs": {"cuda_graphs": False},
+    "balanced products": {"precision": "balanced"},
     "reference": {"backend": "reference"},
 }
 PRO_ONLY = {
@@ -137,7 +138,14 @@ OURS = [
         scheduler_inputs=tuple(SCHEDULERS.values()),
         supported_impls=(),
         # Not adjust_lr_fn: where a file lacks it, its lr is in the old units whatever is asked for here.
-        not_og_supported_flags=("ns_dtype", "clip_threshold", "cautious_weight_decay", "bf16_weights", "cuda_graphs"),
+        not_og_supported_flags=(
+            "ns_dtype",
+            "clip_threshold",
+            "cautious_weight_decay",
+            "bf16_weights",
+            "cuda_graphs",
+            "precision",
+        ),
         supports_complex=False,
         optim_error_inputs_func=errors,
     )

@@ -142,7 +142,7 @@ def tracing() -> Iterator[list[Event]]:
         events.append(Event(stage(), launch.kernel, work, launch))
 
     def gpu(*_: Any) -> Any:
-        return _triton_backend(True, False, True)
+        return _triton_backend(True, False, False, True)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands

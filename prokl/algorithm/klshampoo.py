@@ -14,9 +14,26 @@ from prokl.algorithm import evidence, reference_kl
 from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
+from prokl.algorithm.pair import Operand
 from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
+
+
+class Operands(NamedTuple):
+    """What several products take."""
+
+    G: Operand
+    """The gradient (B,m,n)."""
+    Q_L: Operand
+    """(B,m,m)."""
+    Q_R: Operand
+    """(B,n,n)."""
+
+    @classmethod
+    def of(cls, G: Tensor, state: State, ops: Primitives) -> Operands:
+        """Make them."""
+        return cls(*(ops.operand(t) for t in (G, state["Q_L"], state["Q_R"])))
 
 
 class Whitening(NamedTuple):
@@ -28,10 +45,10 @@ class Whitening(NamedTuple):
     """Q_L^T G Q_R (B,m,n)."""
 
 
-def whitening(G: Tensor, state: State, ops: Primitives) -> Whitening:
-    """Turn the gradient (B,m,n) into the eigenbases."""
-    QtG = ops.product(state["Q_L"].mT, G)
-    return Whitening(QtG, ops.product(QtG, state["Q_R"]))
+def whitening(given: Operands, ops: Primitives) -> Whitening:
+    """Turn the gradient into the eigenbases."""
+    QtG = ops.product(given.Q_L.mT, given.G)
+    return Whitening(QtG, ops.product(QtG, given.Q_R))
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:
@@ -62,7 +79,7 @@ def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tens
     return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
 
 
-def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tensor, Tensor | None]:
+def direction(M: Tensor, given: Operands, state: State, h: Hyper, ops: Primitives) -> tuple[Tensor, Tensor | None]:
     """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
 
     The factor of ``adjust_lr_fn`` is part of a product.
@@ -71,7 +88,7 @@ def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tenso
         The direction, and the factor (B,) that it was cut by, None where there is no bound.
     """
     mm = ops.product
-    Q_L, Q_R = state["Q_L"], state["Q_R"]
+    _, Q_L, Q_R = given
     eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
     s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
     whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
@@ -83,18 +100,19 @@ def direction(M: Tensor, state: State, h: Hyper, ops: Primitives) -> tuple[Tenso
 
 
 def statistics(
-    G: Tensor, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper, ops: Primitives
+    given: Operands, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper, ops: Primitives
 ) -> State:
     """Update the EMAs of both factors and both spectra by c G, each side whitened by the other side's eigenvalues."""
-    _, m, n = G.shape
     QtG, A = whitening
+    m, n = A.shape[-2:]
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
     factor, c_L, c_R = ceiling_factor(state), s_L, s_R
     if verdict is not None:
         c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
     ell = (A * c_R[:, None, :]).square().mean(dim=-1)
     rho = (A * c_L[:, :, None]).square().mean(dim=-2)
-    X, Y = ops.product(G, state["Q_R"]) * c_R[:, None, :], QtG * c_L[:, :, None]
+    X = ops.operand(ops.product(given.G, given.Q_R) * c_R[:, None, :])
+    Y = ops.operand(QtG * c_L[:, :, None])
     gain = 1 - h.beta2
     return {
         "L": ops.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
@@ -155,15 +173,16 @@ class KLShampooMethod:
 
     def whitened_size(self, G: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
-        return whitened_sizes(whitening(G, state, ops).A, state).whole
+        return whitened_sizes(whitening(Operands.of(G, state, ops), ops).A, state).whole
 
     def direction(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        verdict, used = decide(whitening(G, state, ops).A, state, h)
-        delta, _ = direction(momentum(G, verdict, state, h), used, h, ops)
+        given = Operands.of(G, state, ops)
+        verdict, used = decide(whitening(given, ops).A, state, h)
+        delta, _ = direction(momentum(G, verdict, state, h), given, used, h, ops)
         return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
 
     def step(
@@ -171,11 +190,12 @@ class KLShampooMethod:
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        found = whitening(G, state, ops)
+        given = Operands.of(G, state, ops)
+        found = whitening(given, ops)
         verdict, used = decide(found.A, state, h)
         M = momentum(G, verdict, state, h)
-        delta, factor = direction(M, used, h, ops)
-        new = {"M": M} | statistics(G, found, verdict, state, h, ops)
+        delta, factor = direction(M, given, used, h, ops)
+        new = {"M": M} | statistics(given, found, verdict, state, h, ops)
         if verdict is not None:
             new |= verdict.changed | {"clipped": evidence.count(verdict, factor, state)}
         evident = None if verdict is None else verdict.evident

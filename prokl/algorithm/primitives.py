@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand
+
 State = dict[str, Tensor]
 """Stacked state of B matrices; keys as in :mod:`prokl.algorithm.reference`."""
 
@@ -28,9 +30,9 @@ class Direction:
     scale: Tensor | None = None
     """(B,); None is 1."""
     left: Tensor | None = None
-    """(B,m,r) in the arithmetic dtype; None is zero."""
+    """(B,m,r) in the arithmetic dtype, or with ``right`` in a lower one; None is zero."""
     right: Tensor | None = None
-    """(B,n,r) in the arithmetic dtype, with ``left``."""
+    """(B,n,r), with ``left``."""
     decay_after: bool = False
     """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
     cautious_decay: bool = False
@@ -40,7 +42,8 @@ class Direction:
         """Return D (B,m,n), in the arithmetic dtype."""
         if self.X is None:
             assert self.left is not None and self.right is not None
-            return self.left @ self.right.mT
+            dtype = torch.promote_types(self.left.dtype, torch.float32)
+            return self.left.to(dtype) @ self.right.to(dtype).mT
         D = self.X if self.Q is None else self.Q @ self.X
         if self.scale is not None:
             own = D is not self.X or D.dtype != self.scale.dtype
@@ -50,7 +53,7 @@ class Direction:
             return D
         assert self.right is not None
         add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
-        return add(D, self.left, self.right.mT)
+        return add(D, self.left.to(D.dtype), self.right.to(D.dtype).mT)
 
 
 def damp(s: Tensor, eps: Tensor) -> Tensor:
@@ -74,10 +77,18 @@ class Primitives(Protocol):
     name: str
     """As in ``backend=``."""
 
+    def operand(self, t: Tensor) -> Operand:
+        """Return what products take of ``t``: a pair of it where they are balanced, elsewhere ``t`` itself.
+
+        A product of two tensors is as exact as their dtype; one with a pair splits the other factor too, unless it is
+        bfloat16 and so has nothing to split.
+        """
+        ...
+
     def product(
         self,
-        left: Tensor,
-        right: Tensor,
+        left: Operand,
+        right: Operand,
         /,
         *,
         C: Tensor | None = None,
@@ -87,10 +98,18 @@ class Primitives(Protocol):
         """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n); alpha and beta are numbers, or (B,)."""
         ...
 
+    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+        """Return the :meth:`operand` of alpha left right + C: (B,m,k), (B,k,n), (B,m,n)."""
+        ...
+
     def symmetric_product(
-        self, A: Tensor, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+        self, A: Operand, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
+        ...
+
+    def symmetric_operand(self, A: Operand, /) -> Operand:
+        """Return the :meth:`operand` of A A^T: (B,m,k), symmetric (B,m,m)."""
         ...
 
     def symmetric_polynomial(
@@ -106,8 +125,15 @@ class Primitives(Protocol):
         """Return alpha left right + beta C for symmetric (B,m,m) that commute, as polynomials of one matrix do."""
         ...
 
-    def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
+        ...
+
+    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+        """Return diag(Q^T E Q) (B,m), not negative: Q (B,m,m), G_perp (B,m,n), E = G_perp G_perp^T (B,m,m).
+
+        It is also the squared norms of the rows of Q^T G_perp, which nothing cancels in: what pairs need.
+        """
         ...
 
     def momentum(
@@ -115,12 +141,12 @@ class Primitives(Protocol):
         G: Tensor,
         M: Tensor,
         G_par: Tensor | None,
-        U: Tensor,
+        U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Operand | None, Tensor | None]:
         """Update the momentum, M <- momentum M + g c G, and form the residual of G^ = a c G + b M.
 
         Args:
@@ -132,16 +158,18 @@ class Primitives(Protocol):
             active: see above.
 
         Returns:
-            The new M, which may be M itself; G^ - G_par U^T, or None without G_par; (B,) bool, True where the latter is
-            rounding noise of G^, or None.
+            The new M, which may be M itself; the operand of G^ - G_par U^T, or None without G_par; (B,) bool, True
+            where the latter is rounding noise of G^, or None.
         """
         ...
 
-    def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
         ...
 
-    def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def whiten(
+        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
         """Return X = P G_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
 
         The factor is None where X has been multiplied by it. It is 0 where X is ``negligible`` (B,), zero, or so small

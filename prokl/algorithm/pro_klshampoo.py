@@ -30,6 +30,7 @@ from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
+from prokl.algorithm.pair import Operand, low_rank
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
 from prokl.algorithm.settings import (
     COMPLEMENT_VARIANTS,
@@ -48,8 +49,10 @@ class Projected(NamedTuple):
     """G U (B,m,r)."""
     M_tilde: Tensor
     """M U (B,m,r), of the old M."""
-    G_perp: Tensor
+    G_perp: Operand
     """G - G U U^T (B,m,n)."""
+    U: Operand
+    """The subspace itself (B,n,r), for the products that are left."""
 
 
 class Energies(NamedTuple):
@@ -70,10 +73,12 @@ class Lookahead(NamedTuple):
 
     G_par: Tensor
     """G^ U (B,m,r)."""
-    G_hat_perp: Tensor | None
+    G_hat_perp: Operand | None
     """G^ - G^ U U^T (B,m,n); None when the complement takes no part in the direction."""
     negligible: Tensor | None
     """(B,) bool, True where G_hat_perp is rounding noise; with it."""
+    U: Operand
+    """As in :class:`Projected`."""
 
 
 class Sample(NamedTuple):
@@ -110,8 +115,9 @@ def damped_roots(state: State, h: ProHyper) -> Roots:
 
 def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
     """Do the first half of (1): G and the old M on the subspace, and G beside it."""
-    G_tilde, M_tilde = ops.project(G, state["M"], state["U"], active)
-    return Projected(G_tilde, M_tilde, ops.product(G_tilde, state["U"].mT, C=G, alpha=-1.0))
+    U = ops.operand(state["U"])
+    G_tilde, M_tilde = ops.project(G, state["M"], U, active)
+    return Projected(G_tilde, M_tilde, ops.product_operand(G_tilde, U.mT, C=G, alpha=-1.0), U)
 
 
 def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
@@ -119,8 +125,7 @@ def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     mm, Q_L = ops.product, state["Q_L"]
     E = ops.symmetric_product(projected.G_perp)
     QtG = mm(Q_L.mT, projected.G_tilde)
-    # Rounding may leave a vanishing energy negative.
-    return Energies(E, mm(E, Q_L).mul_(Q_L).sum(dim=-2).clamp_(min=0), QtG, mm(QtG, state["Q_S"]))
+    return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), QtG, mm(QtG, state["Q_S"]))
 
 
 def whitened_sizes(energies: Energies, roots: Roots, n: int) -> Sizes:
@@ -166,13 +171,13 @@ def momentum(
         G,
         state["M"],
         G_par if h.variant in COMPLEMENT_VARIANTS else None,
-        state["U"],
+        projected.U,
         h.momentum,
         h.gradient_weights,
         None if verdict is None else verdict.scale,
         active,
     )
-    return M, Lookahead(G_par, G_hat_perp, negligible)
+    return M, Lookahead(G_par, G_hat_perp, negligible, projected.U)
 
 
 def direction(
@@ -185,34 +190,34 @@ def direction(
     Returns:
         The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
     """
-    G_par, G_hat_perp, negligible = lookahead
-    U, bounded, cautious = state["U"], h.clip_threshold is not None, h.cautious_weight_decay
+    G_par, G_hat_perp, negligible, U = lookahead
+    bounded, cautious = h.clip_threshold is not None, h.cautious_weight_decay
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
-    P = ops.symmetric_product(state["Q_L"] * roots.a_L.sqrt()[:, None, :])
-    subspace = factor = None
+    P = ops.symmetric_operand(ops.operand(state["Q_L"] * roots.a_L.sqrt()[:, None, :]))
+    left = right = factor = None
     if h.variant in SUBSPACE_VARIANTS:
         subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, weight)
         if bounded:
             factor = evidence.cut(evidence.norm(subspace), weight * h.gain * (m * r) ** 0.5)
             subspace = subspace * factor.to(subspace.dtype)[:, None, None]
+        left, right = low_rank(subspace, U)
     if h.variant not in COMPLEMENT_VARIANTS:
-        return Direction(None, left=subspace, right=U, cautious_decay=cautious), factor
+        return Direction(None, left=left, right=right, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_hat_perp))
+        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_par))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own
-        right = None if subspace is None else U
-        return Direction(Y, Q, scale, subspace, right, cautious_decay=cautious), factor
+        return Direction(Y, Q, scale, left, right, cautious_decay=cautious), factor
     X, scale = ops.product(P, G_hat_perp), (whole * roots.a_mu).masked_fill(negligible, 0.0)
     if factor is not None:
         n = X.shape[-1]
         beside = evidence.cut(evidence.norm(X) * scale, whole * h.gain * (m * (n - r)) ** 0.5)
         scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
-    return Direction(X, None, scale, subspace, U, cautious_decay=cautious), factor
+    return Direction(X, None, scale, left, right, cautious_decay=cautious), factor
 
 
 def statistics(

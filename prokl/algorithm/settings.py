@@ -26,6 +26,8 @@ ALGORITHMS = ("matrix", "adamw")
 """Values of a group's ``algorithm``."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
+PRECISIONS = ("balanced", "faithful")
+"""Values of ``precision``; :mod:`prokl.algorithm.pair` has what balanced products are made of."""
 BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
@@ -205,6 +207,12 @@ def check_common(group: dict[str, Any]) -> None:
     check_choice("state_dtype", group["state_dtype"], STATE_DTYPES)
     check_choice("bf16_weights", group["bf16_weights"], BF16_WEIGHTS)
     check_choice("backend", group["backend"], (None, *BACKENDS))
+    check_choice("precision", group["precision"], (None, *PRECISIONS))
+    if group["precision"] == "balanced" and group["backend"] == "reference":
+        raise ValueError(
+            "Invalid precision='balanced' with backend='reference': the specification is as exact as its dtype. Use "
+            "precision=None, or another backend."
+        )
     check_choice("cuda_graphs", group["cuda_graphs"], (True, False))
     check_choice("maximize", group["maximize"], (True, False))
     check_choice("cautious_weight_decay", group["cautious_weight_decay"], (True, False))

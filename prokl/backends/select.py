@@ -35,18 +35,18 @@ class Backend:
 
 
 @cache
-def _torch_backend(host_readable: bool) -> Backend:
-    return Backend("torch", TorchPrimitives(host_readable), TorchIO, host_readable, graphs=False)
+def _torch_backend(host_readable: bool, balanced: bool) -> Backend:
+    return Backend("torch", TorchPrimitives(host_readable, balanced), TorchIO, host_readable, graphs=False)
 
 
 REFERENCE = Backend("reference", None, TorchIO, host_readable=True, graphs=False)
 
 
 @cache
-def _triton_backend(use_cuda_qr: bool, host_readable: bool, graphs: bool) -> Backend:
+def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, graphs: bool) -> Backend:
     from prokl.backends.triton_ops import TritonIO, TritonPrimitives  # with kernels.launch the only imports of Triton
 
-    ops = TritonPrimitives(use_cuda_qr, host_readable)
+    ops = TritonPrimitives(use_cuda_qr, host_readable, balanced)
     return Backend("triton", ops, TritonIO, host_readable, graphs)
 
 
@@ -69,12 +69,12 @@ def _unsupported_reason(device: torch.device) -> str | None:
     return gpu_unsupported_reason(device) if device.type == "cuda" else None
 
 
-def select(backend: str | None, device: torch.device) -> Backend:
-    """Return the backend that ``backend`` means on ``device``.
+def select(backend: str | None, device: torch.device, precision: str | None = None) -> Backend:
+    """Return the backend that ``backend`` means on ``device``, with products of this ``precision``.
 
     ``backend=None`` chooses: Triton's on a CUDA device that runs it, PyTorch's elsewhere; :func:`explain` says which.
     Triton's takes QR from the CUDA extension where that runs, as :func:`explain_qr` says, and otherwise from the same
-    methods in PyTorch.
+    methods in PyTorch. ``precision=None`` is "balanced" in the kernels on a CUDA device, elsewhere "faithful".
 
     Raises:
         ValueError: an unknown backend, or "triton" where the kernels cannot run.
@@ -85,7 +85,7 @@ def select(backend: str | None, device: torch.device) -> Backend:
     if backend == "reference":
         return REFERENCE
     if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
-        return _torch_backend(readable)
+        return _torch_backend(readable, precision == "balanced")
     reason = _unsupported_reason(device)
     if reason is not None:
         raise ValueError(f'Invalid backend={backend!r}: {reason}. Use backend="torch", or None to choose.')
@@ -97,7 +97,9 @@ def select(backend: str | None, device: torch.device) -> Backend:
     reason = extension.unsupported_reason(device)
     if device.type == "cuda" and extension.load()[0] is None and extension.hidden() is not None:
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
-    return _triton_backend(reason is None, readable, device.type == "cuda")
+    on_gpu = device.type == "cuda"
+    balanced = on_gpu if precision is None else precision == "balanced"
+    return _triton_backend(reason is None, readable, balanced, on_gpu)
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand, Pair, parts
 from prokl.algorithm.primitives import Primitives, clipped_ema, damp
 from prokl.backends import qr
 
@@ -17,23 +18,41 @@ def _per_matrix(scale: float | Tensor) -> float | Tensor:
     return scale[:, None, None] if isinstance(scale, Tensor) else scale
 
 
+def _product(left: Operand, right: Operand) -> Tensor:
+    """Return left right; of pairs the products of their parts, exact in float32, summed in it."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left @ right
+    # Of a float32 tensor that holds bfloat16 numbers, as a gradient may, lo is zero.
+    left, right = (t if isinstance(t, Pair) else Pair.split(t.float()) for t in (left, right))
+    (a, b), *rest = parts(left, right)
+    found = a.float() @ b.float()
+    for a, b in rest:
+        found += a.float() @ b.float()
+    return found
+
+
 class TorchPrimitives(Primitives):
     """PyTorch's form of every primitive.
 
     Args:
         host_readable: True if reading a value on the host costs nothing (a CPU); QR is then LAPACK's Householder,
             which elsewhere would factor one matrix after another.
+        balanced: True if products of float32 are those of pairs: what the kernels compute, to study it; slower.
     """
 
     name = "torch"
 
-    def __init__(self, host_readable: bool) -> None:
-        self.host_readable = host_readable
+    def __init__(self, host_readable: bool, balanced: bool = False) -> None:
+        self.host_readable, self.balanced = host_readable, balanced
+
+    def operand(self, t: Tensor) -> Operand:
+        """Return a pair of float32 numbers where products are balanced, else the tensor."""
+        return Pair.split(t) if self.balanced and t.dtype == torch.float32 else t
 
     def product(
         self,
-        left: Tensor,
-        right: Tensor,
+        left: Operand,
+        right: Operand,
         /,
         *,
         C: Tensor | None = None,
@@ -41,36 +60,51 @@ class TorchPrimitives(Primitives):
         beta: float | Tensor = 1.0,
     ) -> Tensor:
         """Return alpha left right + beta C."""
-        if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
-            D = (left @ right) * _per_matrix(alpha)
+        if isinstance(left, Pair) or isinstance(right, Pair) or isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+            D = _product(left, right) * _per_matrix(alpha)
             return D if C is None else D + C * _per_matrix(beta)
         if C is not None:
             return torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
         return left @ right if alpha == 1 else alpha * (left @ right)
 
+    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+        """Return the operand of alpha left right + C."""
+        return self.operand(self.product(left, right, C=C, alpha=alpha))
+
     def symmetric_product(
-        self, A: Tensor, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+        self, A: Operand, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C."""
         return self.product(A, A.mT, C=C, alpha=alpha, beta=beta)
 
+    def symmetric_operand(self, A: Operand, /) -> Operand:
+        """Return the operand of A A^T."""
+        return self.operand(self.product(A, A.mT))
+
     symmetric_polynomial = product
 
-    def project(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return G U and M U."""
-        return G @ U, M.to(U.dtype) @ U
+        return _product(G, U), _product(M.to(G.dtype), U)
+
+    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+        """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
+        if isinstance(G_perp, Pair):
+            return _product(self.operand(Q).mT, G_perp).square().sum(dim=-1)
+        # Rounding may leave a vanishing energy negative.
+        return (E @ Q).mul_(Q).sum(dim=-2).clamp_(min=0)
 
     def momentum(
         self,
         G: Tensor,
         M: Tensor,
         G_par: Tensor | None,
-        U: Tensor,
+        U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Operand | None, Tensor | None]:
         """Update the momentum and form the residual.
 
         A CPU pays more for fresh memory than for arithmetic on it, so that G and, where all step and the dtype is
@@ -85,17 +119,23 @@ class TorchPrimitives(Primitives):
         if G_par is None:
             return M, None, None
         G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
-        G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+        if isinstance(U, Pair):
+            G_hat_perp = G_hat.sub_(_product(G_par, U.mT))
+        else:
+            G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
         size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
-        return M, G_hat_perp, size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
+        negligible = size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
+        return M, self.operand(G_hat_perp), negligible
 
-    def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
-        return alpha * (P @ (((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT))
+        return alpha * _product(P, ((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT)
 
-    def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def whiten(
+        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
         """Return P G_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
-        X = P @ G_perp
+        X = _product(P, G_perp)
         norm = torch.linalg.vector_norm(X, dim=(-2, -1))
         # What rounding leaves of squares below the smallest normal number does not normalise X.
         vanishing = norm < torch.finfo(norm.dtype).tiny ** 0.5

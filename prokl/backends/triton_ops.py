@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from prokl.algorithm.pair import Operand, Pair
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
@@ -23,10 +24,11 @@ from prokl.kernels.apply import apply
 from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.precondition import can_use_precondition, precondition
-from prokl.kernels.product import product
+from prokl.kernels.product import product, product_pair, row_energies
 from prokl.kernels.project import project
+from prokl.kernels.split import split
 from prokl.kernels.stack import stack
-from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
+from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
 
 
 class TritonPrimitives(Primitives):
@@ -35,47 +37,89 @@ class TritonPrimitives(Primitives):
     Args:
         use_cuda_qr: True if the extension runs on this device.
         host_readable: True if reading a value on the host costs nothing (an interpreting CPU).
+        balanced: True if the large products of float32 are those of pairs.
     """
 
     name = "triton"
     # The launchers are the entries: they take a tile and a precision besides.
-    product = staticmethod(product)
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     project = staticmethod(project)
     eigenvalue_ema = staticmethod(eigenvalue_ema)
 
-    def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
-        self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
+    def __init__(self, use_cuda_qr: bool, host_readable: bool, balanced: bool = False) -> None:
+        self.use_cuda_qr, self.host_readable, self.balanced = use_cuda_qr, host_readable, balanced
+
+    def operand(self, t: Tensor) -> Operand:
+        """Return a pair of float32 numbers where products are balanced, else the tensor."""
+        return split(t) if self.balanced and t.dtype == torch.float32 else t
+
+    def _factors(self, left: Operand, right: Operand) -> tuple[Operand, Operand]:
+        """Return both as a product takes them: beside a pair float32 is split."""
+        if isinstance(left, Pair) or isinstance(right, Pair):
+            left, right = (self.operand(t) if isinstance(t, Tensor) else t for t in (left, right))
+        return left, right
+
+    def product(
+        self,
+        left: Operand,
+        right: Operand,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Return alpha left right + beta C."""
+        return product(*self._factors(left, right), C=C, alpha=alpha, beta=beta)
+
+    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+        """Return the operand of alpha left right + C, split as it is stored."""
+        left, right = self._factors(left, right)
+        return (product_pair if isinstance(left, Pair) else product)(left, right, C=C, alpha=alpha)
+
+    def symmetric_operand(self, A: Operand, /) -> Operand:
+        """Return the operand of A A^T, split as it is stored."""
+        return symmetric_product_pair(A) if isinstance(A, Pair) else symmetric_product(A)
+
+    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+        """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
+        if isinstance(G_perp, Pair):
+            return row_energies(split(Q).mT, G_perp)
+        return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
 
     def momentum(
         self,
         G: Tensor,
         M: Tensor,
         G_par: Tensor | None,
-        U: Tensor,
+        U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Operand | None, Tensor | None]:
         """Update M in place and form the residual."""
+        par = split(G_par) if G_par is not None and isinstance(U, Pair) else G_par
         G_hat_perp, size, whole = launch_momentum(
-            G, M, G_par, U, momentum=momentum, weights=weights, scale=scale, active=active
+            G, M, par, U, momentum=momentum, weights=weights, scale=scale, active=active
         )
         if G_hat_perp is None or size is None or whole is None:
             return M, None, None
-        return M, G_hat_perp, size <= (100 * torch.finfo(G_hat_perp.dtype).eps) ** 2 * whole
+        return M, G_hat_perp, size <= (100 * torch.finfo(size.dtype).eps) ** 2 * whole
 
-    def precondition(self, P: Tensor, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
-        """Return alpha P G_par S^-1/2: one launch, or four products where r x r does not fit one program."""
-        if can_use_precondition(P, G_par, Q_S, a_S):
+    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par S^-1/2: one launch; products of a pair, and where r x r does not fit one program."""
+        if isinstance(P, Tensor) and can_use_precondition(P, G_par, Q_S, a_S):
             return precondition(P, G_par, Q_S, a_S, alpha)
-        return product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
+        return self.product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
 
-    def whiten(self, P: Tensor, G_perp: Tensor, negligible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def whiten(
+        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
         """Return X = P G_perp and the inverse of its norm, which comes with the product and is left to the next."""
-        X, energy = product(P, G_perp, out_dtype=torch.bfloat16 if dtype == torch.bfloat16 else None, energy=True)
+        half = torch.bfloat16 if dtype == torch.bfloat16 else None
+        X, energy = product(*self._factors(P, G_perp), out_dtype=half, energy=True)
         # Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
         vanishing = energy < torch.finfo(energy.dtype).tiny
         inverse = torch.where(negligible | vanishing, 0.0, energy.rsqrt())

@@ -98,7 +98,7 @@ class Bucket:
             self._adopt(i, state, pieces[i].p in masters)
         self.backend: Backend | None = None
         self.io: BucketIO
-        self._asked: str | None = None
+        self._asked: tuple[str | None, str | None] = None, None
         self._indices: dict[tuple[int, ...], Tensor] = {}
         owners = [i for i, member in enumerate(self.members) for _ in member.rows]
         self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
@@ -146,19 +146,19 @@ class Bucket:
         has_grad = [member.p.grad is not None for member in self.members]
         plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
         if plan is not None:
-            if self.backend is None or self.group["backend"] != self._asked:
-                self._choose_backend(self.group["backend"])
+            if self.backend is None or (self.group["backend"], self.group["precision"]) != self._asked:
+                self._choose_backend(self.group["backend"], self.group["precision"])
             self.rounding.locate(self.schedule.steps)
             self.io.locate(self.method.hyper(self.group))
         return plan
 
-    def _choose_backend(self, asked: str | None) -> None:
+    def _choose_backend(self, asked: str | None, precision: str | None) -> None:
         """Take another backend; one that is refused, or has no memory for its tables, leaves everything as it was."""
-        backend = select(asked, self.layout.device)
+        backend = select(asked, self.layout.device, precision)
         if backend is not self.backend:
             self.io = backend.io(self.members, self.layout, self.rounding)
             self.backend = backend
-        self._asked = asked
+        self._asked = asked, precision
 
     @without_autocast  # trainers may step inside of theirs
     def execute(self, plan: Plan) -> tuple[int, ...]:

@@ -1,0 +1,69 @@
+"""A float32 tensor as a pair of bfloat16, in one pass; in PyTorch: ``prokl.algorithm.pair.Pair.split``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.algorithm.pair import Pair
+from prokl.kernels import launch
+
+
+INTERPRETED: tl.constexpr = tl.constexpr(launch.INTERPRETED)
+
+
+@triton.jit
+def _nearest(x):
+    """Return x (float32, finite) in bfloat16, halves to even; the interpreter's own conversion cuts off instead."""
+    if INTERPRETED:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def halves(x):
+    """Return x (float32) as hi, it in bfloat16, and lo, what is left of it in bfloat16."""
+    hi = _nearest(x)
+    return hi, _nearest(x - hi.to(tl.float32))
+
+
+@triton.jit
+def split_kernel(x_ptr, both_ptr, COUNT, TILE: tl.constexpr):
+    """Split TILE of the COUNT elements of x a program, into both (2, COUNT); they are contiguous."""
+    o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    hi, lo = halves(tl.load(x_ptr + o, o < COUNT, 0.0))
+    tl.store(both_ptr + o, hi, o < COUNT)
+    tl.store(both_ptr + COUNT + o, lo, o < COUNT)
+
+
+TILE = 2048  # eight elements a thread: 16 bytes of each half a store
+WARPS = 8
+
+
+def empty_pair(shape: tuple[int, ...], device: torch.device) -> Pair:
+    """Return a contiguous pair of this shape that holds nothing yet."""
+    return Pair(torch.empty((2, *shape), dtype=torch.bfloat16, device=device))
+
+
+def split(x: Tensor) -> Pair:
+    """Split float32 into hi + lo of bfloat16.
+
+    Args:
+        x: of any shape and strides.
+
+    Returns:
+        A contiguous pair of its shape.
+
+    Raises:
+        ValueError: another dtype, or a device that kernels do not run on; the message names the bound.
+    """
+    launch.check("x", x, tuple(x.shape), x.device, (torch.float32,))
+    x = x.contiguous()
+    pair = empty_pair(tuple(x.shape), x.device)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), TILE),)
+        launch.start(split_kernel, grid, x.device, x, pair.both, x.numel(), TILE=TILE, num_warps=WARPS)
+    return pair

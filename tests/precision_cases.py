@@ -1,0 +1,282 @@
+"""What the precision of a step is held to: adversarial and captured states, and steps on them in several precisions."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import prokl
+from bench.models import BYTES, build, byte_gpt
+from bench.optimizers import OPTIMIZERS, Hyper, split
+from bench.training.sources import open_source
+from prokl.algorithm.pair import Pair
+from prokl.algorithm.primitives import State
+from prokl.backends import torch_ops
+from prokl.backends.torch_ops import TorchPrimitives
+
+MODEL, BATCH, RANK = byte_gpt(2, 64, 2, 64), 4, 16
+STEPS = 101  # the first initialises, so that the last one refreshes the eigenbases
+SNAPSHOTS = (3, 11, 33, 100)  # steps whose state is kept as it is before them; it is fresh from a refresh before 11
+WEIGHTS = ("blocks.0.q_proj.weight", "blocks.1.up_proj.weight", "blocks.1.down_proj.weight")
+CLASSES = {"pro-klshampoo": prokl.ProKLShampoo, "kl-shampoo": prokl.KLShampoo}
+KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0", "trust", "stale")
+"""What a state in bfloat16 has in the arithmetic dtype all the same, of what steps read."""
+PRODUCTS = {
+    "project": "G U and M U",
+    "product_operand": "G_perp",
+    "symmetric_product": "E",
+    "row_energies": "diag(Q_L^T E Q_L)",
+    "momentum": "the residual of the momentum",
+    "symmetric_operand": "P",
+    "precondition": "P G_par S^-1/2",
+    "whiten": "X",
+    "product": "V; of KL-Shampoo all but those of the factors",
+}
+"""Primitives that take pairs, with what Pro-KLShampoo's step asks of them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One matrix before a step. All numbers are float32's, held in float64."""
+
+    method: str
+    G: Tensor
+    """(m,n)."""
+    state: State
+    """Of one matrix."""
+    settings: dict
+    """Group of a step."""
+
+    def rounded(self, what: str) -> "Case":
+        """Return the case with its "gradient", or its "state", as bfloat16 would hold it, or with "nothing" so."""
+        G = self.G.bfloat16().double() if what == "gradient" else self.G
+        state = {k: v if k in KEPT else v.bfloat16().double() for k, v in self.state.items()}
+        return replace(self, G=G, state=state if what == "state" else self.state)
+
+
+def one_part(left, right):
+    """Return the product of what bfloat16 alone holds of two float32 operands of which one at least is a pair."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        return left @ right
+    left, right = (t.hi if isinstance(t, Pair) else t.bfloat16() for t in (left, right))
+    return left.float() @ right.float()
+
+
+class Coarse(TorchPrimitives):
+    """Balanced products, save those that the step asks of the named primitives: they take one bfloat16 part alone."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(host_readable=False, balanced=True)
+        self.outside = True
+        for name in PRODUCTS:
+            setattr(self, name, self._wrapped(getattr(self, name), one_part if name in names else torch_ops._product))
+
+    def _wrapped(self, primitive, product):
+        def call(*args, **kwargs):
+            if not self.outside:  # what a primitive asks of another is its own
+                return primitive(*args, **kwargs)
+            self.outside = False
+            try:
+                with mock.patch.object(torch_ops, "_product", product):
+                    return primitive(*args, **kwargs)
+            finally:
+                self.outside = True
+
+        return call
+
+
+def step(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    balanced: bool = False,
+    ns_dtype: torch.dtype | None = None,
+    ops: TorchPrimitives | None = None,
+) -> tuple[Tensor, State]:
+    """Step a case in ``dtype``, with the QRs of a GPU; return direction and new state, in float64."""
+    of = CLASSES[case.method].method
+    state = {k: v.to(dtype)[None].clone() for k, v in case.state.items()}
+    ops = ops or TorchPrimitives(host_readable=False, balanced=balanced)
+    hyper = of.hyper(case.settings | {"ns_dtype": ns_dtype})
+    direction, new, _ = of.step(case.G.to(dtype)[None].clone(), state, hyper, torch.ones(1, dtype=dtype), None, ops)
+    return direction.dense()[0].double(), {k: v[0].double() for k, v in new.items()}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Return the norm of a - b over that of b."""
+    return float((a - b).norm() / b.norm())
+
+
+def angle(A: Tensor, B: Tensor) -> float:
+    """Return the sine of the largest angle between the spans of A and B (n,k), whose columns are independent."""
+    P, Q = (torch.linalg.qr(t)[0] for t in (A, B))
+    return float(torch.linalg.matrix_norm(P - Q @ (Q.T @ P), 2))
+
+
+def errors(found: tuple[Tensor, State], exact: tuple[Tensor, State]) -> dict[str, float]:
+    """Return by how much a step is off: direction, eigenvalues with mu among them, factors, U."""
+    (D, new), (D_exact, wanted) = found, exact
+    keys = [key for key in wanted if key.startswith("inv_sqrt")]
+    eigenvalues = torch.cat([((new[key] / wanted[key]) ** -2 - 1).abs().reshape(-1) for key in keys])
+    out = {"direction": relative(D, D_exact), "median": float(eigenvalues.median()), "worst": float(eigenvalues.max())}
+    out |= {key: relative(new[key], wanted[key]) for key in ("L", "S", "R") if key in wanted}
+    return out | ({"U": angle(new["U"], wanted["U"])} if "U" in wanted else {})
+
+
+def exceeded(case: Case, worst: float, *ops: TorchPrimitives) -> list[dict[str, tuple[float, float]]]:
+    """Return, for each of ``ops``, which bounds a step in float32 exceeds, with error and bound.
+
+    The direction may be off by 1.25 times what Newton-Schulz in bfloat16 alone makes of it in float64; KL-Shampoo,
+    which has none, by 2^-9, about what rounding the direction to bfloat16 would change. Of the eigenvalues after their
+    EMA the median may be off by 1e-3 and the worst by ``worst``, or by 10 times float32's own error if that is more.
+    The rest is no demand but what was seen, with room: L, S, R and U are off by 1e-5 or 128 times float32's own, the
+    ratio of what the two hold of a factor, 2^-17 and 2^-24.
+    """
+    exact = step(case, torch.float64)
+    own = errors(step(case, torch.float32), exact)
+    bounds = {key: max(1e-5, 128 * error) for key, error in own.items()}
+    bounds |= {"direction": 2.0**-9, "median": 1e-3, "worst": max(worst, 10 * own["worst"])}
+    if case.method == "pro-klshampoo":
+        bounds["direction"] = 1.25 * relative(step(case, torch.float64, ns_dtype=torch.bfloat16)[0], exact[0])
+    found = [errors(step(case, torch.float32, ops=of), exact) for of in ops]
+    return [{k: (error, bounds[k]) for k, error in e.items() if not error <= bounds[k]} for e in found]
+
+
+def _orthogonal(n: int, k: int, g: torch.Generator) -> Tensor:
+    return torch.linalg.qr(torch.randn(n, k, dtype=torch.float64, generator=g))[0]
+
+
+def _settings(method: str, **changed) -> dict:
+    return CLASSES[method]([torch.zeros(2, 2)]).defaults | changed
+
+
+def adversarial(cond: float, captured: float, seed: int = 0) -> Case:
+    """Return 192 x 768 with cond(L) = cond, so cond(P) its root, whose U of rank 32 captures so much of the energy.
+
+    The state is that of G = L^1/2 (Z_S S^1/2 U^T + mu^1/2 Z_perp), which it is consistent with; S has condition 100.
+    """
+    m, n, r, mu = 192, 768, 32, 1e-4
+    g = torch.Generator().manual_seed(seed)
+    Q_L, U, Q_S = _orthogonal(m, m, g), _orthogonal(n, r, g), _orthogonal(r, r, g)
+    lam_L = cond ** -torch.linspace(0, 1, m, dtype=torch.float64)
+    lam_S = 100 ** -torch.linspace(0, 1, r, dtype=torch.float64)
+    lam_S *= (n - r) * mu * captured / (1 - captured) / lam_S.sum()
+
+    def gradient() -> Tensor:
+        Z = torch.randn(m, n, dtype=torch.float64, generator=g)
+        inside = torch.randn(m, r, dtype=torch.float64, generator=g) @ (lam_S.sqrt()[:, None] * Q_S.T)
+        return Q_L @ (lam_L.sqrt()[:, None] * (inside @ U.T + mu**0.5 * (Z - Z @ U @ U.T)))
+
+    G, M = gradient(), sum(0.95**k * gradient() for k in range(8))
+    state = {
+        "M": M,
+        "U": U,
+        "L": Q_L @ (lam_L[:, None] * Q_L.T),
+        "S": Q_S @ (lam_S[:, None] * Q_S.T),
+        "Q_L": Q_L,
+        "Q_S": Q_S,
+        "inv_sqrt_lambda_L": lam_L.rsqrt(),
+        "inv_sqrt_lambda_S": lam_S.rsqrt(),
+        "inv_sqrt_mu": torch.tensor(mu, dtype=torch.float64).rsqrt(),
+        "lambda_0": torch.tensor(1e-6, dtype=torch.float64),
+    }
+    settings = _settings("pro-klshampoo", clip_threshold=None)
+    return Case("pro-klshampoo", G.float().double(), {k: v.float().double() for k, v in state.items()}, settings)
+
+
+def adversarial_kl(cond_L: float, cond_R: float, seed: int = 0) -> Case:
+    """Return 96 x 256 of KL-Shampoo with these conditions, consistent with G = L^1/2 Z R^1/2."""
+    m, n = 96, 256
+    g = torch.Generator().manual_seed(seed)
+    state: State = {}
+    for side, k, cond in (("L", m, cond_L), ("R", n, cond_R)):
+        Q, lam = _orthogonal(k, k, g), cond ** -torch.linspace(0, 1, k, dtype=torch.float64)
+        state |= {side: Q @ (lam[:, None] * Q.T), f"Q_{side}": Q, f"inv_sqrt_lambda_{side}": lam.rsqrt()}
+    roots = [state[f"Q_{side}"] / state[f"inv_sqrt_lambda_{side}"] for side in "LR"]
+    draws = torch.randn(9, m, n, dtype=torch.float64, generator=g)
+    G, *others = roots[0] @ draws @ roots[1].T
+    state["M"] = sum(0.05 * 0.95**k * t for k, t in enumerate(others))
+    state["lambda_0"] = torch.tensor(1e-6, dtype=torch.float64)
+    settings = _settings("kl-shampoo", clip_threshold=None)
+    return Case("kl-shampoo", G.float().double(), {k: v.float().double() for k, v in state.items()}, settings)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What training went through."""
+
+    gradients: list[list[Tensor]]
+    """By step and weight of WEIGHTS, float32, as the weights are."""
+    cases: dict[tuple[int, str], Case]
+    """By step and weight, as they were before the step."""
+
+
+@cache
+def captured(method: str) -> Captured:
+    """Train a byte-level GPT of two layers of width 64 in float32, faithfully, on one seed."""
+    source = open_source(None, MODEL.context, BYTES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build(MODEL)
+    h = Hyper(method, OPTIMIZERS[method].lr, OPTIMIZERS["adamw"].lr, rank=RANK)
+    optimizer = CLASSES[method](split(model, h), precision="faithful")
+    weights = [model.get_parameter(name) for name in WEIGHTS]
+    gradients, cases = [], {}
+    for t in range(STEPS):
+        inputs, targets = source.training_batch(0, t, BATCH, MODEL.context, 0, 1)
+        model.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        gradients.append([p.grad.clone() for p in weights])
+        if t in SNAPSHOTS:
+            group = next(g for g in optimizer.param_groups if g["params"][0] is not None and "beta2" in g)
+            for name, p in zip(WEIGHTS, weights, strict=True):
+                state = {k: v.double().clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)}
+                G = p.grad if p.shape[0] <= p.shape[1] else p.grad.T
+                cases[t, name] = Case(method, G.double(), state, {k: v for k, v in group.items() if k != "params"})
+        optimizer.step()
+    return Captured(gradients, cases)
+
+
+def replay(method: str, gradients: list[list[Tensor]], dtype: torch.dtype, precision: str) -> list[State]:
+    """Return state, and as W the weight, of every weight after steps on gradients that are given, in float64.
+
+    No gradient and no state depends on a weight, so that only rounding tells replays apart.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros_like(G, dtype=dtype)) for G in gradients[0]]
+    own = {"rank": RANK} if method == "pro-klshampoo" else {}
+    optimizer = CLASSES[method](parameters, precision=precision, **own)
+    for of_step in gradients:
+        for p, G in zip(parameters, of_step, strict=True):
+            p.grad = G.to(dtype)
+        optimizer.step()
+    kept = [optimizer.state[p] | {"W": p.detach()} for p in parameters]
+    return [{k: v.double() for k, v in state.items() if isinstance(v, Tensor)} for state in kept]
+
+
+def drift(found: State, exact: State) -> dict[str, float]:
+    """Return by how much a replay is off from one in float64, and by how much its bases are off from orthogonal.
+
+    Factors and mu by norm; eigenvalues as median and worst of the diagonal in float64's basis of what they and their
+    own basis stand for; U, and of a whole basis the RANK leading columns, by the largest angle of the spans.
+    """
+    out = {k: relative(found[k], exact[k]) for k in ("L", "S", "R") if k in exact}
+    if "U" in exact:
+        out["mu"] = relative(found["inv_sqrt_mu"] ** -2, exact["inv_sqrt_mu"] ** -2)
+    for side in "LSR":
+        if f"Q_{side}" not in exact:
+            continue
+        Q, of = (t[f"Q_{side}"] if side != "S" else t["U"] @ t["Q_S"] for t in (found, exact))
+        diagonals = [
+            (of.T @ basis).square() @ state[f"inv_sqrt_lambda_{side}"] ** -2
+            for basis, state in ((Q, found), (of, exact))
+        ]
+        error = (diagonals[0] / diagonals[1] - 1).abs()
+        out |= {f"lambda_{side}, median": float(error.median()), f"lambda_{side}, worst": float(error.max())}
+        basis = found["U"] if side == "S" else Q
+        name = "U" if side == "S" else f"Q_{side}"
+        out[name] = angle(basis[:, :RANK], (exact["U"] if side == "S" else of)[:, :RANK])
+        out[f"{name}, orthogonality"] = float((basis.T @ basis - torch.eye(basis.shape[1])).norm())
+    return out
