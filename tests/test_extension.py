@@ -59,7 +59,7 @@ def test_an_installed_extension_that_the_source_tree_shadows_is_told_with_both_p
 
 def test_a_script_in_a_source_tree_that_shadows_the_extension_is_warned(load_from, installed_elsewhere, monkeypatch):
     monkeypatch.setattr(extension, "load", load_from[1])
-    monkeypatch.setattr(selection, "_triton_backend", lambda use_cuda_qr, host_readable: (use_cuda_qr, host_readable))
+    monkeypatch.setattr(selection, "_triton_backend", lambda *chosen: chosen[:2])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.warns(UserWarning, match="^QR runs in PyTorch: the CUDA extension belongs to the prokl installed in"):

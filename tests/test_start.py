@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import prokl.engine.bucket
 from bench.models import build, byte_gpt
 from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
