@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import add_product, check_operands, operand_dtypes, store_result, stored
 from prokl.kernels.split import empty_pair
+from prokl.pair import Operand, Pair
 
 
 @triton.jit

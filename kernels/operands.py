@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.split import halves
+from prokl.pair import Operand, Pair
 
 PROGRAMS = 132  # processors of an H100 or H200; fewer programs than this leave some of them idle
 

@@ -1,6 +1,6 @@
 """Batched matrix product with an addend, scales per matrix and the result's energy; in PyTorch: ``torch.baddbmm``.
 
-Factors are tensors or pairs of bfloat16 (:class:`prokl.algorithm.pair.Pair`), whose product is the sum of the products
+Factors are tensors or pairs of bfloat16 (:class:`prokl.pair.Pair`), whose product is the sum of the products
 of their halves but for lo lo: one loop after another, each over plain bfloat16 that nothing touches between its copy
 into shared memory and the tensor cores.
 
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import (
@@ -33,6 +32,7 @@ from prokl.kernels.operands import (
     stored,
 )
 from prokl.kernels.split import empty_pair
+from prokl.pair import Operand, Pair
 
 WHOLE: tl.constexpr = tl.constexpr(1)
 ROWS: tl.constexpr = tl.constexpr(2)

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import aligned, check_operands, stored
 from prokl.kernels.split import halves
+from prokl.pair import Operand
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""A float32 tensor as a pair of bfloat16, in one pass; in PyTorch: ``prokl.algorithm.pair.Pair.split``."""
+"""A float32 tensor as a pair of bfloat16, in one pass; in PyTorch: ``prokl.pair.Pair.split``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Pair
 from prokl.kernels import launch
+from prokl.pair import Pair
 
 INTERPRETED: tl.constexpr = tl.constexpr(launch.INTERPRETED)
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import (
@@ -28,6 +27,7 @@ from prokl.kernels.operands import (
 )
 from prokl.kernels.product import IEEE, UNALIGNED
 from prokl.kernels.split import empty_pair
+from prokl.pair import Operand, Pair
 
 
 @triton.jit

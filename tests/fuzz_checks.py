@@ -174,7 +174,8 @@ def check_factors(a: History) -> Iterator[Finding]:
             continue
         X = a.values[key][1:].double()
         steps = torch.arange(1, len(X) + 1)[:, None]
-        size = torch.linalg.matrix_norm(X)
+        largest = X.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(X.dtype).tiny)
+        size = torch.linalg.matrix_norm(X / largest) * largest[..., 0, 0]  # squares of 1e-160 vanish
         if key == "S":
             size = size.cummax(dim=0).values
         allowed = steps * ((a.unit + 4 * a.shape.n * a.rounding) * size + X.shape[-1] * absolute)

@@ -12,10 +12,10 @@ import prokl
 from bench.models import BYTES, build, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, split
 from bench.training.sources import open_source
-from prokl.algorithm.pair import Pair
 from prokl.algorithm.primitives import State
 from prokl.backends import torch_ops
 from prokl.backends.torch_ops import TorchPrimitives
+from prokl.pair import Pair
 
 MODEL, BATCH, RANK = byte_gpt(2, 64, 2, 64), 4, 16
 STEPS = 101  # the first initialises, so that the last one refreshes the eigenbases

@@ -6,9 +6,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "prokl"
 LAYERS = {  # folder or module of prokl -> those that it may import
-    "kernels": set(),
-    "algorithm": set(),
-    "backends": {"algorithm", "kernels"},
+    "pair": set(),  # what both multiply
+    "kernels": {"pair"},
+    "algorithm": {"pair"},
+    "backends": {"algorithm", "kernels", "pair"},
     "engine": {"algorithm", "backends"},
     "routing": {"algorithm"},
     "diagnostics": {"algorithm", "backends", "engine"},

@@ -6,7 +6,6 @@ The halves must be those of PyTorch bit for bit: what training pays for balanced
 import pytest
 import torch
 
-from prokl.algorithm.pair import Pair, parts
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels.launch import Tile
 from prokl.kernels.momentum import TILES_HALF as MOMENTUM_TILES
@@ -16,6 +15,7 @@ from prokl.kernels.project import TILES_PAIR, project
 from prokl.kernels.split import split
 from prokl.kernels.symmetric_product import TILES_HALF as SYMMETRIC_TILES
 from prokl.kernels.symmetric_product import symmetric_product, symmetric_product_pair
+from prokl.pair import Pair, parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

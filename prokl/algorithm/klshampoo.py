@@ -14,10 +14,10 @@ from prokl.algorithm import evidence, reference_kl
 from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
-from prokl.algorithm.pair import Operand
 from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
+from prokl.pair import Operand
 
 
 class Operands(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand
+from prokl.pair import Operand
 
 State = dict[str, Tensor]
 """Stacked state of B matrices; keys as in :mod:`prokl.algorithm.reference`."""

@@ -30,7 +30,6 @@ from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
-from prokl.algorithm.pair import Operand, low_rank
 from prokl.algorithm.primitives import Direction, Primitives, State, damp
 from prokl.algorithm.settings import (
     COMPLEMENT_VARIANTS,
@@ -40,6 +39,7 @@ from prokl.algorithm.settings import (
     check_pro,
 )
 from prokl.algorithm.shapes import ceiling, effective_rank
+from prokl.pair import Operand, low_rank
 
 
 class Projected(NamedTuple):

@@ -27,7 +27,7 @@ ALGORITHMS = ("matrix", "adamw")
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
 PRECISIONS = ("balanced", "faithful")
-"""Values of ``precision``; :mod:`prokl.algorithm.pair` has what balanced products are made of."""
+"""Values of ``precision``; :mod:`prokl.pair` has what balanced products are made of."""
 BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)

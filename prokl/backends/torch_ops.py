@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair, parts
 from prokl.algorithm.primitives import Primitives, clipped_ema, damp
 from prokl.backends import qr
+from prokl.pair import Operand, Pair, parts
 
 
 def _per_matrix(scale: float | Tensor) -> float | Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prokl.algorithm.pair import Operand, Pair
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
@@ -29,6 +28,7 @@ from prokl.kernels.project import project
 from prokl.kernels.split import split
 from prokl.kernels.stack import stack
 from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
+from prokl.pair import Operand, Pair
 
 
 class TritonPrimitives(Primitives):

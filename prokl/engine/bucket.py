@@ -32,7 +32,7 @@ from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
-from prokl.engine.storage import layout_of_state, state_dtype
+from prokl.engine.storage import in_range, layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -80,6 +80,7 @@ class Bucket:
             count, m, n, compute_dtype(first.p.dtype, state_dtype(group, first.p)), first.p.dtype, device
         )
         self.dtype = self.layout.dtype
+        self._state_dtype = state_dtype(group, first.p)
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
@@ -256,6 +257,8 @@ class Bucket:
         active = self._active(moving, steps)
         direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
         self.io.apply(direction, moving, active)
+        if evident is not None:
+            evident = evident & in_range(new, self.layout.n, self._state_dtype)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
         learning = active if evident is None else evident if active is None else active & evident
@@ -320,8 +323,12 @@ class Bucket:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale = float(self.aspect_scale[b])
             W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=False)
+            learns = h.clip_threshold is None or bool(
+                in_range({key: value[None] for key, value in own.items()}, self.layout.n, self._state_dtype)
+            )
             for key, value in own.items():
-                self.stacks[key][b] = value.to(self.stacks[key].dtype)
+                if learns or key in ALWAYS_MOVE:
+                    self.stacks[key][b] = value.to(self.stacks[key].dtype)
         moves, moved = self._mask(moving), set(moving)
         for member, weight, rows in parts:
             if not moved.isdisjoint(member.rows):
