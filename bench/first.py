@@ -1,0 +1,130 @@
+"""Whether anything works at all on a GPU, within two minutes: ``python -m bench.first``.
+
+What is installed; every kernel once, at the sizes of training, against float64; the QR; a few steps eager and from
+graphs, in both precisions, against PyTorch's. A line each as it comes, with the seconds that it took, compiling
+included; an error is a line, too, and the next one goes on. The exit status is 1 if a line says so.
+"""
+
+import copy
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench import command
+from bench.micro.case import Case, Sizes, complaint, numbers
+from bench.micro.kernels import KERNELS
+from prokl import ProKLShampoo, doctor
+from prokl.algorithm.primitives import Primitives
+from prokl.algorithm.settings import PRECISIONS
+from prokl.backends.select import select
+
+SIZES = Sizes(B=4, m=768, n=3072, r=128)
+STEPS, PERIOD = 13, 4
+"""Refreshes are recorded at their second and replayed from the third on."""
+FAR = 0.01
+"""Distance from PyTorch's weights, relative to the distance moved, that rounding does not explain, with Newton-Schulz
+in float32: in bfloat16 it would make 0.02 of a step by itself."""
+
+Check = Callable[[], str]
+"""Returns what was found; raises if it is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Say in two minutes whether anything works on a GPU."""
+
+    device: str = "cuda"  # Where; a CPU takes TRITON_INTERPRET=1 and smaller sizes
+    seconds: float = 110.0  # After which nothing new is begun
+    m: int = SIZES.m  # Short side
+    n: int = SIZES.n  # Long side
+    r: int = SIZES.r  # Rank
+
+    def __post_init__(self) -> None:
+        command.at_least(1, m=self.m, n=self.n, r=self.r)
+        command.at_least(0, seconds=self.seconds)
+
+
+def kernel(case: Case, sizes: Sizes, device: torch.device, ops: Primitives | None) -> str:
+    """Compare a kernel with float64."""
+    dtypes = (case.timed or case.dtypes)[0]
+    inputs = case.inputs(sizes, dtypes, numbers(device))
+    wrong = complaint(case, ops, partial(copy.deepcopy, inputs))
+    if wrong:
+        raise ArithmeticError(wrong)
+    return f"right in {dtypes.name}"
+
+
+def trained(sizes: Sizes, device: torch.device, **settings: object) -> tuple[list[Tensor], float]:
+    """Return how far weights of two shapes have moved, and the milliseconds of the last step."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(sizes.m, sizes.n), (sizes.n, sizes.m), (sizes.m, sizes.m), (sizes.m, sizes.m)]
+    weights = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
+    start = [W.detach().clone() for W in weights]
+    optimizer = ProKLShampoo(weights, rank=sizes.r, precondition_frequency=PERIOD, ns_dtype=torch.float32, **settings)  # type: ignore[arg-type]
+    took = 0.0
+    for _ in range(STEPS):
+        for W in weights:
+            W.grad = torch.randn(W.shape, generator=g).to(device)
+        before = time.perf_counter()
+        optimizer.step()
+        moved = [(W.detach() - old).cpu() for W, old in zip(weights, start, strict=True)]  # waits for the step
+        took = 1e3 * (time.perf_counter() - before)
+    return moved, took
+
+
+def steps(sizes: Sizes, device: torch.device, wanted: Callable[[], list[Tensor]], **settings: object) -> str:
+    """Compare a few steps with PyTorch's."""
+    moved, took = trained(sizes, device, backend="triton", **settings)
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(moved, wanted(), strict=True))
+    if not apart <= FAR:
+        raise ArithmeticError(f"{apart:.2g} of the way from PyTorch's")
+    return f"{apart:.2g} of the way from PyTorch's; the last step took {took:.2f} ms, by the host"
+
+
+def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
+    """Yield what is asked, the cheapest first."""
+    for name, line in doctor.lines():
+        yield f"doctor: {name}", line
+    ops = select("triton", device, "balanced").ops
+    for case in KERNELS:
+        yield f"kernel: {case.name}", partial(kernel, case, sizes, device, ops)
+    found: list[list[Tensor]] = []
+
+    def wanted() -> list[Tensor]:
+        if not found:
+            found.append(trained(sizes, device, backend="torch", precision="faithful")[0])
+        return found[0]
+
+    for precision, graphs in itertools.product(PRECISIONS, (False, True)):
+        name = f"steps: {precision}, {'from graphs' if graphs else 'eager'}"
+        yield name, partial(steps, sizes, device, wanted, precision=precision, cuda_graphs=graphs)
+
+
+@command.command
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status: 0, 1 if something is wrong, 2 for wrong input, 130 after Ctrl-C."""
+    o = command.options(Options, argv, "bench.first")
+    begun, wrong, left = time.perf_counter(), 0, 0
+    for name, check in checks(replace(SIZES, m=o.m, n=o.n, r=o.r), torch.device(o.device)):
+        if time.perf_counter() - begun > o.seconds:
+            left += 1
+            continue
+        before = time.perf_counter()
+        try:
+            said = check()
+        except Exception as error:
+            wrong += 1
+            said = f"WRONG: {type(error).__name__}: {error}".splitlines()[0][:300]
+        print(f"{name}: {said} ({time.perf_counter() - before:.1f} s)", flush=True)
+    print(f"{wrong} wrong, {left} not begun within {o.seconds:g} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The first two minutes on a GPU: every line is asked, what is wrong is told, and nothing stops what comes after."""
+
+import pytest
+import torch
+
+from bench import first
+from bench.micro.case import Sizes
+from bench.micro.kernels import KERNELS
+from prokl.backends.select import select
+from prokl.kernels import launch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Sizes(B=2, m=8, n=12, r=4)
+GIVEN = ["--device", DEVICE.type, "--m", "8", "--n", "12", "--r", "4"]
+interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+
+
+@pytest.fixture
+def some(monkeypatch):
+    """Leave two kernels and as few steps as there may be."""
+    monkeypatch.setattr(first, "KERNELS", KERNELS[:2])
+    monkeypatch.setattr(first, "STEPS", 3)
+
+
+@pytest.mark.slow
+@interpreted
+def test_all_is_asked_and_right_at_small_sizes(some, capsys):
+    assert first.main(GIVEN) == 0
+    said = capsys.readouterr().out.splitlines()
+    for what in ("doctor: torch", "doctor: extension", f"kernel: {KERNELS[1].name}: right", "steps: balanced, eager: "):
+        assert any(line.startswith(what) for line in said), what
+    assert sum(line.startswith("steps: ") for line in said) == 4
+    assert said[-1] == "0 wrong, 0 not begun within 110 s"
+
+
+@interpreted
+def test_what_fails_is_a_line_and_the_next_one_goes_on(some, capsys, monkeypatch):
+    monkeypatch.setattr(first, "STEPS", 1)  # which moves nothing, and so is wrong
+    asked = []
+
+    def kernel(case, *_):
+        asked.append(case.name)
+        raise RuntimeError(f"no {case.name}\nand more")
+
+    monkeypatch.setattr(first, "kernel", kernel)
+    assert first.main(GIVEN) == 1
+    said = capsys.readouterr().out
+    assert len(asked) == 2 and f"kernel: {asked[1]}: WRONG: RuntimeError: no {asked[1]} (" in said
+    assert said.splitlines()[-1].startswith("6 wrong, 0 not begun")
+
+
+def test_nothing_is_begun_once_the_time_is_over(some, capsys):
+    assert first.main([*GIVEN, "--seconds", "0"]) == 0
+    assert capsys.readouterr().out.startswith("0 wrong, ")
+
+
+@interpreted
+def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
+    monkeypatch.setattr(first, "STEPS", 1)
+    ops = select("triton", DEVICE, "balanced").ops
+    case = next(case for case in KERNELS if case.name == "product")
+    assert first.kernel(case, SMALL, DEVICE, ops).startswith("right")
+    product = type(ops).product
+    monkeypatch.setattr(type(ops), "product", lambda self, *a, **k: product(self, *a, **k) * 1.01)
+    with pytest.raises(ArithmeticError):
+        first.kernel(case, SMALL, DEVICE, ops)
+    with pytest.raises(ArithmeticError, match="of the way from PyTorch's"):
+        first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))])
