@@ -1,8 +1,8 @@
-"""The commands that watch runs: ``bench.bf16``, ``bench.drift``, ``bench.undisturbed`` and ``bench.one_rate``."""
+"""The commands that watch runs: ``bench.bf16``, ``.drift``, ``.undisturbed``, ``.one_rate`` and ``.precision``."""
 
 import pytest
 
-from bench import bf16, drift, one_rate, rows, undisturbed
+from bench import bf16, drift, one_rate, precision, rows, undisturbed
 from bench.experiments.scales import AUTO
 
 
@@ -100,3 +100,40 @@ def test_drift_refuses_wrong_input_in_one_line(capsys):
     assert drift.main(["--every", "0"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --every 0") and error.count("\n") == 1
+
+
+def test_the_upper_bound_of_a_mean_is_students_two_sided_one():
+    assert precision.upper_bound([-1.0, 0.0, 1.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-6)  # t of 0.975
+
+
+@pytest.mark.slow
+def test_precision_trains_either_and_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    out, trained, chosen = tmp_path / "precision.csv", [], []
+    train = precision.Run
+
+    class Watched(train):
+        def advance(self):
+            if not self.done:
+                trained.append(self.seed)
+                groups = [t.optimizers[0].param_groups for t in self.trainees]
+                chosen.append([{g["precision"] for g in own if "precision" in g} for own in groups])
+            super().advance()
+
+    monkeypatch.setattr(precision, "Run", Watched)
+    monkeypatch.setattr(rows, "commit", lambda: "abc")
+    options = ["--models", "llama-tiny", "--steps", "2", "--out", str(out), "--seeds", "3", "5"]
+    assert precision.main(options) == 0
+    assert precision.main([*options, "4"]) == 0
+    assert trained == [3, 5, 4] and chosen == [[{"faithful"}, {"balanced"}]] * 3
+    faithful, balanced = rows.read(out)
+    assert (faithful["value"], balanced["value"]) == ("faithful", "balanced") and balanced["seeds"] == "3 5 4"
+    losses = [[float(x) for x in row["validation_loss_per_seed"].split()] for row in (faithful, balanced)]
+    pairs = [b - f for f, b in zip(*losses, strict=True)]
+    assert float(balanced["difference"]) == pytest.approx(sum(pairs) / 3, abs=1e-5)
+    assert float(balanced["difference_upper"]) == pytest.approx(precision.upper_bound(pairs), abs=1e-4)
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "1"], ["--models", "byte-gpt"], ["--steps", "0"]])
+def test_precision_refuses_wrong_input_in_one_line(arguments, capsys):
+    assert precision.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {arguments[0]}")
