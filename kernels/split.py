@@ -10,7 +10,6 @@ from torch import Tensor
 from prokl.algorithm.pair import Pair
 from prokl.kernels import launch
 
-
 INTERPRETED: tl.constexpr = tl.constexpr(launch.INTERPRETED)
 
 
