@@ -1,7 +1,8 @@
 """Compiles every kernel for sm_80, 90 and 100, without a GPU: ``python -m bench.compile_report [--out bench/results]``.
 
-What the Triton kernels became goes to aot.csv, what nvcc made of csrc/ to csrc.csv. The exit status is 1 where a kernel
-spills, takes more shared memory than there is, multiplies matrices without tensor cores, or has lost its pipeline.
+What the Triton kernels became goes to aot.csv, beside what other versions of Triton made of them, what nvcc made of
+csrc/ to csrc.csv. The exit status is 1 where a kernel spills, takes more shared memory than there is, multiplies
+matrices without tensor cores, has lost its pipeline, or moves whole matrices by less than 16 bytes at a time.
 """
 
 import importlib.util
@@ -49,6 +50,10 @@ def of_csrc(jobs: int) -> tuple[list[Any], list[str]]:
 REPORTS: dict[str, Callable[[int], tuple[list[Any], list[str]]]] = {"aot": of_triton, "csrc": of_csrc}
 
 
+KEYS: dict[str, tuple[str, ...]] = {"aot": ("triton",), "csrc": ()}
+"""Columns by which rows of another compiler stay in a file; none do where there are none."""
+
+
 @command
 def main(argv: Sequence[str]) -> int:
     """Compile, print, write; return the exit status."""
@@ -60,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         found, complaints = REPORTS[name](cores())
         print(pandas.DataFrame(found).to_string(index=False), flush=True)
         if given.out:
-            rows.write(given.out / f"{name}.csv", map(vars, found))
+            rows.upsert(given.out / f"{name}.csv", map(vars, found), KEYS[name])
         wrong += complaints
     for line in wrong:
         print(line, file=sys.stderr)

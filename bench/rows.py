@@ -42,7 +42,7 @@ KEYS = {
     # Compiled code.
     **_columns("source kernel config arch"),
     # Part of a modelled step.
-    **_columns("stage path"),
+    **_columns("stage path precision"),
     # Of one weight, one seed, one step, or one line of a table.
     **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
     **_columns("metric unit dtype shapes"),
@@ -65,7 +65,7 @@ VALUES = {
     **_columns(whole="factors eigenbases eigenvalues subspace_basis complement_scalar momentum second_moment"),
     **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
-    **_columns("instructions outcome detail"),
+    **_columns("instructions outcome detail", "multiplications loop_waits load_bytes store_bytes"),
     **_columns(whole="buckets launches", real="gflop gb ms_brief ms_tiles"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted

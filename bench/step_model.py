@@ -1,12 +1,14 @@
 """What a step takes on an H200, modelled: ``python -m bench.step_model [--out bench/results/step_model.csv]``.
 
 The launches of the real step are traced without a GPU (:mod:`bench.model.trace`), and each gets a time by two sets of
-rates (:mod:`bench.model.rates`). Nothing here is measured.
+rates (:mod:`bench.model.rates`). Nothing here is measured. Rows whose precision is "before" are those of the step
+before float32 factors were multiplied as pairs; they are not made again.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from bench.steps.entries import PERIOD
 RANK = 128
 DTYPES = (torch.bfloat16, torch.float32)
 """Of weights and gradients."""
+PRECISIONS = ("faithful", "balanced")
 ORDINARY, ON_TOP = "ordinary", "refresh, on top"
 """Cases: of an ordinary step, and what a refresh step does besides."""
 MODELLED = "H200, modelled"
@@ -69,10 +72,10 @@ def added(buckets: Sequence[Sequence[Event]]) -> Step:
     return step
 
 
-def set_rows(s: ParameterSet, dtype: torch.dtype, rank: int = RANK) -> Iterator[rows.Row]:
+def set_rows(s: ParameterSet, dtype: torch.dtype, precision: str, rank: int = RANK) -> Iterator[rows.Row]:
     """Yield the rows of a set in one dtype of weights and gradients; those of a refresh are what it takes on top."""
-    ordinary, refresh = (added(buckets) for buckets in steps(s, dtype, rank).values())
-    given: rows.Row = {"model": s.name, "optimizer": "pro-klshampoo", "rank": rank}
+    ordinary, refresh = (added(buckets) for buckets in steps(s, dtype, rank, precision).values())
+    given: rows.Row = {"model": s.name, "precision": precision, "optimizer": "pro-klshampoo", "rank": rank}
     given |= {"dtype": str(dtype).removeprefix("torch."), "buckets": ordinary.buckets}
     on_top = {key: own - ordinary.parts.get(key, Sum()) for key, own in refresh.parts.items()}
     for case, parts in ((ORDINARY, ordinary.parts), (ON_TOP, on_top)):
@@ -82,15 +85,17 @@ def set_rows(s: ParameterSet, dtype: torch.dtype, rank: int = RANK) -> Iterator[
 
 
 def total(found: Sequence[rows.Row], kind: str, column: str) -> float:
-    """Add up a column of one model and dtype: of an ordinary step, a refresh step, or refreshes amortised."""
+    """Add up a column of a model, precision and dtype: of an ordinary step, a refresh step, or refreshes amortised."""
     ordinary, on_top = (sum(float(row[column]) for row in found if row["case"] == case) for case in (ORDINARY, ON_TOP))
     return ordinary + on_top * {"ordinary": 0.0, "refresh": 1.0, "amortised": 1 / PERIOD}[kind]
 
 
 def summary(found: Sequence[rows.Row]) -> str:
-    """Return the totals of one model and dtype as lines."""
+    """Return the totals of one model, precision and dtype as lines."""
     first = found[0]
-    lines = [f"{first['model']}, {first['dtype']} weights and gradients, {first['buckets']} buckets"]
+    lines = [
+        f"{first['model']}, {first['precision']}, {first['dtype']} weights and gradients, {first['buckets']} buckets"
+    ]
     for kind in ("ordinary", "refresh", "amortised"):
         sums = {name: total(found, kind, name) for name in ("launches", "gflop", "gb", "ms_brief", "ms_tiles")}
         lines.append(
@@ -114,16 +119,16 @@ def main(argv: Sequence[str]) -> int:
         rows.read(a.out)  # now, not after tracing
     environment = rows.environment(torch.device("cpu"))
     here = {"device": MODELLED} | {name: environment[name] for name in KNOWN}
-    for name in a.sets:
+    for name, precision in product(a.sets, PRECISIONS):
         found: list[rows.Row] = []
         for dtype in DTYPES:
-            own = list(set_rows(SETS[name], dtype))
+            own = list(set_rows(SETS[name], dtype, precision))
             print(summary(own), flush=True)
             if a.parts:
                 print("\n".join(map(line, own)), flush=True)
             found += own
         if a.out:
-            rows.upsert(a.out, [row | here for row in found], key=("model",))
+            rows.upsert(a.out, [row | here for row in found], key=("model", "precision"))
     return 0
 
 

@@ -99,7 +99,6 @@ def product_kernel(
     i_n = i_tile % (GROUP * tiles_n) // rows
     o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     o_n = i_n.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
 
     acc = tl.zeros((TILE_M, TILE_N), SUM)
     acc = add_product(
@@ -108,26 +107,37 @@ def product_kernel(
         A_LO, B_LO, OPERAND, SUM, PRECISION, TILE_K,
     )  # fmt: skip
 
-    d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
-    if HAS_C:
-        C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o_n[None, :] * stride_C_n
-        c = tl.load(C_at, mask, 0.0).to(SUM)
-        d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-    # Outside the matrix d is zero.
+    scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
+    # Half of the columns at a time: what is added and what is stored takes half the registers.
+    left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+    squares = 0.0
+    for half in tl.static_range(2):
+        d = (left if half == 0 else right) * scale
+        o = i_n.to(tl.int64) * TILE_N + half * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+        mask = (o_m[:, None] < M) & (o[None, :] < N)
+        if HAS_C:
+            C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o[None, :] * stride_C_n
+            c = tl.load(C_at, mask, 0.0).to(SUM)
+            d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
+        # Outside the matrix d is zero.
+        if ENERGY == WHOLE:
+            squares += tl.sum(d * d)
+        if ENERGY == ROWS:
+            squares += tl.sum(d * d, 1)
+        else:
+            store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
     if ENERGY == WHOLE:
-        tl.store(energy_ptr + i.to(tl.int64), tl.sum(d * d))
+        tl.store(energy_ptr + i.to(tl.int64), squares)
     if ENERGY == ROWS:
-        tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, tl.sum(d * d, 1), o_m < M)
-    else:
-        store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], d, mask, D_LO)
+        tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, squares, o_m < M)
 
 
 GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips instead of 64 + 64
 
 # Wide tiles do most arithmetic for a byte read. 128 divides m = 768 and 3072; (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision and registers are at most 128, so that two programs fit a processor of sm_90 (one
-# where C is added). 128 x 256 spills with a C of float32; in float32, where TF32 parts take registers too, 128 x 128
-# spills on sm_80.
+# where C is added and D is a pair: 140). 128 x 256 spills with a C of float32; in float32, where TF32 parts take
+# registers too, 128 x 128 spills on sm_80.
 UNALIGNED = Tile(64, 64, 32, 8, 3)
 IEEE = Tile(64, 64, 16, 8, 3)  # without tensor cores operands are held in registers, too many of them at a depth of 32
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)

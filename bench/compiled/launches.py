@@ -106,7 +106,7 @@ def describe(launch: Launch) -> str:
     words.append(usual)
     words += [f"{name}:{dtype}" for name, dtype in dtypes.items() if dtype != usual]
     for name, value in launch.constants:
-        if name.startswith(("num_", "TILE")) and not name.startswith("TILES") or value is False:
+        if name.startswith(("num_", "TILE")) and not name.startswith("TILES") or not value:
             continue
         name = name.lower()
         words.append(name if value is True else str(value) if name == "precision" else f"{name}={value}")
@@ -125,7 +125,10 @@ def _unusual(launch: Launch) -> list[str]:
             continue
         kind = "1" if value == 1 else "?" if value % 16 else "16" if value else "0"
         kind += "" if value < 2**31 else "L"
-        if name.startswith("stride_"):
+        if name.endswith("_lo"):
+            if kind not in ("0", "16"):  # where there is a lo it is said
+                words.append(f"{name}:{kind}")
+        elif name.startswith("stride_"):
             strides.setdefault(name.removeprefix("stride_").rpartition("_")[0], []).append(kind)
         elif kind != "16":
             words.append(f"{name}:{kind}")

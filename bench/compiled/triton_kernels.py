@@ -18,6 +18,7 @@ from unittest.mock import patch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from bench.compiled import ptx
 from bench.compiled.launches import Launch, describe, recording, shapes
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
@@ -41,11 +42,22 @@ INSTRUCTIONS = {
     "trap": r"^\s*trap;",
 }
 """What to look for in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
+COPIES = ("stack", "apply", "split")
+"""Kernels that move whole matrices, 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One specialisation of a kernel on one architecture."""
+    """One specialisation of a kernel on one architecture.
+
+    Attributes:
+        registers: of a thread.
+        shared, stack: bytes.
+        instructions: kinds that the code has.
+        multiplications: instructions of tensor cores in it.
+        loop_waits: waits in its loops that leave no wgmma outstanding.
+        load_bytes, store_bytes: most that a thread moves at once, from and to global memory.
+    """
 
     kernel: str
     config: str
@@ -54,6 +66,10 @@ class Row:
     shared: int
     stack: int
     instructions: str
+    multiplications: int
+    loop_waits: int
+    load_bytes: int
+    store_bytes: int
     triton: str
 
 
@@ -62,7 +78,9 @@ def _item(a: dict[str, Any], *operands: str) -> int:
 
 
 STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
-    "project": lambda a: a["TILE_N"] * (a["TILE_M"] * _item(a, "G", "M") + a["TILE_R"] * _item(a, "U")),
+    "project": lambda a: (
+        a["TILE_N"] * (a["TILE_M"] * _item(a, "G", "M") + a["TILE_R"] * _item(a, "U") * (1 + a["U_LO"]))
+    ),
     "momentum": lambda a: a["HAT"] * a["TILE_R"] * (a["TILE_M"] * _item(a, "G_par") + a["TILE_N"] * _item(a, "U")),
     "precondition": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "P") + a["TILE_R"] * _item(a, "G_par")),
     "apply": lambda a: (
@@ -130,7 +148,9 @@ def compiled(launch: Launch, arch: int) -> Row:
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"\b{key}:(\d+)", usage)[0]) for key in ("REG", "STACK"))
     found = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, done.asm["ptx"], re.MULTILINE)]
-    values = (registers, done.metadata.shared, stack, " ".join(found), triton.__version__)
+    code: str = done.asm["ptx"]
+    counts = ptx.multiplications(code.splitlines()), ptx.waits(ptx.in_loops(code))
+    values = (registers, done.metadata.shared, stack, " ".join(found), *counts, *ptx.widest(code), triton.__version__)
     return Row(launch.kernel, describe(launch), arch, *values)
 
 
@@ -145,7 +165,10 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     if "trap" in found:
         wrong.append("the code traps: the compiler gave up on it; take another tile")
     values = launch.by_name
-    at_odd_sizes = any(values.get(name) in (ODD.m, ODD.n, ODD.r) for name in ("M", "N", "K", "R"))
+    odd = (ODD.m, ODD.n, ODD.r, ODD.B * ODD.m * ODD.n)
+    at_odd_sizes = any(values.get(name) in odd for name in ("M", "N", "K", "R", "COUNT"))
+    if row.kernel in COPIES and not at_odd_sizes and min(row.load_bytes, row.store_bytes) < 16:
+        wrong.append(f"loads {row.load_bytes} and stores {row.store_bytes} bytes at once; 16 are possible")
     stage_bytes = STAGE_BYTES[row.kernel](values) if row.kernel in STAGE_BYTES else 0
     if stage_bytes == 0 or at_odd_sizes:
         return wrong
@@ -158,7 +181,9 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     stages = values.get("num_stages", 1)
     if stages >= 2:
         # wgmma reads halves where they lie; other operands go through registers, and leave room for the next ones.
-        in_place = row.arch == 90 and operand in HALVES
+        in_place = row.arch == 90 and operand in HALVES and not values.get("U_LO")
+        if in_place and row.loop_waits:
+            wrong.append(f"the loop waits for its own products in {row.loop_waits} places")
         least = stage_bytes * (stages if in_place else stages - 1)
         if "cp.async" not in found:
             wrong.append("loads do not run ahead: no cp.async")

@@ -17,6 +17,7 @@ from bench import gate
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels.launch import Tile
+from prokl.pair import Pair
 
 AGREE = 1e-12
 """Largest distance of the PyTorch form from the plain one, both in float64, so that one confirms the other. Measured:
@@ -71,7 +72,8 @@ class Case:
         dtypes: to compile a kernel for.
         timed: dtypes to time.
         module: of the kernel, if the case is one.
-        operand: dtype whose tiles are all compiled; empty for the launcher's own choice alone.
+        operand: dtype whose tiles are all compiled, "pair" for those of pairs; empty for the launcher's own choice
+            alone.
         narrow: whether a program of the kernel holds all of r.
     """
 
@@ -92,9 +94,12 @@ class Case:
         """Return the tiles to compile for; None is the launcher's choice."""
         if not self.operand:
             return (None,)
-        dtype: torch.dtype = getattr(d, self.operand)
-        own = {torch.float64: "TILES_FP64", torch.float32: "TILES_FP32"}.get(dtype, "TILES_HALF")
-        found: tuple[Tile, ...] = getattr(self.module, own, None) or self.module.TILES  # type: ignore[union-attr]
+        if self.operand == "pair":
+            names = ["TILES_PAIR", "TILES_HALF"]
+        else:
+            dtype: torch.dtype = getattr(d, self.operand)
+            names = [{torch.float64: "TILES_FP64", torch.float32: "TILES_FP32"}.get(dtype, "TILES_HALF"), "TILES"]
+        found: tuple[Tile, ...] = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
         return found
 
     def reference(self, i: Inputs) -> list[Tensor]:
@@ -103,12 +108,14 @@ class Case:
 
 
 def torch_form(i: Inputs) -> TorchPrimitives:
-    """Return PyTorch's primitives for where the inputs are."""
+    """Return PyTorch's primitives for where the inputs are, balanced if one of them is a pair."""
     first = next(t for t in _tensors(i))
-    return TorchPrimitives(first.device.type == "cpu")
+    return TorchPrimitives(first.device.type == "cpu", any(isinstance(x, Pair) for x in i.values()))
 
 
 def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Pair):
+        return [x.whole()]
     if isinstance(x, Tensor):
         return [x]
     values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
@@ -117,7 +124,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def flat(results: Any) -> list[Tensor]:
     """Return the floating-point tensors of results in their order; a direction as the matrix that it means."""
-    if isinstance(results, list | tuple):
+    if isinstance(results, list | tuple) and not isinstance(results, Pair):
         results = [x.dense() if isinstance(x, Direction) else x for x in results]
     found = [results.dense()] if isinstance(results, Direction) else _tensors(results)
     return [t for t in found if t.is_floating_point()]
@@ -137,7 +144,7 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
     """Return what draws inputs: constants, or functions of sizes and dtypes, and tensors as "name sides [dtype]" says.
 
     Sides are letters of :class:`Sizes`, "." for none. Behind them ``T`` stores the transpose, ``+`` makes positive,
-    ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`.
+    ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`, or "pair": float32, split.
     """
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
@@ -145,7 +152,10 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
         for spec in specs:
             name, sides, *dtype = spec.split()
             shape = [getattr(s, side) for side in sides if side in "mnr"]
-            t = draw(s.B, *(shape[::-1] if "T" in sides else shape), dtype=getattr(d, *(dtype or ["arithmetic"])))
+            pair = dtype == ["pair"]
+            stored = torch.float32 if pair else getattr(d, *(dtype or ["arithmetic"]))
+            t = draw(s.B, *(shape[::-1] if "T" in sides else shape), dtype=stored)
+            t = Pair.split(t) if pair else t
             t = t.mT if "T" in sides else t
             t = t + t.mT if "~" in sides else t
             t = t.abs() if "+" in sides else t > -100 if "?" in sides else t
@@ -157,6 +167,8 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
 
 def doubled(x: Any) -> Any:
     """Return inputs in float64."""
+    if isinstance(x, Pair):
+        return x.whole().double()
     if isinstance(x, Tensor):
         return x.double() if x.is_floating_point() else x
     if isinstance(x, torch.dtype):

@@ -47,8 +47,8 @@ class Form:
     case: Case
 
     def primitives(self, device: torch.device) -> Primitives | None:
-        """Return the backend's primitives; None for the plain form."""
-        return None if self.name == PLAIN else select(self.backend, device).ops
+        """Return the backend's primitives, as exact as float32; None for the plain form. Pairs have own cases."""
+        return None if self.name == PLAIN else select(self.backend, device, "faithful").ops
 
 
 @dataclass(frozen=True)

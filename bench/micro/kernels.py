@@ -32,7 +32,18 @@ from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
-from prokl.kernels import apply, eigenvalue_ema, momentum, precondition, product, project, stack, symmetric_product
+from prokl.kernels import (
+    apply,
+    eigenvalue_ema,
+    momentum,
+    precondition,
+    product,
+    project,
+    split,
+    stack,
+    symmetric_product,
+)
+from prokl.pair import Operand, Pair
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 BOTH = (FP32, BF16)
@@ -40,6 +51,11 @@ STORED = (FP32, BF16, BF16_STATE, FP64)
 FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active .?")
 """Of a direction, and which matrices step."""
 Bind = Callable[[Inputs, Primitives], Callable[[], Any]]
+
+
+def arithmetic(t: Operand) -> torch.dtype:
+    """Return the dtype of a tensor, or that of which a pair holds the halves."""
+    return torch.float32 if isinstance(t, Pair) else t.dtype
 
 
 def call(name: str, *arguments: str) -> Bind:
@@ -50,7 +66,7 @@ def call(name: str, *arguments: str) -> Bind:
 
     def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
         if "G" in i and ops.name != "triton":
-            i = i | {"G": i["G"].to(i["U"].dtype)}
+            i = i | {"G": i["G"].to(arithmetic(i["U"]))}
         given = [i[key] for key in arguments]
         rest = {key: value for key, value in i.items() if key not in arguments}
         return lambda: getattr(ops, name)(*given, **rest)
@@ -58,9 +74,10 @@ def call(name: str, *arguments: str) -> Bind:
     return bind
 
 
-def matrices(factors: str = "") -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return what draws separate weights, and those factors of a direction that are named."""
-    drawn = tensors(*(spec for spec in FACTORS if spec.split()[0] in factors.split()))
+def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
+    """Return what draws separate weights, and those factors of a direction that are named; left and right in half."""
+    specs = [spec for spec in FACTORS if spec.split()[0] in factors.split()]
+    drawn = tensors(*(f"{spec} polar" if half and spec in ("left mr", "right nr") else spec for spec in specs))
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
         return {"weights": [draw(s.m, s.n, dtype=d.weights) for _ in range(s.B)], **drawn(s, d, draw)}
@@ -105,15 +122,17 @@ def _apply(mode: str = "plain", **decay: bool) -> Bind:
     return bind
 
 
-def apply_case(factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, **fields: Any) -> Case:
+def apply_case(
+    factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, half: bool = False, **fields: Any
+) -> Case:
     """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
     Q, low_rank = "Q" in factors, "left" in factors
     name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
     polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
     flops = lambda s: polar(s) + 2 * s.m * s.n * (s.r * low_rank or 1)  # noqa: E731  (1: the step itself)
-    name += f" {mode}" * (mode != "plain")
+    name += f" {mode}" * (mode != "plain") + " low rank in half" * half
     bind = _apply(mode, decay_after=after, cautious_decay=cautious)
-    return Case(name, matrices(factors), bind, flops, polar, module=apply, **fields)
+    return Case(name, matrices(factors, half), bind, flops, polar, module=apply, **fields)
 
 
 def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -177,23 +196,35 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
-def _project(active: bool, **fields: Any) -> Case:
-    inputs = _optional(active, "G mn weights", "M mn momentum", "U nr")
-    bind, name = call("project", "G", "M", "U", "active"), "projection" + " active" * active
+def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
+    return lambda: (split.split if ops.name == "triton" else Pair.split)(i["x"])
+
+
+def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
+    inputs = _optional(active, "G mn weights", "M mn momentum", "U nr" + " pair" * pair)
+    name = "projection" + " active" * active + " of pairs" * pair
+    bind = call("project", "G", "M", "U", "active")
     return Case(name, inputs, bind, lambda s: 4 * s.m * s.n * s.r, module=project, narrow=True, **fields)
 
 
-def _residual(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
-    G = i["G"] if ops.name == "triton" else i["G"].to(i["U"].dtype)
-    return lambda: ops.product(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
+def _residual(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+    G = i["G"] if ops.name == "triton" else i["G"].to(arithmetic(i["U"]))
+    return lambda: ops.product_operand(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
 
 
-def _momentum(hat: bool, scaled: bool, active: bool, **fields: Any) -> Case:
-    specs = ["G mn weights", "M mn momentum", "U nr", *["G_par mr"] * hat, *["scale .+"] * scaled]
+def _row_energies(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+    G_perp = i["G_perp"]
+    E = None if isinstance(G_perp, Pair) else ops.symmetric_product(G_perp)  # which pairs do without
+    return lambda: ops.row_energies(i["Q"], G_perp, E)
+
+
+def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **fields: Any) -> Case:
+    specs = ["G mn weights", "M mn momentum", "U nr" + " pair" * pair, *["G_par mr"] * hat, *["scale .+"] * scaled]
     more = {name: None for name, given in (("G_par", hat), ("scale", scaled)) if not given}
     inputs = _optional(active, *specs, momentum=H.momentum, weights=H.gradient_weights, **more)
     bind = call("momentum", "G", "M", "G_par", "U", "momentum", "weights", "scale", "active")
     name = "momentum update" + " without G^" * (not hat) + " without bound" * (not scaled) + " active" * active
+    name += " of pairs" * pair
     flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
     return Case(name, inputs, bind, flops, module=momentum, **fields)
 
@@ -264,6 +295,35 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     _eigenvalue_ema(active=False, dtypes=(FP32, FP64), timed=(FP32,)),
     _eigenvalue_ema(active=True),
+    # What a balanced step takes instead.
+    Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
+    _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
+    _momentum(
+        hat=True, scaled=True, active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"
+    ),
+    Case(
+        "product G_perp of pairs", tensors("G mn weights", "G_tilde mr pair", "U nr pair"), _residual,
+        lambda s: 2 * s.m * s.n * s.r, dtypes=(FP32, BF16), timed=BOTH, module=product,
+    ),
+    Case(
+        "row energies of pairs", tensors("Q mm", "G_perp mn pair"), _row_energies,
+        lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
+    ),
+    Case(
+        "whiten of pairs", tensors("P mm pair", "G_perp mn pair", "active .?", dtype=lambda s, d: d.polar), _whiten,
+        lambda s: 2 * s.m * s.m * s.n, dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
+    ),
+    apply_case("X Q scale left right active", half=True),
+    apply_case("X Q scale left right active", "stochastic", half=True, dtypes=(BF16,)),
+    apply_case("X scale left right active", half=True),
+    apply_case("X scale left right active", "stochastic", half=True, dtypes=(BF16,)),
+    product_case("product of pairs", "mmr", "mm pair, mr pair", timed=(FP32,), operand="pair"),
+    product_case("product V of pairs", "nmr", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
+    product_case("symmetric E of pairs", "mn", "mn pair", timed=(FP32,), operand="pair"),
+    Case(
+        "symmetric P of pairs", tensors("A mm pair"), call("symmetric_operand", "A"),
+        lambda s: s.m * (s.m + 1) * s.m, timed=(FP32,), module=symmetric_product, operand="pair",
+    ),
 )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ ARCH = "90"
 REGISTERS = 64 * 1024
 SHARED = 228 * 1024
 """Bytes that the programs of a processor share, of which each takes 1 KiB more than it asks for."""
+TOLD = ("has_c", "a_lo", "b_lo", "d_lo", "lo", "u_lo")
+"""What of a launch decides about registers beside its tile and the dtype multiplied."""
 THREADS = 2048
 
 
@@ -25,7 +27,7 @@ def _compiled() -> dict[str, list[tuple[str, int, int]]]:
 def _kind(config: str) -> tuple[str, ...]:
     """Return what decides about registers: tile, warps, stages, the dtype multiplied, what is done besides."""
     words = config.split()
-    told = [word for word in words if word in ("has_c", "energy") or word.startswith(("operand=", "dtype="))]
+    told = [word for word in words if word in TOLD or word.startswith(("operand=", "dtype=", "energy="))]
     return *words[:5], *sorted(told)
 
 

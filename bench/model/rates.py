@@ -10,6 +10,8 @@ it is believed within about a third. Both were fixed before the kernels that the
   each of the three products is waited for, and nothing overlaps but another program of the processor.
 * tiles, bfloat16: operands come from the L2 cache at 7.2 TB/s, of which a tile of 128 x 128 makes 64 operations a
   byte, 460 TFLOP/s. Of operands that lie split in memory, three or two such products are counted as one.
+* tiles, halves split in registers and chained (the projections): no tile reads more than once what it splits, but an
+  instruction waits for the one before: two thirds of operands that lie split, between those and tf32x3.
 """
 
 from bench.model.occupancy import programs_per_processor
@@ -21,6 +23,7 @@ NODE = 2e-6
 """Seconds that a launch takes whatever it does."""
 BRIEF = {"bf16": 700e12, "fp16": 700e12, "bf16x2": 350e12, "bf16x3": 233e12, "tf32x3": 110e12, "fp32": 45e12}
 """Operations a second by arithmetic; of a product in several parts, those of the product that comes out."""
+BRIEF |= {f"{path} chained": BRIEF[path] for path in ("bf16x2", "bf16x3")}
 BRIEF_BANDWIDTH = 4.3e12
 
 L2_BANDWIDTH = 7.2e12
@@ -31,6 +34,8 @@ WHOLE, HALF, SHORT = 67.5e12, 55e12, 35e12
 instructions of tensor cores are taken."""
 SPLIT = {"bf16x2": 220e12, "bf16x3": 150e12}
 """Of operands that lie split in memory, for tiles of 128 x 128."""
+CHAINED = {f"{path} chained": rate * 2 / 3 for path, rate in SPLIT.items()}
+"""Of halves that are split in registers, for tiles of 128 x 64."""
 SIMT = 40e12  # without tensor cores
 WAVE = 2.5e-6
 """Seconds in which a wave of programs in half precision fills its pipeline at the start, and adds and stores at the
@@ -51,6 +56,8 @@ def tile_rate(path: str, tile: tuple[int, int]) -> float:
         return L2_BANDWIDTH * m * n / (m + n)
     if path in SPLIT:
         return SPLIT[path] * min(1.0, m * n / (m + n) / 64)
+    if path in CHAINED:
+        return CHAINED[path] * min(1.0, m * n / (128 * 64))
     return {"tf32x3": SHORT if min(tile) < 64 else WHOLE if m * n >= 128 * 64 else HALF, "fp32": SIMT}[path]
 
 

@@ -10,6 +10,8 @@ SETS = ("brief", "tiles")
 """The sets of rates."""
 DTYPE = "bfloat16"
 """Of the weights and gradients whose parts are shown."""
+SHOWN = ("before", "balanced")
+"""Precisions whose parts are shown: of the step before there were pairs, and with them."""
 SMALL = 0.02
 """Share of every model's step below which a part is shown with others."""
 POOLED = ("elementwise", "qr")
@@ -19,9 +21,9 @@ POOLED = ("elementwise", "qr")
 def totals(rows: DataFrame) -> str:
     """Return launches, operations, bytes and milliseconds of every model by kind of step, by both sets of rates."""
     lines = []
-    for (model, dtype), found in rows.groupby(["model", "dtype"], sort=False):
+    for (model, dtype, precision), found in rows.groupby(["model", "dtype", "precision"], sort=False):
         own = found.to_dict("records")
-        cells = {"model": model, "gradients": dtype, "buckets": str(own[0]["buckets"])}
+        cells = {"model": model, "gradients": dtype, "precision": precision, "buckets": str(own[0]["buckets"])}
         for kind in ("ordinary", "refresh"):
             cells[f"launches, {kind}"] = f"{total(own, kind, 'launches'):.0f}"
         cells["TFLOP"] = figure(total(own, "ordinary", "gflop") / 1e3, 2)
@@ -29,19 +31,26 @@ def totals(rows: DataFrame) -> str:
         for kind in ("ordinary", "refresh", "amortised"):
             cells[f"{kind}, ms"] = " / ".join(figure(total(own, kind, f"ms_{name}"), 1) for name in SETS)
         lines.append(cells)
-    return table(DataFrame(lines), 2)
+    models, dtypes = list(PAPER), list(dict.fromkeys(rows["dtype"]))
+    lines.sort(key=lambda cells: (models.index(cells["model"]), dtypes.index(cells["gradients"])))
+    return table(DataFrame(lines), 3)
 
 
 def parts(rows: DataFrame) -> str:
-    """Return the milliseconds of an ordinary step's parts by tiles, the largest first, in bfloat16."""
-    rows = rows[(rows["case"] == ORDINARY) & (rows["dtype"] == DTYPE)]
+    """Return the milliseconds of an ordinary step's parts by tiles, the largest before first, in bfloat16."""
+    rows = rows[(rows["case"] == ORDINARY) & (rows["dtype"] == DTYPE) & rows["precision"].isin(SHOWN)]
     names = [
         f"`{kernel}`" if kernel in POOLED or kernel == stage else f"{stage}: `{kernel}`"
         for stage, kernel in zip(rows["stage"], rows["kernel"], strict=True)
     ]
-    wide = rows.assign(part=names).pivot_table("ms_tiles", "part", "model", "sum", fill_value=0.0)[list(PAPER)]
+    columns = [(model, precision) for model in PAPER for precision in SHOWN]
+    named = rows.assign(part=names)
+    wide = named.pivot_table("ms_tiles", "part", ["model", "precision"], "sum", fill_value=0.0)[columns]
     small = (wide / wide.sum()).max(axis=1) < SMALL
-    wide, rest = wide[~small].sort_values(PAPER[0], ascending=False), wide[small].sum()
+    wide, rest = wide[~small].sort_values(columns[0], ascending=False), wide[small].sum()
     wide.loc["smaller ones"] = rest
-    cells = wide.map(lambda ms: figure(ms, 2)).rename_axis(columns=None).rename_axis("ms, by tiles")
-    return table(cells.reset_index(), 1)
+    lines = [
+        {"ms, by tiles": part} | {m: " / ".join(figure(own[m, precision], 2) for precision in SHOWN) for m in PAPER}
+        for part, own in wide.iterrows()
+    ]
+    return table(DataFrame(lines), 1)

@@ -141,8 +141,8 @@ def tracing() -> Iterator[list[Event]]:
         work = KERNELS[launch.kernel](launch.by_name, launch.programs)
         events.append(Event(stage(), launch.kernel, work, launch))
 
-    def gpu(*_: Any) -> Any:
-        return _triton_backend(True, False, False, True)
+    def gpu(backend: str | None, device: torch.device, precision: str | None = None) -> Any:
+        return _triton_backend(True, False, precision != "faithful", True)  # on a GPU None is balanced
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
@@ -155,12 +155,12 @@ def tracing() -> Iterator[list[Event]]:
         yield events
 
 
-def optimizer(parameters: ParameterSet, dtype: torch.dtype, rank: int) -> ProKLShampoo:
+def optimizer(parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None) -> ProKLShampoo:
     """Build an optimizer whose weights have all begun, with buckets as a step makes them. Call it when tracing."""
     weights = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
     for W in weights:
         W.grad = torch.empty_like(W)
-    made = ProKLShampoo(weights, rank=rank)
+    made = ProKLShampoo(weights, rank=rank, precision=precision)
     made._validate()
     return made
 
@@ -180,11 +180,13 @@ def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     return events[before:]
 
 
-def steps(parameters: ParameterSet, dtype: torch.dtype, rank: int) -> dict[str, list[list[Event]]]:
+def steps(
+    parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None = None
+) -> dict[str, list[list[Event]]]:
     """Return by kind of step what every bucket of a set launches in it."""
     found: dict[str, list[list[Event]]] = {}
     with tracing() as events:
-        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, rank)._all_buckets())
+        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, rank, precision)._all_buckets())
         for kind in KINDS:
             seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
             for bucket in buckets:

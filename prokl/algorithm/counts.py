@@ -7,6 +7,8 @@ elementwise. Without the refresh, for m <= n, rank r and T Newton-Schulz steps, 
   ``2 T (2 m^2 n + m^3)`` or in the Gram form, five steps with restarts, ``2 (6 m^2 n + 11 m^3)``;
 * KL-Shampoo: ``2 (5 mn^2 + 4 m^2 n)``.
 
+A balanced step takes ``2 m^2 n`` for the energies in the eigenbasis, Q_L^T G_perp, where ``2 m^3`` are counted here.
+
 A refresh adds a product and a Householder QR, ``2 k^3 + 8/3 k^3``, for k = m and r, or m and n; 1/tau of it counts.
 Tracking is counted with Householder's QR, ``4 nr^2 - 4/3 r^3``, as a CPU has it; the two Cholesky passes of other
 devices take ``2 (5 nr^2) + 2 r^3``.
@@ -123,15 +125,16 @@ def newton_schulz(m: int, n: int, steps: int) -> list[Term]:
     return newton_schulz_gram(m, n, steps) if use_gram(m, n) else newton_schulz_standard(m, n, steps)
 
 
-def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5) -> list[Term]:
+def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5, balanced: bool = False) -> list[Term]:
     """Count :mod:`prokl.algorithm.pro_klshampoo` from top to bottom, refresh included; r is the effective rank."""
+    residual = Term("Q_L^T G_perp", 2 * m * m * n) if balanced else Term("E Q_L", 2 * m**3)
     return _staged(
         {
             "project": [Term("G U, M U", 4 * m * n * r), Term("G_perp", 2 * m * n * r)],
             "energies": [
                 Term("E", 2 * m * m * n, "symmetric"),
                 Term("Q_L^T G U", 2 * m * m * r),
-                Term("E Q_L", 2 * m**3),
+                residual,
                 Term("A", 2 * m * r * r),
             ],
             "momentum": [Term("G^_perp", 2 * m * n * r)],

@@ -41,8 +41,9 @@ class Work:
     Attributes:
         bytes: every tensor read once and every one written once; what tiles read again comes from the L2 cache.
         programs: of the grid.
-        flops: operations as computed, by the arithmetic they are done in: "bf16", "tf32x3", "fp32" (no tensor cores).
-            An operation of "tf32x3" is one of the product that comes out, not of the three that it is made of.
+        flops: operations as computed, by the arithmetic they are done in: "bf16", "tf32x3", "fp32" (no tensor cores),
+            "bf16x3" and "bf16x2" of two pairs and of one, with " chained" where halves are split in registers. An
+            operation of those is one of the product that comes out, not of the several that it is made of.
         products: operations of the same products as :class:`prokl.algorithm.counts.Term` counts them: no tile's edge,
             no halves.
         tile: rows and columns of the product that a program keeps in registers.
@@ -60,13 +61,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def path_of(operand: Any, precision: str) -> str:
-    """Return the arithmetic of a product: that of float32 operands has the name of its precision, or "fp32"."""
+def path_of(operand: Any, precision: str, pairs: int = 0) -> str:
+    """Return the arithmetic of a product, of whose factors so many are pairs: that of float32 ones is its precision."""
+    if pairs:
+        return f"{operand}x{1 + pairs}"
     return str(operand) if str(operand) != "fp32" else "fp32" if precision == "ieee" else precision
 
 
 def _moved(*tensors: tuple[Pointer, float]) -> float:
-    """Add up the bytes of (tensor, elements), those of one memory once."""
+    """Add up the bytes of (tensor, elements), those of one memory once; the elements of a pair are those of both."""
     largest: dict[int, float] = {}
     for pointer, elements in tensors:
         size = elements * pointer.dtype.itemsize
@@ -74,20 +77,28 @@ def _moved(*tensors: tuple[Pointer, float]) -> float:
     return sum(largest.values())
 
 
+def _planes(pair: bool) -> int:
+    """Return how many numbers in memory an element is: hi and lo, or itself."""
+    return 2 if pair else 1
+
+
 def _product(a: Arguments, programs: int) -> Work:
     M, N, K = a["M"], a["N"], a["K"]
-    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
-    read = [(a["A_ptr"], batch * M * K), (a["B_ptr"], batch * K * N)]
+    tiles_n = ceil_div(N, a["TILE_N"])
+    batch = programs // (ceil_div(M, a["TILE_M"]) * tiles_n)
+    read = [(a["A_ptr"], _planes(a["A_LO"]) * batch * M * K), (a["B_ptr"], _planes(a["B_LO"]) * batch * K * N)]
     if a["HAS_C"]:
         read.append((a["C_ptr"], batch * M * N))
-    written = [(a["D_ptr"], batch * M * N)]
-    if a["ENERGY"]:
-        written.append((a["energy_ptr"], programs))
+    energies = {0: 0, 1: programs, 2: batch * tiles_n * M}[int(a["ENERGY"])]
+    written = [(a["energy_ptr"], energies)]
+    if a["ENERGY"] != 2:  # of which the rows' energies alone are stored
+        written.append((a["D_ptr"], _planes(a["D_LO"]) * batch * M * N))
     depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
+    path = path_of(a["OPERAND"], a["PRECISION"], a["A_LO"] + a["B_LO"])
     return Work(
         _moved(*read) + _moved(*written),
         programs,
-        {path_of(a["OPERAND"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
+        {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
         2.0 * batch * M * N * K,
         (a["TILE_M"], a["TILE_N"]),
     )
@@ -98,14 +109,15 @@ def _symmetric_product(a: Arguments, programs: int) -> Work:
     side = ceil_div(M, tile)
     triangle = side * (side + 1) // 2
     batch = programs // triangle
-    read = [(a["A_ptr"], batch * M * K), (a["B_ptr"], batch * M * K)]
+    size = _planes(a["LO"]) * batch * M * K
+    read = [(a["A_ptr"], size), (a["B_ptr"], size)]
     if a["HAS_C"]:  # its lower tiles alone
         read.append((a["C_ptr"], batch * min(triangle * tile**2, M * M)))
     depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     return Work(
-        _moved(*read) + _moved((a["D_ptr"], batch * M * M)),
+        _moved(*read) + _moved((a["D_ptr"], _planes(a["D_LO"]) * batch * M * M)),
         programs,
-        {path_of(a["OPERAND"], a["PRECISION"]): 2.0 * programs * tile**2 * depth},
+        {path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"]): 2.0 * programs * tile**2 * depth},
         2.0 * batch * M * M * K,
         (tile, tile),
     )
@@ -115,11 +127,18 @@ def _project(a: Arguments, programs: int) -> Work:
     M, N, R = a["M"], a["N"], a["R"]
     batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(R, a["TILE_R"]))
     depth = ceil_div(N, a["TILE_N"]) * a["TILE_N"]
-    read = _moved((a["G_ptr"], batch * M * N), (a["M_ptr"], batch * M * N), (a["U_ptr"], batch * N * R))
+    U = _planes(a["U_LO"]) * batch * N * R
+    read = _moved((a["G_ptr"], batch * M * N), (a["M_ptr"], batch * M * N), (a["U_ptr"], U))
+    flops: dict[str, float] = {}
+    for factor in (a["G_ptr"], a["M_ptr"]):
+        path = path_of(a["OPERAND"], a["PRECISION"])
+        if a["U_LO"]:  # what stands beside U is split as it is read, unless it is bfloat16
+            path = path_of(a["OPERAND"], "", 1 if factor.dtype == torch.bfloat16 else 2) + " chained"
+        flops[path] = flops.get(path, 0.0) + 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth
     return Work(
         read + _moved((a["GU_ptr"], batch * M * R), (a["MU_ptr"], batch * M * R)),
         programs,
-        {path_of(a["OPERAND"], a["PRECISION"]): 4.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
+        flops,
         4.0 * batch * M * N * R,
         (a["TILE_M"], a["TILE_R"]),
     )
@@ -128,17 +147,18 @@ def _project(a: Arguments, programs: int) -> Work:
 def _momentum(a: Arguments, programs: int) -> Work:
     M, N, R = a["M"], a["N"], a["R"]
     batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
-    size = batch * M * N
+    size, planes = batch * M * N, _planes(a["LO"])
     moved = _moved((a["G_ptr"], size), (a["M_ptr"], size)) + _moved((a["M_ptr"], size))
     if not a["HAT"]:
         return Work(moved, programs)
-    moved += _moved((a["G_par_ptr"], batch * M * R), (a["U_ptr"], batch * N * R))
-    moved += _moved((a["G_hat_perp_ptr"], size), (a["size2_ptr"], programs), (a["whole2_ptr"], programs))
+    moved += _moved((a["G_par_ptr"], planes * batch * M * R), (a["U_ptr"], planes * batch * N * R))
+    moved += _moved((a["G_hat_perp_ptr"], planes * size), (a["size2_ptr"], programs), (a["whole2_ptr"], programs))
     depth = ceil_div(R, a["TILE_R"]) * a["TILE_R"]
+    path = path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"])
     return Work(
         moved,
         programs,
-        {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
+        {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
         2.0 * size * R,
         (a["TILE_M"], a["TILE_N"]),
     )
@@ -186,6 +206,10 @@ def _stack(a: Arguments, programs: int) -> Work:
     return Work(float(size * a["ITEM"]) + _moved((a["G_ptr"], size), (a["energy_ptr"], programs)), programs)
 
 
+def _split(a: Arguments, programs: int) -> Work:
+    return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
+
+
 def _eigenvalue_ema(a: Arguments, programs: int) -> Work:
     M, R = programs * a["M"], programs * a["R"]
     read = _moved(*((a[f"{name}_ptr"], M) for name in ("s_L", "ell", "e_res")), (a["s_S_ptr"], R), (a["rho_ptr"], R))
@@ -200,6 +224,7 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "precondition": _precondition,
     "apply": _apply,
     "stack": _stack,
+    "split": _split,
     "eigenvalue_ema": _eigenvalue_ema,
 }
 """By name, without ``_kernel``: the work of a launch, from its arguments and the number of its programs."""
