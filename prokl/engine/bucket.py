@@ -264,7 +264,10 @@ class Bucket:
         learning = active if evident is None else evident if active is None else active & evident
         for key, value in new.items():
             self._store(self.stacks[key], value, active if key in ALWAYS_MOVE else learning)
-        self._store(self.stacks["stale"], torch.ones_like(self.stacks["stale"]), learning)
+        if learning is None:
+            self.stacks["stale"].fill_(1.0)
+        else:
+            self.stacks["stale"].masked_fill_(learning, 1.0)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
@@ -312,7 +315,7 @@ class Bucket:
             stack.copy_(value)
         else:
             mask = active.reshape(-1, *[1] * (value.ndim - 1))
-            stack.copy_(torch.where(mask, value.to(stack.dtype), stack))
+            torch.where(mask, value.to(stack.dtype), stack, out=stack)  # one pass: element by element, in place
 
     def _reference_step(
         self, G: Tensor, state: State, h: Any, moving: tuple[int, ...]
