@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pandas import DataFrame
 from scipy import stats
 
 from bench import command, rows
 from bench.experiments.results import CONFIDENCE
 from bench.experiments.scales import SCALES, Scale
+from bench.markdown import figure, table, with_error
 from bench.optimizers import Hyper
 from bench.training.run import Run
 from bench.undisturbed import hyper, recorded
@@ -99,6 +101,24 @@ def known(path: Path, own: rows.Row, here: Mapping[str, str]) -> Losses:
             for seed, loss in zip(row["seeds"].split(), row["validation_loss_per_seed"].split(), strict=True):
                 losses.setdefault(int(seed), {})[row["value"]] = float(loss)
     return losses
+
+
+def losses_table(found: DataFrame) -> str:
+    """Return the mean losses of either precision, and their difference with its upper bound."""
+    cells = []
+    for model, its in found.groupby("model", sort=False):
+        row = its.set_index("value")
+        balanced = row.loc[BALANCED]
+        cells.append(
+            {
+                "model": model,
+                "seeds": str(len(balanced["seeds"].split())),
+                **{name: figure(row.loc[name, "validation_loss"], 4) for name in (FAITHFUL, BALANCED)},
+                "difference": with_error(balanced["difference"], balanced["difference_se"], sign="+"),
+                f"upper bound, {balanced['confidence']:.0%}": figure(balanced["difference_upper"], 4, "+"),
+            }
+        )
+    return table(DataFrame(cells), 1)
 
 
 @command.command

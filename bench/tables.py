@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import one_rate, timing_tables
+from bench import one_rate, precision, timing_tables
 from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
             ("one-rate", "one-rate.csv", one_rate.losses_table),
             ("update-sizes", "one-rate.csv", one_rate.sizes_table),
+            ("precision", "precision.csv", precision.losses_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
             ("memory-cost", "memory-cost.csv", cost.table),
             ("main", "main.csv", experiments.main_table),
