@@ -163,8 +163,11 @@ def check_factors(a: History) -> Iterator[Finding]:
     Every step rounds a factor in storage (unit roundoff times its norm) and in the product (m or n operations). With
     increments that are positive semi-definite beta2^k ||L_(t-k)|| <= ||L_t||, so that t steps' errors are within t
     times the last norm; S is also turned into a subspace of which it may know less, and so has the largest norm so far.
-    Below the smallest normal number rounding is absolute, in E before mu_perp divides it.
+    Below the smallest normal number rounding is absolute, in E before mu_perp divides it. Balanced products of A and
+    A^T lack lo lo^T, of 2^-18 of its trace at most, which is up to sqrt(k) times the norm.
     """
+    balanced = a.case.settings.get("precision") == "balanced" and a.arithmetic == torch.float32
+    dropped = 2**-18 if balanced else 0.0
     grown = 1.0
     if "inv_sqrt_mu" in a.values:
         grown = 1 + a.values["inv_sqrt_mu"][1:].double().square().cummax(dim=0).values
@@ -178,7 +181,8 @@ def check_factors(a: History) -> Iterator[Finding]:
         size = torch.linalg.matrix_norm(X / largest) * largest[..., 0, 0]  # squares of 1e-160 vanish
         if key == "S":
             size = size.cummax(dim=0).values
-        allowed = steps * ((a.unit + 4 * a.shape.n * a.rounding) * size + X.shape[-1] * absolute)
+        allowed = steps * ((a.unit + 4 * a.shape.n * a.rounding + dropped * X.shape[-1] ** 0.5) * size)
+        allowed += steps * X.shape[-1] * absolute
         yield from a.broken(f"{key} not symmetric", torch.linalg.matrix_norm(X - X.mT), 2 * allowed, a.begun)
         lowest = torch.full_like(size, math.nan)
         sane = X.flatten(2).isfinite().all(-1)

@@ -42,6 +42,8 @@ INSTRUCTIONS = {
     "trap": r"^\s*trap;",
 }
 """What to look for in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
+LOOPS = ("product", "symmetric_product", "momentum")
+"""Kernels of one loop over factors that lie as they are multiplied, in which nothing need be waited for."""
 COPIES = ("stack", "apply", "split")
 """Kernels that move whole matrices, 16 bytes at a time."""
 
@@ -165,8 +167,8 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     if "trap" in found:
         wrong.append("the code traps: the compiler gave up on it; take another tile")
     values = launch.by_name
-    odd = (ODD.m, ODD.n, ODD.r, ODD.B * ODD.m * ODD.n)
-    at_odd_sizes = any(values.get(name) in odd for name in ("M", "N", "K", "R", "COUNT"))
+    at_odd_sizes = any(values.get(name) in (ODD.m, ODD.n, ODD.r) for name in ("M", "N", "K", "R"))
+    at_odd_sizes |= values.get("COUNT", 0) % 16 > 0
     if row.kernel in COPIES and not at_odd_sizes and min(row.load_bytes, row.store_bytes) < 16:
         wrong.append(f"loads {row.load_bytes} and stores {row.store_bytes} bytes at once; 16 are possible")
     stage_bytes = STAGE_BYTES[row.kernel](values) if row.kernel in STAGE_BYTES else 0
@@ -182,7 +184,7 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     if stages >= 2:
         # wgmma reads halves where they lie; other operands go through registers, and leave room for the next ones.
         in_place = row.arch == 90 and operand in HALVES and not values.get("U_LO")
-        if in_place and row.loop_waits:
+        if in_place and row.kernel in LOOPS and row.loop_waits:
             wrong.append(f"the loop waits for its own products in {row.loop_waits} places")
         least = stage_bytes * (stages if in_place else stages - 1)
         if "cp.async" not in found:
