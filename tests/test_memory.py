@@ -21,6 +21,11 @@ CASES = [("torch", *method, shape, dtype) for method in METHODS for shape in SHA
     for i, method in enumerate(METHODS)
     for j, shape in enumerate(SHAPES)
 ]
+CASES += [
+    pytest.param("triton", cls, {**kwargs, "precision": "balanced"}, shape, None, marks=pytest.mark.slow)
+    for cls, kwargs in (METHODS[0], METHODS[-1])
+    for shape in SHAPES
+]
 
 
 @pytest.mark.parametrize("backend, cls, kwargs, shape, state_dtype", CASES)
