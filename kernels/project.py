@@ -168,7 +168,7 @@ def project(
     B, m, n = G.shape
     r = U_hi.shape[2]
     launch.check_precision(precision)
-    splittable = (torch.bfloat16, torch.float32) if paired else launch.FLOATS
+    splittable = (torch.float16, torch.bfloat16, torch.float32) if paired else launch.FLOATS
     launch.check("G", G, (B, m, n), G.device, splittable)
     launch.check("M", M, (B, m, n), G.device, splittable, like="G")
     check_operands(like="G", U=(U, (B, n, r), G.device))

@@ -293,7 +293,7 @@ def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monke
 
 @pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
-    others = [replace(prokl.engine.bucket.select("triton", None)) for _ in range(2)]
+    others = [replace(prokl.engine.bucket.select("triton", None, None)) for _ in range(2)]
     monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: others[name is None])
 
     def change(t, optimizer, gradients):

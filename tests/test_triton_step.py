@@ -283,3 +283,13 @@ def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, monkeypatch):
     for p, q, r in zip(wanted, found, one_half, strict=True):
         print(f"{relative(q, p):.1e} {relative(r, p):.1e}")
         assert relative(q, p) <= 2**-12 < relative(r, p)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[-1]])
+def test_weights_of_half_precision_take_balanced_products(cls, kwargs, dtype):
+    stream = [[g.to(DEVICE, dtype) for g in gradients] for gradients in gradient_stream([(6, 10)], 3)]
+    kwargs = {**kwargs, "dtype": dtype, "bf16_weights": "plain", "precondition_frequency": 2}
+    (p,), _ = run(cls, stream, backend="triton", precision="balanced", **kwargs)
+    (q,), _ = run(cls, stream, backend="torch", precision="balanced", **kwargs)
+    assert p.isfinite().all() and (p - q).abs().max() <= 2 * torch.finfo(dtype).eps * q.abs().max()

@@ -202,7 +202,8 @@ def direction(
         if bounded:
             factor = evidence.cut(evidence.norm(subspace), weight * h.gain * (m * r) ** 0.5)
             subspace = subspace * factor.to(subspace.dtype)[:, None, None]
-        left, right = low_rank(subspace, U)
+        # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
+        left, right = low_rank(subspace, U if h.variant in POLAR_VARIANTS else state["U"])
     if h.variant not in COMPLEMENT_VARIANTS:
         return Direction(None, left=left, right=right, cautious_decay=cautious), factor
     assert G_hat_perp is not None and negligible is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prokl.algorithm.primitives import Primitives, clipped_ema, damp
 from prokl.backends import qr
-from prokl.pair import Operand, Pair, parts
+from prokl.pair import Operand, Pair, parts, residual_noise
 
 
 def _per_matrix(scale: float | Tensor) -> float | Tensor:
@@ -124,7 +124,7 @@ class TorchPrimitives(Primitives):
         else:
             G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
         size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
-        negligible = size <= 100 * torch.finfo(G.dtype).eps * torch.hypot(size, captured)
+        negligible = size <= residual_noise(U, G.dtype) * torch.hypot(size, captured)
         return M, self.operand(G_hat_perp), negligible
 
     def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:

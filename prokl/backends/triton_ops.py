@@ -28,7 +28,7 @@ from prokl.kernels.project import project
 from prokl.kernels.split import split
 from prokl.kernels.stack import stack
 from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
-from prokl.pair import Operand, Pair
+from prokl.pair import Operand, Pair, residual_noise
 
 
 class TritonPrimitives(Primitives):
@@ -106,7 +106,7 @@ class TritonPrimitives(Primitives):
         )
         if G_hat_perp is None or size is None or whole is None:
             return M, None, None
-        return M, G_hat_perp, size <= (100 * torch.finfo(size.dtype).eps) ** 2 * whole
+        return M, G_hat_perp, size <= residual_noise(U, size.dtype) ** 2 * whole
 
     def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par S^-1/2: one launch; products of a pair, and where r x r does not fit one program."""
