@@ -108,12 +108,16 @@ def product_kernel(
     )  # fmt: skip
 
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
-    # Half of the columns at a time: what is added and what is stored takes half the registers.
-    left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+    # Of a wide tile half of the columns at a time: what is added and what is stored takes half the registers.
+    PARTS: tl.constexpr = 2 if TILE_N > 64 else 1
+    left = acc
+    right = acc
+    if PARTS == 2:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
     squares = 0.0
-    for half in tl.static_range(2):
-        d = (left if half == 0 else right) * scale
-        o = i_n.to(tl.int64) * TILE_N + half * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+    for part in tl.static_range(PARTS):
+        d = (left if part == 0 else right) * scale
+        o = i_n.to(tl.int64) * TILE_N + part * (TILE_N // PARTS) + tl.arange(0, TILE_N // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < N)
         if HAS_C:
             C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o[None, :] * stride_C_n

@@ -91,7 +91,7 @@ class Run:
         self.roots = pro_klshampoo.damped_roots(self.state, self.h)
 
     def project(self) -> Callable[[], Any]:
-        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[:3]
+        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[:3]  # without U
 
     def energies(self) -> Callable[[], Any]:
         projected = self.projected
@@ -117,11 +117,11 @@ class Run:
     def momentum(self) -> Callable[[], Any]:
         projected, verdict = self.projected, self.verdict
 
-        def call() -> tuple[Any, ...]:
+        def run() -> tuple[Any, ...]:
             M, lookahead = pro_klshampoo.momentum(self.G, projected, verdict, self.state, self.h, None, self.ops)
-            return M, *lookahead[:3]
+            return M, lookahead[:3]  # without U
 
-        return call
+        return run
 
     def direction(self) -> Callable[[], Any]:
         # The stage before may overwrite G and M, which others still read.
@@ -208,21 +208,21 @@ def _pro(stage: str, plain: Callable[[Tensor, State, ProHyper], Any], other: Cas
     return Case(name, pro_inputs, bind, _work(terms, stage), polar, each(plain), other, timed=(FP32,))
 
 
-def _kl_operands(i: Inputs, ops: Primitives) -> klshampoo.Operands:
+def _given(i: Inputs, ops: Primitives) -> klshampoo.Operands:
     return klshampoo.Operands.of(i["G"], i["state"], ops)
 
 
 def _kl_whitening(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    return lambda: klshampoo.whitening(_kl_operands(i, ops), ops)
+    return lambda: klshampoo.whitening(_given(i, ops), ops)
 
 
 def _kl_decide(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    A = klshampoo.whitening(_kl_operands(i, ops), ops).A
+    A = klshampoo.whitening(_given(i, ops), ops).A
     return lambda: _decided(klshampoo.decide(A, i["state"], KL_H)[0])
 
 
 def _kl_verdict(i: Inputs, ops: Primitives) -> Verdict | None:
-    return klshampoo.decide(klshampoo.whitening(_kl_operands(i, ops), ops).A, i["state"], KL_H)[0]
+    return klshampoo.decide(klshampoo.whitening(_given(i, ops), ops).A, i["state"], KL_H)[0]
 
 
 def _kl_momentum(i: Inputs, ops: Primitives) -> Callable[[], Any]:
@@ -232,12 +232,13 @@ def _kl_momentum(i: Inputs, ops: Primitives) -> Callable[[], Any]:
 
 def _kl_direction(i: Inputs, ops: Primitives) -> Callable[[], Any]:
     M = _kl_momentum(i, ops)()
-    return lambda: klshampoo.direction(M, _kl_operands(i, ops), i["state"], KL_H, ops)[0]
+    given = _given(i, ops)
+    return lambda: klshampoo.direction(M, given, i["state"], KL_H, ops)[0]
 
 
 def _kl_statistics(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    whitening, verdict = _kl_whitening(i, ops)(), _kl_verdict(i, ops)
-    return lambda: klshampoo.statistics(_kl_operands(i, ops), whitening, verdict, i["state"], KL_H, ops)
+    given, whitening, verdict = _given(i, ops), _kl_whitening(i, ops)(), _kl_verdict(i, ops)
+    return lambda: klshampoo.statistics(given, whitening, verdict, i["state"], KL_H, ops)
 
 
 def _kl_whitened(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
