@@ -9,6 +9,7 @@ bucket's alone, so that its work can be waited for by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,12 +39,30 @@ class Capture(NamedTuple):
 
 def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Callable[[], None]:
     """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed."""
-    with torch.cuda.device(device):
+    # Of an invalidated capture torch leaves the stream as the current one: its context has no finally.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a data loader that pins memory) may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            # Other threads (a data loader that pins memory) may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            _end_allocation(capture.pool)
+            raise
     return graph.replay
+
+
+def _end_allocation(pool: Any) -> None:
+    """Let the current device's allocator leave a pool that a capture which could not be ended has left it in.
+
+    Until then it refuses to free its cache.
+    """
+    end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+    if end is None or release is None:
+        return
+    with suppress(RuntimeError):  # the capture could be ended, if not kept: there is nothing left to do
+        end(torch.cuda.current_device(), pool)
+        release(torch.cuda.current_device(), pool)
 
 
 KEPT = 4
