@@ -6,6 +6,7 @@ the host decides and that no tensor carries is therefore stale in a replay, as o
 """
 
 import gc
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -377,6 +378,49 @@ def test_a_capture_that_cannot_be_ended_restores_the_stream_and_the_allocator(le
         prokl.engine.graphs.record(lambda: None, torch.device("cuda", 3), capture)
     assert current == ["caller's"]
     assert used == ([("end", 3, (0, 7)), ("release", 3, (0, 7))] if left_open else [])
+
+
+def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(recorded, few_kernels, monkeypatch):
+    held, alive, record, execute = [], [], prokl.engine.graphs.record, Bucket.execute
+
+    def fail(run, device, capture):
+        if len(held) < BUCKETS:  # the ordinary steps; the first refresh fails
+            replay, memory = record(run, device, capture), torch.ones(1)
+            held.append(weakref.ref(memory))
+            return lambda: (replay(), memory)
+        memory = torch.ones(1)
+        held.append(weakref.ref(memory))
+        raise RuntimeError("out of memory")
+
+    def executed(self, plan):
+        alive.append((len(held), sum(ref() is not None for ref in held)))
+        return execute(self, plan)
+
+    monkeypatch.setattr(prokl.engine.graphs, "record", fail)
+    monkeypatch.setattr(Bucket, "execute", executed)
+    gc.disable()  # what only a collection frees is not free
+    try:
+        with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: out of memory"):
+            train(*METHODS[0][:1], True, **METHODS[0][1])
+    finally:
+        gc.enable()
+    assert (BUCKETS, BUCKETS) in alive  # the ordinary steps' had been kept
+    after = [count for recordings, count in alive if recordings == BUCKETS + 1]
+    assert after and not any(after)
+
+
+def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorded, few_kernels):
+    kept = []
+
+    def change(t, optimizer, gradients):
+        kept.append(len(optimizer._graphs.replays))
+        optimizer.param_groups[0]["cuda_graphs"] = not 6 <= t < 9
+
+    cls, kwargs = METHODS[0]
+    kwargs = {**kwargs, "precondition_frequency": 100}
+    assert_same(train(cls, True, change, **kwargs), train(cls, False, **kwargs))
+    assert kept[6:10] == [BUCKETS, 0, 0, 0]
+    assert len(recorded) == 2 * BUCKETS
 
 
 def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):
