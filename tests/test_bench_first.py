@@ -1,5 +1,7 @@
 """The first two minutes on a GPU: every line is asked, what is wrong is told, and nothing stops what comes after."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from bench import first
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from prokl.backends.select import select
+from prokl.engine.graphs import Graphs, Recorded
 from prokl.kernels import launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -30,7 +33,7 @@ def test_all_is_asked_and_right_at_small_sizes(some, capsys):
     for what in ("doctor: torch", "doctor: extension", f"kernel: {KERNELS[1].name}: right", "steps: balanced, eager: "):
         assert any(line.startswith(what) for line in said), what
     assert sum(line.startswith("steps: ") for line in said) == 4
-    assert said[-1] == "0 wrong, 0 not begun within 110 s"
+    assert said[-1] == "0 wrong, 0 not begun within 80 s"
 
 
 @interpreted
@@ -66,3 +69,28 @@ def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
         first.kernel(case, SMALL, DEVICE, ops)
     with pytest.raises(ArithmeticError, match="of the way from PyTorch's"):
         first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))])
+
+
+def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
+    graphs = Graphs()
+    optimizer = SimpleNamespace(_graphs=graphs)
+    some = Recorded(lambda: None, None)
+    for replays in ({}, {"one": {}}, {"one": {"ordinary": None}}, {"one": {"ordinary": some}, "other": {}}):
+        graphs.replays = replays
+        with pytest.raises(RuntimeError, match="no graph was recorded"):
+            first.check_recorded(optimizer)
+    graphs.replays = {"one": {"ordinary": some, "refresh": None}, "other": {"ordinary": some}}
+    first.check_recorded(optimizer)
+    graphs.refused = True
+    with pytest.raises(RuntimeError, match="recording a graph failed"):
+        first.check_recorded(optimizer)
+
+
+def test_graphs_are_asked_for_where_they_can_be_recorded(monkeypatch):
+    asked = []
+    monkeypatch.setattr(first, "trained", lambda *_, **settings: ([torch.ones(2)], 1.0, settings["cuda_graphs"]))
+    monkeypatch.setattr(first, "check_recorded", asked.append)
+    for device in ("cuda", "cpu"):
+        for graphs in (True, False):
+            first.steps(SMALL, torch.device(device), lambda: [torch.ones(2)], cuda_graphs=graphs)
+    assert asked == [True]

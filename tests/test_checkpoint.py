@@ -368,6 +368,35 @@ def test_hyperparameters_come_from_the_checkpoint():
     assert differences(run.steps(5, 8).contents(), target.steps(5, 8).contents()) == set()
 
 
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ({}, {"cuda_graphs": False, "precision": "faithful"}),
+        ({"cuda_graphs": False, "precision": "faithful"}, {}),
+        ({"precision": "balanced"}, {"backend": "reference"}),
+    ],
+)
+def test_what_suits_the_machine_is_the_optimizers_own_and_not_the_checkpoints(theirs, ours):
+    run, target = Run(PRO, {}), Run(PRO, ours)
+    run.optimizer.param_groups[0].update(theirs)
+    own = {key: target.optimizer.param_groups[0][key] for key in ("backend", "precision", "cuda_graphs")}
+    target.optimizer.load_state_dict(run.steps(0, 4).optimizer.state_dict())
+    assert own | ours == own == {key: target.optimizer.param_groups[0][key] for key in own}
+    target.steps(4, 5)
+
+
+def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults():
+    run = Run(PRO, {}).steps(0, 4)
+    for settings in (run.optimizer.defaults, run.optimizer.param_groups[0]):
+        for key in ("backend", "precision", "cuda_graphs"):
+            del settings[key]
+    old = pickle.loads(pickle.dumps(run))
+    for settings in (old.optimizer.defaults, old.optimizer.param_groups[0]):
+        assert (settings["backend"], settings["precision"], settings["cuda_graphs"]) == (None, None, True)
+    assert "precision" not in old.optimizer.param_groups[1]  # of AdamW
+    old.steps(4, 5)
+
+
 def pair(shape=(6, 10), cls=PRO, **kwargs):
     """A trained optimizer over ("fine", "odd"), of which only the second depends on the arguments."""
     weights = [torch.nn.Parameter(normal(*s, seed=i)) for i, s in enumerate(((4, 6), shape))]

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.engine.graphs import Capture, record
 from prokl.kernels import launch
 from prokl.kernels.product import product
 from prokl.kernels.symmetric_product import symmetric_product
@@ -296,6 +297,22 @@ def test_graphs_change_no_bit(cls, device, request):
     for replays in replayed[1]._graphs.replays.values():
         assert sum(replay is not None for replay in replays.values()) == 2
     assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+
+
+@GPU
+def test_a_capture_that_is_invalidated_leaves_stream_and_allocator_as_they_were():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, before = torch.ones(64, device=device), torch.cuda.current_stream(device)
+    with pytest.raises(RuntimeError):
+        record((x * 2).sum().item, device, Capture.on(device))
+    assert torch.cuda.current_stream(device) == before
+    torch.cuda.empty_cache()
+    W = torch.nn.Parameter(torch.zeros(96, 160, device=device))
+    optimizer = KLShampoo([W], backend="triton", cuda_graphs=False)
+    for _ in range(2):
+        W.grad = torch.randn(96, 160).to(device)
+        optimizer.step()
+    assert W.any() and W.isfinite().all()
 
 
 # Memory

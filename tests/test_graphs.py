@@ -6,7 +6,10 @@ the host decides and that no tensor carries is therefore stale in a replay, as o
 """
 
 import gc
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -335,6 +338,89 @@ def test_a_recording_that_fails_is_noted_once_and_steps_go_on_without(recorded, 
     optimizer.step()
     optimizer.step()
     assert len(tried) == 1
+
+
+@pytest.mark.parametrize("left_open", [True, False])
+def test_a_capture_that_cannot_be_ended_restores_the_stream_and_the_allocator(left_open, monkeypatch):
+    """As torch does it: an error of the capture's end comes before the stream is restored and the pool is left."""
+    current, used = ["caller's"], []
+
+    @contextmanager
+    def stream(wanted):
+        before, current[0] = current[0], wanted
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextmanager
+    def graph(made, pool, stream, capture_error_mode):
+        current[0] = stream
+        try:
+            yield
+        finally:
+            raise RuntimeError("capture invalidated")
+
+    def end(device, pool):
+        if not left_open:
+            raise RuntimeError("not currently recording")
+        used.append(("end", device, pool))
+
+    fakes = {"device": lambda d: nullcontext(), "stream": stream, "graph": graph, "CUDAGraph": object}
+    fakes |= {"current_stream": lambda d: current[0], "current_device": lambda: 3}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    release = lambda device, pool: used.append(("release", device, pool))  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    capture = SimpleNamespace(pool=(0, 7), stream="the capture's")
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        prokl.engine.graphs.record(lambda: None, torch.device("cuda", 3), capture)
+    assert current == ["caller's"]
+    assert used == ([("end", 3, (0, 7)), ("release", 3, (0, 7))] if left_open else [])
+
+
+def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(recorded, few_kernels, monkeypatch):
+    held, alive, record, execute = [], [], prokl.engine.graphs.record, Bucket.execute
+
+    def fail(run, device, capture):
+        if len(held) < BUCKETS:  # the ordinary steps; the first refresh fails
+            replay, memory = record(run, device, capture), torch.ones(1)
+            held.append(weakref.ref(memory))
+            return lambda: (replay(), memory)
+        memory = torch.ones(1)
+        held.append(weakref.ref(memory))
+        raise RuntimeError("out of memory")
+
+    def executed(self, plan):
+        alive.append((len(held), sum(ref() is not None for ref in held)))
+        return execute(self, plan)
+
+    monkeypatch.setattr(prokl.engine.graphs, "record", fail)
+    monkeypatch.setattr(Bucket, "execute", executed)
+    gc.disable()  # what only a collection frees is not free
+    try:
+        with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: out of memory"):
+            train(*METHODS[0][:1], True, **METHODS[0][1])
+    finally:
+        gc.enable()
+    assert (BUCKETS, BUCKETS) in alive  # the ordinary steps' had been kept
+    after = [count for recordings, count in alive if recordings == BUCKETS + 1]
+    assert after and not any(after)
+
+
+def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorded, few_kernels):
+    kept = []
+
+    def change(t, optimizer, gradients):
+        kept.append(len(optimizer._graphs.replays))
+        optimizer.param_groups[0]["cuda_graphs"] = not 6 <= t < 9
+
+    cls, kwargs = METHODS[0]
+    kwargs = {**kwargs, "precondition_frequency": 100}
+    assert_same(train(cls, True, change, **kwargs), train(cls, False, **kwargs))
+    assert kept[6:10] == [BUCKETS, 0, 0, 0]
+    assert len(recorded) == 2 * BUCKETS
 
 
 def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):

@@ -128,6 +128,18 @@ def test_a_key_of_a_scheduler_a_trainer_or_another_optimizer_is_kept(cls, algori
 
 
 @both
+@pytest.mark.parametrize(
+    "algorithm, keys",
+    [("matrix", ["beta1", "beta3", "lr0", "eps2", "momentum2", "rank1"]), ("adamw", ["lr0", "eps2", "betas2"])],
+)
+def test_a_setting_with_another_number_is_no_misspelling(cls, algorithm, keys):
+    own = dict.fromkeys(keys, 0.3)
+    optimizer = cls([weight(4, 6)])
+    optimizer.add_param_group({"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, **own})
+    assert own.items() <= optimizer.param_groups[1].items()
+
+
+@both
 def test_a_setting_of_the_other_algorithm_or_optimizer_is_no_misspelling(cls):
     """As ZeroRedundancyOptimizer puts what it was made with into every group, and both take the same groups."""
     groups = [

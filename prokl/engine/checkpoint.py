@@ -16,6 +16,9 @@ from prokl.engine.pieces import Piece, check_reading, clock, named, pieces, read
 from prokl.engine.storage import layout_of_state
 from prokl.engine.validation import check_names
 
+OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
+"""Settings that are this machine's and not a checkpoint's, with what they are in optimizers pickled without them."""
+
 
 class _NoCast:
     """Carries a state value through ``Optimizer.load_state_dict``, which would cast it to the weight's dtype."""
@@ -62,9 +65,9 @@ def prepare(
             )
         if algorithm == "matrix":
             matrix.update(theirs["params"])
-            # The backend is a property of this machine, not of the checkpoint. An lr that does not say is in old units.
+            # An lr that does not say is in old units.
             own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
-            groups.append({**own, "backend": ours["backend"]})
+            groups.append({**own, **{key: ours[key] for key in OF_THE_MACHINE}})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
     state = {
@@ -86,6 +89,9 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         ValueError: two weights have one name, a group's settings are out of bounds, the state does not fit a weight, or
             is not finite.
     """
+    for settings in (state.get("defaults"), *(g for g in state["param_groups"] if g["algorithm"] == "matrix")):
+        if settings is not None:
+            settings.update({**OF_THE_MACHINE, **settings})
     made: set[int] = set()
     misfits: dict[Tensor, str] = {}
     try:

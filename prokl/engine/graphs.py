@@ -9,6 +9,7 @@ bucket's alone, so that its work can be waited for by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,12 +39,30 @@ class Capture(NamedTuple):
 
 def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Callable[[], None]:
     """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed."""
-    with torch.cuda.device(device):
+    # Of an invalidated capture torch leaves the stream as the current one: its context has no finally.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         graph = torch.cuda.CUDAGraph()
-        # Other threads (a data loader that pins memory) may use CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            # Other threads (a data loader that pins memory) may use CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            _end_allocation(capture.pool)
+            raise
     return graph.replay
+
+
+def _end_allocation(pool: Any) -> None:
+    """Let the current device's allocator leave a pool that a capture which could not be ended has left it in.
+
+    Until then it refuses to free its cache.
+    """
+    end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+    if end is None or release is None:
+        return
+    with suppress(RuntimeError):  # the capture could be ended, if not kept: there is nothing left to do
+        end(torch.cuda.current_device(), pool)
+        release(torch.cuda.current_device(), pool)
 
 
 KEPT = 4
@@ -83,6 +102,8 @@ class Graphs:
         Returns:
             The matrices that move, as far as the host knows, and warnings.
         """
+        if not bucket.group["cuda_graphs"]:
+            self._drop(bucket)
         if self.refused or not capturable(bucket, plan):
             return bucket.execute(plan), []
         # The I/O is in the key: a graph reads its tables.
@@ -98,13 +119,33 @@ class Graphs:
             try:
                 recorded = self._record(bucket, plan)
             except Exception as error:  # whatever it is, nothing has moved
-                self.refused = True
-                self.replays.clear()
-                moved = bucket.execute(plan)  # an error of the step itself is raised here
-                return moved, [f"Steps run without CUDA graphs, as recording one failed: {error}"]
+                failure = str(error)  # alone: the error's frames keep the memory of the recording
+            if recorded is None:
+                said = self._refuse(failure)
+                return bucket.execute(plan), [said]  # an error of the step itself is raised here
         replays[key] = recorded  # the last used is the last to go
         recorded.replay()
         return plan.stepping, []
+
+    def _refuse(self, failure: str) -> str:
+        """Give up every graph, for good, and the memory that they held; return a warning."""
+        self.refused = True
+        for bucket in [*self.replays]:
+            self._drop(bucket)
+        more = ""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                more = f" PyTorch's allocator can no longer free its cache ({error})."
+        why = f"as recording one failed: {failure}.{more}"
+        return f"Steps run without CUDA graphs, {why} cuda_graphs=False makes no attempt."
+
+    def _drop(self, bucket: Bucket) -> None:
+        """Give up a bucket's graphs."""
+        self.replays.pop(bucket, {}).clear()
+        if not self.replays:  # torch takes no pool again that no graph uses any more
+            self.captures.clear()
 
     def _record(self, bucket: Bucket, plan: Plan) -> Recorded:
         device = bucket.layout.device

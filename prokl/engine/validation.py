@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -26,16 +27,19 @@ def check_no_module(params: Any) -> None:
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
     """Raise ValueError for a key that is nearly a setting's: misspelt, that setting would keep its default unsaid.
 
-    A key that is far from all, or has the whole name of its nearest in it as "max_momentum" has, is a scheduler's or a
-    trainer's own.
+    A key that is far from all, or has the whole name of its nearest in it as "max_momentum" has, or another number than
+    a setting as "beta1" has, is a scheduler's, a trainer's or another optimizer's own.
 
     Args:
         group: a new group.
         settings: of its algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
+    numberless = {_without_digits(setting) for setting in settings}
     for key, value in group.items():
         if key in settings or key in others or not isinstance(key, str):
+            continue
+        if _without_digits(key) in numberless - {key}:
             continue
         for nearest in get_close_matches(key.lower(), settings, n=1, cutoff=0.8):
             if f"_{nearest}_" not in f"_{key}_":
@@ -43,6 +47,10 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
                     f"Invalid {key}={value!r} of a new group: there is no such setting, and the nearest is {nearest}. "
                     f"Write {nearest!r}, or give a key of your own a name less like it."
                 )
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d", "", name)
 
 
 def check_names(groups: Sequence[Group]) -> None:
