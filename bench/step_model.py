@@ -16,16 +16,14 @@ import torch
 from bench import rows
 from bench.command import Parser, UsageError, command
 from bench.model import rates
+from bench.model.tables import ON_TOP, ORDINARY, total
 from bench.model.trace import EXTENSION, Event, steps
 from bench.shapes import PAPER, SETS, ParameterSet
-from bench.steps.entries import PERIOD
 
 RANK = 128
 DTYPES = (torch.bfloat16, torch.float32)
 """Of weights and gradients."""
 PRECISIONS = ("faithful", "balanced")
-ORDINARY, ON_TOP = "ordinary", "refresh, on top"
-"""Cases: of an ordinary step, and what a refresh step does besides."""
 MODELLED = "H200, modelled"
 """In the place of the device."""
 KNOWN = ("torch", "triton", "prokl", "commit", "date")
@@ -82,12 +80,6 @@ def set_rows(s: ParameterSet, dtype: torch.dtype, precision: str, rank: int = RA
         for (stage, kernel, path), own in parts.items():
             if own != Sum():
                 yield given | {"case": case, "stage": stage, "kernel": kernel, "path": path, **vars(own)}
-
-
-def total(found: Sequence[rows.Row], kind: str, column: str) -> float:
-    """Add up a column of a model, precision and dtype: of an ordinary step, a refresh step, or refreshes amortised."""
-    ordinary, on_top = (sum(float(row[column]) for row in found if row["case"] == case) for case in (ORDINARY, ON_TOP))
-    return ordinary + on_top * {"ordinary": 0.0, "refresh": 1.0, "amortised": 1 / PERIOD}[kind]
 
 
 def summary(found: Sequence[rows.Row]) -> str:

@@ -157,7 +157,8 @@ doctor.main()
 print("report", compile_report.main(["--only", "aot"]))
 """
 TAKE_TRITON = re.compile(
-    r"prokl\.(kernels\.|backends\.triton_ops)|bench\.(micro\.|compiled\.(launches|triton_kernels))"
+    r"prokl\.(kernels\.|backends\.triton_ops)"
+    r"|bench\.(first|step_model|micro\.|model\.(occupancy|rates|trace)|compiled\.(launches|triton_kernels))"
 )
 
 
@@ -170,7 +171,7 @@ def test_without_triton_everything_but_the_kernels_imports_steps_and_says_what_l
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     printed = run(sys.executable, "-c", WITHOUT_TRITON, *names, cwd=ROOT, **variables)
     assert re.search("^triton  +not installed; .*: pip install triton, or a CUDA build of torch", printed, re.MULTILINE)
-    assert re.search("^cpu step  +torch: the kernels run on CUDA devices, not on cpu", printed, re.MULTILINE)
+    assert re.search("^cpu step  +torch: a CPU takes the PyTorch form", printed, re.MULTILINE)
     assert "error: Triton is not installed: pip install triton, or choose --only csrc" in printed
     assert printed.endswith("report 2\n")
 

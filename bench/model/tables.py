@@ -1,11 +1,16 @@
 """The documents' tables of the modelled step."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from pandas import DataFrame
 
 from bench.markdown import figure, table
 from bench.shapes import PAPER
-from bench.step_model import ORDINARY, total
+from bench.steps.entries import PERIOD
 
+ORDINARY, ON_TOP = "ordinary", "refresh, on top"
+"""Cases: of an ordinary step, and what a refresh step does besides."""
 SETS = ("brief", "tiles")
 """The sets of rates."""
 DTYPE = "bfloat16"
@@ -16,6 +21,12 @@ SMALL = 0.02
 """Share of every model's step below which a part is shown with others."""
 POOLED = ("elementwise", "qr")
 """Kernels that count as one part whatever stage they are of."""
+
+
+def total(found: Sequence[Mapping[str, Any]], kind: str, column: str) -> float:
+    """Add up a column of a model, precision and dtype: of an ordinary step, a refresh step, or refreshes amortised."""
+    ordinary, on_top = (sum(float(row[column]) for row in found if row["case"] == case) for case in (ORDINARY, ON_TOP))
+    return ordinary + on_top * {"ordinary": 0.0, "refresh": 1.0, "amortised": 1 / PERIOD}[kind]
 
 
 def totals(rows: DataFrame) -> str:
