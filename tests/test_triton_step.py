@@ -263,8 +263,8 @@ def test_the_gradient_is_let_go_after_the_step():
 def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, monkeypatch):
     """Both multiply the same halves, where they come from the same numbers.
 
-    Sums in another order may round a factor to another pair, 2^-16 of it away. Measured: at most 3e-5 of the distance
-    moved; with one half alone 1e-3 and more.
+    Sums in another order may round a factor to another pair, 2^-16 of it away. Measured: at most 5.5e-5 of the
+    distance moved; with one half alone 1.9e-3 and more.
     """
     stream = gradient_stream([(6, 10), (16, 36), (2, 6, 10)], 6, dtype=torch.float32)
     stream = [[g.to(DEVICE) for g in gradients] for gradients in stream]
@@ -282,7 +282,7 @@ def test_balanced_steps_are_those_of_pytorchs_halves(cls, kwargs, monkeypatch):
     one_half = moved("torch")
     for p, q, r in zip(wanted, found, one_half, strict=True):
         print(f"{relative(q, p):.1e} {relative(r, p):.1e}")
-        assert relative(q, p) <= 2**-12 < relative(r, p)
+        assert relative(q, p) <= 2**-13 < relative(r, p)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

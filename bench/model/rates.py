@@ -2,7 +2,8 @@
 
 "brief" has one rate for each arithmetic, whatever the tile, and no processor ever idle: a lower bound. "tiles" is what
 tiles of their size should reach, derived by hand from the code that Triton makes of them, in whole waves of programs;
-it is believed within about a third. Both were fixed before the kernels that they were first used on were changed.
+it is believed within about a third. Both were fixed before the kernels that they were first used on were changed, but
+for the rates of halves split in registers, which came with those.
 
 * brief: two thirds of what a data sheet promises, 989 TFLOP/s in bfloat16, a third of 495 in tf32x3 and 67 without
   tensor cores; of memory nine tenths of 4.8 TB/s. A launch from a CUDA graph takes 2 us.
