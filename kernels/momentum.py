@@ -156,8 +156,8 @@ def momentum(
         tile: block sizes, by default from the dtypes.
 
     Returns:
-        (G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n), contiguous, then (B,) twice, in the dtype of
-        the arithmetic. All three are None without ``G_par``.
+        (G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n), contiguous, then (B,tiles) twice, in the
+        dtype of the arithmetic: parts that add up. All three are None without ``G_par``.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -235,4 +235,4 @@ def momentum(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return (residual, size2.sum(dim=1), whole2.sum(dim=1)) if hat else (None, None, None)
+    return (residual, size2, whole2) if hat else (None, None, None)

@@ -72,8 +72,3 @@ def residual_noise(U: Operand, dtype: torch.dtype) -> float:
     entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed.
     """
     return 2.0**-14 if isinstance(U, Pair) else 100 * torch.finfo(dtype).eps
-
-
-def low_rank(left: Tensor, right: Operand) -> tuple[Tensor, Tensor]:
-    """Return the factors of left right^T; beside a pair in bfloat16, whose rounding is Newton-Schulz's own."""
-    return (left.to(torch.bfloat16), right.hi) if isinstance(right, Pair) else (left, right)

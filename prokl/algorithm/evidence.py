@@ -23,6 +23,7 @@ Dimension key: B matrices, m short side, k size of the long side's factor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -107,9 +108,9 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
     return Verdict(scale, rows, columns, known & ~(quiet & trusted), bounded, changed)
 
 
-def cut(norm: Tensor, usual: float) -> Tensor:
-    """Return the factors (B,) that bring ``norm`` (B,) down to COHERENT times ``usual`` where it is beyond."""
-    return torch.where(norm > COHERENT * usual, COHERENT * usual / norm, 1.0)
+def cut(norm: Tensor, largest: float) -> Tensor:
+    """Return the factors (B,) that bring ``norm`` (B,) down to ``largest`` where it is beyond."""
+    return torch.where(norm > largest, largest / norm, 1.0)
 
 
 def norm(t: Tensor) -> Tensor:
@@ -117,6 +118,22 @@ def norm(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64)
 
 
-def count(verdict: Verdict, factor: Tensor | None, state: State) -> Tensor:
-    """Return how many steps were bounded so far (B,), by ``verdict`` or by the ``factor`` of :func:`cut`."""
-    return state["clipped"] + (verdict.bounded if factor is None else verdict.bounded | (factor < 1))
+def count(bounded: Tensor, factor: Tensor | None, state: State) -> Tensor:
+    """Return how many steps were bounded so far (B,): the gradient, or its direction by the ``factor`` of a cut."""
+    return state["clipped"] + (bounded if factor is None else bounded | (factor < 1))
+
+
+def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:
+    """Return (B,) bool, True where the eigenvalue means of a new state, and the factors with them, can be stored.
+
+    Inverse roots beyond the dtype's largest number would be infinite. Eigenvalue means whose sum is beyond it may go
+    with a factor that is: its entries are at most that large. NaN is neither.
+
+    Args:
+        roots: inverse roots (B,k) or (B,), k at most n.
+        n: long side.
+        dtype: what the state is stored in.
+    """
+    lowest, highest = torch.cat([t.reshape(len(t), -1) for t in roots], dim=1).aminmax(dim=1)
+    largest = torch.finfo(dtype).max
+    return (lowest > (n / largest) ** 0.5) & (highest <= largest)

@@ -94,7 +94,7 @@ def direction(M: Tensor, given: Operands, state: State, h: Hyper, ops: Primitive
     whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
     if h.clip_threshold is not None:
         m, n = M.shape[-2:]
-        factor = evidence.cut(evidence.norm(whitened), h.gain * (m * n) ** 0.5)
+        factor = evidence.cut(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
         whitened = whitened * factor.to(M.dtype)[:, None, None]
     return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 
@@ -196,9 +196,11 @@ class KLShampooMethod:
         M = momentum(G, verdict, state, h)
         delta, factor = direction(M, given, used, h, ops)
         new = {"M": M} | statistics(given, found, verdict, state, h, ops)
+        evident = None
         if verdict is not None:
-            new |= verdict.changed | {"clipped": evidence.count(verdict, factor, state)}
-        evident = None if verdict is None else verdict.evident
+            new |= verdict.changed | {"clipped": evidence.count(verdict.bounded, factor, state)}
+            roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
+            evident = verdict.evident & evidence.in_range(roots, M.shape[-1], state["M"].dtype)
         return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
     def reference_step(

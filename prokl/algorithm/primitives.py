@@ -8,15 +8,65 @@ Dimension key: B matrices, m short side, n long side, r rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from prokl.algorithm.settings import Hyper
 from prokl.pair import Operand
 
 State = dict[str, Tensor]
 """Stacked state of B matrices; keys as in :mod:`prokl.algorithm.reference`."""
+
+
+class Roots(NamedTuple):
+    """Inverse square roots of the eigenvalues of a projected state."""
+
+    L: Tensor
+    """Of lambda_L (B,m)."""
+    S: Tensor
+    """Of lambda_S (B,r)."""
+    mu: Tensor
+    """Of mu_perp (B,)."""
+
+
+class Admitted(NamedTuple):
+    """What one gradient a matrix may do, and the eigenvalues that it leaves."""
+
+    scale: Tensor | None
+    """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by; None for 1 without a bound."""
+    used: Roots
+    """Damped inverse roots before the step, as the direction takes them."""
+    s: Roots
+    """Undamped, clipped inverse roots after it: the new state."""
+    a: Roots
+    """The same, damped, for the factors' EMAs and the tracking."""
+    tail: Tensor
+    """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
+    changed: State
+    """The new trust and, for "auto", lambda_0 (B,); empty without a bound."""
+    bounded: Tensor | None
+    """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
+    evident: Tensor | None
+    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays. None for True."""
+
+
+class Residual(NamedTuple):
+    """The momentum gradient beside the subspace."""
+
+    G_hat_perp: Operand
+    """G^ - G^ U U^T (B,m,n)."""
+    size: Tensor
+    """Its squared norm, as parts (B,k) that add up."""
+    whole: Tensor
+    """That of G^, likewise."""
+    noise: float
+    """Size over whole up to which it may be rounding alone."""
+
+    def negligible(self) -> Tensor:
+        """Return (B,) bool, True where it is rounding noise: Newton-Schulz would inflate that to a full step."""
+        return self.size.sum(dim=1) <= self.noise * self.whole.sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -108,8 +158,8 @@ class Primitives(Protocol):
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
         ...
 
-    def symmetric_operand(self, A: Operand, /) -> Operand:
-        """Return the :meth:`operand` of A A^T: (B,m,k), symmetric (B,m,m)."""
+    def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
+        """Return the :meth:`operand` of Q diag(a) Q^T: (B,m,m), (B,m) not negative, symmetric (B,m,m)."""
         ...
 
     def symmetric_polynomial(
@@ -136,30 +186,47 @@ class Primitives(Protocol):
         """
         ...
 
+    def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+        """Decide about a gradient by its whitened sizes, and do the eigenvalue EMA of what is left of it.
+
+        Algorithm 2 (3) with :mod:`prokl.algorithm.evidence`; in PyTorch :func:`prokl.algorithm.admission.admit`.
+
+        Args:
+            A: Q_L^T G~ Q_S (B,m,r).
+            QtG: Q_L^T G~ (B,m,r).
+            e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+            state: before the step.
+            h: hyper-parameters; without ``clip_threshold`` nothing is decided.
+            n: long side, above r.
+        """
+        ...
+
     def momentum(
         self,
         G: Tensor,
         M: Tensor,
-        G_par: Tensor | None,
+        G_tilde: Tensor,
+        M_tilde: Tensor,
         U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Operand | None, Tensor | None]:
-        """Update the momentum, M <- momentum M + g c G, and form the residual of G^ = a c G + b M.
+        complement: bool,
+    ) -> tuple[Tensor, Tensor, Residual | None]:
+        """Update the momentum, M <- momentum M + g c G, and split G^ = a c G + b M into its projection and the rest.
 
         Args:
             G: (B,m,n); may be overwritten. M: (B,m,n) in the state's dtype; likewise.
-            G_par: G^ U (B,m,r), or None when the complement takes no part in the direction.
+            G_tilde: G U (B,m,r). M_tilde: M U (B,m,r), of the old M.
             U: (B,n,r).
             momentum: weight of the old M. weights: (g, a, b).
             scale: c (B,), or None for 1.
             active: see above.
+            complement: whether the rest is wanted.
 
         Returns:
-            The new M, which may be M itself; the operand of G^ - G_par U^T, or None without G_par; (B,) bool, True
-            where the latter is rounding noise of G^, or None.
+            The new M, which may be M itself; G^ U (B,m,r), which is linear in G and the old M; the rest of G^, or None.
         """
         ...
 
@@ -167,51 +234,36 @@ class Primitives(Protocol):
         """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
         ...
 
-    def whiten(
-        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return X = P G_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
+    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond, and by which factor.
 
-        The factor is None where X has been multiplied by it. It is 0 where X is ``negligible`` (B,), zero, or so small
+        The factor is (B,), in (0, 1]. Norms are in float64: squares of whitened float32 may overflow.
+        """
+        ...
+
+    def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return X = P G^_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
+
+        The factor is None where X has been multiplied by it. It is 0 where G^_perp is negligible, X zero, or so small
         that the square of its norm is below the dtype's smallest normal number.
         """
         ...
 
-    def eigenvalue_ema(
-        self,
-        inv_sqrt_lambda_L: Tensor,
-        inv_sqrt_lambda_S: Tensor,
-        inv_sqrt_mu: Tensor,
-        ell: Tensor,
-        rho: Tensor,
-        e_res: Tensor,
-        *,
-        beta2: float,
-        n: int,
-        eps: Tensor,
-        ceiling_L: Tensor,
-        ceiling_S: Tensor,
-        ceiling_mu: Tensor,
-        active: Tensor | None = None,
+    def samples(
+        self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Update the eigenvalues with clip (Algorithm 2 (3)): lambda_L, lambda_S, then mu_perp with the new lambda_L.
+        """Whiten what the factors' EMAs are made of: c G~ Q_S a_S, Z = a_L c Q_L^T G~, and weight a_L Z.
 
         Args:
-            inv_sqrt_lambda_L: undamped, clipped lambda_L^-1/2 (B,m).
-            inv_sqrt_lambda_S: likewise for lambda_S (B,r).
-            inv_sqrt_mu: likewise for mu_perp (B,).
-            ell: r * ldiag (B,m): row sums of (Q_L^T G~ Q_S diag(lambda_S^-1/2))^2.
-            rho: rdiag (B,r): column means of (diag(lambda_L^-1/2) Q_L^T G~ Q_S)^2.
-            e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
-            beta2: EMA weight, in [0, 1).
-            n: long side, above r.
-            eps: damping (B,).
-            ceiling_L, ceiling_S, ceiling_mu: largest inverse square roots (B,).
-            active: see above; the others keep their values bit for bit.
-
-        Returns:
-            The new inv_sqrt_lambda_L, inv_sqrt_lambda_S and inv_sqrt_mu, undamped and clipped.
+            GQ: G~ Q_S (B,m,r). QtG: Q_L^T G~ (B,m,r).
+            a: inverse roots.
+            scale: c (B,), or None for 1.
+            weight: of the last.
         """
+        ...
+
+    def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
+        """Return beta L + alpha X X^T + tail E (B,m,m): the EMA of a factor; X (B,m,r), E may be overwritten."""
         ...
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference
-from prokl.algorithm.evidence import Sizes, Verdict
-from prokl.algorithm.initial import ceiling_factor, initialise
+from prokl.algorithm.admission import whitened_size
+from prokl.algorithm.initial import initialise
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import newton_schulz_factors
-from prokl.algorithm.primitives import Direction, Primitives, State, damp
+from prokl.algorithm.primitives import Admitted, Direction, Primitives, Residual, Roots, State
 from prokl.algorithm.settings import (
     COMPLEMENT_VARIANTS,
     POLAR_VARIANTS,
@@ -38,8 +38,8 @@ from prokl.algorithm.settings import (
     ProHyper,
     check_pro,
 )
-from prokl.algorithm.shapes import ceiling, effective_rank
-from prokl.pair import Operand, low_rank
+from prokl.algorithm.shapes import effective_rank
+from prokl.pair import Operand, Pair
 
 
 class Projected(NamedTuple):
@@ -62,6 +62,8 @@ class Energies(NamedTuple):
     """G_perp G_perp^T (B,m,m)."""
     e_res: Tensor
     """diag Q_L^T E Q_L (B,m)."""
+    GQ: Tensor
+    """G~ Q_S (B,m,r)."""
     QtG: Tensor
     """Q_L^T G~ (B,m,r)."""
     A: Tensor
@@ -73,44 +75,19 @@ class Lookahead(NamedTuple):
 
     G_par: Tensor
     """G^ U (B,m,r)."""
-    G_hat_perp: Operand | None
-    """G^ - G^ U U^T (B,m,n); None when the complement takes no part in the direction."""
-    negligible: Tensor | None
-    """(B,) bool, True where G_hat_perp is rounding noise; with it."""
+    residual: Residual | None
+    """G^ - G^ U U^T; None when the complement takes no part in the direction."""
     U: Operand
     """As in :class:`Projected`."""
 
 
 class Sample(NamedTuple):
-    """Result of stage (3) for stage (4): this gradient's part of the statistics, with the new a_L."""
+    """Result of stage (3) for stage (4): this gradient's part of the tracking, with the new a_L."""
 
     whitened: Tensor
-    """diag(a_L^2) Q_L^T G~ (B,m,r): L^-1 G~ in the eigenbasis."""
-    S: Tensor
-    """(1 - beta2)/m G~^T L^-1 G~ (B,r,r), the increment of S."""
-
-
-class Roots(NamedTuple):
-    """Inverse roots of the state before the step, as they are used."""
-
-    a_L: Tensor
-    """1/(sqrt(lambda_L) + eps) (B,m)."""
-    a_S: Tensor
-    """Likewise for lambda_S (B,r)."""
-    a_mu: Tensor
-    """Likewise for mu_perp (B,)."""
-    eps: Tensor
-    """Damping (B,); follows the start value of an "auto" state, as the ceilings do."""
-    ceiling_factor: Tensor
-    """(B,)."""
-
-
-def damped_roots(state: State, h: ProHyper) -> Roots:
-    """Damp the inverse roots of a state (Algorithm 2, (P2))."""
-    factor = ceiling_factor(state)
-    eps = h.eps / factor
-    a_L, a_S, a_mu = (damp(state[f"inv_sqrt_{key}"], eps) for key in ("lambda_L", "lambda_S", "mu"))
-    return Roots(a_L, a_S, a_mu, eps, factor)
+    """(1 - beta2)/m c diag(a_L^2) Q_L^T G~ (B,m,r): L^-1 c G~ in the eigenbasis."""
+    K: Tensor
+    """U^T V = beta2 S + (1 - beta2)/m c^2 G~^T L^-1 G~ with the new S (B,r,r)."""
 
 
 def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
@@ -122,62 +99,36 @@ def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> 
 
 def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     """Compute what the statistics, and the whitened size of the gradient, are made of."""
-    mm, Q_L = ops.product, state["Q_L"]
+    mm, Q_L, G_tilde = ops.product, state["Q_L"], projected.G_tilde
     E = ops.symmetric_product(projected.G_perp)
-    QtG = mm(Q_L.mT, projected.G_tilde)
-    return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), QtG, mm(QtG, state["Q_S"]))
-
-
-def whitened_sizes(energies: Energies, roots: Roots, n: int) -> Sizes:
-    """Measure the gradient; the whole is in the subspace or beside it, whichever is larger."""
-    m, r = energies.A.shape[-2:]
-    inside = energies.A * roots.a_L[:, :, None] * roots.a_S[:, None, :]
-    beside = (energies.e_res.sqrt() * roots.a_L * roots.a_mu[:, None]).double()
-    rows, columns = (torch.linalg.vector_norm(inside, dim=dim, dtype=torch.float64) for dim in (-1, -2))
-    subspace, complement = (torch.linalg.vector_norm(t, dim=-1) for t in (rows, beside))
-    whole = torch.maximum(subspace / (m * r) ** 0.5, complement / (m * (n - r)) ** 0.5)
-    return Sizes(torch.hypot(rows, beside) / n**0.5, columns / m**0.5, whole)
-
-
-def decide(energies: Energies, state: State, roots: Roots, h: ProHyper, n: int) -> tuple[Verdict | None, Roots]:
-    """Decide about the gradient by its whitened sizes; None in the paper's form.
-
-    Returns:
-        The decision, and the roots that the direction takes.
-    """
-    if h.clip_threshold is None:
-        return None, roots
-    rest = energies.e_res.sqrt()[:, :, None]
-    rms = torch.hypot(evidence.norm(energies.QtG), evidence.norm(rest)) / (rest.shape[1] * n) ** 0.5
-    sizes = whitened_sizes(energies, roots, n)
-    verdict = evidence.judge(sizes, rms, state, h)
-    return verdict, roots._replace(a_L=roots.a_L * verdict.rows, a_S=roots.a_S * verdict.columns)
+    GQ = mm(G_tilde, state["Q_S"])
+    QtG, A = mm(Q_L.mT, torch.cat((G_tilde, GQ), dim=-1)).chunk(2, dim=-1)  # Q_L is read once
+    return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), GQ, QtG, A)
 
 
 def momentum(
     G: Tensor,
     projected: Projected,
-    verdict: Verdict | None,
+    admitted: Admitted,
     state: State,
     h: ProHyper,
     active: Tensor | None,
     ops: Primitives,
 ) -> tuple[Tensor, Lookahead]:
-    """Do the rest of (1): M <- mu M + c G, G^ = c G + mu M, projected; G^ is linear in G and the old M."""
-    g, a, b = h.gradient_weights
-    G_tilde = projected.G_tilde if verdict is None else projected.G_tilde * verdict.scale[:, None, None]
-    G_par = (a + b * g) * G_tilde + b * h.momentum * projected.M_tilde
-    M, G_hat_perp, negligible = ops.momentum(
+    """Do the rest of (1): M <- mu M + c G, G^ = c G + mu M, projected."""
+    M, G_par, residual = ops.momentum(
         G,
         state["M"],
-        G_par if h.variant in COMPLEMENT_VARIANTS else None,
+        projected.G_tilde,
+        projected.M_tilde,
         projected.U,
         h.momentum,
         h.gradient_weights,
-        None if verdict is None else verdict.scale,
+        admitted.scale,
         active,
+        h.variant in COMPLEMENT_VARIANTS,
     )
-    return M, Lookahead(G_par, G_hat_perp, negligible, projected.U)
+    return M, Lookahead(G_par, residual, projected.U)
 
 
 def direction(
@@ -190,93 +141,56 @@ def direction(
     Returns:
         The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
     """
-    G_par, G_hat_perp, negligible, U = lookahead
+    G_par, residual, U = lookahead
     bounded, cautious = h.clip_threshold is not None, h.cautious_weight_decay
+    usual = evidence.COHERENT * h.gain
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
-    P = ops.symmetric_operand(ops.operand(state["Q_L"] * roots.a_L.sqrt()[:, None, :]))
+    P = ops.spectral_operand(state["Q_L"], roots.L)
     left = right = factor = None
     if h.variant in SUBSPACE_VARIANTS:
-        subspace = ops.precondition(P, G_par, state["Q_S"], roots.a_S, weight)
-        if bounded:
-            factor = evidence.cut(evidence.norm(subspace), weight * h.gain * (m * r) ** 0.5)
-            subspace = subspace * factor.to(subspace.dtype)[:, None, None]
+        left = ops.precondition(P, G_par, state["Q_S"], roots.S, weight)
         # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
-        left, right = low_rank(subspace, U if h.variant in POLAR_VARIANTS else state["U"])
-    if h.variant not in COMPLEMENT_VARIANTS:
+        right = U.hi if isinstance(U, Pair) and h.variant in POLAR_VARIANTS else state["U"]
+        if bounded:
+            left, factor = ops.cut(left, usual * weight * (m * r) ** 0.5, right.dtype)
+        left = left.to(right.dtype)
+    if residual is None:
         return Direction(None, left=left, right=right, cautious_decay=cautious), factor
-    assert G_hat_perp is not None and negligible is not None
     if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, G_hat_perp, negligible, h.polar_dtype(G_par))
+        X, scale = ops.whiten(P, residual, h.polar_dtype(G_par))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own
         return Direction(Y, Q, scale, left, right, cautious_decay=cautious), factor
-    X, scale = ops.product(P, G_hat_perp), (whole * roots.a_mu).masked_fill(negligible, 0.0)
+    X, scale = ops.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
     if factor is not None:
         n = X.shape[-1]
-        beside = evidence.cut(evidence.norm(X) * scale, whole * h.gain * (m * (n - r)) ** 0.5)
+        beside = evidence.cut(evidence.norm(X) * scale, usual * whole * (m * (n - r)) ** 0.5)
         scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
     return Direction(X, None, scale, left, right, cautious_decay=cautious), factor
 
 
 def statistics(
-    projected: Projected,
-    energies: Energies,
-    verdict: Verdict | None,
-    state: State,
-    roots: Roots,
-    h: ProHyper,
-    active: Tensor | None,
-    ops: Primitives,
+    energies: Energies, admitted: Admitted, state: State, h: ProHyper, n: int, ops: Primitives
 ) -> tuple[State, Sample]:
-    """Do (3): eigenvalue and factor EMAs of c G; lambda_L, lambda_S, then mu_perp, L, S with the new."""
-    E, e_res, QtG, A = energies
-    m, n = projected.G_perp.shape[-2:]
-    GQ = ops.product(projected.G_tilde, state["Q_S"])
-    a_L, a_S, _, eps, factor = roots
-    if verdict is not None:  # c twice, not its square, which may leave float32's range
-        c = verdict.scale[:, None, None]
-        QtG, A, GQ, e_res = QtG * c, A * c, GQ * c, e_res * c[:, 0] * c[:, 0]
-
-    s_L, s_S, s_mu = ops.eigenvalue_ema(
-        state["inv_sqrt_lambda_L"],
-        state["inv_sqrt_lambda_S"],
-        state["inv_sqrt_mu"],
-        (A * a_S[:, None, :]).square().sum(dim=-1),
-        (A * a_L[:, :, None]).square().mean(dim=-2),
-        e_res,
-        beta2=h.beta2,
-        n=n,
-        eps=eps,
-        ceiling_L=ceiling(m) * factor,
-        ceiling_S=ceiling(n) * factor,
-        ceiling_mu=ceiling(n) * factor,
-        active=active,
-    )
-    a_L, a_S, a_mu = damp(s_L, eps), damp(s_S, eps), damp(s_mu, eps)
-    gain = 1 - h.beta2
-    L = ops.symmetric_product(GQ * a_S[:, None, :], C=state["L"], beta=h.beta2, alpha=gain / n)
-    a_E = a_mu if verdict is None else a_mu * verdict.scale
-    L.addcmul_(E, (gain / n * a_E**2)[:, None, None])
-    Z = QtG * a_L[:, :, None]
-    sample = ops.symmetric_product(Z.mT, alpha=gain / m)
-    S = h.beta2 * state["S"] + sample
-    new = {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu, "L": L, "S": S}
-    return new, Sample(Z * a_L[:, :, None], sample)
+    """Do the rest of (3): factor EMAs of c G with the new eigenvalues."""
+    beta2, gain, m = h.beta2, 1 - h.beta2, energies.A.shape[-2]
+    X, Z, whitened = ops.samples(energies.GQ, energies.QtG, admitted.a, admitted.scale, gain / m)
+    L = ops.factor_ema(state["L"], X, energies.E, admitted.tail, beta2, gain / n)
+    S = ops.symmetric_product(Z.mT, C=state["S"], beta=beta2, alpha=gain / m)
+    new = {"inv_sqrt_lambda_L": admitted.s.L, "inv_sqrt_lambda_S": admitted.s.S, "inv_sqrt_mu": admitted.s.mu}
+    return new | {"L": L, "S": S}, Sample(whitened, torch.lerp(state["S"], S, 1 + beta2))
 
 
 def track_subspace(
-    projected: Projected, verdict: Verdict | None, sample: Sample, state: State, h: ProHyper, ops: Primitives
+    projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives
 ) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
-    U, S, mm = state["U"], state["S"], ops.product
-    weight = (1 - h.beta2) / projected.G_perp.shape[-2]
+    U, S, K, mm = state["U"], state["S"], sample.K, ops.product
     Y = mm(state["Q_L"], sample.whitened)
-    K = h.beta2 * S + sample.S  # U^T V
-    alpha = weight if verdict is None else weight * verdict.scale
-    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=alpha)
+    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=1.0 if scale is None else scale)
     U_new = ops.tracking_qr(V, K, U)
     T = mm(U.mT, U_new)
     return {"U": U_new, "S": mm(T.mT, mm(S, T)), "Q_S": mm(T.mT, state["Q_S"])}
@@ -335,30 +249,31 @@ class ProKLShampooMethod:
     def whitened_size(self, G: Tensor, state: State, h: ProHyper, ops: Primitives) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
         found = energies(project(G, state, None, ops), state, ops)
-        return whitened_sizes(found, damped_roots(state, h), G.shape[-1]).whole
+        return whitened_size(found.A, found.e_res, state, h, G.shape[-1])
 
     def direction(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G: stages (1) and (2)."""
-        projected, roots = project(G, state, active, ops), damped_roots(state, h)
-        verdict, used = decide(energies(projected, state, ops), state, roots, h, G.shape[-1])
-        _, lookahead = momentum(G, projected, verdict, state, h, active, ops)
-        return direction(lookahead, state, used, h, aspect_scale, ops)[0]
+        projected = project(G, state, active, ops)
+        found = energies(projected, state, ops)
+        admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, G.shape[-1])
+        _, lookahead = momentum(G, projected, admitted, state, h, active, ops)
+        return direction(lookahead, state, admitted.used, h, aspect_scale, ops)[0]
 
     def step(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> tuple[Direction, State, Tensor | None]:
         """Do stages (1) to (4); arguments as :meth:`prokl.algorithm.method.Method.step` has them."""
-        projected, roots = project(G, state, active, ops), damped_roots(state, h)
+        n, projected = G.shape[-1], project(G, state, active, ops)
         found = energies(projected, state, ops)
-        verdict, used = decide(found, state, roots, h, G.shape[-1])
-        M, lookahead = momentum(G, projected, verdict, state, h, active, ops)
-        delta, factor = direction(lookahead, state, used, h, aspect_scale, ops)
+        admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, n)
+        M, lookahead = momentum(G, projected, admitted, state, h, active, ops)
+        delta, factor = direction(lookahead, state, admitted.used, h, aspect_scale, ops)
         del lookahead  # memory for the rest
-        moments, sample = statistics(projected, found, verdict, state, roots, h, active, ops)
-        turned = track_subspace(projected, verdict, sample, state | moments, h, ops)
-        new = {"M": M} | moments | turned
-        if verdict is None:
-            return delta, new, None
-        return delta, new | verdict.changed | {"clipped": evidence.count(verdict, factor, state)}, verdict.evident
+        moments, sample = statistics(found, admitted, state, h, n, ops)
+        turned = track_subspace(projected, admitted.scale, sample, state | moments, ops)
+        new = {"M": M} | moments | turned | admitted.changed
+        if admitted.bounded is not None:
+            new["clipped"] = evidence.count(admitted.bounded, factor, state)
+        return delta, new, admitted.evident

@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Primitives, clipped_ema, damp
+from prokl.algorithm import evidence
+from prokl.algorithm.admission import admit
+from prokl.algorithm.primitives import Primitives, Residual, Roots
 from prokl.backends import qr
 from prokl.pair import Operand, Pair, parts, residual_noise
 
@@ -41,6 +43,7 @@ class TorchPrimitives(Primitives):
     """
 
     name = "torch"
+    admit = staticmethod(admit)
 
     def __init__(self, host_readable: bool, balanced: bool = False) -> None:
         self.host_readable, self.balanced = host_readable, balanced
@@ -77,8 +80,9 @@ class TorchPrimitives(Primitives):
         """Return alpha A A^T + beta C."""
         return self.product(A, A.mT, C=C, alpha=alpha, beta=beta)
 
-    def symmetric_operand(self, A: Operand, /) -> Operand:
-        """Return the operand of A A^T."""
+    def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
+        """Return the operand of Q diag(a) Q^T."""
+        A = self.operand(Q * a.sqrt()[:, None, :])
         return self.operand(self.product(A, A.mT))
 
     symmetric_polynomial = product
@@ -98,79 +102,70 @@ class TorchPrimitives(Primitives):
         self,
         G: Tensor,
         M: Tensor,
-        G_par: Tensor | None,
+        G_tilde: Tensor,
+        M_tilde: Tensor,
         U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Operand | None, Tensor | None]:
-        """Update the momentum and form the residual.
+        complement: bool,
+    ) -> tuple[Tensor, Tensor, Residual | None]:
+        """Update the momentum and split the momentum gradient.
 
         A CPU pays more for fresh memory than for arithmetic on it, so that G and, where all step and the dtype is
         G's, M are overwritten.
         """
         g, a, b = weights
         if scale is not None and not (self.host_readable and bool((scale == 1).all())):
-            G = G.mul_(scale[:, None, None])
+            G, G_tilde = G.mul_(scale[:, None, None]), G_tilde * scale[:, None, None]
+        G_par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
         if active is not None or M.dtype != G.dtype:
             M = M.to(G.dtype, copy=True)
         M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)
-        if G_par is None:
-            return M, None, None
+        if not complement:
+            return M, G_par, None
         G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
         if isinstance(U, Pair):
-            G_hat_perp = G_hat.sub_(_product(G_par, U.mT))
+            G_hat_perp = G_hat.sub_(_product(self.operand(G_par), U.mT))
         else:
             G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
-        size, captured = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G_hat_perp, G_par))
-        negligible = size <= residual_noise(U, G.dtype) * torch.hypot(size, captured)
-        return M, self.operand(G_hat_perp), negligible
+        size, captured = (
+            torch.linalg.vector_norm(t, dim=(-2, -1)).double().square()[:, None] for t in (G_hat_perp, G_par)
+        )
+        noise = residual_noise(U, G.dtype) ** 2
+        return M, G_par, Residual(self.operand(G_hat_perp), size, size + captured, noise)
 
     def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
         return alpha * _product(P, ((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT)
 
-    def whiten(
-        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return P G_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
-        X = _product(P, G_perp)
+    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return t brought down to the norm ``largest``, and by which factor."""
+        factor = evidence.cut(evidence.norm(t), largest)
+        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), factor
+
+    def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return P G^_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
+        X = _product(P, residual.G_hat_perp)
         norm = torch.linalg.vector_norm(X, dim=(-2, -1))
         # What rounding leaves of squares below the smallest normal number does not normalise X.
         vanishing = norm < torch.finfo(norm.dtype).tiny ** 0.5
-        inverse = torch.where(negligible | vanishing, 0.0, 1 / norm)
+        inverse = torch.where(residual.negligible() | vanishing, 0.0, 1 / norm)
         return X.mul_(inverse[:, None, None]).to(dtype), None
 
-    def eigenvalue_ema(
-        self,
-        inv_sqrt_lambda_L: Tensor,
-        inv_sqrt_lambda_S: Tensor,
-        inv_sqrt_mu: Tensor,
-        ell: Tensor,
-        rho: Tensor,
-        e_res: Tensor,
-        *,
-        beta2: float,
-        n: int,
-        eps: Tensor,
-        ceiling_L: Tensor,
-        ceiling_S: Tensor,
-        ceiling_mu: Tensor,
-        active: Tensor | None = None,
+    def samples(
+        self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Update the eigenvalues with clip."""
-        m, r = inv_sqrt_lambda_L.shape[1], inv_sqrt_lambda_S.shape[1]
-        a_mu = damp(inv_sqrt_mu, eps)[:, None]
-        s_L = clipped_ema(inv_sqrt_lambda_L, (ell + a_mu**2 * e_res) / n, beta2, ceiling_L[:, None])
-        s_S = clipped_ema(inv_sqrt_lambda_S, rho, beta2, ceiling_S[:, None])
-        tail = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
-        s_mu = clipped_ema(inv_sqrt_mu, tail, beta2, ceiling_mu)
-        if active is not None:
-            s_L = torch.where(active[:, None], s_L, inv_sqrt_lambda_L)
-            s_S = torch.where(active[:, None], s_S, inv_sqrt_lambda_S)
-            s_mu = torch.where(active, s_mu, inv_sqrt_mu)
-        return s_L, s_S, s_mu
+        """Whiten what the factors' EMAs are made of."""
+        # c twice, not its square, which may leave float32's range.
+        S, L = (a.S, a.L) if scale is None else (a.S * scale[:, None], a.L * scale[:, None])
+        Z = QtG * L[:, :, None]
+        return GQ * S[:, None, :], Z, Z * (weight * a.L)[:, :, None]
+
+    def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
+        """Return beta L + alpha X X^T + tail E, in E."""
+        return E.mul_(tail[:, None, None]).add_(L, alpha=beta).baddbmm_(X, X.mT, alpha=alpha)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V): Householder's on a CPU, elsewhere Cholesky QR preconditioned by K."""

@@ -13,14 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Direction, Primitives
+from prokl.algorithm import evidence
+from prokl.algorithm.admission import admit
+from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Layout, Member
 from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.apply import apply
-from prokl.kernels.eigenvalue_ema import eigenvalue_ema
 from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.precondition import can_use_precondition, precondition
 from prokl.kernels.product import product, product_pair, row_energies
@@ -45,7 +46,7 @@ class TritonPrimitives(Primitives):
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     project = staticmethod(project)
-    eigenvalue_ema = staticmethod(eigenvalue_ema)
+    admit = staticmethod(admit)
 
     def __init__(self, use_cuda_qr: bool, host_readable: bool, balanced: bool = False) -> None:
         self.use_cuda_qr, self.host_readable, self.balanced = use_cuda_qr, host_readable, balanced
@@ -78,8 +79,9 @@ class TritonPrimitives(Primitives):
         left, right = self._factors(left, right)
         return (product_pair if isinstance(left, Pair) else product)(left, right, C=C, alpha=alpha)
 
-    def symmetric_operand(self, A: Operand, /) -> Operand:
-        """Return the operand of A A^T, split as it is stored."""
+    def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
+        """Return the operand of Q diag(a) Q^T, split as it is stored."""
+        A = self.operand(Q * a.sqrt()[:, None, :])
         return symmetric_product_pair(A) if isinstance(A, Pair) else symmetric_product(A)
 
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
@@ -92,21 +94,29 @@ class TritonPrimitives(Primitives):
         self,
         G: Tensor,
         M: Tensor,
-        G_par: Tensor | None,
+        G_tilde: Tensor,
+        M_tilde: Tensor,
         U: Operand,
         momentum: float,
         weights: tuple[float, float, float],
         scale: Tensor | None,
         active: Tensor | None,
-    ) -> tuple[Tensor, Operand | None, Tensor | None]:
+        complement: bool,
+    ) -> tuple[Tensor, Tensor, Residual | None]:
         """Update M in place and form the residual."""
-        par = split(G_par) if G_par is not None and isinstance(U, Pair) else G_par
+        g, a, b = weights
+        if scale is not None:
+            G_tilde = G_tilde * scale[:, None, None]
+        G_par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
+        par = None
+        if complement:
+            par = split(G_par) if isinstance(U, Pair) else G_par
         G_hat_perp, size, whole = launch_momentum(
             G, M, par, U, momentum=momentum, weights=weights, scale=scale, active=active
         )
         if G_hat_perp is None or size is None or whole is None:
-            return M, None, None
-        return M, G_hat_perp, size <= residual_noise(U, size.dtype) ** 2 * whole
+            return M, G_par, None
+        return M, G_par, Residual(G_hat_perp, size, whole, residual_noise(U, size.dtype) ** 2)
 
     def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par S^-1/2: one launch; products of a pair, and where r x r does not fit one program."""
@@ -114,16 +124,32 @@ class TritonPrimitives(Primitives):
             return precondition(P, G_par, Q_S, a_S, alpha)
         return self.product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
 
-    def whiten(
-        self, P: Operand, G_perp: Operand, negligible: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return X = P G_perp and the inverse of its norm, which comes with the product and is left to the next."""
+    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return t brought down to the norm ``largest``, and by which factor."""
+        factor = evidence.cut(evidence.norm(t), largest)
+        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), factor
+
+    def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
         half = torch.bfloat16 if dtype == torch.bfloat16 else None
-        X, energy = product(*self._factors(P, G_perp), out_dtype=half, energy=True)
+        X, energy = product(*self._factors(P, residual.G_hat_perp), out_dtype=half, energy=True)
         # Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
         vanishing = energy < torch.finfo(energy.dtype).tiny
-        inverse = torch.where(negligible | vanishing, 0.0, energy.rsqrt())
+        inverse = torch.where(residual.negligible() | vanishing, 0.0, energy.rsqrt())
         return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
+
+    def samples(
+        self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Whiten what the factors' EMAs are made of."""
+        S, L = (a.S, a.L) if scale is None else (a.S * scale[:, None], a.L * scale[:, None])
+        Z = QtG * L[:, :, None]
+        return GQ * S[:, None, :], Z, Z * (weight * a.L)[:, :, None]
+
+    def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
+        """Return beta L + alpha X X^T + tail E."""
+        own = torch.add(E.mul_(tail[:, None, None]), L, alpha=beta)
+        return symmetric_product(X, C=own, alpha=alpha)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V)."""

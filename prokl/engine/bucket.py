@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.evidence import ALWAYS_MOVE
+from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
@@ -32,7 +32,7 @@ from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.schedule import Plan, Schedule
-from prokl.engine.storage import in_range, layout_of_state, state_dtype
+from prokl.engine.storage import layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -257,8 +257,6 @@ class Bucket:
         active = self._active(moving, steps)
         direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
         self.io.apply(direction, moving, active)
-        if evident is not None:
-            evident = evident & in_range(new, self.layout.n, self._state_dtype)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
         learning = active if evident is None else evident if active is None else active & evident
@@ -326,9 +324,8 @@ class Bucket:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale = float(self.aspect_scale[b])
             W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=False)
-            learns = h.clip_threshold is None or bool(
-                in_range({key: value[None] for key, value in own.items()}, self.layout.n, self._state_dtype)
-            )
+            roots = [value[None] for key, value in own.items() if key.startswith("inv_sqrt")]
+            learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
             for key, value in own.items():
                 if learns or key in ALWAYS_MOVE:
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.pieces import Piece, stored_clock
@@ -45,20 +44,3 @@ def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> d
         shape = (*leading, piece.shape.m, piece.shape.n)
         state[MASTER] = torch.zeros(shape, dtype=torch.float32, device=device)
     return {key + piece.suffix: value for key, value in state.items()}
-
-
-def in_range(state: State, n: int, dtype: torch.dtype) -> Tensor:
-    """Return (B,) bool, True where the eigenvalue means of a new state, and the factors with them, can be stored.
-
-    Inverse roots beyond the dtype's largest number would be infinite. Eigenvalue means whose sum is beyond it may go
-    with a factor that is: its entries are at most that large. NaN is neither.
-
-    Args:
-        state: with inverse roots (B,k) or (B,), k at most n.
-        n: long side.
-        dtype: what the state is stored in.
-    """
-    roots = torch.cat([t.reshape(len(t), -1) for key, t in state.items() if key.startswith("inv_sqrt")], dim=1)
-    lowest, highest = roots.aminmax(dim=1)
-    largest = torch.finfo(dtype).max
-    return (lowest > (n / largest) ** 0.5) & (highest <= largest)

@@ -1,0 +1,100 @@
+"""What a gradient may do to a projected state, and the eigenvalues that it leaves: Algorithm 2 (3) bounded.
+
+All of it follows from two sums of squares of A = Q_L^T G~ Q_S and from the energies beside the subspace: by its rows,
+ell_i = sum_j A_ij^2 a_S,j^2, and by its columns, rho_j = sum_i a_L,i^2 A_ij^2 / m. The whitened sizes, which the
+decision goes by, are a_L^2 ell and a_S^2 rho; the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of float32 may
+leave its range, so that they are in float64; beside the matrix products that costs little.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.evidence import Sizes, in_range, judge, norm
+from prokl.algorithm.initial import ceiling_factor
+from prokl.algorithm.primitives import Admitted, Roots, State, clipped_ema, damp
+from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import ceiling
+
+
+def inverse_roots(state: State) -> Roots:
+    """Return the inverse roots of a state's eigenvalues, undamped, in float64."""
+    return Roots(*(state[f"inv_sqrt_{key}"].double() for key in ("lambda_L", "lambda_S", "mu")))
+
+
+def damped(s: Roots, eps: Tensor) -> Roots:
+    """Damp inverse roots (Algorithm 2, (P2)); eps (B,)."""
+    return Roots(*(damp(t, eps) for t in s))
+
+
+def damping(state: State, h: Hyper) -> Tensor:
+    """Return eps (B,) in float64, which follows the start value of an "auto" state as the ceilings do."""
+    return h.eps / ceiling_factor(state).double()
+
+
+def row_and_column_energies(A: Tensor, a: Roots) -> tuple[Tensor, Tensor]:
+    """Return ell (B,m) and rho (B,r) of A (B,m,r), whitened on the other side alone, in float64."""
+    squares = A.double().square()
+    ell = (squares @ a.S.square()[:, :, None]).squeeze(-1)
+    return ell, (a.L.square()[:, None, :] @ squares).squeeze(1) / A.shape[-2]
+
+
+def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, a: Roots, n: int) -> Sizes:
+    """Measure the gradient; the whole is in the subspace or beside it, whichever is larger."""
+    m, r = ell.shape[-1], rho.shape[-1]
+    inside, beside = a.L.square() * ell, (a.L * a.mu[:, None]).square() * e_res
+    whole = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r)))
+    return Sizes(((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), whole.sqrt())
+
+
+def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Tensor:
+    """Return the whitened size (B,) that the decision goes by."""
+    a = damped(inverse_roots(state), damping(state, h))
+    return whitened_sizes(*row_and_column_energies(A, a), e_res.double(), a, n).whole
+
+
+def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int) -> Roots:
+    """Do the eigenvalue EMA with clip (Algorithm 2 (3)): lambda_L, lambda_S, then mu_perp with the new lambda_L.
+
+    Args:
+        s: undamped, clipped inverse roots before the step.
+        ell: r ldiag (B,m). rho: rdiag (B,r). e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+        eps: damping (B,). factor: of the ceilings (B,).
+        h: hyper-parameters. n: long side, above r.
+
+    Returns:
+        The new inverse roots, undamped and clipped.
+    """
+    m, r = ell.shape[-1], rho.shape[-1]
+    a_mu = damp(s.mu, eps)[:, None]
+    s_L = clipped_ema(s.L, (ell + a_mu**2 * e_res) / n, h.beta2, (ceiling(m) * factor)[:, None])
+    s_S = clipped_ema(s.S, rho, h.beta2, (ceiling(n) * factor)[:, None])
+    tail = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
+    return Roots(s_L, s_S, clipped_ema(s.mu, tail, h.beta2, ceiling(n) * factor))
+
+
+def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+    """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.primitives.Primitives.admit`."""
+    dtype, m = A.dtype, A.shape[-2]
+    s, e_res, factor, eps = inverse_roots(state), e_res.double(), ceiling_factor(state).double(), damping(state, h)
+    a = damped(s, eps)
+    ell, rho = row_and_column_energies(A, a)
+    scale = bounded = evident = None
+    changed: State = {}
+    used, c = a, torch.ones_like(eps)
+    if h.clip_threshold is not None:
+        rms = (norm(QtG).square() + e_res.sum(dim=-1)).div(m * n).sqrt()
+        verdict = judge(whitened_sizes(ell, rho, e_res, a, n), rms, state, h)
+        scale, bounded, changed = verdict.scale, verdict.bounded, verdict.changed
+        used, c = Roots(a.L * verdict.rows, a.S * verdict.columns, a.mu), verdict.scale.double()
+        ell, rho, e_res = (t * c[:, None] * c[:, None] for t in (ell, rho, e_res))
+    s = averaged(s, ell, rho, e_res, eps, factor, h, n)
+    a = damped(s, eps)
+    if h.clip_threshold is not None:
+        evident = verdict.evident & in_range(s, n, state["M"].dtype)
+    tail = (1 - h.beta2) / n * (a.mu * c).square()
+    used, s, a = (Roots(*(t.to(dtype) for t in roots)) for roots in (used, s, a))
+    return Admitted(scale, used, s, a, tail.to(dtype), changed, bounded, evident)
