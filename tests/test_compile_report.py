@@ -219,17 +219,18 @@ from bench.compiled.launches import recording, shapes
 from bench.compiled.triton_kernels import build, checked, record
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
+from bench.micro.stages import H
 from unittest.mock import patch
 from prokl.kernels import product
-from prokl.kernels.eigenvalue_ema import eigenvalue_ema
+from prokl.kernels.admit import admit
 from prokl.kernels.launch import Tile
 
 with recording() as launches:
     def f(*shape): return shapes(*shape, dtype=torch.float32)
     one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
-    state = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
-    per_weight = dict.fromkeys(("eps", "ceiling_L", "ceiling_S", "ceiling_mu"), one)
-    eigenvalue_ema(*state, huge, f(3, 33), f(3, 768), beta2=0.9, n=1000, **per_weight, active=one > 0)
+    names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu", "trust", "M")
+    state = dict(zip(names, (f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3), one, one)))
+    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, state, H, 1000)
 signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
 for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
     print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
@@ -259,9 +260,9 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
     assert found["active_ptr"] == ("aligned", "!tt.ptr<i1>")
     assert found["M"] == ("aligned", "i32") and found["R"] == ("any", "i32")
     assert found["beta2"] == found["N"] == ("any", "f64")
-    assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_ell_b"] == ("aligned", "i64")
+    assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_e_res_b"] == ("aligned", "i64")
     assert found["stride_s_S_r"] == ("any", "i32")  # 3: transposed
-    assert not {"stride_s_L_m", "stride_s_S_b", "stride_active_b", "HAS_ACTIVE", "TILE"} & set(found)  # 1, or constexpr
+    assert not {"stride_s_L_m", "stride_s_S_b", "stride_trust_b", "BOUNDED", "TILE_M"} & set(found)  # 1, or constexpr
     wrong = [rest for what, rest in lines if what == "wrong"]
     expected = ["registers spill", "loads do not run ahead", "of shared memory; there are", "does not compile"]
     for line, tile, complaint in zip(wrong, ("256x256", "64x64", "128x256", "100x64"), expected, strict=True):

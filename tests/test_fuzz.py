@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from prokl.algorithm import evidence, primitives
-from prokl.backends import qr, torch_ops
+from prokl.algorithm import admission, evidence, primitives
+from prokl.backends import qr
 from prokl.backends.io import TorchIO
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.engine.bucket import Bucket
@@ -70,7 +70,7 @@ def unfiltered(patch):
 
 
 def without_ceilings(patch):
-    patch.setattr(torch_ops, "clipped_ema", lambda s, x, b, limit: primitives.clipped_ema(s, x, b, limit + torch.inf))
+    patch.setattr(admission, "clipped_ema", lambda s, x, b, limit: primitives.clipped_ema(s, x, b, limit + torch.inf))
 
 
 def nearly_orthonormal(patch):

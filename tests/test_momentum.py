@@ -82,6 +82,7 @@ def assert_close(got, a, **settings):
     u = torch.finfo(dtype).eps / 2
     element = 2 * (a["U"].shape[-1] + 8) * u + (2**-19 if dtype == SINGLE and not launch.INTERPRETED else 0)
     units = [10 * u + torch.finfo(a["M"].dtype).eps / 2, element, 2 * element + 44 * u, 20 * u + 44 * u]
+    got = [*got[:2], *(parts.sum(dim=1) for parts in got[2:])]
     names = ("M", "G_hat_perp", "size2", "whole2")
     values, sizes = truth(a, **(SETTINGS | settings))
     for name, x, value, size, unit in zip(names, got, values, sizes, units, strict=True):
@@ -117,14 +118,21 @@ def test_every_tile_is_chosen_for_some_dtype():
     assert {choose_tile(DOUBLE)} == set(TILES_FP64)
 
 
+def torch_form(a, momentum, weights):
+    """The new momentum, G^ U for some projections, and the residual of it."""
+    G, M, G_tilde, U = (a[k].clone() for k in NAMES[:4])  # G and M are overwritten
+    settings = (momentum, weights, a["scale"], None, True)
+    M, G_par, residual = TorchPrimitives(True).momentum(G, M, G_tilde, G_tilde.flip(1), U, *settings)
+    return M, G_par, residual.G_hat_perp
+
+
 @pytest.mark.parametrize("weights", [(1, 1, 0.95), (0.05, 0, 1), (1, 0, 1)])
 def test_the_same_as_the_torch_form(weights):
     # The three ways that momentum is put together; float64 shows any difference in the algebra.
     a = arguments(2, 37, 50, 11, [DOUBLE] * 5)
     for scale in (a["scale"], None):
-        G, M, G_par, U = (a[k].clone() for k in NAMES[:4])  # the torch form overwrites G and M
-        *expected, _ = TorchPrimitives(True).momentum(G, M, G_par, U, 0.95, weights, scale, None)
-        for x, y in zip(call(a | {"scale": scale}, weights=weights), expected, strict=False):
+        M, G_par, residual = torch_form(a | {"scale": scale}, 0.95, weights)
+        for x, y in zip(call(a | {"scale": scale, "G_par": G_par}, weights=weights), (M, residual), strict=False):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -277,7 +285,7 @@ def test_only_the_momentum_is_written():
 def test_no_matrices_give_empty_results(monkeypatch):
     monkeypatch.setattr(launch, "start", None)
     got = momentum(**arguments(0, 5, 9, 4), **SETTINGS)
-    assert [tuple(t.shape) for t in got] == [(0, 5, 9), (0,), (0,)]
+    assert [tuple(t.shape) for t in got] == [(0, 5, 9), (0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "active"])
@@ -324,8 +332,9 @@ def test_a_tile_given_by_hand_is_the_one_that_is_launched(monkeypatch):
 def test_error_is_at_most_twice_that_of_torch(dtypes, precision):
     a = arguments(4, 200, 700, 120, dtypes)
     unit = {"ieee": 2**-24, "tf32x3": 2**-22, "tf32": 2**-11}[precision]  # rounding of an operand
-    G, M, G_par, U = (a[k].float().clone() for k in NAMES[:4])
-    *plain, _ = TorchPrimitives(True).momentum(G, M, G_par, U, *SETTINGS.values(), a["scale"], None)
+    M, G_par, residual = torch_form(a | {k: a[k].float() for k in NAMES[:4]}, *SETTINGS.values())
+    a["G_par"] = G_par
+    plain = M, residual
     values, sizes = truth(a, **SETTINGS)
     for x, y, value, size in zip(call(a, precision=precision), plain, values, sizes, strict=False):
         rounding = max(unit, torch.finfo(x.dtype).eps / 2)  # the plain momentum is not rounded to its dtype

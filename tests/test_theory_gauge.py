@@ -1,16 +1,18 @@
 """The scalar gauge (c L, R / c): free in the objective and in the equations, bounded by the clip of the eigenvalues.
 
 The gradients are A^1/2 Z B^1/2 with diagonal A and B, in whose eigenbases the expected statistics are closed forms.
-These go through the step's own eigenvalue EMA, `TorchPrimitives.eigenvalue_ema`.
+These go through the step's own eigenvalue EMA, `prokl.algorithm.admission.averaged`.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from prokl.algorithm.admission import averaged
+from prokl.algorithm.primitives import Roots
 from prokl.algorithm.shapes import ceiling
-from prokl.backends.torch_ops import TorchPrimitives
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
 
 A = torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64)
@@ -30,17 +32,16 @@ def at_gauge(c):
 
 def expected_step(lambda_L, lambda_S, mu, ceilings):
     """One step of the eigenvalue EMA with the statistics' expectations."""
-    s_L, s_S, s_mu = TorchPrimitives(True).eigenvalue_ema(
-        lambda_L.rsqrt()[None],
-        lambda_S.rsqrt()[None],
-        mu.rsqrt()[None],
+    before = Roots(lambda_L.rsqrt()[None], lambda_S.rsqrt()[None], mu.rsqrt()[None])
+    s_L, s_S, s_mu = averaged(
+        before,
         (A * (B[:R] / lambda_S).sum())[None],
         (B[:R] * (A / lambda_L).mean())[None],
         (A * B[R:].sum())[None],
-        beta2=BETA2,
-        n=N,
-        eps=torch.zeros(1, dtype=torch.float64),
-        **{f"ceiling_{key}": torch.tensor([ceilings], dtype=torch.float64) for key in ("L", "S", "mu")},
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([ceilings / ceiling(N)], dtype=torch.float64),
+        SimpleNamespace(beta2=BETA2),
+        N,
     )
     return s_L[0] ** -2, s_S[0] ** -2, s_mu[0] ** -2
 

@@ -27,14 +27,14 @@ from bench.micro.case import (
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm import counts
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
-from prokl.algorithm.primitives import Direction, Primitives
+from prokl.algorithm.primitives import Direction, Primitives, Residual
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import (
+    admit,
     apply,
-    eigenvalue_ema,
     momentum,
     precondition,
     product,
@@ -180,7 +180,7 @@ def _inverse_norm(X: Tensor) -> Tensor:
 
 def _whiten(i: Inputs, ops: Primitives) -> Callable[[], Direction]:
     def run() -> Direction:
-        X, scale = ops.whiten(i["P"], i["G_perp"], torch.logical_not(i["active"]), i["dtype"])
+        X, scale = ops.whiten(i["P"], Residual(i["G_perp"], i["size"], i["whole"], 0.0), i["dtype"])
         return Direction(X, None, scale)
 
     return run
@@ -198,6 +198,11 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
 
 def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
     return lambda: (split.split if ops.name == "triton" else Pair.split)(i["x"])
+
+
+def _symmetric_pair(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+    form = symmetric_product.symmetric_product_pair if ops.name == "triton" else ops.symmetric_product
+    return lambda: form(i["A"])
 
 
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
@@ -218,23 +223,52 @@ def _row_energies(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
     return lambda: ops.row_energies(i["Q"], G_perp, E)
 
 
+def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
+    """Return what draws the factors of X and, in parts, the norms of one of them."""
+    drawn = tensors(*specs, dtype=lambda s, d: d.polar)
+
+    def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+        i = drawn(s, d, draw)
+        norms = {name: draw(s.B, 7, dtype=arithmetic(i["P"])).abs() for name in ("size", "whole")}
+        return i | norms
+
+    return inputs
+
+
 def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **fields: Any) -> Case:
-    specs = ["G mn weights", "M mn momentum", "U nr" + " pair" * pair, *["G_par mr"] * hat, *["scale .+"] * scaled]
-    more = {name: None for name, given in (("G_par", hat), ("scale", scaled)) if not given}
-    inputs = _optional(active, *specs, momentum=H.momentum, weights=H.gradient_weights, **more)
-    bind = call("momentum", "G", "M", "G_par", "U", "momentum", "weights", "scale", "active")
+    specs = ["G mn weights", "M mn momentum", "G_tilde mr", "M_tilde mr", "U nr" + " pair" * pair]
+    more = {} if scaled else {"scale": None}
+    inputs = _optional(
+        active, *specs, *["scale .+"] * scaled, momentum=H.momentum, weights=H.gradient_weights, complement=hat, **more
+    )
+    names = ("G", "M", "G_tilde", "M_tilde", "U", "momentum", "weights", "scale", "active", "complement")
+    bound = call("momentum", *names)
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        run = bound(i, ops)
+
+        def found() -> tuple[Any, ...]:
+            M, G_par, residual = run()
+            return (M, G_par, residual.G_hat_perp, residual.negligible()) if residual else (M, G_par)
+
+        return found
+
     name = "momentum update" + " without G^" * (not hat) + " without bound" * (not scaled) + " active" * active
     name += " of pairs" * pair
     flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
     return Case(name, inputs, bind, flops, module=momentum, **fields)
 
 
-def _eigenvalue_ema(active: bool, **fields: Any) -> Case:
-    state = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "ell m+", "rho r+", "e_res m+")
-    rest = ("eps .+", "ceiling_L .+", "ceiling_S .+", "ceiling_mu .+")
-    inputs = _optional(active, *state, *rest, beta2=H.beta2, n=lambda s, d: s.n)
-    bind, name = call("eigenvalue_ema", *(spec.split()[0] for spec in state)), "eigenvalue_ema" + " active" * active
-    return Case(name, inputs, bind, lambda s: 12 * s.m + 6 * s.r, module=eigenvalue_ema, **fields)
+def _admit(**fields: Any) -> Case:
+    roots = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "trust .+", "lambda_0 .+")
+    drawn = tensors("A mr", "QtG mr", "e_res m+", "M . momentum", *roots)
+    names = ("A", "QtG", "e_res")
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        state = {name: t for name, t in i.items() if name not in names}
+        return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
+
+    return Case("admit", drawn, bind, lambda s: 8 * s.m * s.r, module=admit, **fields)
 
 
 KERNELS: tuple[Case, ...] = (
@@ -263,7 +297,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product A^T", "mmr", "mmT, mr"),
     product_case("product B^T", "mrr", "mr, rrT"),
     Case(
-        "whiten", tensors("P mm", "G_perp mn", "active .?", dtype=lambda s, d: d.polar), _whiten,
+        "whiten", _whitened("P mm", "G_perp mn"), _whiten,
         lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
     ),
     product_case("product V", "nmr", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
@@ -293,8 +327,7 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X Q scale left right", cautious=True, dtypes=(FP32, BF16, FP32_POLAR, FP64)),
     apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
-    _eigenvalue_ema(active=False, dtypes=(FP32, FP64), timed=(FP32,)),
-    _eigenvalue_ema(active=True),
+    _admit(dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,)),
     # What a balanced step takes instead.
     Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
@@ -310,7 +343,7 @@ KERNELS: tuple[Case, ...] = (
         lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
     ),
     Case(
-        "whiten of pairs", tensors("P mm pair", "G_perp mn pair", "active .?", dtype=lambda s, d: d.polar), _whiten,
+        "whiten of pairs", _whitened("P mm pair", "G_perp mn pair"), _whiten,
         lambda s: 2 * s.m * s.m * s.n, dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
     ),
     apply_case("X Q scale left right active", half=True),
@@ -321,7 +354,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product V of pairs", "nmr", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
     product_case("symmetric E of pairs", "mn", "mn pair", timed=(FP32,), operand="pair"),
     Case(
-        "symmetric P of pairs", tensors("A mm pair"), call("symmetric_operand", "A"),
+        "symmetric P of pairs", tensors("A mm pair"), _symmetric_pair,
         lambda s: s.m * (s.m + 1) * s.m, timed=(FP32,), module=symmetric_product, operand="pair",
     ),
 )  # fmt: skip

@@ -14,9 +14,10 @@ from torch import Tensor
 from bench.costs import NS_STEPS
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, flat
 from prokl.algorithm import counts, klshampoo, pro_klshampoo, reference, reference_kl
+from prokl.algorithm.admission import damped, damping, inverse_roots
 from prokl.algorithm.counts import Term
 from prokl.algorithm.evidence import Verdict
-from prokl.algorithm.primitives import Primitives, State
+from prokl.algorithm.primitives import Admitted, Primitives, Roots, State
 from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.backends.qr import householder_qr
 
@@ -88,7 +89,6 @@ class Run:
 
     def __init__(self, i: Inputs, ops: Primitives) -> None:
         self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
-        self.roots = pro_klshampoo.damped_roots(self.state, self.h)
 
     def project(self) -> Callable[[], Any]:
         return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[:3]  # without U
@@ -97,9 +97,15 @@ class Run:
         projected = self.projected
         return lambda: pro_klshampoo.energies(projected, self.state, self.ops)
 
-    def decide(self) -> Callable[[], Any]:
+    def admit(self) -> Callable[[], Any]:
         found, n = self.found, self.G.shape[-1]
-        return lambda: _decided(pro_klshampoo.decide(found, self.state, self.roots, self.h, n)[0])
+
+        def run() -> tuple[Tensor, Tensor]:
+            admitted = self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, n)
+            assert admitted.scale is not None
+            return admitted.scale, admitted.changed["trust"]
+
+        return run
 
     @cached_property
     def projected(self) -> pro_klshampoo.Projected:
@@ -111,35 +117,43 @@ class Run:
         return found
 
     @cached_property
-    def verdict(self) -> Verdict | None:
-        return pro_klshampoo.decide(self.found, self.state, self.roots, self.h, self.G.shape[-1])[0]
+    def admitted(self) -> Admitted:
+        found = self.found
+        return self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, self.G.shape[-1])
 
     def momentum(self) -> Callable[[], Any]:
-        projected, verdict = self.projected, self.verdict
+        projected, admitted = self.projected, self.admitted
 
         def run() -> tuple[Any, ...]:
-            M, lookahead = pro_klshampoo.momentum(self.G, projected, verdict, self.state, self.h, None, self.ops)
-            return M, lookahead[:3]  # without U
+            M, ahead = pro_klshampoo.momentum(self.G, projected, admitted, self.state, self.h, None, self.ops)
+            assert ahead.residual is not None
+            return M, ahead.G_par, ahead.residual.G_hat_perp
 
         return run
 
     def direction(self) -> Callable[[], Any]:
         # The stage before may overwrite G and M, which others still read.
         own, scale = self.state | {"M": self.state["M"].clone()}, torch.ones_like(self.G[:, 0, 0])
-        _, lookahead = pro_klshampoo.momentum(self.G.clone(), self.projected, self.verdict, own, self.h, None, self.ops)
-        return lambda: pro_klshampoo.direction(lookahead, self.state, self.roots, self.h, scale, self.ops)[0]
+        _, ahead = pro_klshampoo.momentum(self.G.clone(), self.projected, self.admitted, own, self.h, None, self.ops)
+        before = damped(inverse_roots(self.state), damping(self.state, self.h))
+        roots = Roots(*(t.to(self.G.dtype) for t in before))
+        return lambda: pro_klshampoo.direction(ahead, self.state, roots, self.h, scale, self.ops)[0]
 
     def statistics(self) -> Callable[[], Any]:
-        before = self.projected, self.found, self.verdict, self.state, self.roots, self.h, None, self.ops
-        return lambda: pro_klshampoo.statistics(*before)[0]
+        found, admitted, n = self.found, self.admitted, self.G.shape[-1]
+
+        def run() -> State:
+            fresh = found._replace(E=found.E.clone())  # which may be overwritten
+            return pro_klshampoo.statistics(fresh, admitted, self.state, self.h, n, self.ops)[0]
+
+        return run
 
     def track_subspace(self) -> Callable[[], Any]:
-        projected, verdict = self.projected, self.verdict
-        moments, sample = pro_klshampoo.statistics(
-            projected, self.found, verdict, self.state, self.roots, self.h, None, self.ops
-        )
+        projected, c = self.projected, self.admitted.scale
+        fresh = self.found._replace(E=self.found.E.clone())
+        moments, sample = pro_klshampoo.statistics(fresh, self.admitted, self.state, self.h, self.G.shape[-1], self.ops)
         state = self.state | moments
-        return lambda: pro_klshampoo.track_subspace(projected, verdict, sample, state, self.h, self.ops)
+        return lambda: pro_klshampoo.track_subspace(projected, c, sample, state, self.ops)
 
     def refresh_eigenbases(self) -> Callable[[], Any]:
         return lambda: pro_klshampoo.refresh_eigenbases(self.state, None, self.ops)
@@ -157,8 +171,8 @@ def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
 
 def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     G_tilde, _, G_perp = _project(G, state, h)
-    QtG = state["Q_L"].mT @ G_tilde
-    return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), QtG, QtG @ state["Q_S"]
+    QtG, GQ = state["Q_L"].mT @ G_tilde, G_tilde @ state["Q_S"]
+    return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), GQ, QtG, state["Q_L"].mT @ GQ
 
 
 def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
@@ -251,7 +265,7 @@ STAGES = (
     _pro("energies", _energies, _kl("whitening", _kl_whitening, _kl_whitened)),
     replace(
         _pro(
-            "decide",
+            "admit",
             lambda G, state, h: _admitted(G, reference.whitened_sizes(G, state, h).whole, state, h),
             replace(
                 _kl(

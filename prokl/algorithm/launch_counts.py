@@ -210,10 +210,12 @@ def _split(a: Arguments, programs: int) -> Work:
     return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
 
 
-def _eigenvalue_ema(a: Arguments, programs: int) -> Work:
+def _admit(a: Arguments, programs: int) -> Work:
     M, R = programs * a["M"], programs * a["R"]
-    read = _moved(*((a[f"{name}_ptr"], M) for name in ("s_L", "ell", "e_res")), (a["s_S_ptr"], R), (a["rho_ptr"], R))
-    return Work(read + _moved((a["new_L_ptr"], M), (a["new_S_ptr"], R), (a["new_mu_ptr"], programs)), programs)
+    read = _moved((a["A_ptr"], M * a["R"]), (a["e_res_ptr"], M), (a["s_L_ptr"], M), (a["s_S_ptr"], R))
+    if a["BOUNDED"]:
+        read += a["QtG_ptr"].dtype.itemsize * M * a["R"]  # beside A in memory, where one product made both
+    return Work(read + _moved((a["rows_ptr"], 3 * M), (a["columns_ptr"], 3 * R), (a["rho_ptr"], 2 * R)), programs)
 
 
 KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
@@ -225,6 +227,6 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "apply": _apply,
     "stack": _stack,
     "split": _split,
-    "eigenvalue_ema": _eigenvalue_ema,
+    "admit": _admit,
 }
 """By name, without ``_kernel``: the work of a launch, from its arguments and the number of its programs."""

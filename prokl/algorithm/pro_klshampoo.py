@@ -184,9 +184,7 @@ def statistics(
     return new | {"L": L, "S": S}, Sample(whitened, torch.lerp(state["S"], S, 1 + beta2))
 
 
-def track_subspace(
-    projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives
-) -> State:
+def track_subspace(projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
     U, S, K, mm = state["U"], state["S"], sample.K, ops.product
     Y = mm(state["Q_L"], sample.whitened)

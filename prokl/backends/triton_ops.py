@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence
-from prokl.algorithm.admission import admit
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Layout, Member
 from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
+from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
 from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.precondition import can_use_precondition, precondition

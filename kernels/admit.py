@@ -1,0 +1,304 @@
+"""Decision about a gradient and eigenvalue EMA with clip, for a bucket of weights in one launch.
+
+In PyTorch: ``prokl.algorithm.admission.admit``, whose order of operations this keeps, in float64 like it.
+
+B: matrices; M: short side; R: rank; N: long side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.algorithm import evidence
+from prokl.algorithm.primitives import Admitted, Roots, State
+from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import ceiling
+from prokl.kernels import launch
+from prokl.kernels.launch import TRITON_DTYPES
+
+ELEMENTS = 8192
+"""Of A that a program holds at a time: all rows of as many columns."""
+COLUMNS = 16
+"""At most; 64 bytes of a row."""
+QUIET, TRUSTED = tl.constexpr(evidence.QUIET), tl.constexpr(evidence.TRUSTED)
+LOST = tl.constexpr(1 / (2 * evidence.PATIENCE))
+
+
+@triton.jit
+def _damp(s, eps):
+    return s / (1.0 + eps * s)
+
+
+@triton.jit
+def _average(s, statistic, beta2, ceiling):
+    # min((beta2 / s^2 + (1 - beta2) * statistic)^-1/2, ceiling); where() lets a NaN through as torch.minimum does.
+    new = 1.0 / tl.sqrt(beta2 / (s * s) + (1.0 - beta2) * statistic)
+    return tl.where(new > ceiling, ceiling, new)
+
+
+@triton.jit
+def _beyond(size):
+    # Largest of 1 and size; 1 for NaN.
+    return tl.where(size > 1.0, size, 1.0)
+
+
+@triton.jit
+def admit_kernel(
+    A_ptr,
+    QtG_ptr,
+    e_res_ptr,
+    s_L_ptr,
+    s_S_ptr,
+    s_mu_ptr,
+    trust_ptr,
+    lambda_0_ptr,
+    rho_ptr,
+    rows_ptr,
+    columns_ptr,
+    scalars_ptr,
+    flags_ptr,
+    B,
+    M,
+    R,
+    beta2: tl.float64,
+    kappa: tl.float64,
+    damping: tl.float64,
+    N: tl.float64,
+    ceiling_m: tl.float64,
+    ceiling_n: tl.float64,
+    smallest: tl.float64,
+    largest: tl.float64,
+    stride_A_b,
+    stride_A_m,
+    stride_A_r,
+    stride_QtG_b,
+    stride_QtG_m,
+    stride_QtG_r,
+    stride_e_res_b,
+    stride_e_res_m,
+    stride_s_L_b,
+    stride_s_L_m,
+    stride_s_S_b,
+    stride_s_S_r,
+    stride_s_mu_b,
+    stride_trust_b,
+    stride_lambda_0_b,
+    BOUNDED: tl.constexpr,
+    AUTO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILES_R: tl.constexpr,
+):
+    """Admit one gradient a program: A, QtG (M, R), e_res and s_L (M,), s_S (R,), the rest scalars; any strides.
+
+    Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and those damped,
+    columns (3, B, R) likewise; scalars (7, B) c, mu's three, tail, trust, lambda_0; flags (2, B) evident and bounded.
+    rho (B, R) is float64 memory of the program's own. smallest and largest bound the roots that can be stored.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
+    beta2 = tl.full((), beta2, tl.float64)
+    n = tl.full((), N, tl.float64)
+    m = M.to(tl.float64)
+    r = R.to(tl.float64)
+    factor = tl.full((), 1.0, tl.float64)
+    start = factor
+    if AUTO:
+        start = tl.load(lambda_0_ptr + i_b * stride_lambda_0_b).to(tl.float64)
+        factor = 1.0 / tl.sqrt(start)
+    eps = damping / factor
+    s_mu = tl.load(s_mu_ptr + i_b * stride_s_mu_b).to(tl.float64)
+    a_mu = _damp(s_mu, eps)
+    o_m = tl.arange(0, TILE_M).to(tl.int64)
+    m_m = o_m < M
+    s_L = tl.load(s_L_ptr + i_b * stride_s_L_b + o_m * stride_s_L_m, m_m, 1.0).to(tl.float64)
+    a_L = _damp(s_L, eps)
+    e_res = tl.load(e_res_ptr + i_b * stride_e_res_b + o_m * stride_e_res_m, m_m, 0.0).to(tl.float64)
+
+    ell = tl.zeros((TILE_M,), tl.float64)
+    squares = e_res
+    for i_r in range(TILES_R):
+        o_r = i_r * TILE_R + tl.arange(0, TILE_R).to(tl.int64)
+        m_r = o_r < R
+        mask = m_m[:, None] & m_r[None, :]
+        s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
+        a_S = _damp(s_S, eps)
+        at = A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_r[None, :] * stride_A_r
+        x = tl.load(at, mask, 0.0).to(tl.float64)
+        x = x * x
+        ell += tl.sum(x * (a_S * a_S)[None, :], 1)
+        tl.store(rho_ptr + i_b * R + o_r, tl.sum(x * (a_L * a_L)[:, None], 0) / m, m_r)
+        if BOUNDED:
+            at = QtG_ptr + i_b * stride_QtG_b + o_m[:, None] * stride_QtG_m + o_r[None, :] * stride_QtG_r
+            x = tl.load(at, mask, 0.0).to(tl.float64)
+            squares += tl.sum(x * x, 1)
+
+    one = tl.full((), 1.0, tl.float64)  # of a bare number in where() the interpreter and the compiler make float32
+    c = one
+    weight = one
+    evident = tl.full((), True, tl.int1)
+    bounded = evident
+    used = a_L
+    if BOUNDED:
+        inside = a_L * a_L * ell
+        beside = a_L * a_mu * (a_L * a_mu) * e_res
+        in_subspace = tl.sum(inside) / (m * r)
+        in_complement = tl.sum(beside) / (m * (n - r))
+        size = tl.sqrt(tl.where(in_subspace > in_complement, in_subspace, in_complement))
+        known = (in_subspace < float("inf")) & (in_complement < float("inf"))
+        quiet = known & (size < QUIET)
+        beyond = known & (size > kappa)
+        c = tl.where(beyond, kappa / size, tl.where(known, one, 0.0))
+        excess = _beyond(c / kappa * tl.sqrt((inside + beside) / n))
+        used = a_L / excess
+        bounded = (c < 1.0) | (tl.max(excess) > 1.0)
+        trust = tl.load(trust_ptr + i_b * stride_trust_b).to(tl.float64)
+        trusted = trust > TRUSTED
+        evident = known & ~(quiet & trusted)
+        gain = one - beta2
+        trust += tl.where(quiet, one * -LOST, tl.where(beyond, -2.0 * gain, tl.where(known, gain, one * 0.0)))
+        tl.store(scalars_ptr + 5 * B + i_b, tl.minimum(tl.maximum(trust, 0.0), 1.0).to(DTYPE))
+        if AUTO:
+            rms = tl.sqrt(tl.sum(squares) / (m * n))
+            fallen = tl.where(quiet & (rms > 0.0) & (rms / QUIET < start), rms / QUIET, start)
+            own = tl.where(beyond & (c * rms > start), c * rms, fallen)
+            tl.store(scalars_ptr + 6 * B + i_b, tl.where(trusted, start, own).to(DTYPE))
+        weight = c / kappa
+        c = c.to(DTYPE).to(tl.float64)  # as momentum and statistics take it
+        tl.store(scalars_ptr + i_b, c.to(DTYPE))
+        ell = ell * c * c
+        e_res = e_res * c * c
+    row = rows_ptr + i_b * M + o_m
+    tl.store(row, used.to(DTYPE), m_m)
+
+    s_L = _average(s_L, (ell + a_mu * a_mu * e_res) / n, beta2, ceiling_m * factor)
+    a_L = _damp(s_L, eps)
+    tl.store(row + B * M, s_L.to(DTYPE), m_m)
+    tl.store(row + 2 * B * M, a_L.to(DTYPE), m_m)
+    tail = tl.sum(tl.where(m_m, a_L * a_L * e_res, 0.0)) / (m * (n - r))
+    tl.store(scalars_ptr + B + i_b, a_mu.to(DTYPE))
+    s_mu = _average(s_mu, tail, beta2, ceiling_n * factor)
+    a_mu = _damp(s_mu, eps)
+    tl.store(scalars_ptr + 2 * B + i_b, s_mu.to(DTYPE))
+    tl.store(scalars_ptr + 3 * B + i_b, a_mu.to(DTYPE))
+    tl.store(scalars_ptr + 4 * B + i_b, ((1.0 - beta2) / n * (a_mu * c) * (a_mu * c)).to(DTYPE))
+    # NaN is in no range.
+    lost = tl.sum(tl.where(m_m & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
+    evident = evident & (lost == 0) & (s_mu > smallest) & (s_mu <= largest)
+
+    tl.debug_barrier()  # what other threads of the program stored into rho
+    for i_r in range(TILES_R):
+        o_r = i_r * TILE_R + tl.arange(0, TILE_R).to(tl.int64)
+        m_r = o_r < R
+        s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
+        a_S = _damp(s_S, eps)
+        rho = tl.load(rho_ptr + i_b * R + o_r, m_r, 0.0)
+        column = columns_ptr + i_b * R + o_r
+        used = a_S
+        if BOUNDED:
+            excess = _beyond(weight * a_S * tl.sqrt(rho))
+            used = a_S / excess
+            bounded = bounded | (tl.max(excess) > 1.0)
+        tl.store(column, used.to(DTYPE), m_r)
+        s_S = _average(s_S, rho * c * c, beta2, ceiling_n * factor)
+        tl.store(column + B * R, s_S.to(DTYPE), m_r)
+        tl.store(column + 2 * B * R, _damp(s_S, eps).to(DTYPE), m_r)
+        lost = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
+        evident = evident & (lost == 0)
+    if BOUNDED:
+        tl.store(flags_ptr + i_b, evident)
+        tl.store(flags_ptr + B + i_b, bounded)
+
+
+def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+    """Decide about gradients and do the eigenvalue EMA (Algorithm 2 (3)) in one launch.
+
+    Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; what comes out is float64 where one
+    of them is, else float32. No more than 65536 rows, as one program holds a column.
+
+    Args:
+        A: Q_L^T G~ Q_S (B,m,r).
+        QtG: Q_L^T G~ (B,m,r).
+        e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+        state: with the inverse roots (B,m), (B,r), (B,), trust (B,) and, for "auto", lambda_0 (B,); "M" tells the
+            dtype that the new roots are to be stored in.
+        h: hyper-parameters.
+        n: long side, above r.
+
+    Raises:
+        ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
+    """
+    if A.ndim != 3 or 0 in A.shape[1:] or A.shape[1] > 65536:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, r) with m from 1 to 65536 and r >= 1.")
+    B, m, r = A.shape
+    if n <= r:
+        raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
+    names = {"inv_sqrt_lambda_L": (B, m), "inv_sqrt_lambda_S": (B, r), "inv_sqrt_mu": (B,)}
+    inputs = {"A": (A, (B, m, r)), "QtG": (QtG, (B, m, r)), "e_res": (e_res, (B, m))}
+    inputs |= {name: (state[name], shape) for name, shape in names.items()}
+    bounded, auto = h.clip_threshold is not None, "lambda_0" in state
+    scalars = [name for name, used in (("trust", bounded), ("lambda_0", auto)) if used]
+    inputs |= {name: (state[name], (B,)) for name in scalars}
+    for name, (t, shape) in inputs.items():
+        launch.check(name, t, shape, A.device, like="A")
+
+    tensors = [t for t, _ in inputs.values()]
+    dtype = launch.arithmetic_dtype(*tensors)
+    rows, columns, rest = (torch.empty(shape, dtype=dtype, device=A.device) for shape in ((3, B, m), (3, B, r), (7, B)))
+    flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
+    if B > 0:
+        width = triton.next_power_of_2(m)
+        step = max(1, min(COLUMNS, ELEMENTS // width, triton.next_power_of_2(r)))
+        largest = torch.finfo(state["M"].dtype).max
+        given = [inputs[name][0] if name in inputs else A for name in (*names, "trust", "lambda_0")]  # A: not read
+        launch.start(
+            admit_kernel,
+            (B,),
+            A.device,
+            A,
+            QtG,
+            e_res,
+            *given,
+            torch.empty((B, r), dtype=torch.float64, device=A.device),
+            rows,
+            columns,
+            rest,
+            flags,
+            B,
+            m,
+            r,
+            float(h.beta2),
+            float(h.clip_threshold or 0.0),
+            float(h.eps),
+            float(n),
+            float(ceiling(m)),
+            float(ceiling(n)),
+            (n / largest) ** 0.5,
+            float(largest),
+            *(stride for t in (A, QtG, e_res, *given[:3]) for stride in t.stride()),
+            *(t.stride(0) for t in given[3:]),
+            BOUNDED=bounded,
+            AUTO=auto,
+            DTYPE=TRITON_DTYPES[dtype],
+            TILE_M=width,
+            TILE_R=step,
+            TILES_R=triton.cdiv(r, step),
+            num_warps=8,
+        )
+    used_L, s_L, a_L = rows
+    used_S, s_S, a_S = columns
+    scale, used_mu, s_mu, a_mu, tail, trust, lambda_0 = rest
+    changed = {name: {"trust": trust, "lambda_0": lambda_0}[name] for name in scalars} if bounded else {}
+    return Admitted(
+        scale if bounded else None,
+        Roots(used_L, used_S, used_mu),
+        Roots(s_L, s_S, s_mu),
+        Roots(a_L, a_S, a_mu),
+        tail,
+        changed,
+        *((flags[1], flags[0]) if bounded else (None, None)),
+    )

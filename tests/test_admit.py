@@ -1,0 +1,312 @@
+"""The decision about a gradient with the eigenvalue EMA: its PyTorch form against a transcription, its kernel by that.
+
+B: matrices; M: short side; N: long side; R: rank.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
+import prokl
+from prokl.algorithm import admission, evidence
+from prokl.algorithm.primitives import Admitted, Roots
+from prokl.algorithm.shapes import ceiling
+from prokl.kernels.admit import COLUMNS, admit
+from prokl.kernels.launch import INTERPRETED
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SIZES = [(1, 1, 2, 1), (3, 5, 9, 4), (2, 70, 130, 33), (1, 600, 700, COLUMNS + 1)]  # B, M, N, R
+KINDS = ("usual", "beyond", "silent", "row", "column")
+"""What the gradient of a matrix is by its state: of a usual size, ten times it, a thousandth, or with one large row or
+column."""
+
+
+def hyper(kappa=5.0, beta2=0.95, eps=1e-3):
+    return SimpleNamespace(clip_threshold=kappa, beta2=beta2, eps=eps)
+
+
+def arguments(B, M, N, R, *, dtype=torch.float32, storage=None, auto=True, kinds=KINDS, seed=0):
+    """A, QtG, e_res and a state that predicts gradients of size one; ceilings act on some values and not on others."""
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(shape, generator=g, dtype=torch.float64)
+
+    s_L, s_S, s_mu = uniform(0.5, 2, B, M), uniform(0.5, 2, B, R), uniform(0.5, 2, B)
+    A = torch.randn(B, M, R, generator=g, dtype=torch.float64) / s_L[:, :, None] / s_S[:, None, :]
+    e_res = (N - R) * uniform(0.5, 1.5, B, M) / (s_L * s_mu[:, None]).square()
+    for b in range(B):
+        kind = kinds[b % len(kinds)]
+        size = {"beyond": 10.0, "silent": 1e-3}.get(kind, 1.0)
+        A[b] *= size
+        e_res[b] *= size**2
+        if kind == "row":
+            A[b, 0] *= 12
+        if kind == "column":
+            A[b, :, 0] *= 12
+    state = {"M": torch.zeros(0, dtype=storage or dtype), "trust": uniform(0, 1, B)}
+    state |= {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu}
+    if auto:
+        state["lambda_0"] = uniform(0.5, 1.5, B)
+    tensors = {"A": A, "QtG": A + 0.1 * torch.randn(B, M, R, generator=g, dtype=torch.float64), "e_res": e_res}
+    given = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
+    return given | {"state": {key: t.to(DEVICE, t.dtype if key == "M" else dtype) for key, t in state.items()}, "n": N}
+
+
+def call(function, a, h=None):
+    return function(a["A"], a["QtG"], a["e_res"], a["state"], h or hyper(), a["n"])
+
+
+def flat(admitted: Admitted) -> dict[str, torch.Tensor]:
+    """Every tensor of the result by its name."""
+    found = {}
+    for name, value in admitted._asdict().items():
+        if isinstance(value, Roots):
+            found |= {f"{name}.{key}": t for key, t in value._asdict().items()}
+        elif isinstance(value, dict):
+            found |= value
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def agree(got, expected):
+    """Both compute in float64, with sums in another order, and round once: one unit in the last place of float32.
+
+    Of float64 the sums are over 700 x 17 terms, none negative, of which each addition may lose half an eps; the
+    inverse root halves that. Measured: 2 eps.
+    """
+    got, expected = flat(got), flat(expected)
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        y = expected[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), name
+        if x.dtype == torch.bool:
+            assert torch.equal(x, y), name
+        else:
+            limit = (1.01 if x.dtype == torch.float32 else 64) * torch.finfo(x.dtype).eps
+            error = (x - y).abs() / y.abs().clamp(min=torch.finfo(x.dtype).tiny)
+            assert float(error.max()) <= limit, (name, float(error.max()))
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("auto", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype, auto):
+    for kind in KINDS:
+        a = arguments(*size, dtype=dtype, auto=auto, kinds=(kind, "usual"))
+        agree(call(admit, a), call(admission.admit, a))
+
+
+def test_the_cases_that_are_compared_differ():
+    a = arguments(5, 20, 24, 12)
+    a["state"]["trust"].fill_(1.0)
+    found = call(admit, a)
+    assert found.bounded.tolist() == [False, True, False, True, True]
+    assert found.evident.tolist() == [True, True, False, True, True]
+    assert (found.scale < 1).tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_paper_s_form_averages_and_decides_nothing(dtype):
+    a, h = arguments(3, 5, 9, 4, dtype=dtype), hyper(kappa=None)
+    found = call(admit, a, h)
+    assert (found.scale, found.bounded, found.evident, found.changed) == (None, None, None, {})
+    agree(found, call(admission.admit, a, h))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's
+def test_what_is_not_finite_is_no_evidence_and_leaves_the_others_alone(value):
+    a = arguments(3, 5, 9, 4, kinds=("usual",))
+    undisturbed = flat(call(admit, a))
+    for name in ("A", "e_res"):
+        b = a | {name: a[name].clone()}
+        b[name][1].view(-1)[2] = value
+        found = call(admit, b)
+        assert found.evident.tolist() == [True, False, True] and float(found.scale[1]) == 0
+        for key, x in flat(found).items():
+            assert torch.equal(x[[0, 2]], undisturbed[key][[0, 2]]), key
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
+    """Eigenvalues far below the dtype's smallest square root; c and the roots stay what they are."""
+    a = arguments(2, 5, 9, 4, storage=storage, kinds=("usual",), auto=True)
+    small = 1 / torch.finfo(storage).max
+    for key in ("inv_sqrt_lambda_L", "inv_sqrt_mu", "inv_sqrt_lambda_S"):
+        b = a | {"state": {k: t.double() for k, t in a["state"].items() if k != "M"} | {"M": a["state"]["M"]}}
+        b["state"][key][1] /= small * 0.01
+        b["state"]["lambda_0"][1] *= (small * 0.001) ** 2  # the ceilings move along
+        b |= {name: b[name].double() * 1e-300 for name in ("A", "QtG", "e_res")}
+        expected = call(admission.admit, b)
+        assert expected.evident.tolist()[1] is False
+        assert call(admit, b).evident.tolist() == expected.evident.tolist()
+
+
+def test_a_gradient_whose_square_leaves_float32_is_bounded_all_the_same():
+    a = arguments(2, 5, 9, 4, kinds=("usual",))
+    for name, factor in (("A", 1e25), ("QtG", 1e25), ("e_res", 1e38)):
+        a[name] = a[name] * factor
+    agree(call(admit, a), call(admission.admit, a))
+    found = call(admit, a)
+    assert found.evident.all() and ((found.scale > 0) & (found.scale < 1e-20)).all()
+    usual = flat(call(admit, arguments(2, 5, 9, 4, kinds=("beyond",))))
+    assert float((found.s.L / usual["s.L"] - 1).abs().max()) < 3  # of c G alone, whatever G is
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_strides_and_dtypes_of_the_inputs_do_not_matter():
+    a = arguments(3, 37, 64, 11)
+    expected = flat(call(admit, a))
+
+    def strided(t):
+        wide = torch.full((2 * t.shape[0], *(3 * k for k in t.shape[1:])), math.nan, device=DEVICE, dtype=t.dtype)
+        view = wide[(slice(1, None, 2), *(slice(2, None, 3) for _ in t.shape[1:]))]
+        return view.copy_(t)
+
+    b = {name: strided(a[name]) for name in ("A", "QtG", "e_res")} | {"n": a["n"]}
+    b["state"] = {key: t if key == "M" else strided(t) for key, t in a["state"].items()}
+    for name, x in flat(call(admit, b)).items():
+        assert torch.equal(x, expected[name]) and x.is_contiguous(), name
+    half = a | {name: a[name].bfloat16() for name in ("A", "QtG", "e_res")}
+    agree(call(admit, half), call(admission.admit, half | {name: half[name].float() for name in ("A", "QtG", "e_res")}))
+
+
+def test_inputs_are_not_written():
+    a = arguments(3, 37, 64, 11)
+    before = [t.clone() for t in (a["A"], a["QtG"], a["e_res"], *a["state"].values())]
+    call(admit, a)
+    assert all(map(torch.equal, before, (a["A"], a["QtG"], a["e_res"], *a["state"].values())))
+
+
+def test_no_matrices_give_empty_results():
+    found = flat(call(admit, arguments(0, 5, 9, 4)))
+    assert found["s.L"].shape == (0, 5) and found["used.S"].shape == (0, 4) and found["evident"].shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["QtG", "e_res", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu", "trust"])
+def test_a_wrong_tensor_raises_with_its_name(name):
+    a = arguments(3, 37, 64, 11)
+    t = a[name] if name in a else a["state"][name]
+    for what, other in {"shape": t[..., None], "dtype": t.to(torch.int64), "is on": t.to("meta")}.items():
+        b = a | {name: other} if name in a else a | {"state": a["state"] | {name: other}}
+        with pytest.raises(ValueError, match=rf"^{name} (has )?{what}"):
+            call(admit, b)
+
+
+def test_a_value_out_of_bounds_raises_with_the_bound():
+    a = arguments(3, 37, 64, 11)
+    with pytest.raises(ValueError, match=r"Invalid n=11: must be above r=11"):
+        call(admit, a | {"n": 11})
+    with pytest.raises(ValueError, match=r"A has shape \(3, 0, 11\); must be \(B, m, r\) with m from 1 to 65536"):
+        call(admit, a | {"A": a["A"][:, :0]})
+
+
+# --- the PyTorch form ---
+
+
+def transcription(s, ell, rho, e_res, eps, factor, beta2, n):
+    """The EMA as Algorithm 2 (3) with (P2) reads, one eigenvalue after another in Python floats."""
+    new_L, new_S, new_mu = [], [], []
+    s_L, s_S, s_mu, ell, rho, e_res, eps, factor = (t.tolist() for t in (*s, ell, rho, e_res, eps, factor))
+    for b in range(len(s_mu)):
+        m, r = len(s_L[b]), len(s_S[b])
+
+        def damped(x, b=b):
+            return 1 / (1 / x + eps[b])
+
+        def clipped(x, dim, b=b):
+            return min(x**-0.5, ceiling(dim) * factor[b])
+
+        tail = damped(s_mu[b]) ** 2
+        new_L.append(
+            [
+                clipped(beta2 / x**2 + (1 - beta2) * (y + tail * e) / n, m)
+                for x, y, e in zip(s_L[b], ell[b], e_res[b], strict=True)
+            ]
+        )
+        new_S.append([clipped(beta2 / x**2 + (1 - beta2) * y, n) for x, y in zip(s_S[b], rho[b], strict=True)])
+        tail = math.fsum(e * damped(x) ** 2 for x, e in zip(new_L[-1], e_res[b], strict=True)) / (m * (n - r))
+        new_mu.append(clipped(beta2 / s_mu[b] ** 2 + (1 - beta2) * tail, n))
+    return [torch.tensor(x, dtype=torch.float64) for x in (new_L, new_S, new_mu)]
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_average_is_algorithm_2_s(size, beta2):
+    a = arguments(*size, dtype=torch.float64)
+    n, roots = size[2], admission.inverse_roots(a["state"])
+    s = Roots(*(t.cpu() for t in roots))
+    ell, rho = admission.row_and_column_energies(a["A"].cpu(), s)
+    for most in (0.01, 1.0, 100.0):  # all, some and no values are clipped
+        factor = most / ceiling(n)
+        rest = torch.full((size[0],), 0.1, dtype=torch.float64), torch.full((size[0],), factor, dtype=torch.float64)
+        got = admission.averaged(s, ell, rho, a["e_res"].cpu(), *rest, hyper(beta2=beta2), n)
+        expected = transcription(s, ell, rho, a["e_res"].cpu(), *rest, beta2, n)
+        for x, y, side in zip(got, expected, (size[1], n, n), strict=True):
+            # Some thirty roundings, and one for each term of a sum of squares in another order, halved by the root.
+            torch.testing.assert_close(x, y, rtol=(30 + size[1] / 2) * 2.3e-16, atol=0)
+            assert most != 0.01 or bool((x == ceiling(side) * factor).all())
+
+
+def test_the_sizes_are_those_of_the_whitened_gradient():
+    a = arguments(2, 6, 9, 4, dtype=torch.float64, kinds=("usual", "row"))
+    roots, n = admission.inverse_roots(a["state"]), 9
+    ell, rho = admission.row_and_column_energies(a["A"], roots)
+    sizes = admission.whitened_sizes(ell, rho, a["e_res"], roots, n)
+    inside = (a["A"] * roots.L[:, :, None] * roots.S[:, None, :]).square()
+    beside = a["e_res"] * (roots.L * roots.mu[:, None]).square()
+    torch.testing.assert_close(sizes.rows.square(), (inside.sum(dim=2) + beside) / n)
+    torch.testing.assert_close(sizes.columns.square(), inside.mean(dim=1))
+    whole = torch.maximum(inside.mean(dim=(1, 2)), beside.sum(dim=1) / (6 * (n - 4)))
+    torch.testing.assert_close(sizes.whole.square(), whole)
+
+
+def test_trust_moves_by_what_the_gradient_was():
+    a = arguments(3, 6, 9, 4, kinds=("usual", "beyond", "silent"))
+    a["state"]["trust"].fill_(0.4)
+    gain = 1 - hyper().beta2
+    expected = torch.tensor([0.4 + gain, 0.4 - 2 * gain, 0.4 - 1 / (2 * evidence.PATIENCE)])
+    for form in (admit, admission.admit):
+        torch.testing.assert_close(call(form, a).changed["trust"].cpu(), expected)
+
+
+def run_uninterpreted(script, cache):
+    """Run ``script`` in a new Python without a GPU and without the interpreter; its output lines."""
+    paths = [str(Path(prokl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TRITON_CACHE_DIR": str(cache),
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_without_the_interpreter_cpu_tensors_are_refused(tmp_path):
+    script = """
+import sys, torch, prokl
+assert not any(name.startswith("prokl.kernels") for name in sys.modules)
+from types import SimpleNamespace
+from prokl.kernels.admit import admit
+ones, one = torch.ones(1, 1, 1), torch.ones(1)
+state = {"inv_sqrt_lambda_L": ones[0], "inv_sqrt_lambda_S": ones[0], "inv_sqrt_mu": one, "M": one}
+try:
+    admit(ones, ones, ones[0], state, SimpleNamespace(clip_threshold=None, beta2=0.9, eps=0.0), 2)
+except ValueError as error:
+    print(error)
+"""
+    (error,) = run_uninterpreted(script, tmp_path)
+    assert error == "A is on cpu; must be on one of ('cuda',): use the PyTorch form elsewhere."
