@@ -63,6 +63,7 @@ def admit_kernel(
     B,
     M,
     R,
+    PARTS,
     beta2: tl.float64,
     kappa: tl.float64,
     damping: tl.float64,
@@ -78,6 +79,7 @@ def admit_kernel(
     stride_QtG_m,
     stride_QtG_r,
     stride_e_res_b,
+    stride_e_res_part,
     stride_e_res_m,
     stride_s_L_b,
     stride_s_L_m,
@@ -93,7 +95,7 @@ def admit_kernel(
     TILE_R: tl.constexpr,
     TILES_R: tl.constexpr,
 ):
-    """Admit one gradient a program: A, QtG (M, R), e_res and s_L (M,), s_S (R,), the rest scalars; any strides.
+    """Admit one gradient a program: A, QtG (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and those damped,
     columns (3, B, R) likewise; scalars (7, B) c, mu's three, tail, trust, lambda_0; flags (2, B) evident and bounded.
@@ -117,7 +119,10 @@ def admit_kernel(
     m_m = o_m < M
     s_L = tl.load(s_L_ptr + i_b * stride_s_L_b + o_m * stride_s_L_m, m_m, 1.0).to(tl.float64)
     a_L = _damp(s_L, eps)
-    e_res = tl.load(e_res_ptr + i_b * stride_e_res_b + o_m * stride_e_res_m, m_m, 0.0).to(tl.float64)
+    e_res = tl.zeros((TILE_M,), tl.float64)
+    for part in range(PARTS):
+        at = e_res_ptr + i_b * stride_e_res_b + part * stride_e_res_part + o_m * stride_e_res_m
+        e_res += tl.load(at, m_m, 0.0).to(tl.float64)
 
     ell = tl.zeros((TILE_M,), tl.float64)
     squares = e_res
@@ -223,7 +228,7 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     Args:
         A: Q_L^T G~ Q_S (B,m,r).
         QtG: Q_L^T G~ (B,m,r).
-        e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+        e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m), or parts (B,k,m) that add up to it.
         state: with the inverse roots (B,m), (B,r), (B,), trust (B,) and, for "auto", lambda_0 (B,); "M" tells the
             dtype that the new roots are to be stored in.
         h: hyper-parameters.
@@ -238,7 +243,12 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     if n <= r:
         raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
     names = {"inv_sqrt_lambda_L": (B, m), "inv_sqrt_lambda_S": (B, r), "inv_sqrt_mu": (B,)}
-    inputs = {"A": (A, (B, m, r)), "QtG": (QtG, (B, m, r)), "e_res": (e_res, (B, m))}
+    e_res = e_res.unsqueeze(1) if e_res.ndim == 2 else e_res
+    inputs: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "A": (A, (B, m, r)),
+        "QtG": (QtG, (B, m, r)),
+        "e_res": (e_res, (B, e_res.shape[1], m)),
+    }
     inputs |= {name: (state[name], shape) for name, shape in names.items()}
     bounded, auto = h.clip_threshold is not None, "lambda_0" in state
     scalars = [name for name, used in (("trust", bounded), ("lambda_0", auto)) if used]
@@ -271,6 +281,7 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
             B,
             m,
             r,
+            e_res.shape[1],
             float(h.beta2),
             float(h.clip_threshold or 0.0),
             float(h.eps),
@@ -289,16 +300,12 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
             TILES_R=triton.cdiv(r, step),
             num_warps=8,
         )
-    used_L, s_L, a_L = rows
-    used_S, s_S, a_S = columns
-    scale, used_mu, s_mu, a_mu, tail, trust, lambda_0 = rest
-    changed = {name: {"trust": trust, "lambda_0": lambda_0}[name] for name in scalars} if bounded else {}
-    return Admitted(
-        scale if bounded else None,
-        Roots(used_L, used_S, used_mu),
-        Roots(s_L, s_S, s_mu),
-        Roots(a_L, a_S, a_mu),
-        tail,
-        changed,
-        *((flags[1], flags[0]) if bounded else (None, None)),
-    )
+    used_L, s_L, a_L = rows.unbind()
+    used_S, s_S, a_S = columns.unbind()
+    c, used_mu, s_mu, a_mu, tail, trust, lambda_0 = rest.unbind()
+    evident, limited = flags.unbind()
+    used, s, a = Roots(used_L, used_S, used_mu), Roots(s_L, s_S, s_mu), Roots(a_L, a_S, a_mu)
+    if not bounded:
+        return Admitted(None, used, s, a, tail, {}, None, None)
+    changed = {"trust": trust} | ({"lambda_0": lambda_0} if auto else {})
+    return Admitted(c, used, s, a, tail, changed, limited, evident)

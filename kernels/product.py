@@ -316,8 +316,8 @@ def product(
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
-        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2 (batch,) in the dtype of the sum, of D before it is
-        rounded to ``out_dtype``, summed in a fixed order.
+        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2, of D before it is rounded to ``out_dtype``, as parts
+        (batch,tiles) that add up, in the dtype of the sum.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -329,7 +329,7 @@ def product(
     check_out_dtype(out_dtype)
     D, parts = _launch(A, B, C, alpha, beta, WHOLE.value if energy else 0, precision, tile, out_dtype)
     assert isinstance(D, Tensor)
-    return (D, parts.sum(1)) if energy else D
+    return (D, parts) if energy else D
 
 
 def product_pair(
@@ -342,5 +342,9 @@ def product_pair(
 
 
 def row_energies(A: Operand, B: Operand, *, precision: str = "tf32x3", tile: Tile | None = None) -> Tensor:
-    """Compute the squared norms (batch,m) of the rows of A B, which is not stored; arguments as of :func:`product`."""
-    return _launch(A, B, None, 1.0, 1.0, ROWS.value, precision, tile, None)[1].sum(1)
+    """Compute the squared norms of the rows of A B, which is not stored; arguments as of :func:`product`.
+
+    Returns:
+        Parts (batch,tiles,m) that add up.
+    """
+    return _launch(A, B, None, 1.0, 1.0, ROWS.value, precision, tile, None)[1]

@@ -1,4 +1,7 @@
-"""A float32 tensor as a pair of bfloat16, in one pass; in PyTorch: ``prokl.pair.Pair.split``."""
+"""A float32 tensor as a pair of bfloat16, in one pass; in PyTorch: ``prokl.pair.Pair.split``.
+
+B: matrices; M: rows; N: columns.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,17 @@ def halves(x):
 
 
 @triton.jit
-def split_kernel(x_ptr, both_ptr, COUNT, TILE: tl.constexpr):
-    """Split TILE of the COUNT elements of x a program, into both (2, COUNT); they are contiguous."""
+def split_kernel(x_ptr, a_ptr, both_ptr, COUNT, M, N, SCALED: tl.constexpr, TILE: tl.constexpr):
+    """Split TILE of the COUNT elements of x a program, into both (2, COUNT); they are contiguous.
+
+    Where SCALED x is (B, M, N), and its columns are multiplied by the roots of a (B, N) before.
+    """
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    hi, lo = halves(tl.load(x_ptr + o, o < COUNT, 0.0))
+    x = tl.load(x_ptr + o, o < COUNT, 0.0)
+    if SCALED:
+        size = M.to(tl.int64) * N
+        x *= tl.math.sqrt_rn(tl.load(a_ptr + o // size * N + o % N, o < COUNT, 0.0))
+    hi, lo = halves(x)
     tl.store(both_ptr + o, hi, o < COUNT)
     tl.store(both_ptr + COUNT + o, lo, o < COUNT)
 
@@ -47,11 +57,12 @@ def empty_pair(shape: tuple[int, ...], device: torch.device) -> Pair:
     return Pair(torch.empty((2, *shape), dtype=torch.bfloat16, device=device))
 
 
-def split(x: Tensor) -> Pair:
+def split(x: Tensor, a: Tensor | None = None) -> Pair:
     """Split float32 into hi + lo of bfloat16.
 
     Args:
-        x: of any shape and strides.
+        x: of any shape and strides; (B,m,n) with ``a``.
+        a: (B,n), not negative: x diag(a)^1/2 is split.
 
     Returns:
         A contiguous pair of its shape.
@@ -60,9 +71,15 @@ def split(x: Tensor) -> Pair:
         ValueError: another dtype, or a device that kernels do not run on; the message names the bound.
     """
     launch.check("x", x, tuple(x.shape), x.device, (torch.float32,))
+    if a is not None:
+        if x.ndim != 3:
+            raise ValueError(f"x has shape {tuple(x.shape)}; must be (B, m, n) for its columns to be scaled.")
+        launch.check("a", a, (x.shape[0], x.shape[2]), x.device, (torch.float32,), like="x")
+        a = a.contiguous()
     x = x.contiguous()
     pair = empty_pair(tuple(x.shape), x.device)
     if x.numel():
         grid = (triton.cdiv(x.numel(), TILE),)
-        launch.start(split_kernel, grid, x.device, x, pair.both, x.numel(), TILE=TILE, num_warps=WARPS)
+        arguments = (x, x if a is None else a, pair.both, x.numel(), *((1, 1) if a is None else x.shape[1:]))
+        launch.start(split_kernel, grid, x.device, *arguments, SCALED=a is not None, TILE=TILE, num_warps=WARPS)
     return pair

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,11 +122,22 @@ def _tensors(x: Any) -> list[Tensor]:
     return [t for value in values for t in _tensors(value)]
 
 
+class Parts(NamedTuple):
+    """A result (B,...) that a kernel leaves in parts (B,k,...) that add up to it, for the next one."""
+
+    parts: Tensor
+
+    def dense(self) -> Tensor:
+        """Return it."""
+        return self.parts.sum(dim=1)
+
+
 def flat(results: Any) -> list[Tensor]:
     """Return the floating-point tensors of results in their order; a direction as the matrix that it means."""
-    if isinstance(results, list | tuple) and not isinstance(results, Pair):
-        results = [x.dense() if isinstance(x, Direction) else x for x in results]
-    found = [results.dense()] if isinstance(results, Direction) else _tensors(results)
+    meant = Direction | Parts
+    if isinstance(results, list | tuple) and not isinstance(results, Pair | Parts):
+        results = [x.dense() if isinstance(x, meant) else x for x in results]
+    found = [results.dense()] if isinstance(results, meant) else _tensors(results)
     return [t for t in found if t.is_floating_point()]
 
 

@@ -21,13 +21,14 @@ from bench.micro.case import (
     Draw,
     Dtypes,
     Inputs,
+    Parts,
     Sizes,
     tensors,
 )
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm import counts
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
-from prokl.algorithm.primitives import Direction, Primitives, Residual
+from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding, mode_of
@@ -35,7 +36,9 @@ from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import (
     admit,
     apply,
+    combine,
     momentum,
+    norms,
     precondition,
     product,
     project,
@@ -197,7 +200,10 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
 
 
 def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
-    return lambda: (split.split if ops.name == "triton" else Pair.split)(i["x"])
+    x, a = i["x"], i.get("a")
+    if ops.name == "triton":
+        return lambda: split.split(x, a)
+    return lambda: Pair.split(x if a is None else x * a.sqrt()[:, None, :])
 
 
 def _symmetric_pair(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
@@ -217,10 +223,12 @@ def _residual(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
     return lambda: ops.product_operand(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
 
 
-def _row_energies(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
-    G_perp = i["G_perp"]
+def _row_energies(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    Q, G_perp = i["Q"], i["G_perp"]
     E = None if isinstance(G_perp, Pair) else ops.symmetric_product(G_perp)  # which pairs do without
-    return lambda: ops.row_energies(i["Q"], G_perp, E)
+    if ops.name == "triton" and E is None:
+        return lambda: Parts(ops.row_energies(Q, G_perp, E))
+    return lambda: ops.row_energies(Q, G_perp, E)
 
 
 def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -249,7 +257,7 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
 
         def found() -> tuple[Any, ...]:
             M, G_par, residual = run()
-            return (M, G_par, residual.G_hat_perp, residual.negligible()) if residual else (M, G_par)
+            return (M, G_par, residual.G_hat_perp) if residual else (M, G_par)
 
         return found
 
@@ -257,6 +265,38 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
     name += " of pairs" * pair
     flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
     return Case(name, inputs, bind, flops, module=momentum, **fields)
+
+
+def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
+    inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
+    weights = H.gradient_weights[0], H.momentum
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        x, y, c = i["x"], i["y"], i.get("scale")
+        if ops.name != "triton":
+            return lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y
+        return lambda: combine.combine(x, weights[0], y, weights[1], c, pair)[0]
+
+    name = "combine" + " scaled" * scaled + " and split" * pair
+    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
+
+
+def _samples(scaled: bool, **fields: Any) -> Case:
+    inputs = tensors("GQ mr", "QtG mr", "a_L m", "a_S r", *["scale .+"] * scaled)
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        roots = Roots(i["a_L"], i["a_S"], i["a_L"])  # of mu none is read
+        return lambda: ops.samples(i["GQ"], i["QtG"], roots, i.get("scale"), 0.1)
+
+    name = "samples" + " without bound" * (not scaled)
+    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
+
+
+def _normalising(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+    energy, residual = i["energy"], Residual(i["energy"], i["size"], i["whole"], 1e-9)
+    if ops.name == "triton":
+        return lambda: norms.inverse_norm(*residual)
+    return lambda: torch.where(residual.negligible(), 0.0, energy.sum(dim=1).rsqrt())
 
 
 def _admit(**fields: Any) -> Case:
@@ -268,7 +308,7 @@ def _admit(**fields: Any) -> Case:
         state = {name: t for name, t in i.items() if name not in names}
         return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
 
-    return Case("admit", drawn, bind, lambda s: 8 * s.m * s.r, module=admit, **fields)
+    return Case("admit kernel", drawn, bind, lambda s: 8 * s.m * s.r, module=admit, **fields)
 
 
 KERNELS: tuple[Case, ...] = (
@@ -328,7 +368,23 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     _admit(dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,)),
+    _combine(scaled=True, pair=False, dtypes=(FP32, FP64)),
+    _combine(scaled=False, pair=False),
+    _combine(scaled=True, pair=True, timed=(FP32,)),
+    _combine(scaled=False, pair=True),
+    _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
+    _samples(scaled=False),
+    Case(
+        "cut", tensors("t mr", "bounded .?", largest=0.1, dtype=lambda s, d: d.polar),
+        call("cut", "t", "largest", "dtype", "bounded"), lambda s: 3 * s.m * s.r,
+        dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
+    ),
+    Case(
+        "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising, lambda s: s.m + 2 * s.r,
+        dtypes=(FP32, FP64), timed=(FP32,), module=norms,
+    ),
     # What a balanced step takes instead.
+    Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
     Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(

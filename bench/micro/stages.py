@@ -136,8 +136,8 @@ class Run:
         own, scale = self.state | {"M": self.state["M"].clone()}, torch.ones_like(self.G[:, 0, 0])
         _, ahead = pro_klshampoo.momentum(self.G.clone(), self.projected, self.admitted, own, self.h, None, self.ops)
         before = damped(inverse_roots(self.state), damping(self.state, self.h))
-        roots = Roots(*(t.to(self.G.dtype) for t in before))
-        return lambda: pro_klshampoo.direction(ahead, self.state, roots, self.h, scale, self.ops)[0]
+        roots, bounded = Roots(*(t.to(self.G.dtype) for t in before)), self.admitted.bounded
+        return lambda: pro_klshampoo.direction(ahead, self.state, roots, bounded, self.h, scale, self.ops)[0]
 
     def statistics(self) -> Callable[[], Any]:
         found, admitted, n = self.found, self.admitted, self.G.shape[-1]
@@ -172,7 +172,7 @@ def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
 def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     G_tilde, _, G_perp = _project(G, state, h)
     QtG, GQ = state["Q_L"].mT @ G_tilde, G_tilde @ state["Q_S"]
-    return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), GQ, QtG, state["Q_L"].mT @ GQ
+    return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), GQ, QtG, QtG @ state["Q_S"]
 
 
 def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:

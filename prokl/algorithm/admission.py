@@ -53,7 +53,8 @@ def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, a: Roots, n: int) ->
 def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Tensor:
     """Return the whitened size (B,) that the decision goes by."""
     a = damped(inverse_roots(state), damping(state, h))
-    return whitened_sizes(*row_and_column_energies(A, a), e_res.double(), a, n).whole
+    e_res = e_res.double() if e_res.ndim == 2 else e_res.double().sum(dim=1)
+    return whitened_sizes(*row_and_column_energies(A, a), e_res, a, n).whole
 
 
 def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int) -> Roots:

@@ -135,6 +135,7 @@ def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5, balanced: bool = Fa
                 Term("E", 2 * m * m * n, "symmetric"),
                 Term("Q_L^T G U", 2 * m * m * r),
                 residual,
+                Term("G U Q_S", 2 * m * r * r),
                 Term("A", 2 * m * r * r),
             ],
             "momentum": [Term("G^_perp", 2 * m * n * r)],
@@ -146,7 +147,6 @@ def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5, balanced: bool = Fa
                 *newton_schulz(m, n, ns_steps),
             ],
             "statistics": [
-                Term("G U Q_S", 2 * m * r * r),
                 Term("L", 2 * m * m * r, "symmetric"),
                 Term("S", 2 * m * r * r, "symmetric"),
             ],

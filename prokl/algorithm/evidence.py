@@ -118,11 +118,6 @@ def norm(t: Tensor) -> Tensor:
     return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64)
 
 
-def count(bounded: Tensor, factor: Tensor | None, state: State) -> Tensor:
-    """Return how many steps were bounded so far (B,): the gradient, or its direction by the ``factor`` of a cut."""
-    return state["clipped"] + (bounded if factor is None else bounded | (factor < 1))
-
-
 def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:
     """Return (B,) bool, True where the eigenvalue means of a new state, and the factors with them, can be stored.
 

@@ -197,8 +197,9 @@ class KLShampooMethod:
         delta, factor = direction(M, given, used, h, ops)
         new = {"M": M} | statistics(given, found, verdict, state, h, ops)
         evident = None
-        if verdict is not None:
-            new |= verdict.changed | {"clipped": evidence.count(verdict.bounded, factor, state)}
+        if verdict is not None and factor is not None:
+            bounded = verdict.bounded | (factor < 1)
+            new |= verdict.changed | {"clipped": state["clipped"] + bounded}
             roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
             evident = verdict.evident & evidence.in_range(roots, M.shape[-1], state["M"].dtype)
         return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident

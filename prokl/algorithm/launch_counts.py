@@ -207,14 +207,41 @@ def _stack(a: Arguments, programs: int) -> Work:
 
 
 def _split(a: Arguments, programs: int) -> Work:
-    return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
+    scales = (a["a_ptr"], a["COUNT"] / a["M"] if a["SCALED"] else 0)
+    return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved(scales) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
+
+
+def _elements(a: Arguments, programs: int) -> float:
+    return float(programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"])) * a["M"] * a["N"])
+
+
+def _combine(a: Arguments, programs: int) -> Work:
+    size = _elements(a, programs)
+    read, written = _moved((a["x_ptr"], size), (a["y_ptr"], size)), _moved((a["D_ptr"], size))
+    return Work(read + written + (_moved((a["both_ptr"], 2 * size)) if a["PAIR"] else 0.0), programs)
+
+
+def _samples(a: Arguments, programs: int) -> Work:
+    size = _elements(a, programs)
+    read = _moved((a["GQ_ptr"], size), (a["QtG_ptr"], size))
+    return Work(read + _moved(*((a[f"{name}_ptr"], size) for name in ("X", "Z", "whitened"))), programs)
+
+
+def _cut(a: Arguments, programs: int) -> Work:
+    size = programs * a["COUNT"]  # the second pass comes from the L2 cache
+    return Work(_moved((a["t_ptr"], size)) + _moved((a["out_ptr"], size), (a["flag_ptr"], programs)), programs)
+
+
+def _inverse_norm(a: Arguments, programs: int) -> Work:
+    read = _moved((a["energy_ptr"], programs * a["ENERGIES"]), (a["size_ptr"], programs * a["NORMS"]))
+    read += _moved((a["whole_ptr"], programs * a["NORMS"]))
+    return Work(read + _moved((a["inverse_ptr"], programs)), programs)
 
 
 def _admit(a: Arguments, programs: int) -> Work:
     M, R = programs * a["M"], programs * a["R"]
-    read = _moved((a["A_ptr"], M * a["R"]), (a["e_res_ptr"], M), (a["s_L_ptr"], M), (a["s_S_ptr"], R))
-    if a["BOUNDED"]:
-        read += a["QtG_ptr"].dtype.itemsize * M * a["R"]  # beside A in memory, where one product made both
+    read = _moved((a["A_ptr"], M * a["R"]), (a["e_res_ptr"], M * a["PARTS"]), (a["s_L_ptr"], M), (a["s_S_ptr"], R))
+    read += _moved((a["QtG_ptr"], M * a["R"])) if a["BOUNDED"] else 0.0
     return Work(read + _moved((a["rows_ptr"], 3 * M), (a["columns_ptr"], 3 * R), (a["rho_ptr"], 2 * R)), programs)
 
 
@@ -228,5 +255,9 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "stack": _stack,
     "split": _split,
     "admit": _admit,
+    "combine": _combine,
+    "samples": _samples,
+    "cut": _cut,
+    "inverse_norm": _inverse_norm,
 }
 """By name, without ``_kernel``: the work of a launch, from its arguments and the number of its programs."""

@@ -180,9 +180,10 @@ class Primitives(Protocol):
         ...
 
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
-        """Return diag(Q^T E Q) (B,m), not negative: Q (B,m,m), G_perp (B,m,n), E = G_perp G_perp^T (B,m,m).
+        """Return diag(Q^T E Q) (B,m), not negative, or parts (B,k,m) that add up to it.
 
-        It is also the squared norms of the rows of Q^T G_perp, which nothing cancels in: what pairs need.
+        Of Q (B,m,m), G_perp (B,m,n), E = G_perp G_perp^T (B,m,m). It is also the squared norms of the rows of
+        Q^T G_perp, which nothing cancels in: what pairs need.
         """
         ...
 
@@ -194,7 +195,7 @@ class Primitives(Protocol):
         Args:
             A: Q_L^T G~ Q_S (B,m,r).
             QtG: Q_L^T G~ (B,m,r).
-            e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+            e_res: diagonal of Q_L^T G_perp G_perp^T Q_L, as :meth:`row_energies` gives it.
             state: before the step.
             h: hyper-parameters; without ``clip_threshold`` nothing is decided.
             n: long side, above r.
@@ -234,10 +235,11 @@ class Primitives(Protocol):
         """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
         ...
 
-    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond, and by which factor.
+    def cut(self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond.
 
-        The factor is (B,), in (0, 1]. Norms are in float64: squares of whitened float32 may overflow.
+        And (B,) bool, True where it was, or where ``bounded`` was. Norms are in float64: squares of whitened float32
+        may overflow.
         """
         ...
 

@@ -61,7 +61,7 @@ class Energies(NamedTuple):
     E: Tensor
     """G_perp G_perp^T (B,m,m)."""
     e_res: Tensor
-    """diag Q_L^T E Q_L (B,m)."""
+    """diag Q_L^T E Q_L (B,m), or parts (B,k,m) that add up to it."""
     GQ: Tensor
     """G~ Q_S (B,m,r)."""
     QtG: Tensor
@@ -101,8 +101,8 @@ def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
     """Compute what the statistics, and the whitened size of the gradient, are made of."""
     mm, Q_L, G_tilde = ops.product, state["Q_L"], projected.G_tilde
     E = ops.symmetric_product(projected.G_perp)
-    GQ = mm(G_tilde, state["Q_S"])
-    QtG, A = mm(Q_L.mT, torch.cat((G_tilde, GQ), dim=-1)).chunk(2, dim=-1)  # Q_L is read once
+    QtG = mm(Q_L.mT, G_tilde)
+    GQ, A = (mm(t, state["Q_S"]) for t in (G_tilde, QtG))
     return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), GQ, QtG, A)
 
 
@@ -132,44 +132,53 @@ def momentum(
 
 
 def direction(
-    lookahead: Lookahead, state: State, roots: Roots, h: ProHyper, aspect_scale: Tensor, ops: Primitives
+    lookahead: Lookahead,
+    state: State,
+    roots: Roots,
+    bounded: Tensor | None,
+    h: ProHyper,
+    aspect_scale: Tensor,
+    ops: Primitives,
 ) -> tuple[Direction, Tensor | None]:
     """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T.
 
     The factor of ``adjust_lr_fn`` takes c_a's place in the complement, and is part of the subspace's weight.
 
+    Args:
+        bounded: (B,) bool, where the gradient was bounded; None where there is no bound.
+
     Returns:
-        The direction, and the factor (B,) that its whitened parts were cut by, None where there is no bound.
+        The direction, and where it or the gradient was bounded.
     """
     G_par, residual, U = lookahead
-    bounded, cautious = h.clip_threshold is not None, h.cautious_weight_decay
+    cautious = h.cautious_weight_decay
     usual = evidence.COHERENT * h.gain
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
     P = ops.spectral_operand(state["Q_L"], roots.L)
-    left = right = factor = None
+    left = right = None
     if h.variant in SUBSPACE_VARIANTS:
         left = ops.precondition(P, G_par, state["Q_S"], roots.S, weight)
         # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
         right = U.hi if isinstance(U, Pair) and h.variant in POLAR_VARIANTS else state["U"]
-        if bounded:
-            left, factor = ops.cut(left, usual * weight * (m * r) ** 0.5, right.dtype)
+        if bounded is not None:
+            left, bounded = ops.cut(left, usual * weight * (m * r) ** 0.5, right.dtype, bounded)
         left = left.to(right.dtype)
     if residual is None:
-        return Direction(None, left=left, right=right, cautious_decay=cautious), factor
+        return Direction(None, left=left, right=right, cautious_decay=cautious), bounded
     if h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, residual, h.polar_dtype(G_par))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own
-        return Direction(Y, Q, scale, left, right, cautious_decay=cautious), factor
+        return Direction(Y, Q, scale, left, right, cautious_decay=cautious), bounded
     X, scale = ops.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
-    if factor is not None:
+    if bounded is not None:
         n = X.shape[-1]
         beside = evidence.cut(evidence.norm(X) * scale, usual * whole * (m * (n - r)) ** 0.5)
-        scale, factor = scale * beside.to(scale.dtype), torch.minimum(factor, beside)
-    return Direction(X, None, scale, left, right, cautious_decay=cautious), factor
+        scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
+    return Direction(X, None, scale, left, right, cautious_decay=cautious), bounded
 
 
 def statistics(
@@ -257,7 +266,7 @@ class ProKLShampooMethod:
         found = energies(projected, state, ops)
         admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, G.shape[-1])
         _, lookahead = momentum(G, projected, admitted, state, h, active, ops)
-        return direction(lookahead, state, admitted.used, h, aspect_scale, ops)[0]
+        return direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)[0]
 
     def step(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
@@ -267,11 +276,11 @@ class ProKLShampooMethod:
         found = energies(projected, state, ops)
         admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, n)
         M, lookahead = momentum(G, projected, admitted, state, h, active, ops)
-        delta, factor = direction(lookahead, state, admitted.used, h, aspect_scale, ops)
+        delta, bounded = direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)
         del lookahead  # memory for the rest
         moments, sample = statistics(found, admitted, state, h, n, ops)
         turned = track_subspace(projected, admitted.scale, sample, state | moments, ops)
         new = {"M": M} | moments | turned | admitted.changed
-        if admitted.bounded is not None:
-            new["clipped"] = evidence.count(admitted.bounded, factor, state)
+        if bounded is not None:
+            new["clipped"] = state["clipped"] + bounded  # a count of steps
         return delta, new, admitted.evident

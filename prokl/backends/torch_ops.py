@@ -140,10 +140,10 @@ class TorchPrimitives(Primitives):
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
         return alpha * _product(P, ((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT)
 
-    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return t brought down to the norm ``largest``, and by which factor."""
+    def cut(self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
+        """Return t brought down to the norm ``largest``, and whether it, or what is bounded, had to be."""
         factor = evidence.cut(evidence.norm(t), largest)
-        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), factor
+        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), bounded | (factor < 1)
 
     def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return P G^_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""

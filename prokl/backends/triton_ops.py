@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prokl.algorithm import evidence
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
@@ -22,7 +21,9 @@ from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
+from prokl.kernels.combine import combine, samples
 from prokl.kernels.momentum import momentum as launch_momentum
+from prokl.kernels.norms import cut, inverse_norm
 from prokl.kernels.precondition import can_use_precondition, precondition
 from prokl.kernels.product import product, product_pair, row_energies
 from prokl.kernels.project import project
@@ -47,6 +48,7 @@ class TritonPrimitives(Primitives):
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     project = staticmethod(project)
     admit = staticmethod(admit)
+    cut = staticmethod(cut)
 
     def __init__(self, use_cuda_qr: bool, host_readable: bool, balanced: bool = False) -> None:
         self.use_cuda_qr, self.host_readable, self.balanced = use_cuda_qr, host_readable, balanced
@@ -81,8 +83,9 @@ class TritonPrimitives(Primitives):
 
     def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
         """Return the operand of Q diag(a) Q^T, split as it is stored."""
-        A = self.operand(Q * a.sqrt()[:, None, :])
-        return symmetric_product_pair(A) if isinstance(A, Pair) else symmetric_product(A)
+        if self.balanced and Q.dtype == torch.float32:
+            return symmetric_product_pair(split(Q, a))
+        return symmetric_product(Q * a.sqrt()[:, None, :])
 
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
@@ -105,14 +108,17 @@ class TritonPrimitives(Primitives):
     ) -> tuple[Tensor, Tensor, Residual | None]:
         """Update M in place and form the residual."""
         g, a, b = weights
-        if scale is not None:
-            G_tilde = G_tilde * scale[:, None, None]
-        G_par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
-        par = None
-        if complement:
-            par = split(G_par) if isinstance(U, Pair) else G_par
+        paired = complement and isinstance(U, Pair)
+        G_par, halves = combine(G_tilde, a + b * g, M_tilde, b * momentum, scale, paired)
         G_hat_perp, size, whole = launch_momentum(
-            G, M, par, U, momentum=momentum, weights=weights, scale=scale, active=active
+            G,
+            M,
+            (G_par if halves is None else halves) if complement else None,
+            U,
+            momentum=momentum,
+            weights=weights,
+            scale=scale,
+            active=active,
         )
         if G_hat_perp is None or size is None or whole is None:
             return M, G_par, None
@@ -124,32 +130,23 @@ class TritonPrimitives(Primitives):
             return precondition(P, G_par, Q_S, a_S, alpha)
         return self.product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
 
-    def cut(self, t: Tensor, largest: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return t brought down to the norm ``largest``, and by which factor."""
-        factor = evidence.cut(evidence.norm(t), largest)
-        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), factor
-
     def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
+        G_hat_perp, size, whole, noise = residual
         half = torch.bfloat16 if dtype == torch.bfloat16 else None
-        X, energy = product(*self._factors(P, residual.G_hat_perp), out_dtype=half, energy=True)
-        # Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
-        vanishing = energy < torch.finfo(energy.dtype).tiny
-        inverse = torch.where(residual.negligible() | vanishing, 0.0, energy.rsqrt())
+        X, energy = product(*self._factors(P, G_hat_perp), out_dtype=half, energy=True)
+        inverse = inverse_norm(energy, size, whole, noise)
         return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
 
     def samples(
         self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Whiten what the factors' EMAs are made of."""
-        S, L = (a.S, a.L) if scale is None else (a.S * scale[:, None], a.L * scale[:, None])
-        Z = QtG * L[:, :, None]
-        return GQ * S[:, None, :], Z, Z * (weight * a.L)[:, :, None]
+        """Whiten what the factors' EMAs are made of, in one launch."""
+        return samples(GQ, QtG, a.L, a.S, scale, weight)
 
     def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
         """Return beta L + alpha X X^T + tail E."""
-        own = torch.add(E.mul_(tail[:, None, None]), L, alpha=beta)
-        return symmetric_product(X, C=own, alpha=alpha)
+        return symmetric_product(X, C=combine(E, 1.0, L, beta, tail)[0], alpha=alpha)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V)."""

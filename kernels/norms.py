@@ -1,0 +1,138 @@
+"""What follows from norms of whole matrices: a bound on one, and the factor that normalises another.
+
+In PyTorch: ``TorchPrimitives.cut`` and ``.whiten``. B: matrices.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prokl.kernels import launch
+from prokl.kernels.launch import TRITON_DTYPES
+from prokl.kernels.operands import check_out_dtype
+
+TILE = 2048
+WARPS = 8
+
+
+@triton.jit
+def cut_kernel(t_ptr, bounded_ptr, out_ptr, flag_ptr, COUNT, largest: tl.float64, TILE: tl.constexpr):
+    """Scale one matrix of COUNT elements a program down to the norm largest, where it is beyond; all contiguous.
+
+    The flag (B,) is set there, and where bounded (B,) is.
+    """
+    i_b = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((TILE,), tl.float64)
+    for first in range(0, COUNT, TILE):
+        o = first + tl.arange(0, TILE)
+        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(tl.float64)
+        squares += x * x
+    norm = tl.sqrt(tl.sum(squares))
+    one = tl.full((), 1.0, tl.float64)
+    factor = tl.where(norm > largest, largest / norm, one)
+    tl.store(flag_ptr + i_b, tl.load(bounded_ptr + i_b) | (norm > largest))
+    for first in range(0, COUNT, TILE):
+        o = first + tl.arange(0, TILE)
+        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0)
+        x = x * factor.to(x.dtype)
+        if out_ptr.dtype.element_ty != tl.float64:  # the interpreter has no float64 in half precision
+            x = x.to(tl.float32)
+        tl.store(out_ptr + i_b * COUNT + o, x.to(out_ptr.dtype.element_ty), o < COUNT)
+
+
+@triton.jit
+def inverse_norm_kernel(
+    energy_ptr,
+    size_ptr,
+    whole_ptr,
+    inverse_ptr,
+    ENERGIES,
+    NORMS,
+    noise: tl.float64,
+    tiny: tl.float64,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add up the parts of one matrix a program, contiguous, and store the inverse root of its energy, or zero."""
+    i_b = tl.program_id(0).to(tl.int64)
+    o = tl.arange(0, TILE)
+    energy = tl.zeros((TILE,), DTYPE)
+    for first in range(0, ENERGIES, TILE):
+        energy += tl.load(energy_ptr + i_b * ENERGIES + first + o, first + o < ENERGIES, 0.0).to(DTYPE)
+    size = tl.zeros((TILE,), DTYPE)
+    whole = tl.zeros((TILE,), DTYPE)
+    for first in range(0, NORMS, TILE):
+        size += tl.load(size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
+        whole += tl.load(whole_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
+    total = tl.sum(energy)
+    vanishes = (tl.sum(size) <= tl.full((), noise, DTYPE) * tl.sum(whole)) | (total < tl.full((), tiny, DTYPE))
+    one = tl.full((), 1.0, DTYPE)
+    tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
+
+
+def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring matrices down to the norm ``largest`` where they are beyond, in one launch; norms are in float64.
+
+    Args:
+        t: (B,m,n), of any strides and any of float16, bfloat16, float32 and float64.
+        largest: not negative.
+        dtype: of the result.
+        bounded: (B,) bool.
+
+    Returns:
+        The matrices (B,m,n), contiguous, and (B,) bool, True where they were, or where ``bounded`` is.
+
+    Raises:
+        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
+    """
+    if t.ndim != 3 or 0 in t.shape[1:]:
+        raise ValueError(f"t has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
+    launch.check("t", t, tuple(t.shape), t.device)
+    launch.check("bounded", bounded, (t.shape[0],), t.device, (torch.bool,), like="t")
+    check_out_dtype(dtype)
+    t, bounded = t.contiguous(), bounded.contiguous()
+    out = torch.empty(t.shape, dtype=dtype, device=t.device)
+    flag = torch.empty_like(bounded)
+    if len(t):
+        arguments = (t, bounded, out, flag, t.shape[1] * t.shape[2], float(largest))
+        launch.start(cut_kernel, (len(t),), t.device, *arguments, TILE=TILE, num_warps=WARPS)
+    return out, flag
+
+
+def inverse_norm(energy: Tensor, size: Tensor, whole: Tensor, noise: float) -> Tensor:
+    """Return 1 / sqrt(energy) in one launch, or zero: of what is negligible, or so small that its square vanishes.
+
+    Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
+
+    Args:
+        energy: parts (B,k) of the squared norm of X.
+        size: parts (B,l) of the squared norm of what X was made from.
+        whole: parts (B,l) of the squared norm of which that is a residual.
+        noise: ratio of the last two up to which it is negligible.
+
+    Returns:
+        (B,) in float64 where one of them is, else in float32.
+
+    Raises:
+        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
+    """
+    if energy.ndim != 2 or size.ndim != 2:
+        raise ValueError(f"energy and size have shapes {tuple(energy.shape)}, {tuple(size.shape)}; must be (B, parts).")
+    batch, parts = len(energy), size.shape[1]
+    launch.check("energy", energy, tuple(energy.shape), energy.device)
+    for name, t in (("size", size), ("whole", whole)):
+        launch.check(name, t, (batch, parts), energy.device, like="energy")
+    energy, size, whole = (t.contiguous() for t in (energy, size, whole))
+    dtype = launch.arithmetic_dtype(energy, size, whole)
+    inverse = torch.empty(batch, dtype=dtype, device=energy.device)
+    if batch:
+        widest = max(energy.shape[1], parts)
+        tile = min(1024, triton.next_power_of_2(max(widest, 1)))
+        scalars = energy.shape[1], parts, float(noise), torch.finfo(dtype).tiny
+        arguments = (energy, size, whole, inverse, *scalars)
+        constants = {"DTYPE": TRITON_DTYPES[dtype], "TILE": tile, "num_warps": 4}
+        launch.start(inverse_norm_kernel, (batch,), energy.device, *arguments, **constants)
+    return inverse

@@ -1,0 +1,162 @@
+"""The elementwise kernels of a step and those of its norms, against float64 and their PyTorch forms.
+
+B: matrices; M: rows; N: columns.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
+from prokl.algorithm.primitives import Residual, Roots
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.kernels.combine import COLUMNS, ROWS, combine, samples
+from prokl.kernels.norms import TILE, cut, inverse_norm
+from prokl.kernels.split import split
+from prokl.pair import Pair
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TORCH = TorchPrimitives(True)
+SIZES = [(2, ROWS + 3, COLUMNS + 5), (3, 1, 1), (1, 2 * ROWS, 7), (0, 5, 4)]  # B, M, N
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def arithmetic(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gaps(t):
+    """The same numbers with others between them in memory."""
+    wide = torch.full([2 * k for k in t.shape], math.nan, dtype=t.dtype, device=t.device)
+    return wide[(slice(1, None, 2),) * t.ndim].copy_(t)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_sum_of_two_matrices(size, dtype, scaled):
+    """Two products and a sum, each rounded once, and c beside alpha: 4 roundings of what is added."""
+    x, y, c = randn(*size, dtype=dtype), randn(*size, dtype=dtype, seed=1), randn(size[0], dtype=dtype, seed=2)
+    found, pair = combine(x, 0.3, y, -1.7, c if scaled else None)
+    left, right = x.double() * (c.double()[:, None, None] if scaled else 1) * 0.3, -1.7 * y.double()
+    assert pair is None and found.dtype == arithmetic(dtype)
+    bound = 2 * torch.finfo(found.dtype).eps * (left.abs() + right.abs())
+    assert ((found.double() - left - right).abs() <= bound).all()
+    apart = combine(gaps(x), 0.3, gaps(y), -1.7, gaps(c) if scaled else None)[0]
+    assert torch.equal(found, apart) and apart.is_contiguous()
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_a_sum_is_split_as_it_is_stored():
+    x, y, c = randn(2, 19, 133), randn(2, 19, 133, seed=1), randn(2, seed=2)
+    found, pair = combine(x, 0.3, y, -1.7, c, pair=True)
+    assert isinstance(pair, Pair) and torch.equal(pair.both, Pair.split(found).both)
+    with pytest.raises(ValueError, match="float64 was to be split"):
+        combine(x.double(), 0.3, y, -1.7, None, pair=True)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_samples_are_those_of_the_pytorch_form(size, dtype, scaled):
+    GQ, QtG, a_L = randn(*size, dtype=dtype), randn(*size, dtype=dtype, seed=1), randn(*size[:2], dtype=dtype, seed=2)
+    a_S, c = randn(size[0], size[2], dtype=dtype, seed=3), randn(size[0], dtype=dtype, seed=4)
+    scale = c if scaled else None
+    found = samples(GQ, QtG, a_L, a_S, scale, 0.3)
+    wide = [t.double() for t in (GQ, QtG, a_L, a_S)]
+    roots = Roots(wide[2], wide[3], wide[2])
+    expected = TORCH.samples(wide[0], wide[1], roots, None if scale is None else scale.double(), 0.3)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == arithmetic(dtype)
+        assert ((x.double() - y).abs() <= 4 * torch.finfo(x.dtype).eps * y.abs()).all()  # at most five roundings
+    apart = samples(*map(gaps, (GQ, QtG, a_L, a_S)), None if scale is None else gaps(scale), 0.3)
+    assert all(map(torch.equal, found, apart)) and all(t.is_contiguous() for t in apart)
+
+
+def test_c_comes_twice_and_not_as_its_square():
+    """Of c = 1e-25 the square is zero in float32."""
+    size = torch.tensor([1e-25])
+    a = torch.ones(1, 2)
+    X, Z, whitened = samples(torch.full((1, 2, 3), 1e25), torch.full((1, 2, 3), 1e25), a, torch.ones(1, 3), size, 0.5)
+    assert torch.allclose(X, torch.ones(1, 2, 3)) and torch.allclose(Z, X) and torch.allclose(whitened, 0.5 * X)
+
+
+@pytest.mark.parametrize("size", [(2, 5, 7), (1, 33, TILE // 8)])
+def test_columns_are_scaled_by_roots_before_they_are_split(size):
+    x, a = randn(*size), randn(size[0], size[2], seed=1).abs()
+    found = split(x, a)
+    expected = x.double() * a.double().sqrt()[:, None, :]
+    # 2^-17 of an entry for the halves, and a rounding each of root and product.
+    assert ((found.whole().double() - expected).abs() <= (2**-17 + 2**-23) * expected.abs()).all()
+    assert torch.equal(split(gaps(x), gaps(a)).both, found.both)
+    with pytest.raises(ValueError, match=r"a has shape \(1,\); must be"):
+        split(x, a[0, :1])
+    with pytest.raises(ValueError, match=r"x has shape .* must be \(B, m, n\) for its columns"):
+        split(x[0], a)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(7, 9), (1, 1), (40, TILE // 16 + 1)])
+def test_matrices_are_cut_as_by_the_pytorch_form(shape, dtype, out):
+    t = randn(4, *shape, dtype=dtype) * torch.tensor([0.5, 1.0, 30.0, 0.0], dtype=dtype, device=DEVICE)[:, None, None]
+    largest = 2.0 * math.sqrt(shape[0] * shape[1])
+    bounded = torch.tensor([True, False, False, False], device=DEVICE)
+    found, flag = cut(t, largest, out, bounded)
+    expected, expected_flag = TORCH.cut(t, largest, out, bounded)
+    assert torch.equal(flag, expected_flag) and found.dtype == out
+    # The factors differ by the order of a sum in float64; rounded to the dtype of t that may be one unit.
+    eps = max(torch.finfo(dtype).eps, torch.finfo(out).eps)
+    torch.testing.assert_close(found, expected, rtol=2 * eps, atol=0)
+    assert (torch.linalg.matrix_norm(found.double()) <= largest * (1 + 2 * eps)).all()
+    assert torch.equal(cut(gaps(t), largest, out, gaps(bounded))[0], found)
+
+
+def test_squares_of_what_is_cut_may_overflow():
+    t = torch.full((1, 8, 8), 1e30, device=DEVICE)
+    found, flag = cut(t, 16.0, torch.float32, torch.zeros(1, dtype=torch.bool, device=DEVICE))
+    assert flag.item() and float(found.norm()) == pytest.approx(16.0, rel=1e-6)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("parts", [1, 7, 1500])
+def test_the_inverse_norm_adds_up_parts_and_is_zero_for_what_is_negligible(parts, dtype):
+    energy, size, whole = (randn(4, parts, dtype=dtype, seed=i).abs() + 0.1 for i in range(3))
+    size[1] = 1e-9 * whole[1]
+    size[2], whole[2] = 0.0, 0.0
+    energy[3] = torch.finfo(dtype).tiny / (2 * parts)
+    found = inverse_norm(energy, size, whole, 1e-6)
+    assert found.dtype == dtype and (found[1:] == 0).all()
+    assert float(found[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=50 * torch.finfo(dtype).eps)
+    negligible = Residual(energy, size, whole, 1e-6).negligible()
+    assert negligible.tolist() == [False, True, True, False]
+    assert torch.equal(inverse_norm(gaps(energy), gaps(size), gaps(whole), 1e-6), found)
+
+
+def test_wrong_arguments_raise_with_their_names():
+    t, flag = randn(2, 3, 4), torch.zeros(2, dtype=torch.bool, device=DEVICE)
+    for call, message in (
+        (lambda: combine(t[0], 1.0, t, 1.0), r"x has shape \(3, 4\); must be \(B, m, n\)"),
+        (lambda: combine(t, 1.0, t[:, :2], 1.0), r"y has shape \(2, 2, 4\); must be \(2, 3, 4\)"),
+        (lambda: combine(t, 1.0, t, 1.0, t[0, :, 0]), r"scale has shape \(3,\); must be \(2,\)"),
+        (lambda: samples(t, t, t[:, :, 0], t[:, :, 0], None, 1.0), r"a_S has shape \(2, 3\); must be \(2, 4\)"),
+        (lambda: cut(t[0], 1.0, torch.float32, flag), r"t has shape \(3, 4\); must be \(B, m, n\)"),
+        (lambda: cut(t, 1.0, torch.int8, flag), "Invalid out_dtype=torch.int8"),
+        (lambda: cut(t, 1.0, torch.float32, flag[:1]), r"bounded has shape \(1,\); must be \(2,\)"),
+        (lambda: inverse_norm(t[0], t[0], t[0, :, :1], 0.0), r"whole has shape \(3, 1\); must be \(3, 4\)"),
+        (lambda: inverse_norm(t, t[0], t[0], 0.0), r"must be \(B, parts\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
