@@ -18,9 +18,10 @@ from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
+from prokl.kernels.operands import aligned
 
-ELEMENTS = 8192
-"""Of A that a program holds at a time: all rows of as many columns."""
+ELEMENTS = 4096
+"""Of A that a program holds at a time: all rows of as many columns. Twice as many spill on sm_90."""
 COLUMNS = 16
 """At most; 64 bytes of a row."""
 QUIET, TRUSTED = tl.constexpr(evidence.QUIET), tl.constexpr(evidence.TRUSTED)
@@ -203,17 +204,17 @@ def admit_kernel(
         a_S = _damp(s_S, eps)
         rho = tl.load(rho_ptr + i_b * R + o_r, m_r, 0.0)
         column = columns_ptr + i_b * R + o_r
-        used = a_S
+        used_S = a_S
         if BOUNDED:
-            excess = _beyond(weight * a_S * tl.sqrt(rho))
-            used = a_S / excess
-            bounded = bounded | (tl.max(excess) > 1.0)
-        tl.store(column, used.to(DTYPE), m_r)
+            excess_S = _beyond(weight * a_S * tl.sqrt(rho))
+            used_S = a_S / excess_S
+            bounded = bounded | (tl.max(excess_S) > 1.0)
+        tl.store(column, used_S.to(DTYPE), m_r)
         s_S = _average(s_S, rho * c * c, beta2, ceiling_n * factor)
         tl.store(column + B * R, s_S.to(DTYPE), m_r)
         tl.store(column + 2 * B * R, _damp(s_S, eps).to(DTYPE), m_r)
-        lost = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
-        evident = evident & (lost == 0)
+        lost_S = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
+        evident = evident & (lost_S == 0)
     if BOUNDED:
         tl.store(flags_ptr + i_b, evident)
         tl.store(flags_ptr + B + i_b, bounded)
@@ -262,7 +263,8 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width = triton.next_power_of_2(m)
-        step = max(1, min(COLUMNS, ELEMENTS // width, triton.next_power_of_2(r)))
+        held = ELEMENTS if aligned(A, QtG) else ELEMENTS // 2  # every element has an address in registers then
+        step = max(1, min(COLUMNS, held // width, triton.next_power_of_2(r)))
         largest = torch.finfo(state["M"].dtype).max
         given = [inputs[name][0] if name in inputs else A for name in (*names, "trust", "lambda_0")]  # A: not read
         launch.start(
