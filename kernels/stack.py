@@ -1,4 +1,6 @@
-"""Matrices that lie anywhere as one batch, with their squared norms; in PyTorch: ``prokl.backends.io.TorchIO.gather``.
+"""Matrices that lie anywhere as one batch, with parts of their squared norms.
+
+In PyTorch: ``prokl.backends.io.TorchIO.gather``, of which ``prokl.kernels.usable`` is the rest.
 
 B: matrices; M: short side; N: long side.
 """
@@ -108,7 +110,7 @@ def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
 def stack(
     addresses: Tensor, m: int, n: int, *, dtype: torch.dtype, negate: bool = False, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Copy the matrices that ``addresses`` points at into one tensor, with the squared norm of each.
+    """Copy the matrices that ``addresses`` points at into one tensor, with the squared norm of each in parts.
 
     Any strides and sizes from one up. Squares are added in float64 for float64 matrices, else in float32.
 
@@ -122,8 +124,8 @@ def stack(
         tile: block sizes, by default from the dtype.
 
     Returns:
-        (B,m,n), contiguous, in ``dtype``, and (B,), which is not finite where a matrix is not (or its norm
-        overflows), in the dtype of the sum.
+        (B,m,n), contiguous, in ``dtype``, and (B,k), what each program has added up, in the dtype of the sum: not
+        finite where an element is not (or its square overflows).
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -159,4 +161,4 @@ def stack(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return G, energy.sum(dim=1)
+    return G, energy

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prokl import KLShampoo, ProKLShampoo
-from prokl.engine.bucket import INDICES_KEPT
+from prokl.engine.rows import KEPT
 from tests.problems import relative
 
 METHODS = [(ProKLShampoo, {"rank": 3}), (KLShampoo, {})]
@@ -220,8 +220,8 @@ def test_a_warning_made_an_error_comes_after_a_whole_step():
     assert optimizer.state[alive]["step"] == 99
 
 
-def test_clocks_that_drift_apart_keep_a_bounded_number_of_index_tensors():
-    """Every set of refreshing matrices has an index of its own on the device."""
+def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
+    """Every set of refreshing or of moving matrices has an index and a mask of its own there."""
     parameters = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(12)]
     optimizer = ProKLShampoo(parameters, rank=2, precondition_frequency=2)
     g = torch.Generator().manual_seed(0)
@@ -231,4 +231,4 @@ def test_clocks_that_drift_apart_keep_a_bounded_number_of_index_tensors():
             p.grad = torch.randn(3, 4, generator=g) if own else None
         optimizer.step()
     ((bucket,),) = optimizer._buckets.values()
-    assert len(bucket._indices) == INDICES_KEPT
+    assert len(bucket.rows.kept) == KEPT

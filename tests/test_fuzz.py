@@ -62,11 +62,11 @@ def unmasked(patch):
 def unfiltered(patch):
     gather = TorchIO.gather
 
-    def with_finite_norms(self, negate):
-        G, sq_norm = gather(self, negate)
-        return G, torch.where(sq_norm.isfinite(), sq_norm, 1.0)
+    def as_finite(self, negate, skipped):
+        found = gather(self, negate, skipped)
+        return found._replace(finite=found.finite | True, usable=found.usable | ~found.finite)
 
-    patch.setattr(TorchIO, "gather", with_finite_norms)
+    patch.setattr(TorchIO, "gather", as_finite)
 
 
 def without_ceilings(patch):

@@ -31,6 +31,7 @@ from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
+from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import (
@@ -45,6 +46,7 @@ from prokl.kernels import (
     split,
     stack,
     symmetric_product,
+    usable,
 )
 from prokl.pair import Operand, Pair
 
@@ -105,8 +107,31 @@ def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
 
 def _stack(negate: bool) -> Bind:
     def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        own, dtype = io(i, ops), i["weights"][0].dtype
-        return lambda: [t.to(dtype) if t.ndim == 3 else t for t in own.gather(negate)]
+        own, W = io(i, ops), i["weights"][0]
+        skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
+        return lambda: own.gather(negate, skipped).G.to(W.dtype)
+
+    return bind
+
+
+def _usable(stacked: bool) -> Bind:
+    """Return what judges matrices by energies (B,r) in parts: each a member, or all one."""
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
+        energy: Tensor = i["energy"]
+        B, device = len(energy), energy.device
+        most = B if stacked else 1
+        starts = torch.arange(0, B + 1, most, device=device)
+        owner, skipped = (torch.zeros(k, dtype=torch.int64, device=device) for k in (B, B // most))
+
+        def run() -> list[Tensor]:
+            if ops.name == "triton":
+                found = usable.usable(energy, starts, most, skipped)
+            else:
+                found = judged(energy.sum(dim=1), owner if stacked else None, skipped)
+            return [t.to(energy.dtype) for t in found]
+
+        return run
 
     return bind
 
@@ -317,6 +342,8 @@ KERNELS: tuple[Case, ...] = (
         dtypes=(FP32, BF16, FP16, FP64), timed=BOTH, module=stack, operand="weights",
     ),
     Case("stack negated", matrices(), _stack(True), lambda s: 2 * s.m * s.n, module=stack),
+    Case("usable", tensors("energy r+"), _usable(False), lambda s: s.r, dtypes=(FP32, FP64), module=usable),
+    Case("usable, of a stack", tensors("energy r+"), _usable(True), lambda s: s.r, module=usable),
     _project(active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
     _project(active=True, dtypes=(BF16,)),
     _momentum(hat=True, scaled=True, active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),

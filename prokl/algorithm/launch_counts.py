@@ -206,6 +206,13 @@ def _stack(a: Arguments, programs: int) -> Work:
     return Work(float(size * a["ITEM"]) + _moved((a["G_ptr"], size), (a["energy_ptr"], programs)), programs)
 
 
+def _usable(a: Arguments, programs: int) -> Work:
+    batch = programs * a["ROWS"]  # at most
+    moved = _moved((a["energy_ptr"], batch * a["PARTS"]), (a["starts_ptr"], programs + 1))
+    moved += _moved((a["finite_ptr"], batch), (a["usable_ptr"], batch)) + 2 * _moved((a["skipped_ptr"], programs))
+    return Work(moved, programs)
+
+
 def _split(a: Arguments, programs: int) -> Work:
     scales = (a["a_ptr"], a["COUNT"] / a["M"] if a["SCALED"] else 0)
     return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved(scales) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
@@ -253,6 +260,7 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "precondition": _precondition,
     "apply": _apply,
     "stack": _stack,
+    "usable": _usable,
     "split": _split,
     "admit": _admit,
     "combine": _combine,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,33 @@ class Layout:
     device: torch.device
 
 
+class Gathered(NamedTuple):
+    """The gradients of a bucket, and what a step may do with them."""
+
+    G: Tensor
+    """(B,m,n), the step's own; zero where there is none."""
+    finite: Tensor
+    """(B,) bool, False for every matrix of a member that has one whose squared norm is not finite in float32."""
+    usable: Tensor
+    """(B,) bool, likewise False besides for a matrix that is zero, or too small to square."""
+
+
+def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``finite`` and ``usable`` of :class:`Gathered`.
+
+    Args:
+        sq_norm: (B,), NaN or infinite where a matrix is not finite.
+        owner: (B,) int64, the member of each matrix; None where each member is one matrix.
+        skipped: (members,) int64; goes up by one where a member's gradient is not finite.
+    """
+    finite = good = sq_norm <= torch.finfo(torch.float32).max  # NaN is not
+    if owner is not None:
+        good = torch.zeros_like(skipped).index_add_(0, owner, (~finite).long()) == 0
+        finite = good[owner]
+    skipped += ~good
+    return finite, finite & (sq_norm > 0)
+
+
 class BucketIO(Protocol):
     """Gathers the gradients of one bucket and writes its weights.
 
@@ -86,13 +113,12 @@ class BucketIO(Protocol):
         """Find gradients and weights, and read lr and weight decay; nothing waits for the device."""
         ...
 
-    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
-        """Return the gradients as one tensor of the step's own, and their squared norms.
+    def gather(self, negate: bool, skipped: Tensor) -> Gathered:
+        """Read the gradients, and judge them.
 
-        A missing gradient counts as zero; ``negate`` changes the sign, to ascend.
-
-        Returns:
-            G (B,m,n) and ||G||_F^2 (B,), not finite where G is not.
+        Args:
+            negate: whether to change their sign, to ascend.
+            skipped: (members,) int64; counts those that are not finite.
         """
         ...
 
@@ -119,14 +145,16 @@ class TorchIO:
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
         self.members, self.layout, self.rounding = members, layout, rounding
         self.gradients: list[Tensor | None] = []
+        owners = [i for i, member in enumerate(members) for _ in member.rows]
+        self.owner = torch.tensor(owners, device=layout.device) if len(owners) > len(members) else None
 
     def locate(self, h: Hyper) -> None:
         """Find gradients, and read lr and weight decay."""
         self.h = h
         self.gradients = [member.gradient() for member in self.members]
 
-    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
-        """Concatenate the gradients in the arithmetic dtype."""
+    def gather(self, negate: bool, skipped: Tensor) -> Gathered:
+        """Concatenate the gradients in the arithmetic dtype, and judge them."""
         a = self.layout
         parts = [
             torch.zeros(member.shape.count, a.m, a.n, dtype=a.dtype, device=a.device) if g is None else g.to(a.dtype)
@@ -135,7 +163,8 @@ class TorchIO:
         G = torch.cat(parts)
         if negate:
             G = G.neg_()
-        return G, torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+        sq_norm = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+        return Gathered(G, *usable(sq_norm, self.owner, skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Step one parameter after another."""

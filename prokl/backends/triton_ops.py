@@ -16,7 +16,7 @@ from torch import Tensor
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
-from prokl.backends.io import Layout, Member
+from prokl.backends.io import Gathered, Layout, Member
 from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import admit
@@ -30,6 +30,7 @@ from prokl.kernels.project import project
 from prokl.kernels.split import split
 from prokl.kernels.stack import stack
 from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
+from prokl.kernels.usable import usable
 from prokl.pair import Operand, Pair, residual_noise
 
 
@@ -177,6 +178,8 @@ class TritonIO:
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
         self.members, self.layout, self.rounding = members, layout, rounding
         self.counts = [member.shape.count for member in members]
+        starts = [0, *(member.rows.stop for member in members)]
+        self.starts = torch.tensor(starts, device=layout.device)
         self.gradient_table = PointerTable(layout.count, layout.device)
         self.weight_table = PointerTable(layout.count, layout.device)
         self.lr = torch.zeros(1, dtype=torch.float64, device=layout.device)
@@ -209,10 +212,11 @@ class TritonIO:
             scalar.fill_(number)  # the value travels in the launch: no copy from the host
             self._written[id(scalar)] = number
 
-    def gather(self, negate: bool) -> tuple[Tensor, Tensor]:
-        """Read the gradients in the weights' dtype, in one launch."""
+    def gather(self, negate: bool, skipped: Tensor) -> Gathered:
+        """Read the gradients in the weights' dtype in one launch, and judge them in another."""
         a = self.layout
-        return stack(self.gradient_table.table, a.m, a.n, dtype=a.weight_dtype, negate=negate)
+        G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=a.weight_dtype, negate=negate)
+        return Gathered(G, *usable(energy, self.starts, max(self.counts), skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Step all weights in one launch, straight into their memory."""

@@ -31,14 +31,12 @@ from prokl.backends.io import BucketIO, Layout, Member
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
+from prokl.engine.rows import RowSets
 from prokl.engine.schedule import Plan, Schedule
 from prokl.engine.storage import layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
-
-INDICES_KEPT = 32
-"""Index tensors of refreshing matrices that a bucket keeps: clocks that drifted apart make ever new ones."""
 
 
 class Bucket:
@@ -100,10 +98,7 @@ class Bucket:
         self.backend: Backend | None = None
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
-        self._indices: dict[tuple[int, ...], Tensor] = {}
-        owners = [i for i, member in enumerate(self.members) for _ in member.rows]
-        self.owner = torch.tensor(owners, device=device) if count > len(self.members) else None
-        self.first = torch.tensor([member.rows.start for member in self.members], device=device)
+        self.rows = RowSets(count, device)
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
@@ -169,9 +164,7 @@ class Bucket:
             The matrices that moved, as far as the host knows.
         """
         assert self.backend is not None
-        G, sq_norm = self.io.gather(self.group["maximize"])
-        finite = self._finite_members(sq_norm.float().isfinite())
-        usable = finite & (sq_norm > 0)
+        G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
         steps = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
         known = None
@@ -184,11 +177,10 @@ class Bucket:
             self._step(G, moving, steps if known is None else None, self.backend)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
             self._refresh(plan.refreshing, finite, self.backend)
-        self._count_skipped(plan.has_grad, finite)
         return moving
 
     def commit(self, plan: Plan, moved: Sequence[int], states: Sequence[dict[str, Any]]) -> list[str]:
-        """Move the clocks, last of all. M may have gone ahead of them where a step failed on the way.
+        """Move the clocks, last of all. M and ``skipped`` may be ahead of them where a step failed on the way.
 
         Returns:
             Warnings about weights that never move.
@@ -220,19 +212,6 @@ class Bucket:
         last = count + 1 == NEVER_MOVED_AFTER
         self.idle[member.p, member.suffix] = -1 if moved or last else count + 1
         return last and not moved
-
-    def _finite_members(self, finite: Tensor) -> Tensor:
-        """Return (B,), False for every matrix of a member that has one non-finite matrix."""
-        if self.owner is None:
-            return finite
-        bad = torch.zeros_like(self.skipped).index_add_(0, self.owner, (~finite).long())
-        return (bad == 0)[self.owner]
-
-    def _count_skipped(self, has_grad: tuple[bool, ...], finite: Tensor) -> None:
-        bad = ~(finite if self.owner is None else finite[self.first])
-        if not all(has_grad):
-            bad = bad & on_device(has_grad, torch.bool, bad.device)
-        self.skipped += bad
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64."""
@@ -269,9 +248,9 @@ class Bucket:
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
-        due, index = finite & (self.stacks["stale"] > 0), self.index(rows)
-        if index is not None:
-            due &= torch.zeros_like(due).index_fill_(0, index, True)
+        due, some = finite & (self.stacks["stale"] > 0), self.rows.of(rows)
+        if some is not None:
+            due &= some.mask
         state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key not in ("M", MASTER)}
         if backend.ops is None:
             for b in due.nonzero().flatten().tolist():
@@ -279,32 +258,17 @@ class Bucket:
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
         else:
             everywhere = backend.host_readable and bool(due.all())
+            index = None if some is None else some.indices
             for key, value in self.method.refresh_eigenbases(state, index, backend.ops).items():
                 self._store(self.stacks[key], value, None if everywhere else due)
         self.stacks["stale"].masked_fill_(due, 0.0)
 
     def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
         """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
-        if len(moving) == self.layout.count:
-            return steps
-        mask = self._mask(moving)
-        return mask if steps is None else mask & steps
-
-    def _mask(self, rows: Sequence[int]) -> Tensor:
-        chosen = set(rows)
-        return on_device([b in chosen for b in range(self.layout.count)], torch.bool, self.layout.device)
-
-    def index(self, rows: tuple[int, ...]) -> Tensor | None:
-        """Return ``rows`` on the device, None for all; the last used are kept, as making one costs a copy."""
-        if len(rows) == self.layout.count:
-            return None
-        found = self._indices.pop(rows, None)
-        if found is None:
-            found = on_device(rows, torch.int64, self.layout.device)
-        self._indices[rows] = found
-        if len(self._indices) > INDICES_KEPT:
-            del self._indices[next(iter(self._indices))]
-        return found
+        rows = self.rows.of(moving)
+        if rows is None or steps is None:
+            return steps if rows is None else rows.mask
+        return rows.mask & steps
 
     def _store(self, stack: Tensor, value: Tensor, active: Tensor | None) -> None:
         if value is stack:
@@ -329,8 +293,8 @@ class Bucket:
             for key, value in own.items():
                 if learns or key in ALWAYS_MOVE:
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        moves, moved = self._mask(moving), set(moving)
+        some, moved = self.rows.of(moving), set(moving)
         for member, weight, rows in parts:
             if not moved.isdisjoint(member.rows):
-                self.rounding.write(weight, W[rows], rows, moves[rows])
+                self.rounding.write(weight, W[rows], rows, None if some is None else some.mask[rows])
                 member.write(weight)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from prokl.engine.bucket import Bucket
+from prokl.engine.rows import Rows
 from prokl.engine.schedule import Plan
 
 
@@ -74,7 +75,7 @@ class Recorded(NamedTuple):
     """A graph, and what it reads besides the bucket's own: kept as long as the graph is."""
 
     replay: Callable[[], None]
-    rows: torch.Tensor | None
+    rows: Rows | None
 
 
 class Graphs:
@@ -151,8 +152,8 @@ class Graphs:
         device = bucket.layout.device
         if device not in self.captures:
             self.captures[device] = Capture.on(device)
-        index = bucket.index(plan.refreshing)  # before the capture, which cannot copy from the host
-        return Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), index)
+        rows = bucket.rows.of(plan.refreshing)  # before the capture, which cannot copy from the host
+        return Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), rows)
 
 
 def capturable(bucket: Bucket, plan: Plan) -> bool:
