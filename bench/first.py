@@ -19,6 +19,7 @@ from torch import Tensor
 from bench import command
 from bench.micro.case import Case, Sizes, complaint, numbers
 from bench.micro.kernels import KERNELS
+from bench.shapes import ParameterSet
 from prokl import ProKLShampoo, doctor
 from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.settings import PRECISIONS
@@ -60,11 +61,15 @@ def kernel(case: Case, sizes: Sizes, device: torch.device, ops: Primitives | Non
     return f"right in {dtypes.name}"
 
 
+def weights_of(sizes: Sizes) -> ParameterSet:
+    """Return the weights that are stepped: of two shapes, one of them also as its transpose."""
+    return ParameterSet("first", ((1, sizes.m, sizes.n), (1, sizes.n, sizes.m), (2, sizes.m, sizes.m)), (sizes.r,))
+
+
 def trained(sizes: Sizes, device: torch.device, **settings: object) -> tuple[list[Tensor], float, ProKLShampoo]:
     """Return how far weights of two shapes have moved, the milliseconds of the last step, and the optimizer."""
     g = torch.Generator().manual_seed(0)
-    shapes = [(sizes.m, sizes.n), (sizes.n, sizes.m), (sizes.m, sizes.m), (sizes.m, sizes.m)]
-    weights = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
+    weights = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in weights_of(sizes).each]
     start = [W.detach().clone() for W in weights]
     optimizer = ProKLShampoo(weights, rank=sizes.r, precondition_frequency=PERIOD, ns_dtype=torch.float32, **settings)  # type: ignore[arg-type]
     took = 0.0

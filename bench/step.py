@@ -2,9 +2,10 @@
 
 Refreshes are amortised over periods of ten steps. The optimizers take turns, period by period, for about a second
 each. Newton-Schulz runs in the dtype that is faster here, bfloat16 or float32, in all but two rows; ratios are to
-torch.optim.Muon with the same one. The reference, weight by weight, is measured at the largest rank only. Nothing is
-reported of an optimizer that does not go where the reference goes, or whose weights end not finite. A peer that cannot
-run gets a row that says why; what is this package's and fails is wrong, and the exit status 1.
+torch.optim.Muon with the same one. On a GPU the steps are replayed from CUDA graphs, but for one row. The reference,
+weight by weight, is measured at the largest rank only. Nothing is reported of an optimizer that does not go where the
+reference goes, or whose weights end not finite. A peer that cannot run gets a row that says why; what is this package's
+and fails is wrong, and the exit status 1.
 
 With --kernels it lists where the time of a step goes instead, kernel by kernel.
 """
@@ -35,7 +36,7 @@ SLOWEST = 10.0
 EMULATED = 4
 """Times that products in bfloat16 take as long as in float32 from which rows with them are left out: a CPU that has
 no instructions for them takes ten times as long."""
-KL_EACH = ("kl-shampoo", "reference", None, None)
+KL_EACH = ("kl-shampoo", "reference", None, None, False)
 """Key of KL-Shampoo stepped weight by weight, as its authors' code does."""
 EVERY = SETS | ASPECTS
 
@@ -52,7 +53,7 @@ def run_rows(run: TimedRun, medians: dict[Any, float], rates: Rates) -> Iterator
     floor = None
     if entry.counted:
         floor = 1e3 * costs.floor(costs.total(s, entry.rank or 1, PERIOD, entry.optimizer, least=True), rates)
-    reference = medians.get(("muon", "", None, entry.polar or main_dtype(rates)))
+    reference = medians.get(("muon", "", None, entry.polar or main_dtype(rates), False))
     ratio = None if reference is None else medians[entry.key] / reference
     yield row | {"metric": "step", "ratio": ratio, "floor": floor} | rows.quartiles(step_ms(run))
     if not entry.backend:

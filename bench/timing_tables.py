@@ -9,6 +9,7 @@ from bench.drawing import plt, save, tidy
 from bench.markdown import figure, table
 from bench.optimizers import OPTIMIZERS, label
 from bench.shapes import ASPECTS, PAPER, SMALL
+from bench.steps.entries import EAGER
 
 PLAIN = "plain"
 """In the place of the optimizer: a primitive's formula as it is printed."""
@@ -23,6 +24,8 @@ def name(row: Series, dtype: str = "float32") -> str:
     said = label(row["optimizer"], row["rank"] if row["optimizer"] == "pro-klshampoo" and row["rank"] > 0 else None)
     if row["backend"] == "reference":
         said += ", weight by weight"
+    if row.get("note") == EAGER:
+        said += f", {EAGER}"
     if row["optimizer"] in OWN and row["dtype"] != dtype:
         said += f", Newton–Schulz in {row['dtype'].rpartition(' ')[2]}"
     return said

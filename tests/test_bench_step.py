@@ -10,7 +10,7 @@ from bench import rows, step
 from bench.rates import Rates, machine_rates
 from bench.shapes import ASPECTS, ParameterSet
 from bench.steps import agreement, kernels, peers
-from bench.steps.entries import PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
+from bench.steps.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
 from bench.steps.problem import Problem
 from bench.steps.runs import TimedRun, enter, take_turns
 from prokl import ProKLShampoo
@@ -59,6 +59,18 @@ def test_the_entries_are_distinct_and_only_two_have_the_other_dtype(polar):
     other = [entry.optimizer for entry in entries if entry.polar not in (None, polar)]
     assert sorted(other) == ["muon", "pro-klshampoo"] and entries[0] == muon(polar)
     assert [e.rank for e in entries if e.optimizer == "pro-klshampoo" and e.backend == "torch"] == [2, 3, 4, 3]
+
+
+def test_on_a_gpu_the_middle_rank_is_also_stepped_without_graphs():
+    entries = model_entries(TINY, torch.device("cuda"), torch.bfloat16)
+    eager = [entry for entry in entries if entry.eager]
+    assert len({entry.key for entry in entries}) == len(entries)
+    assert [(entry.optimizer, entry.rank, entry.note) for entry in eager] == [("pro-klshampoo", 3, EAGER)]
+    weights = [torch.nn.Parameter(torch.zeros(8, 12))]
+    for entry in entries:
+        if entry.backend == "torch":
+            assert entry.build(weights).param_groups[0]["cuda_graphs"] is not entry.eager
+    assert not any(entry.eager for entry in model_entries(TINY, CPU, torch.bfloat16))
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 8), (4, 64)])

@@ -4,6 +4,7 @@ import pytest
 
 from bench import rows, summary, timing_tables
 from bench.shapes import SMALL
+from bench.steps.entries import EAGER
 
 SINGLE, HALF = {"dtype": "float32"}, {"dtype": "float32, Newton-Schulz bfloat16"}
 AGAINST = "step over klshampoo reference"
@@ -20,6 +21,7 @@ STEPS = [
     step(SMALL[0], "pro-klshampoo", 15.5, ratio=1.544, floor=5, **PRO),
     step(SMALL[1], "pro-klshampoo", 31, ratio=1.2, **PRO),
     step(SMALL[0], "pro-klshampoo", 30, ratio=3, rank=8, backend="reference"),
+    step(SMALL[0], "pro-klshampoo", 20, ratio=2, note=EAGER, **PRO),
     step(SMALL[0], "muon", 99, ratio=1, floor=9, **HALF),
     step(SMALL[0], "pro-klshampoo", 98, ratio=0.99, floor=9, **PRO, **HALF),
     step(SMALL[0], "heavyball.KLShampoo", 70, ratio=7),
@@ -51,6 +53,7 @@ def test_every_optimizer_has_a_line_and_whoever_has_no_figure_a_reason(frame):
         ["Muon", "10.0 (1.00)", "-"],
         ["Pro-KLShampoo, r = 8", "15.5 (1.54)", "31.0 (1.20)"],
         ["Pro-KLShampoo, r = 8, weight by weight", "30.0 (3.00)", "-"],
+        ["Pro-KLShampoo, r = 8, without CUDA graphs", "20.0 (2.00)", "-"],
         ["Muon, Newton–Schulz in bfloat16", "99.0 (1.00)", "-"],
         ["Pro-KLShampoo, r = 8, Newton–Schulz in bfloat16", "98.0 (0.99)", "-"],
         ["heavyball.KLShampoo", "70.0 (7.00)", "-"],

@@ -65,6 +65,48 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     assert status == 1 and commands == [] and "needs pytest-benchmark" in error
 
 
+def test_every_part_of_a_gpu_s_run_ends_within_ten_minutes_by_itself(script, tmp_path):
+    python = tmp_path / "clone" / ".venv" / "bin" / "python"
+    timeout = tmp_path / "bin" / "timeout"
+    timeout.parent.mkdir()
+    timeout.write_text('#!/bin/sh\necho "limit $5" >>"$LOG"\nshift 5\nexec "$@"\n')
+    timeout.chmod(0o755)
+    (tmp_path / "clone" / "build" / "prepared").mkdir(parents=True)
+    (tmp_path / "clone" / "tests").mkdir()
+    (tmp_path / "clone" / "tests" / "test_some.py").write_text("pytestmark = pytest.mark.gpu")
+    env = os.environ | {"LOG": str(tmp_path / "log"), "FAIL": "x x", "STATUS": "1", "PYTHON": str(python)}
+    env["PATH"] = f"{timeout.parent}:{env['PATH']}"
+    for part, own in (("first", 1), ("tests", 2), ("qr-tests", 1), ("sanitize", 2), ("micro", 1), ("step", 2)):
+        (tmp_path / "log").write_text("")
+        subprocess.run([tmp_path / "clone" / "run", "gpu", "--part", part], env=env, capture_output=True)
+        limits = [int(line.split()[1]) for line in (tmp_path / "log").read_text().splitlines() if "limit" in line]
+        assert len(limits) == 2 + own and sum(limits) + 15 * len(limits) <= 600, part
+
+
+def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_built(script, tmp_path):
+    clone = tmp_path / "clone"
+    assert not any("unpack" in line for line in script("gpu", "--part", "first")[1])
+    (clone / "build" / "prepared" / "extension").mkdir(parents=True)
+    python = clone / ".venv" / "bin" / "python"
+    python.write_text(PYTHON + 'echo "$PROKL_BUILD_CUDA $TRITON_CACHE_DIR" >>"$LOG.env"\n')
+    log = tmp_path / "log.env"
+    for placed in (False, True):
+        if placed:
+            (clone / "build" / "prepared" / "extension" / "placed").touch()
+        log.unlink(missing_ok=True)
+        assert script("gpu", "--part", "first")[1] == ["-m bench.unpack", "-m bench.first"]
+        build, cache = log.read_text().splitlines()[-1].split(" ")
+        assert (build == "0") is placed and cache == str(clone / "build" / "triton")
+
+
+def test_prepare_takes_the_interpreter_as_it_is(script):
+    assert script("prepare", "--only", "wheels", "--arch", "80") == (
+        0,
+        ["-m bench.prepare --only wheels --arch 80"],
+        "",
+    )
+
+
 def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs(script, tmp_path):
     status, commands, _ = script("integrations", "-k", "peft")
     assert (status, commands) == (0, ["-m pytest --slow --no-skips tests/integrations -k peft"])
@@ -88,7 +130,7 @@ def test_what_it_does_not_take_is_refused_in_one_line(arguments, script):
 def test_without_a_job_and_for_help_it_says_what_there_is(script):
     status, commands, error = script()
     assert (status, commands) == (2, []) and all(
-        f"./run {job}" in error for job in ("pretrain", "test", "integrations", "bench", "gpu")
+        f"./run {job}" in error for job in ("pretrain", "test", "integrations", "bench", "prepare", "gpu")
     )
     assert script("gpu", "--help") == (0, [], "")
 

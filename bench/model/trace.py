@@ -8,9 +8,10 @@ count.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -155,12 +156,12 @@ def tracing() -> Iterator[list[Event]]:
         yield events
 
 
-def optimizer(parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None) -> ProKLShampoo:
+def optimizer(parameters: ParameterSet, dtype: torch.dtype, build: Callable[[list[Tensor]], Any]) -> Any:
     """Build an optimizer whose weights have all begun, with buckets as a step makes them. Call it when tracing."""
-    weights = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
+    weights: list[Tensor] = [torch.nn.Parameter(torch.empty(size, dtype=dtype)) for size in parameters.each]
     for W in weights:
         W.grad = torch.empty_like(W)
-    made = ProKLShampoo(weights, rank=rank, precision=precision)
+    made = build(weights)
     made._validate()
     return made
 
@@ -180,13 +181,13 @@ def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     return events[before:]
 
 
-def steps(
-    parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None = None
+def steps_of(
+    parameters: ParameterSet, dtype: torch.dtype, build: Callable[[list[Tensor]], Any]
 ) -> dict[str, list[list[Event]]]:
-    """Return by kind of step what every bucket of a set launches in it."""
+    """Return by kind of step what every bucket launches of the optimizer that ``build`` makes of a set's weights."""
     found: dict[str, list[list[Event]]] = {}
     with tracing() as events:
-        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, rank, precision)._all_buckets())
+        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, build)._all_buckets())
         for kind in KINDS:
             seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
             for bucket in buckets:
@@ -195,3 +196,10 @@ def steps(
                     seen[size] = execute(bucket, kind, events)
                 found.setdefault(kind, []).append(seen[size])
     return found
+
+
+def steps(
+    parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None = None
+) -> dict[str, list[list[Event]]]:
+    """Return by kind of step what every bucket of a set launches in it under Pro-KLShampoo."""
+    return steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, precision=precision))

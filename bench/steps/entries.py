@@ -1,7 +1,7 @@
 """The optimizers whose whole steps are timed for one set of weights: this package's, and torch's beside them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from prokl.backends.torch_ops import TorchPrimitives
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
+EAGER = "without CUDA graphs"
+"""Note of an optimizer whose steps are launched one by one."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Entry:
         polar: dtype of Newton-Schulz, of the methods whose ratios depend on it.
         counted: True if :mod:`bench.costs` counts its operations.
         note: what a reader must know.
+        eager: True of one whose steps could be replayed from CUDA graphs and are not.
     """
 
     optimizer: str
@@ -41,6 +44,7 @@ class Entry:
     polar: torch.dtype | None = None
     counted: bool = False
     note: str = ""
+    eager: bool = False
 
     def build(self, weights: list[Tensor], **changed: Any) -> Optimizer:
         """Build the optimizer; ``changed`` overrides settings that it has."""
@@ -48,9 +52,9 @@ class Entry:
         return self.make(weights, **own | {name: value for name, value in changed.items() if name in own})
 
     @property
-    def key(self) -> tuple[str, str, int | None, torch.dtype | None]:
+    def key(self) -> tuple[str, str, int | None, torch.dtype | None, bool]:
         """Tell it from the others of a set."""
-        return self.optimizer, self.backend, self.rank, self.polar
+        return self.optimizer, self.backend, self.rank, self.polar, self.eager
 
     @property
     def dtypes(self) -> str:
@@ -109,6 +113,11 @@ def adamw() -> Entry:
     return Entry("adamw", OPTIMIZERS["adamw"].make, settings, counted=True, note="fused")
 
 
+def eager(entry: Entry) -> Entry:
+    """Return the entry with its steps launched one by one."""
+    return replace(entry, settings=(*entry.settings, ("cuda_graphs", False)), note=EAGER, eager=True)
+
+
 def backends(device: torch.device) -> list[str]:
     """Return the batched backends that are fit for a device."""
     return ["torch", "triton"] if ops.explain(None, device).startswith("triton") else ["torch"]
@@ -135,6 +144,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         kl("reference"),
         muon(other),
         pro(batched[-1], middle, other),
+        *([eager(pro(batched[-1], middle, polar))] if device.type == "cuda" else []),
     ]
 
 

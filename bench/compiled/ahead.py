@@ -1,0 +1,118 @@
+"""Compiles what the benchmarks launch into Triton's cache, without a GPU: ``python -m bench.compiled.ahead ARCH``.
+
+An entry's key is made of what is in Triton's files, of Python's version through its libtriton, of ptxas's version, of a
+kernel's text and line number, its arguments' types and what they are specialised on, and of settings in TRITON_...
+variables; of no path, driver or torch. Triton of the same wheel finds the entries on another machine, therefore, once
+:mod:`bench.unpack` has written anew where their files are. It compiles a launcher in C for every signature yet.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from torch import Tensor
+
+from bench import first
+from bench.command import Parser, command
+from bench.compiled.launches import Launch
+from bench.compiled.triton_kernels import build
+from bench.micro import groups
+from bench.micro.case import Case, Dtypes, Sizes
+from bench.micro.kernels import KERNELS
+from bench.model.trace import Event, steps_of, tracing
+from bench.shapes import PAPER, SETS, ParameterSet
+from bench.steps.entries import model_entries
+from prokl import ProKLShampoo
+from prokl.algorithm.settings import PRECISIONS
+from prokl.backends.select import _triton_backend
+
+CUDA = torch.device("cuda")
+
+
+def _shapes(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Event]:
+    for buckets in steps_of(s, dtype, build).values():
+        for events in buckets:
+            yield from events
+
+
+def _called(case: Case, sizes: Sizes, dtypes: Dtypes, precision: str) -> list[Event]:
+    ops = _triton_backend(True, False, precision == "balanced", True).ops
+    assert ops is not None
+    with tracing() as events:
+        case.bind(case.inputs(sizes, dtypes, _shapes), ops)()
+    return events
+
+
+def of_steps(s: ParameterSet) -> Iterator[Event]:
+    """Yield what the steps of :mod:`bench.step` launch on a set, and those before that hold them to the reference."""
+    for entry in model_entries(s, CUDA, torch.bfloat16):
+        if entry.backend != "triton":
+            continue
+        yield from _stepped(s, torch.float32, entry.build)
+        for shape in dict.fromkeys(s.each):
+            two = ParameterSet("", ((2, *shape),), ())
+            yield from _stepped(two, torch.float32, entry.build)
+            yield from _stepped(two, torch.float64, partial(entry.build, ns_dtype=torch.float64))
+
+
+def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Event]:
+    """Yield what the microbenchmarks launch on these sets."""
+    for group in groups.groups(sets, CUDA):
+        for form in group.forms(CUDA):
+            if form.backend == "triton":
+                yield from _called(form.case, group.sizes, group.dtypes, "faithful")
+
+
+def of_first() -> Iterator[Event]:
+    """Yield what :mod:`bench.first` launches."""
+    for case in KERNELS:
+        yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0], "balanced")
+    for precision in PRECISIONS:
+        made = partial(ProKLShampoo, rank=first.SIZES.r, ns_dtype=torch.float32, precision=precision)
+        yield from _stepped(first.weights_of(first.SIZES), torch.float32, made)
+
+
+def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
+    """Return what the benchmarks launch on these sets, each once."""
+    both = ["torch", "triton"]
+    with patch("bench.steps.entries.backends", lambda device: both), patch.object(groups, "backends", lambda _: both):
+        events = [*of_first(), *of_primitives(sets), *(event for s in sets for event in of_steps(s))]
+    return list(dict.fromkeys(event.launch for event in events if event.launch is not None))
+
+
+def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:
+    """Return how many kernels these launches took that were compiled now, and how many were in the cache."""
+    hits: list[bool] = []
+
+    def listen(*, cache_hit: bool, **_: Any) -> None:
+        hits.append(cache_hit)
+
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = listen
+        for launch in found:
+            build(launch, arch)
+    return hits.count(False), hits.count(True)
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Compile; return the exit status."""
+    parser = Parser(prog="python -m bench.compiled.ahead", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("arch", type=int, help="compute capability without its point, as 90")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*PAPER], metavar="SET", help=", ".join(SETS))
+    a = parser.parse_args(argv)
+    made, kept = compiled(launches([SETS[name] for name in a.sets]), a.arch)
+    print(f"Triton {triton.__version__}, sm_{a.arch}: {made} kernels compiled, {kept} in the cache already")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

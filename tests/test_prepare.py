@@ -1,0 +1,218 @@
+"""What travels to a GPU machine: its parts are made within a limit, and taken up there as far as they fit."""
+
+import json
+import shutil
+import subprocess
+import sysconfig
+from functools import partial
+
+import pytest
+
+from bench import prepare, unpack
+from tests.commands import run_python
+
+NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder in the place of build/prepared."""
+    found = tmp_path / "build" / "prepared"
+    monkeypatch.setattr(prepare, "FOLDER", found)
+    monkeypatch.setattr(unpack, "FOLDER", found)
+    return found
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What would have been run: (arguments, environment); makes the files that are looked for afterwards."""
+    calls = []
+
+    def fake(command, cwd=None, env=None):
+        calls.append((command[1:], env))
+        if "build_ext" in command:
+            built = prepare.Path(command[command.index("--build-lib") + 1], "prokl", NAME)
+            built.parent.mkdir(parents=True, exist_ok=True)
+            built.write_text("machine code")
+        if "bench.compiled.ahead" in command:
+            entry = prepare.Path(env["TRITON_CACHE_DIR"], "KEY")
+            entry.mkdir()
+            (entry / "some_kernel.source").write_text("text")
+            (entry / "some_kernel.cubin").write_text("binary")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    return calls
+
+
+def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked, capsys):
+    (folder / "wheels").mkdir(parents=True)
+    (folder / "wheels" / "old.whl").touch()
+    assert prepare.main(["--arch", "80"]) == 0
+    (pip, _), (build, built_with), (ahead, compiled_with) = asked
+    assert pip[:4] == ["-m", "pip", "download", "-q"] and {"pybind11>=2.12", "ninja", "pytest"} < set(pip)
+    assert not list((folder / "wheels").iterdir())
+    assert (built_with["PROKL_CUDA_ARCHS"], built_with["PROKL_BUILD_CUDA"]) == ("80", "1")
+    assert (folder / "extension" / NAME).read_text() == "machine code"
+    assert (folder / "extension" / unpack.SOURCES).read_text() == unpack.fingerprint()
+    assert ahead == ["-m", "bench.compiled.ahead", "80"] and "TRITON_INTERPRET" not in compiled_with
+    assert [path.name for path in (folder / "triton" / "KEY").iterdir()] == ["some_kernel.cubin"]
+    assert capsys.readouterr().out.endswith(" MiB of at most 40\n")
+
+
+def test_what_takes_more_than_the_limit_is_an_error_that_names_the_largest(folder, asked, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "check_size", partial(prepare.check_size, limit=12))
+    assert prepare.main(["--only", "extension"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {folder} has 0.0 MiB: must be at most ") and said.count("\n") == 1
+    for name, size in (("a", 5), ("b", 9), ("c", 7), ("d", 6)):
+        (folder / name).write_bytes(bytes(size << 20))
+    with pytest.raises(prepare.UsageError, match=r"27\.0 MiB: must be at most 10\. .* b 9\.0 MiB, c 7\.0 MiB, d 6\.0"):
+        prepare.check_size(folder, limit=10 << 20)
+    assert prepare.check_size(folder, limit=28 << 20) > 27 << 20
+
+
+def test_a_part_that_fails_ends_it(folder, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3))
+    assert prepare.main(["--only", "wheels"]) == 2
+    assert "error: pip download failed with exit status 3, see above" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--only", "torch"], ["--arch", "sm_90"], ["more"]], ids=" ".join)
+def test_wrong_arguments_are_told_in_one_line(arguments, folder, asked, capsys):
+    assert prepare.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and not asked and not folder.exists()
+
+
+def test_help_needs_no_torch():
+    done = run_python("-c", "import sys; sys.modules['torch'] = None; import runpy; sys.argv = ['x', '--help']; "
+                      "runpy.run_module('bench.prepare', run_name='__main__')")  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("usage: ./run prepare")
+
+
+@pytest.fixture
+def checkout(tmp_path, folder, monkeypatch):
+    """A checkout with csrc and a prepared extension, on a GPU that runs it."""
+    monkeypatch.setattr(unpack, "ROOT", tmp_path)
+    monkeypatch.setattr(unpack, "unsupported_reason", lambda: None)
+    (tmp_path / "prokl").mkdir()
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "qr.cu").write_text("code")
+    own = folder / "extension"
+    own.mkdir(parents=True)
+    (own / NAME).write_text("machine code")
+    (own / unpack.SOURCES).write_text(unpack.fingerprint())
+    return tmp_path
+
+
+def test_an_extension_that_fits_is_placed_and_marked(checkout, folder, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(checkout / "cache"))
+    assert unpack.main([]) == 0
+    assert capsys.readouterr().out == "extension: placed\n"
+    assert (checkout / "prokl" / NAME).read_text() == "machine code"
+    assert (folder / "extension" / unpack.PLACED).exists()
+
+
+def other_sources(checkout, own, monkeypatch):
+    (checkout / "csrc" / "qr.cu").write_text("other code")
+
+
+def other_python(checkout, own, monkeypatch):
+    (own / NAME).rename(own / "_C.cpython-399-some.so")
+
+
+def other_gpu(checkout, own, monkeypatch):
+    monkeypatch.setattr(unpack, "unsupported_reason", lambda: "cuda has compute capability 8.0")
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [(other_sources, "csrc has changed"), (other_python, "_C.cpython-399"), (other_gpu, "compute capability 8.0")],
+)
+def test_one_that_does_not_fit_is_not_left_there_and_is_built(change, why, checkout, folder, monkeypatch):
+    own = folder / "extension"
+    (own / unpack.PLACED).touch()  # of a run before
+    change(checkout, own, monkeypatch)
+    said = unpack.place_extension(own)
+    assert said.startswith("not used: ") and why in said
+    assert not (own / unpack.PLACED).exists() and not list((checkout / "prokl").iterdir())
+
+
+def test_tools_come_from_the_wheels_alone(folder, asked):
+    assert unpack.install_tools(folder / "wheels") == "there"
+    ((arguments, _),) = asked
+    assert {"--no-index", "--find-links", str(folder / "wheels"), "ninja"} < set(arguments)
+
+
+def test_without_a_folder_for_kernels_it_says_so(folder, monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert unpack.main([]) == 2 and "TRITON_CACHE_DIR is not set" in capsys.readouterr().err
+
+
+def test_entries_that_are_there_stay_and_others_name_their_new_files(tmp_path):
+    prepared, cache = tmp_path / "prepared", tmp_path / "cache"
+    for key in ("OLD", "NEW"):
+        (prepared / key).mkdir(parents=True)
+        (prepared / key / "k.cubin").write_text(key)
+        paths = {name: f"/elsewhere/{key}/{name}" for name in ("k.cubin", "k.source")}
+        (prepared / key / f"{unpack.GROUP}k.json").write_text(json.dumps({"child_paths": paths}))
+    (cache / "OLD").mkdir(parents=True)
+    assert unpack.copy_kernels(prepared, cache) == f"1 entries new in {cache}"
+    found = json.loads((cache / "NEW" / f"{unpack.GROUP}k.json").read_text())
+    assert found == {"child_paths": {"k.cubin": str(cache / "NEW" / "k.cubin")}}
+    assert not list((cache / "OLD").iterdir())
+
+
+COMPILE = """
+import sys
+import torch
+from unittest.mock import patch
+import triton
+from bench.compiled import ahead, triton_kernels
+from bench.micro.case import Sizes, numbers
+from bench.micro.kernels import KERNELS
+from prokl.kernels import launch
+sizes = Sizes(2, 32, 48, 16)
+cases = [case for case in KERNELS if case.name in ("split", "stack", "projection", "product B^T", "symmetric L")]
+if sys.argv[1] == "ahead":
+    events = [e for case in cases for e in ahead._called(case, sizes, case.dtypes[0], "faithful")]
+    print(ahead.compiled([e.launch for e in events], 90))
+else:
+    triton.runtime.driver.set_active(triton_kernels.Offline(90))
+    hits = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    def start(kernel, grid, device, *arguments, **constants):
+        kernel.warmup(*arguments, grid=grid, **constants)
+    ops = ahead._triton_backend(True, False, False, True).ops
+    with patch.object(launch, "start", start), patch.object(launch, "DEVICES", ("cpu",)):
+        for case in cases:
+            case.bind(case.inputs(sizes, case.dtypes[0], numbers(torch.device("cpu"))), ops)()
+    print((hits.count(False), hits.count(True)))
+"""
+
+
+def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory(tmp_path):
+    pytest.importorskip("triton")
+    made, there = tmp_path / "made", tmp_path / "there"
+    done = run_python("-c", COMPILE, "ahead", TRITON_CACHE_DIR=str(made), TRITON_STORE_BINARY_ONLY="1")
+    assert done.returncode == 0, done.stderr
+    compiled, found = eval(done.stdout)
+    assert compiled >= 5 and found == 0
+    moved = shutil.move(made, tmp_path / "travelled")
+    for text in moved.rglob("*.source"):
+        text.unlink()
+    unpack.copy_kernels(moved, there)
+    shutil.rmtree(moved)
+    done = run_python("-c", COMPILE, "used", TRITON_CACHE_DIR=str(there))
+    assert done.returncode == 0, done.stderr
+    assert eval(done.stdout) == (0, compiled)
+
+
+@pytest.mark.slow
+def test_the_benchmarks_launches_on_a_small_set_compile(tmp_path):
+    pytest.importorskip("triton")
+    arguments = ("-m", "bench.compiled.ahead", "90", "--sets", "gpt2-124m/4")
+    for expected in ("0 in the cache already", " 0 kernels compiled"):
+        done = run_python(*arguments, TRITON_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0 and expected in done.stdout, done.stderr
