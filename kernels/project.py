@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, check_operands, stored
-from prokl.kernels.split import halves
+from prokl.kernels.operands import aligned, check_operands, store_result, stored
+from prokl.kernels.split import empty_pair, halves
 from prokl.pair import Operand
 
 
@@ -40,6 +40,7 @@ def project_kernel(
     active_ptr,
     GU_ptr,
     MU_ptr,
+    both_ptr,
     M,
     N,
     R,
@@ -54,6 +55,7 @@ def project_kernel(
     stride_U_n,
     stride_U_r,
     stride_active_b,
+    stride_lo,
     U_LO: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -66,7 +68,7 @@ def project_kernel(
     """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
 
     G, the momentum (M, N) and U (N, R), a pair where U_LO, have any strides and are multiplied as OPERAND; GU and MU
-    (M, R) are contiguous, of SUM.
+    (M, R) are contiguous, of SUM; where U is a pair, both takes GU as one too.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -102,6 +104,8 @@ def project_kernel(
     at = (i_b * M + o_m[:, None]) * R + o_r[None, :]
     tl.store(GU_ptr + at, GU, m_m & m_r)
     tl.store(MU_ptr + at, MU, m_m & m_r)
+    if U_LO:
+        store_result(both_ptr, stride_lo, at, GU, m_m & m_r, True)
 
 
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
@@ -139,7 +143,7 @@ def project(
     *,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Operand]:
     """Compute G U and M U from one read of G and M.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
@@ -155,7 +159,7 @@ def project(
         tile: block sizes, by default from r, the dtypes, the precision and the strides.
 
     Returns:
-        G U and M U (B,m,r), contiguous, in the dtype of the sum.
+        G U and M U (B,m,r), contiguous, in the dtype of the sum, and G U again, a pair where U is.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -176,8 +180,10 @@ def project(
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
     dtype = launch.arithmetic_dtype(G, M, U_hi)
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
+    operand_of_GU: Operand = empty_pair((B, m, r), G.device) if paired else GU
     if B == 0:
-        return GU, MU
+        return GU, MU, operand_of_GU
+    both, lo, _ = stored(operand_of_GU)
     tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, GU) and U_hi.stride(2) == 1, paired)
     operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
@@ -190,6 +196,7 @@ def project(
         G if active is None else active,  # not read
         GU,
         MU,
+        both,
         m,
         n,
         r,
@@ -198,6 +205,7 @@ def project(
         U_lo,
         *U_hi.stride(),
         0 if active is None else active.stride(0),
+        lo,
         U_LO=paired,
         HAS_ACTIVE=active is not None,
         OPERAND=TRITON_DTYPES[operand],
@@ -209,4 +217,4 @@ def project(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return GU, MU
+    return GU, MU, operand_of_GU

@@ -51,12 +51,14 @@ def symmetric_product_kernel(
     B_ptr,
     C_ptr,
     D_ptr,
+    shifted_ptr,
     alpha_ptr,
     beta_ptr,
     M,
     K,
     alpha: tl.float64,
     beta: tl.float64,
+    shift: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -74,6 +76,7 @@ def symmetric_product_kernel(
     LO: tl.constexpr,
     D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
+    SHIFTED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -84,7 +87,8 @@ def symmetric_product_kernel(
 ):
     """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous.
+    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous. Where
+    SHIFTED, D + shift I is stored besides.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -114,7 +118,14 @@ def symmetric_product_kernel(
     else:
         mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
         store_result(D_ptr, stride_D_lo, at_D + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, D_LO)
+        if SHIFTED:  # off the diagonal
+            at = at_D + o_n[:, None] * M + o_m[None, :]
+            tl.store(shifted_ptr + at, tl.trans(d).to(shifted_ptr.dtype.element_ty), mirrored)
     store_result(D_ptr, stride_D_lo, at_D + o_m[:, None] * M + o_n[None, :], d, mask, D_LO)
+    if SHIFTED:
+        d = tl.where(o_m[:, None] == o_n[None, :], d + tl.full((), shift, SUM), d)
+        at = at_D + o_m[:, None] * M + o_n[None, :]
+        tl.store(shifted_ptr + at, d.to(shifted_ptr.dtype.element_ty), mask)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
@@ -162,8 +173,9 @@ def _launch(
     out_dtype: torch.dtype | None,
     precision: str,
     tile: Tile | None,
-) -> Operand:
-    # D = alpha A B^T + beta C for checked A and B, in out_dtype; as a pair where that is None.
+    shift: float | None = None,
+) -> tuple[Operand, Tensor | None]:
+    # D = alpha A B^T + beta C for checked A and B, in out_dtype; as a pair where that is None. And D + shift I.
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = A_hi.shape
     if C is not None:
@@ -179,11 +191,12 @@ def _launch(
     else:
         check_out_dtype(out_dtype)
         D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
+    D_hi, D_lo, has_D_lo = stored(D)
+    shifted = None if shift is None else torch.empty_like(D_hi)
     if batch == 0:
-        return D
+        return D, shifted
     added = () if C is None else (C,)
     sum_dtype, operand = operand_dtypes((A, B), *added)
-    D_hi, D_lo, has_D_lo = stored(D)
     tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi))
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
@@ -195,12 +208,14 @@ def _launch(
         B_hi,
         A_hi if C is None else C,  # not read
         D_hi,
+        D_hi if shifted is None else shifted,  # D: not written as such
         alpha_at,
         beta_at,
         m,
         k,
         alpha_value,
         beta_value,
+        shift or 0.0,
         A_lo,
         *A_hi.stride(),
         B_lo,
@@ -212,6 +227,7 @@ def _launch(
         LO=paired,
         D_LO=has_D_lo,
         HAS_C=C is not None,
+        SHIFTED=shifted is not None,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
         OPERAND=TRITON_DTYPES[operand],
@@ -222,7 +238,7 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return D
+    return D, shifted
 
 
 def _check_factor(A: Operand) -> None:
@@ -266,7 +282,8 @@ def symmetric_product(
     """
     launch.check_precision(precision)
     _check_factor(A)
-    D = _launch(A, A, C, alpha, beta, out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype), precision, tile)
+    out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
+    D, _ = _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
     assert isinstance(D, Tensor)
     return D
 
@@ -274,7 +291,7 @@ def symmetric_product(
 def symmetric_product_pair(A: Pair, *, tile: Tile | None = None) -> Pair:
     """Compute A A^T of a pair and split it as it is stored; arguments and errors as of :func:`symmetric_product`."""
     _check_factor(A)
-    D = _launch(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
+    D, _ = _launch(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
     assert isinstance(D, Pair)
     return D
 
@@ -312,11 +329,26 @@ def symmetric_polynomial(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
+    _check_polynomial(A, B)
     launch.check_precision(precision)
-    launch.check("A", A, tuple(A.shape), A.device)
-    launch.check("B", B, tuple(A.shape), A.device, like="A")
-    D = _launch(A, B, C, alpha, beta, out_dtype or torch.promote_types(A.dtype, B.dtype), precision, tile)
+    out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
+    D, _ = _launch(A, B, C, alpha, beta, out_dtype, precision, tile)
     assert isinstance(D, Tensor)
     return D
+
+
+def shifted_polynomial(
+    A: Tensor, B: Tensor, *, C: Tensor, alpha: float, beta: float, shift: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute D as :func:`symmetric_polynomial` does, and D + shift I, each rounded once, from the same sum."""
+    _check_polynomial(A, B)
+    D, shifted = _launch(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), "tf32x3", tile, shift)
+    assert isinstance(D, Tensor) and shifted is not None
+    return D, shifted
+
+
+def _check_polynomial(A: Tensor, B: Tensor) -> None:
+    if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
+    launch.check("A", A, tuple(A.shape), A.device)
+    launch.check("B", B, tuple(A.shape), A.device, like="A")

@@ -30,7 +30,7 @@ PRODUCTS = {
     "symmetric_product": "E",
     "row_energies": "diag(Q_L^T E Q_L)",
     "momentum": "the residual of the momentum",
-    "symmetric_operand": "P",
+    "spectral_operand": "P",
     "precondition": "P G_par S^-1/2",
     "whiten": "X",
     "product": "V; of KL-Shampoo all but those of the factors",

@@ -104,7 +104,7 @@ def imprecise(patch):
 
 
 def failing(patch):
-    patch.setattr(evidence, "count", lambda *args: 1 / 0)
+    patch.setattr(evidence, "cut", lambda *args: 1 / 0)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def test_the_projection_onto_a_pair(gradient, state, tile):
     m, n, r = (70, 45, 9) if tile is None else (tile.m + 3, 2 * tile.k + 5, tile.n + 2)
     G, M, U = randn(2, m, n).to(gradient), randn(2, m, n, seed=1).to(state), randn(2, n, r, seed=2)
     active = torch.tensor([True, False], device=DEVICE)
-    GU, MU = project(G, M, split(U), active, tile=tile)
+    GU, MU, both = project(G, M, split(U), active, tile=tile)
+    assert torch.equal(both.both, Pair.split(GU).both)
     U = Pair.split(U)
     for found, x in ((GU[:1], G[:1]), (MU, M)):
         x, u = Pair.split(x.float()), Pair(U.both[:, : len(x)])

@@ -58,7 +58,7 @@ NEEDS = {  # what breaks on the hardest or on the easiest adversarial state
     "symmetric_product": {"L"},
     "row_energies": {"worst"},
     "momentum": {"direction"},
-    "symmetric_operand": {"direction"},
+    "spectral_operand": {"direction"},
     "precondition": {"direction"},
     "whiten": {"direction"},
     "product": {"U"},

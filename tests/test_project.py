@@ -56,7 +56,7 @@ def assert_is_projection(got, X, U):
 @pytest.mark.parametrize("B, M, N, R", SIZES)
 def test_both_products(B, M, N, R, dtypes):
     G, momentum, U = arguments(B, M, N, R, dtypes)
-    GU, MU = project(G, momentum, U)
+    GU, MU, _ = project(G, momentum, U)
     assert GU.shape == MU.shape == (B, M, R)
     assert GU.dtype == MU.dtype == (DOUBLE if DOUBLE in dtypes else SINGLE)
     assert_is_projection(GU, G, U)
@@ -69,7 +69,7 @@ def test_every_tile(tile):
     dtype = DOUBLE if tile in TILES_FP64 else SINGLE
     # More than one tile, and a part of one, along every side.
     G, momentum, U = arguments(2, tile.m + 3, 2 * tile.k + 5, tile.n + 2, (dtype,) * 3)
-    GU, MU = project(G, momentum, U, tile=tile)
+    GU, MU, _ = project(G, momentum, U, tile=tile)
     assert_is_projection(GU, G, U)
     assert_is_projection(MU, momentum, U)
 
@@ -113,7 +113,7 @@ def test_the_large_tile_is_only_for_loads_of_16_bytes(monkeypatch):
 @pytest.mark.usefixtures("poisoned_empty")
 def test_a_dead_gradient_counts_as_zero_whatever_it_holds():
     G, momentum, U = arguments(4, 37, 50, 11)
-    GU, MU = project(G, momentum, U)
+    GU, MU, _ = project(G, momentum, U)
     active = torch.tensor([True, False, True, False], device=DEVICE)
     G[1], G[3, 5, 7] = math.nan, math.inf
     for mask in (active, torch.stack((active, ~active), dim=1)[:, 0]):  # contiguous, then with gaps
@@ -125,7 +125,7 @@ def test_a_dead_gradient_counts_as_zero_whatever_it_holds():
 
 def test_a_live_nan_shows_in_its_row_and_nowhere_else():
     G, momentum, U = arguments(2, 37, 50, 11)
-    GU, MU = project(G, momentum, U)
+    GU, MU, _ = project(G, momentum, U)
     G[1, 5, 49] = math.nan
     got = project(G, momentum, U)
     assert torch.isnan(got[0][1, 5]).all()
@@ -181,7 +181,7 @@ def test_inputs_are_not_written():
 
 def test_no_matrices_give_empty_results(monkeypatch):
     monkeypatch.setattr(launch, "start", None)
-    GU, MU = project(*arguments(0, 5, 9, 4))
+    GU, MU, _ = project(*arguments(0, 5, 9, 4))
     assert GU.shape == MU.shape == (0, 5, 4)
 
 
@@ -231,7 +231,7 @@ def test_a_value_out_of_bounds_raises_with_the_bound(change, message):
 def test_error_is_at_most_twice_that_of_torch(dtypes, precision):
     G, momentum, U = arguments(4, 200, 700, 120, dtypes)
     unit = {"ieee": 2**-24, "tf32x3": 2**-22, "tf32": 2**-11}[precision]
-    for X, got in zip((G, momentum), project(G, momentum, U, precision=precision), strict=True):
+    for X, got in zip((G, momentum), project(G, momentum, U, precision=precision), strict=False):
         truth = X.double() @ U.double()
         # torch rounds a bfloat16 result, the kernel does not; TF32 rounds each operand.
         plain = (X.to(U.dtype) @ U).double()

@@ -18,6 +18,7 @@ from prokl.kernels.symmetric_product import (
     choose_tile,
     lower_tile,
     settle_row,
+    shifted_polynomial,
     symmetric_polynomial,
     symmetric_product,
 )
@@ -360,3 +361,19 @@ def test_error_is_at_most_twice_that_of_torch(monkeypatch, dtype, M, K):
             plain = torch.baddbmm(C, X, X.mT, alpha=0.3, beta=-1.7)
             assert torch.equal(got, got.mT)
             assert (got.double() - want).norm() <= 2 * (plain.double() - want).norm()
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE], ids=str)
+@pytest.mark.parametrize("m", [1, 5, 70, 130])
+def test_a_shifted_polynomial_is_the_polynomial_and_it_with_the_identity_added(m, dtype):
+    R = symmetric(2, m, dtype)
+    Z, Q = shifted_polynomial(R, R, C=R, alpha=0.3, beta=-1.7, shift=2.5)
+    assert torch.equal(Z, symmetric_polynomial(R, R, C=R, alpha=0.3, beta=-1.7)) and torch.equal(Q, Q.mT)
+    eye = torch.eye(m, dtype=torch.bool, device=Q.device)
+    assert torch.equal(Q[:, ~eye], Z[:, ~eye])
+    # Both are roundings of one sum.
+    error = (Q[:, eye].double() - Z[:, eye].double() - 2.5).abs()
+    assert (error <= torch.finfo(dtype).eps * (Q[:, eye].double().abs() + 2.5)).all()
+    with pytest.raises(ValueError, match=r"A has shape"):
+        shifted_polynomial(R[0], R, C=R, alpha=0.3, beta=-1.7, shift=2.5)

@@ -219,6 +219,11 @@ def _polynomial(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
     return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
 
 
+def _shifted(i: Inputs, ops: Primitives) -> Callable[[], tuple[Tensor, Tensor]]:
+    R, (a, b, c) = i["R"], NS_COEFFICIENTS
+    return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
+
+
 def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
     """Return :func:`tensors` with ``active``, which is a tensor or None."""
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
@@ -379,6 +384,11 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric X", "mn", "mn polar", ("alpha .",), timed=(FP32,), operand="polar"),
     Case(
         "symmetric polynomial", tensors("R mm~ polar"), _polynomial,
+        lambda s: s.m * (s.m + 1) * s.m, lambda s: s.m * (s.m + 1) * s.m,
+        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
+    ),
+    Case(
+        "shifted polynomial", tensors("R mm~ polar"), _shifted,
         lambda s: s.m * (s.m + 1) * s.m, lambda s: s.m * (s.m + 1) * s.m,
         dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
     ),

@@ -115,7 +115,7 @@ def _symmetric_product(a: Arguments, programs: int) -> Work:
         read.append((a["C_ptr"], batch * min(triangle * tile**2, M * M)))
     depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     return Work(
-        _moved(*read) + _moved((a["D_ptr"], _planes(a["D_LO"]) * batch * M * M)),
+        _moved(*read) + _moved((a["D_ptr"], (_planes(a["D_LO"]) + a["SHIFTED"]) * batch * M * M)),
         programs,
         {path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"]): 2.0 * programs * tile**2 * depth},
         2.0 * batch * M * M * K,
@@ -136,7 +136,7 @@ def _project(a: Arguments, programs: int) -> Work:
             path = path_of(a["OPERAND"], "", 1 if factor.dtype == torch.bfloat16 else 2) + " chained"
         flops[path] = flops.get(path, 0.0) + 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth
     return Work(
-        read + _moved((a["GU_ptr"], batch * M * R), (a["MU_ptr"], batch * M * R)),
+        read + _moved((a["GU_ptr"], (2 if a["U_LO"] else 1) * batch * M * R), (a["MU_ptr"], batch * M * R)),
         programs,
         flops,
         4.0 * batch * M * N * R,

@@ -57,11 +57,10 @@ def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Primitiv
     a, b, c = coefficients
     Q = None
     for k in range(steps):
-        Z = ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
         if Q is None:
-            Q = Z.clone()
-            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+            Z, Q = ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
         else:
+            Z = ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
             Q = ops.symmetric_polynomial(Q, Z, C=Q, beta=a)
         if k + 1 < steps:
             Y = ops.symmetric_polynomial(R, Z, C=R, beta=a)

@@ -148,7 +148,9 @@ class Primitives(Protocol):
         """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n); alpha and beta are numbers, or (B,)."""
         ...
 
-    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+    def product_operand(
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: float = 1.0
+    ) -> Operand:
         """Return the :meth:`operand` of alpha left right + C: (B,m,k), (B,k,n), (B,m,n)."""
         ...
 
@@ -175,8 +177,14 @@ class Primitives(Protocol):
         """Return alpha left right + beta C for symmetric (B,m,m) that commute, as polynomials of one matrix do."""
         ...
 
-    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
+    def shifted_polynomial(
+        self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
+        ...
+
+    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:
+        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r), and the operand of G U."""
         ...
 
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:

@@ -93,8 +93,8 @@ class Sample(NamedTuple):
 def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
     """Do the first half of (1): G and the old M on the subspace, and G beside it."""
     U = ops.operand(state["U"])
-    G_tilde, M_tilde = ops.project(G, state["M"], U, active)
-    return Projected(G_tilde, M_tilde, ops.product_operand(G_tilde, U.mT, C=G, alpha=-1.0), U)
+    G_tilde, M_tilde, factor = ops.project(G, state["M"], U, active)
+    return Projected(G_tilde, M_tilde, ops.product_operand(factor, U.mT, C=G, alpha=-1.0), U)
 
 
 def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
@@ -196,7 +196,7 @@ def statistics(
 def track_subspace(projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
     U, S, K, mm = state["U"], state["S"], sample.K, ops.product
-    Y = mm(state["Q_L"], sample.whitened)
+    Y = ops.product_operand(state["Q_L"], sample.whitened)
     V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=1.0 if scale is None else scale)
     U_new = ops.tracking_qr(V, K, U)
     T = mm(U.mT, U_new)

@@ -70,7 +70,9 @@ class TorchPrimitives(Primitives):
             return torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
         return left @ right if alpha == 1 else alpha * (left @ right)
 
-    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+    def product_operand(
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: float = 1.0
+    ) -> Operand:
         """Return the operand of alpha left right + C."""
         return self.operand(self.product(left, right, C=C, alpha=alpha))
 
@@ -87,9 +89,19 @@ class TorchPrimitives(Primitives):
 
     symmetric_polynomial = product
 
-    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return G U and M U."""
-        return _product(G, U), _product(M.to(G.dtype), U)
+    def shifted_polynomial(
+        self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return D = alpha left right + beta C and D + shift I."""
+        D = torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
+        shifted = D.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return D, shifted
+
+    def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:
+        """Return G U, M U and the operand of G U."""
+        G_tilde = _product(G, U)
+        return G_tilde, _product(M.to(G.dtype), U), self.operand(G_tilde)
 
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""

@@ -29,7 +29,12 @@ from prokl.kernels.product import product, product_pair, row_energies
 from prokl.kernels.project import project
 from prokl.kernels.split import split
 from prokl.kernels.stack import stack
-from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
+from prokl.kernels.symmetric_product import (
+    shifted_polynomial,
+    symmetric_polynomial,
+    symmetric_product,
+    symmetric_product_pair,
+)
 from prokl.kernels.usable import usable
 from prokl.pair import Operand, Pair, residual_noise
 
@@ -47,6 +52,7 @@ class TritonPrimitives(Primitives):
     # The launchers are the entries: they take a tile and a precision besides.
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
+    shifted_polynomial = staticmethod(shifted_polynomial)
     project = staticmethod(project)
     admit = staticmethod(admit)
     cut = staticmethod(cut)
@@ -77,10 +83,13 @@ class TritonPrimitives(Primitives):
         """Return alpha left right + beta C."""
         return product(*self._factors(left, right), C=C, alpha=alpha, beta=beta)
 
-    def product_operand(self, left: Operand, right: Operand, /, *, C: Tensor, alpha: float = 1.0) -> Operand:
+    def product_operand(
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: float = 1.0
+    ) -> Operand:
         """Return the operand of alpha left right + C, split as it is stored."""
         left, right = self._factors(left, right)
-        return (product_pair if isinstance(left, Pair) else product)(left, right, C=C, alpha=alpha)
+        halves = isinstance(left, Pair) or (self.balanced and left.dtype == torch.float32)
+        return (product_pair if halves else product)(left, right, C=C, alpha=alpha)
 
     def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
         """Return the operand of Q diag(a) Q^T, split as it is stored."""
