@@ -14,9 +14,9 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
-from prokl.kernels.operands import scale_of
-from prokl.kernels.split import empty_pair, halves
-from prokl.pair import Pair
+from prokl.kernels.operands import scale_of, store_result, stored
+from prokl.kernels.split import empty_pair
+from prokl.pair import Operand
 
 ROWS, COLUMNS = 16, 128  # of a program: eight elements a thread, 16 bytes of each operand of float32 a load
 WARPS = 8
@@ -38,7 +38,6 @@ def combine_kernel(
     x_ptr,
     y_ptr,
     D_ptr,
-    both_ptr,
     alpha_ptr,
     M,
     N,
@@ -60,7 +59,7 @@ def combine_kernel(
 ):
     """Compute D = alpha c x + beta y (M, N), a tile a program; with PER_MATRIX c is at alpha_ptr, else 1.
 
-    D is contiguous, and both (2, ...) where PAIR takes it split.
+    D is contiguous, a pair where PAIR.
     """
     i_b, o_m, o_n, mask = _place(M, N, TILE_M, TILE_N)
     x = tl.load(x_ptr + i_b * stride_x_b + o_m[:, None] * stride_x_m + o_n[None, :] * stride_x_n, mask, 0.0).to(DTYPE)
@@ -69,11 +68,7 @@ def combine_kernel(
         x *= scale_of(alpha_ptr, 1.0, stride_alpha_b, i_b, True, DTYPE)
     d = tl.full((), alpha, DTYPE) * x + tl.full((), beta, DTYPE) * y
     at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
-    tl.store(D_ptr + at, d, mask)
-    if PAIR:
-        hi, lo = halves(d)
-        tl.store(both_ptr + at, hi, mask)
-        tl.store(both_ptr + stride_lo + at, lo, mask)
+    store_result(D_ptr, stride_lo, at, d, mask, PAIR)
 
 
 @triton.jit
@@ -145,7 +140,7 @@ def _start(
 
 def combine(
     x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None = None, pair: bool = False
-) -> tuple[Tensor, Pair | None]:
+) -> Operand:
     """Compute alpha c x + beta y in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; arithmetic is in float64 where one
@@ -155,10 +150,10 @@ def combine(
         x: (B,m,n). alpha: its scale.
         y: (B,m,n). beta: its scale.
         scale: c (B,), or None for 1.
-        pair: whether the result is wanted as a pair besides.
+        pair: whether the result is wanted as a pair.
 
     Returns:
-        The result (B,m,n), contiguous, and the pair or None.
+        The result (B,m,n), contiguous.
 
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
@@ -166,17 +161,17 @@ def combine(
     batch, m, n, dtype = _check({"x": (x, tuple(x.shape)), "y": (y, tuple(x.shape))}, scale)
     if pair and dtype != torch.float32:
         raise ValueError("A sum in float64 was to be split; pairs hold float32.")
-    D = torch.empty((batch, m, n), dtype=dtype, device=x.device)
-    both = empty_pair((batch, m, n), x.device) if pair else None
+    shape = batch, m, n
+    D = empty_pair(shape, x.device) if pair else torch.empty(shape, dtype=dtype, device=x.device)
+    to, lo, _ = stored(D)
     if batch:
         _start(
             combine_kernel,
-            (batch, m, n),
+            shape,
             dtype,
             x,
             y,
-            D,
-            D if both is None else both.both,  # D: not written as such
+            to,
             x if scale is None else scale,  # x: not read as such
             m,
             n,
@@ -184,12 +179,12 @@ def combine(
             float(beta),
             *x.stride(),
             *y.stride(),
-            0 if both is None else both.both.stride(0),
+            lo,
             0 if scale is None else scale.stride(0),
             PER_MATRIX=scale is not None,
             PAIR=pair,
         )
-    return D, both
+    return D
 
 
 def samples(

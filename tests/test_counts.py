@@ -100,7 +100,7 @@ def test_newton_schulz_is_counted_apart(m, n):
 @pytest.mark.parametrize("m, n, r", [(24, 24, 5), (20, 60, 4), (768, 3072, 128)])
 def test_totals_are_those_of_the_docstring(m, n, r):
     standard, gram = 10 * (2 * m * m * n + m**3), 2 * (6 * m * m * n + 11 * m**3)
-    pro = 12 * m * n * r + 4 * m * m * n + 4 * m**3 + 8 * m * m * r + 10 * m * r * r + 8 * n * r * r + 6 * r**3
+    pro = 12 * m * n * r + 4 * m * m * n + 4 * m**3 + 8 * m * m * r + 8 * m * r * r + 8 * n * r * r + 8 * r**3
     kl = 10 * m * n * n + 8 * m * m * n
 
     def refresh(k):

@@ -63,7 +63,7 @@ def unfiltered(patch):
     gather = TorchIO.gather
 
     def as_finite(self, negate, skipped):
-        found = gather(self, negate, skipped)
+        found = gather(self, negate, skipped.clone())
         return found._replace(finite=found.finite | True, usable=found.usable | ~found.finite)
 
     patch.setattr(TorchIO, "gather", as_finite)

@@ -38,8 +38,8 @@ def damping(state: State, h: Hyper) -> Tensor:
 def row_and_column_energies(A: Tensor, a: Roots) -> tuple[Tensor, Tensor]:
     """Return ell (B,m) and rho (B,r) of A (B,m,r), whitened on the other side alone, in float64."""
     squares = A.double().square()
-    ell = (squares @ a.S.square()[:, :, None]).squeeze(-1)
-    return ell, (a.L.square()[:, None, :] @ squares).squeeze(1) / A.shape[-2]
+    ell = (squares * a.S.square()[:, None, :]).sum(dim=-1)
+    return ell, squares.mul_(a.L.square()[:, :, None]).mean(dim=-2)
 
 
 def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, a: Roots, n: int) -> Sizes:

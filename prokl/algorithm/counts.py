@@ -3,7 +3,7 @@
 An addition and a multiplication are two operations. Products of matrices and factorisations are counted, nothing
 elementwise. Without the refresh, for m <= n, rank r and T Newton-Schulz steps, the terms add up to
 
-* Pro-KLShampoo: ``2 (6 mnr + 2 m^2 n + 2 m^3 + 4 m^2 r + 5 mr^2 + 4 nr^2 + 3 r^3) - 4/3 r^3``, and Newton-Schulz:
+* Pro-KLShampoo: ``2 (6 mnr + 2 m^2 n + 2 m^3 + 4 m^2 r + 4 mr^2 + 4 nr^2 + 4 r^3) - 4/3 r^3``, and Newton-Schulz:
   ``2 T (2 m^2 n + m^3)`` or in the Gram form, five steps with restarts, ``2 (6 m^2 n + 11 m^3)``;
 * KL-Shampoo: ``2 (5 mn^2 + 4 m^2 n)``.
 
@@ -141,7 +141,8 @@ def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5, balanced: bool = Fa
             "momentum": [Term("G^_perp", 2 * m * n * r)],
             "direction": [
                 Term("P", 2 * m**3, "symmetric"),
-                Term("G_par S^-1/2", 4 * m * r * r),
+                Term("S^-1/2", 2 * r**3, "symmetric"),
+                Term("G_par S^-1/2", 2 * m * r * r),
                 Term("P G_par S^-1/2", 2 * m * m * r),
                 Term("P G^_perp", 2 * m * m * n),
                 *newton_schulz(m, n, ns_steps),

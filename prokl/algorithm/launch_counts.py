@@ -168,13 +168,13 @@ def _precondition(a: Arguments, programs: int) -> Work:
     M, R = a["M"], a["R"]
     batch = programs // ceil_div(M, a["TILE_M"])
     read = _moved((a["P_ptr"], batch * M * M), (a["G_par_ptr"], batch * M * R), (a["Q_S_ptr"], batch * R * R))
-    # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time.
+    # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time; the counts form S^-1/2 instead.
     depth = ceil_div(M, a["TILE_K"]) * a["TILE_K"] + 2 * ceil_div(R, a["TILE_K"]) * a["TILE_K"]
     return Work(
         read + _moved((a["out_ptr"], batch * M * R)),
         programs,
         {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
-        2.0 * batch * (M * M * R + 2 * M * R * R),
+        2.0 * batch * (M * M * R + M * R * R + R**3),
         (a["TILE_M"], a["TILE_R"]),
     )
 
@@ -224,8 +224,8 @@ def _elements(a: Arguments, programs: int) -> float:
 
 def _combine(a: Arguments, programs: int) -> Work:
     size = _elements(a, programs)
-    read, written = _moved((a["x_ptr"], size), (a["y_ptr"], size)), _moved((a["D_ptr"], size))
-    return Work(read + written + (_moved((a["both_ptr"], 2 * size)) if a["PAIR"] else 0.0), programs)
+    read = _moved((a["x_ptr"], size), (a["y_ptr"], size))
+    return Work(read + _moved((a["D_ptr"], _planes(a["PAIR"]) * size)), programs)
 
 
 def _samples(a: Arguments, programs: int) -> Work:

@@ -222,7 +222,7 @@ class Primitives(Protocol):
         scale: Tensor | None,
         active: Tensor | None,
         complement: bool,
-    ) -> tuple[Tensor, Tensor, Residual | None]:
+    ) -> tuple[Tensor, Operand, Residual | None]:
         """Update the momentum, M <- momentum M + g c G, and split G^ = a c G + b M into its projection and the rest.
 
         Args:
@@ -235,11 +235,12 @@ class Primitives(Protocol):
             complement: whether the rest is wanted.
 
         Returns:
-            The new M, which may be M itself; G^ U (B,m,r), which is linear in G and the old M; the rest of G^, or None.
+            The new M, which may be M itself; the operand of G^ U (B,m,r), linear in G and the old M; the rest of G^, or
+            None.
         """
         ...
 
-    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+    def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
         ...
 

@@ -73,7 +73,7 @@ class Energies(NamedTuple):
 class Lookahead(NamedTuple):
     """Result of stage (1) for stage (2): the momentum gradient G^ on the subspace and beside it."""
 
-    G_par: Tensor
+    G_par: Operand
     """G^ U (B,m,r)."""
     residual: Residual | None
     """G^ - G^ U U^T; None when the complement takes no part in the direction."""
@@ -168,7 +168,7 @@ def direction(
     if residual is None:
         return Direction(None, left=left, right=right, cautious_decay=cautious), bounded
     if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, residual, h.polar_dtype(G_par))
+        X, scale = ops.whiten(P, residual, h.polar_dtype(roots.L))
         Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
         own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
         scale = own if scale is None else scale * own

@@ -122,7 +122,7 @@ class TorchPrimitives(Primitives):
         scale: Tensor | None,
         active: Tensor | None,
         complement: bool,
-    ) -> tuple[Tensor, Tensor, Residual | None]:
+    ) -> tuple[Tensor, Operand, Residual | None]:
         """Update the momentum and split the momentum gradient.
 
         A CPU pays more for fresh memory than for arithmetic on it, so that G and, where all step and the dtype is
@@ -131,26 +131,27 @@ class TorchPrimitives(Primitives):
         g, a, b = weights
         if scale is not None and not (self.host_readable and bool((scale == 1).all())):
             G, G_tilde = G.mul_(scale[:, None, None]), G_tilde * scale[:, None, None]
-        G_par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
+        par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
+        G_par = self.operand(par)
         if active is not None or M.dtype != G.dtype:
             M = M.to(G.dtype, copy=True)
         M = torch.add(G, M, alpha=momentum, out=M) if g == 1 else M.mul_(momentum).add_(G, alpha=g)
         if not complement:
             return M, G_par, None
         G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
-        if isinstance(U, Pair):
-            G_hat_perp = G_hat.sub_(_product(self.operand(G_par), U.mT))
+        if isinstance(U, Tensor):
+            G_hat_perp = G_hat.baddbmm_(par, U.mT, alpha=-1)
         else:
-            G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+            G_hat_perp = G_hat.sub_(_product(G_par, U.mT))
         size, captured = (
-            torch.linalg.vector_norm(t, dim=(-2, -1)).double().square()[:, None] for t in (G_hat_perp, G_par)
+            torch.linalg.vector_norm(t, dim=(-2, -1)).double().square()[:, None] for t in (G_hat_perp, par)
         )
         noise = residual_noise(U, G.dtype) ** 2
         return M, G_par, Residual(self.operand(G_hat_perp), size, size + captured, noise)
 
-    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+    def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
-        return alpha * _product(P, ((G_par @ Q_S) * a_S[:, None, :]) @ Q_S.mT)
+        return alpha * _product(P, _product(G_par, self.spectral_operand(Q_S, a_S)))
 
     def cut(self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
         """Return t brought down to the norm ``largest``, and whether it, or what is bounded, had to be."""

@@ -115,30 +115,23 @@ class TritonPrimitives(Primitives):
         scale: Tensor | None,
         active: Tensor | None,
         complement: bool,
-    ) -> tuple[Tensor, Tensor, Residual | None]:
+    ) -> tuple[Tensor, Operand, Residual | None]:
         """Update M in place and form the residual."""
         g, a, b = weights
-        paired = complement and isinstance(U, Pair)
-        G_par, halves = combine(G_tilde, a + b * g, M_tilde, b * momentum, scale, paired)
+        G_par = combine(G_tilde, a + b * g, M_tilde, b * momentum, scale, isinstance(U, Pair))
+        own = G_par if complement else None
         G_hat_perp, size, whole = launch_momentum(
-            G,
-            M,
-            (G_par if halves is None else halves) if complement else None,
-            U,
-            momentum=momentum,
-            weights=weights,
-            scale=scale,
-            active=active,
+            G, M, own, U, momentum=momentum, weights=weights, scale=scale, active=active
         )
         if G_hat_perp is None or size is None or whole is None:
             return M, G_par, None
         return M, G_par, Residual(G_hat_perp, size, whole, residual_noise(U, size.dtype) ** 2)
 
-    def precondition(self, P: Operand, G_par: Tensor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
-        """Return alpha P G_par S^-1/2: one launch; products of a pair, and where r x r does not fit one program."""
-        if isinstance(P, Tensor) and can_use_precondition(P, G_par, Q_S, a_S):
+    def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par S^-1/2: one launch; products of pairs, and where r x r does not fit one program."""
+        if isinstance(P, Tensor) and isinstance(G_par, Tensor) and can_use_precondition(P, G_par, Q_S, a_S):
             return precondition(P, G_par, Q_S, a_S, alpha)
-        return self.product(P, product(product(G_par, Q_S) * a_S[:, None, :], Q_S.mT), alpha=alpha)
+        return self.product(P, self.product_operand(G_par, self.spectral_operand(Q_S, a_S)), alpha=alpha)
 
     def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
@@ -156,7 +149,9 @@ class TritonPrimitives(Primitives):
 
     def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
         """Return beta L + alpha X X^T + tail E."""
-        return symmetric_product(X, C=combine(E, 1.0, L, beta, tail)[0], alpha=alpha)
+        own = combine(E, 1.0, L, beta, tail)
+        assert isinstance(own, Tensor)
+        return symmetric_product(X, C=own, alpha=alpha)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V)."""
