@@ -17,7 +17,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(launch.INTERPRETED)
 
 
 @triton.jit
-def _nearest(x):
+def nearest(x):
     """Return x (float32, finite) in bfloat16, halves to even; the interpreter's own conversion cuts off instead."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
@@ -28,8 +28,8 @@ def _nearest(x):
 @triton.jit
 def halves(x):
     """Return x (float32) as hi, it in bfloat16, and lo, what is left of it in bfloat16."""
-    hi = _nearest(x)
-    return hi, _nearest(x - hi.to(tl.float32))
+    hi = nearest(x)
+    return hi, nearest(x - hi.to(tl.float32))
 
 
 @triton.jit

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from prokl.algorithm import admission, evidence, primitives
-from prokl.backends import qr
+from prokl.backends import io, qr
 from prokl.backends.io import TorchIO
 from prokl.backends.torch_ops import TorchPrimitives
-from prokl.engine.bucket import Bucket
 from tests import fuzz
 from tests.fuzz import examine, main
 from tests.fuzz_cases import OTHERS, SIZES, STRUCTURES, draw, gradients
@@ -55,18 +54,18 @@ def uncut(patch):
 
 
 def unmasked(patch):
-    store = Bucket._store
-    patch.setattr(Bucket, "_store", lambda self, stack, value, active: store(self, stack, value, None))
+    store = TorchIO.store
+    everywhere = staticmethod(lambda slots: store([slot._replace(masks=()) for slot in slots]))
+    patch.setattr(TorchIO, "store", everywhere)
 
 
 def unfiltered(patch):
-    gather = TorchIO.gather
+    usable = io.usable
 
-    def as_finite(self, negate, skipped):
-        found = gather(self, negate, skipped.clone())
-        return found._replace(finite=found.finite | True, usable=found.usable | ~found.finite)
+    def of_finite_norms(sq_norm, owner, skipped):
+        return usable(torch.where(sq_norm.isfinite(), sq_norm, 1.0), owner, skipped)
 
-    patch.setattr(TorchIO, "gather", as_finite)
+    patch.setattr(io, "usable", of_finite_norms)
 
 
 def without_ceilings(patch):

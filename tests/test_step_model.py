@@ -31,9 +31,9 @@ from tests.commands import ROOT
 from tests.host_extension import counting
 from tests.inputs import forbid_host_reads, normal, weight
 
-MOST = {"ordinary": 291, "refresh": 721}
+MOST = {"ordinary": 280, "refresh": 707}
 """Launches of a bucket of the paper's models: nine more where factors are split."""
-MOST_OF_A_MODEL = {"ordinary": 560, "refresh": 1416}
+MOST_OF_A_MODEL = {"ordinary": 538, "refresh": 1388}
 RANK = 128
 STAGES = ("project", "energies", "momentum", "direction", "newton_schulz", "statistics", "track_subspace", "apply")
 

@@ -59,6 +59,15 @@ def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def _recorded(a: Any) -> Any:
+    """Return what is kept of an argument, or of a tuple of them."""
+    if isinstance(a, tuple):
+        return tuple(map(_recorded, a))
+    if not isinstance(a, Tensor):
+        return a
+    return Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata)
+
+
 @contextmanager
 def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
     """Collect launches in place of running them; tensors made inside have no memory, and so no address.
@@ -69,12 +78,7 @@ def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Lau
     launches: list[Launch] = []
 
     def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
-        given = tuple(
-            Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata)
-            if isinstance(a, Tensor)
-            else a
-            for a in arguments
-        )
+        given = tuple(map(_recorded, arguments))
         name, names = kernel.__name__, tuple(kernel.arg_names)
         launch = Launch(kernel.__module__, name, given, tuple(constants.items()), names, prod(grid))
         launches.append(launch)
@@ -84,6 +88,18 @@ def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Lau
     nowhere = patch.object(TritonIO, "locate", lambda self, h: None)
     with FakeTensorMode(), patch.object(launching, "start", start), nowhere:
         yield launches
+
+
+def _flat(launch: Launch) -> list[tuple[str, Any]]:
+    """Return the arguments with their names; those of a tuple one by one, numbered before ``_ptr`` or a dimension."""
+    found: list[tuple[str, Any]] = []
+    for name, value in zip(launch.names, launch.arguments, strict=False):
+        if not isinstance(value, tuple):
+            found.append((name, value))
+            continue
+        stem, _, rest = name.rpartition("_") if "_" in name else (name, "", "")
+        found += [(f"{stem}{i}" + f"_{rest}" * bool(rest), own) for i, own in enumerate(value)]
+    return found
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -101,7 +117,7 @@ def describe(launch: Launch) -> str:
     for name, short in (("num_warps", "warps"), ("num_stages", "stages")):
         if name in values:
             words.append(f"{values[name]} {short}")
-    dtypes = {name.removesuffix("_ptr"): _dtype(v.dtype) for name, v in values.items() if isinstance(v, Pointer)}
+    dtypes = {name.removesuffix("_ptr"): _dtype(v.dtype) for name, v in _flat(launch) if isinstance(v, Pointer)}
     usual = max(dtypes.values(), key=list(dtypes.values()).count)
     words.append(usual)
     words += [f"{name}:{dtype}" for name, dtype in dtypes.items() if dtype != usual]
@@ -118,7 +134,7 @@ def _unusual(launch: Launch) -> list[str]:
     """List sizes that are no multiple of 16, and strides other than (multiples of 16, 1)."""
     words: list[str] = []
     strides: dict[str, list[str]] = {}
-    for name, value in zip(launch.names, launch.arguments, strict=False):
+    for name, value in _flat(launch):
         if isinstance(value, Pointer) and value.offset:
             words.append(f"{name} unaligned")
         if not isinstance(value, int):

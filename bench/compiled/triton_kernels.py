@@ -44,7 +44,7 @@ INSTRUCTIONS = {
 """What to look for in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
 LOOPS = ("product", "symmetric_product", "momentum")
 """Kernels of one loop over factors that lie as they are multiplied, in which nothing need be waited for."""
-COPIES = ("stack", "apply", "split")
+COPIES = ("stack", "apply", "split", "store")
 """Kernels that move whole matrices, 16 bytes at a time."""
 
 
@@ -168,7 +168,7 @@ def complaints(row: Row, launch: Launch) -> list[str]:
         wrong.append("the code traps: the compiler gave up on it; take another tile")
     values = launch.by_name
     at_odd_sizes = any(values.get(name) in (ODD.m, ODD.n, ODD.r) for name in ("M", "N", "K", "R"))
-    at_odd_sizes |= values.get("COUNT", 0) % 16 > 0
+    at_odd_sizes |= any(size % 16 for size in (values.get("COUNT", 0), *values.get("E", ())) if size > 1)
     if row.kernel in COPIES and not at_odd_sizes and min(row.load_bytes, row.store_bytes) < 16:
         wrong.append(f"loads {row.load_bytes} and stores {row.store_bytes} bytes at once; 16 are possible")
     stage_bytes = STAGE_BYTES[row.kernel](values) if row.kernel in STAGE_BYTES else 0

@@ -26,6 +26,8 @@ at most 1e-14, in Newton-Schulz, whose steps magnify rounding; a wrong index giv
 Inputs = dict[str, Any]
 Draw = Callable[..., Tensor]
 """Makes a tensor of a shape and ``dtype``: random numbers, or no numbers where only shapes and dtypes matter."""
+Bind = Callable[[Inputs, Primitives], Callable[[], Any]]
+"""From inputs and primitives, the call that is timed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Case:
 
     name: str
     inputs: Callable[[Sizes, Dtypes, Draw], Inputs]
-    bind: Callable[[Inputs, Primitives], Callable[[], Any]]
+    bind: Bind
     flops: Callable[[Sizes], float]
     polar_flops: Callable[[Sizes], float] = lambda s: 0.0
     plain: Callable[[Inputs], Any] | None = None

@@ -17,6 +17,7 @@ from bench.micro.case import (
     FP32,
     FP32_POLAR,
     FP64,
+    Bind,
     Case,
     Draw,
     Dtypes,
@@ -25,18 +26,14 @@ from bench.micro.case import (
     Sizes,
     tensors,
 )
+from bench.micro.io import LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm import counts
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
-from prokl.algorithm.shapes import MatrixShape, compute_dtype
-from prokl.backends.io import BucketIO, Layout, Member, TorchIO
-from prokl.backends.io import usable as judged
-from prokl.backends.rounding import Rounding, mode_of
-from prokl.backends.triton_ops import TritonIO
+from prokl.algorithm.shapes import compute_dtype
 from prokl.kernels import (
     admit,
-    apply,
     combine,
     momentum,
     norms,
@@ -44,18 +41,12 @@ from prokl.kernels import (
     product,
     project,
     split,
-    stack,
     symmetric_product,
-    usable,
 )
 from prokl.pair import Operand, Pair
 
-LR, WEIGHT_DECAY = 1e-3, 0.1
 BOTH = (FP32, BF16)
 STORED = (FP32, BF16, BF16_STATE, FP64)
-FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active .?")
-"""Of a direction, and which matrices step."""
-Bind = Callable[[Inputs, Primitives], Callable[[], Any]]
 
 
 def arithmetic(t: Operand) -> torch.dtype:
@@ -77,90 +68,6 @@ def call(name: str, *arguments: str) -> Bind:
         return lambda: getattr(ops, name)(*given, **rest)
 
     return bind
-
-
-def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return what draws separate weights, and those factors of a direction that are named; left and right in half."""
-    specs = [spec for spec in FACTORS if spec.split()[0] in factors.split()]
-    drawn = tensors(*(f"{spec} polar" if half and spec in ("left mr", "right nr") else spec for spec in specs))
-
-    def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-        return {"weights": [draw(s.m, s.n, dtype=d.weights) for _ in range(s.B)], **drawn(s, d, draw)}
-
-    return inputs
-
-
-def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
-    """Return a bucket's I/O on these weights, which are their own gradients; ``mode`` rounds bfloat16 ones."""
-    parameters = [torch.nn.Parameter(W, requires_grad=False) for W in i["weights"]]
-    for p, W in zip(parameters, i["weights"], strict=True):
-        p.grad = W
-    W = parameters[0]
-    members = [Member(p, "", MatrixShape(1, *W.shape), range(b, b + 1)) for b, p in enumerate(parameters)]
-    layout = Layout(len(members), *W.shape, compute_dtype(W.dtype), W.dtype, W.device)
-    mode = mode_of({"bf16_weights": mode}, W.dtype)
-    rounding = Rounding(mode, ["weight"] * len(members), [member.weight() for member in members])
-    found: BucketIO = (TritonIO if ops.name == "triton" else TorchIO)(members, layout, rounding)
-    found.locate(replace(H, lr=LR, weight_decay=WEIGHT_DECAY))
-    return found
-
-
-def _stack(negate: bool) -> Bind:
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        own, W = io(i, ops), i["weights"][0]
-        skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
-        return lambda: own.gather(negate, skipped).G.to(W.dtype)
-
-    return bind
-
-
-def _usable(stacked: bool) -> Bind:
-    """Return what judges matrices by energies (B,r) in parts: each a member, or all one."""
-
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
-        energy: Tensor = i["energy"]
-        B, device = len(energy), energy.device
-        most = B if stacked else 1
-        starts = torch.arange(0, B + 1, most, device=device)
-        owner, skipped = (torch.zeros(k, dtype=torch.int64, device=device) for k in (B, B // most))
-
-        def run() -> list[Tensor]:
-            if ops.name == "triton":
-                found = usable.usable(energy, starts, most, skipped)
-            else:
-                found = judged(energy.sum(dim=1), owner if stacked else None, skipped)
-            return [t.to(energy.dtype) for t in found]
-
-        return run
-
-    return bind
-
-
-def _apply(mode: str = "plain", **decay: bool) -> Bind:
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
-        own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
-
-        def run() -> list[Tensor]:
-            own.apply(direction, range(len(i["weights"])), i.get("active"))
-            weights: list[Tensor] = i["weights"]
-            return weights
-
-        return run
-
-    return bind
-
-
-def apply_case(
-    factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, half: bool = False, **fields: Any
-) -> Case:
-    """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
-    Q, low_rank = "Q" in factors, "left" in factors
-    name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
-    polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
-    flops = lambda s: polar(s) + 2 * s.m * s.n * (s.r * low_rank or 1)  # noqa: E731  (1: the step itself)
-    name += f" {mode}" * (mode != "plain") + " low rank in half" * half
-    bind = _apply(mode, decay_after=after, cautious_decay=cautious)
-    return Case(name, matrices(factors, half), bind, flops, polar, module=apply, **fields)
 
 
 def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -344,13 +251,10 @@ def _admit(**fields: Any) -> Case:
 
 
 KERNELS: tuple[Case, ...] = (
-    Case(
-        "stack", matrices(), _stack(False), lambda s: 2 * s.m * s.n,
-        dtypes=(FP32, BF16, FP16, FP64), timed=BOTH, module=stack, operand="weights",
-    ),
-    Case("stack negated", matrices(), _stack(True), lambda s: 2 * s.m * s.n, module=stack),
-    Case("usable", tensors("energy r+"), _usable(False), lambda s: s.r, dtypes=(FP32, FP64), module=usable),
-    Case("usable, of a stack", tensors("energy r+"), _usable(True), lambda s: s.r, module=usable),
+    stack_case("stack", False, dtypes=(FP32, BF16, FP16, FP64), timed=BOTH, operand="weights"),
+    stack_case("stack negated", True),
+    usable_case("usable", False, dtypes=(FP32, FP64)),
+    usable_case("usable, of a stack", True),
     _project(active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
     _project(active=True, dtypes=(BF16,)),
     _momentum(hat=True, scaled=True, active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
@@ -422,6 +326,8 @@ KERNELS: tuple[Case, ...] = (
         "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising, lambda s: s.m + 2 * s.r,
         dtypes=(FP32, FP64), timed=(FP32,), module=norms,
     ),
+    store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
+    store_case("store bases", "Q_L Q_S stale", "a", dtypes=(FP32, BF16_STATE)),
     # What a balanced step takes instead.
     Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
     Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),

@@ -213,6 +213,13 @@ def _usable(a: Arguments, programs: int) -> Work:
     return Work(moved, programs)
 
 
+def _store(a: Arguments, programs: int) -> Work:
+    batch = programs // ceil_div(a["MOST"], a["TILE"])  # all are copied
+    slots = zip(a["to_ptr"], a["value_ptr"], a["stride_value_b"], a["E"], strict=True)
+    moved = sum(_moved((to, batch * E)) + _moved((value, batch * E if step else E)) for to, value, step, E in slots)
+    return Work(moved + batch * a["COUNT"], programs)
+
+
 def _split(a: Arguments, programs: int) -> Work:
     scales = (a["a_ptr"], a["COUNT"] / a["M"] if a["SCALED"] else 0)
     return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved(scales) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
@@ -261,6 +268,7 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "apply": _apply,
     "stack": _stack,
     "usable": _usable,
+    "store": _store,
     "split": _split,
     "admit": _admit,
     "combine": _combine,

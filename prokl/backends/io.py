@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple, Protocol
 
 import torch
@@ -81,6 +82,17 @@ class Gathered(NamedTuple):
     """(B,) bool, likewise False besides for a matrix that is zero, or too small to square."""
 
 
+class Slot(NamedTuple):
+    """What becomes of one tensor of the state."""
+
+    to: Tensor
+    """(B,...), where it is kept: each matrix is contiguous."""
+    value: Tensor
+    """(B,...), what it is now."""
+    masks: tuple[Tensor, ...] = ()
+    """(B,) bool each: the matrices that change are those where all are True."""
+
+
 def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``finite`` and ``usable`` of :class:`Gathered`.
 
@@ -130,6 +142,10 @@ class BucketIO(Protocol):
             moving: rows that move, as far as the host knows; members without any are not touched from the host.
             active: (B,) bool, or None when all move.
         """
+        ...
+
+    def store(self, slots: Sequence[Slot]) -> None:
+        """Do to <- value where the masks are True, in the dtype of ``to``; no ``to`` is memory of another slot."""
         ...
 
     def release(self) -> None:
@@ -203,6 +219,16 @@ class TorchIO:
             W.copy_(torch.where(D * W >= 0, decay * W, W))
         else:
             W.mul_(decay)
+
+    @staticmethod
+    def store(slots: Sequence[Slot]) -> None:
+        """Write one tensor after another."""
+        for to, value, masks in slots:
+            if masks:
+                mask = reduce(torch.logical_and, masks).reshape(-1, *[1] * (to.ndim - 1))
+                torch.where(mask, value.to(to.dtype), to, out=to)  # one pass: element by element, in place
+            else:
+                to.copy_(value)
 
     def release(self) -> None:
         """Keep no gradient alive until the next step."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
 from prokl.algorithm.settings import Hyper
 from prokl.backends import cuda_qr, qr
-from prokl.backends.io import Gathered, Layout, Member
+from prokl.backends.io import Gathered, Layout, Member, Slot
 from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import admit
@@ -29,6 +29,7 @@ from prokl.kernels.product import product, product_pair, row_energies
 from prokl.kernels.project import project
 from prokl.kernels.split import split
 from prokl.kernels.stack import stack
+from prokl.kernels.store import store
 from prokl.kernels.symmetric_product import (
     shifted_polynomial,
     symmetric_polynomial,
@@ -244,6 +245,11 @@ class TritonIO:
         for member, weight in self._copied:
             if not moved.isdisjoint(member.rows):
                 member.write(weight)
+
+    @staticmethod
+    def store(slots: Sequence[Slot]) -> None:
+        """Write all tensors in one launch."""
+        store(slots)
 
     def release(self) -> None:
         """Keep no gradient and no copy of a weight alive until the next step."""

@@ -27,7 +27,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import on_device, without_autocast, workspace
-from prokl.backends.io import BucketIO, Layout, Member
+from prokl.backends.io import BucketIO, Layout, Member, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, clock, stored_clock
@@ -99,6 +99,7 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self.rows = RowSets(count, device)
+        self._zero, self._one = (torch.full((), x, dtype=self.dtype, device=device).expand(count) for x in (0.0, 1.0))
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
@@ -225,11 +226,7 @@ class Bucket:
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
-        h = self.method.hyper(self.group)
-        state = {
-            key: stack if key == "M" else stack.to(self.dtype) for key, stack in self.stacks.items() if key != MASTER
-        }
-        ops = backend.ops
+        h, state, ops = self.method.hyper(self.group), self._arithmetic("M"), backend.ops
         if ops is None:
             self._reference_step(G, state, h, moving)
             return
@@ -238,30 +235,42 @@ class Bucket:
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
-        learning = active if evident is None else evident if active is None else active & evident
-        for key, value in new.items():
-            self._store(self.stacks[key], value, active if key in ALWAYS_MOVE else learning)
-        if learning is None:
-            self.stacks["stale"].fill_(1.0)
-        else:
-            self.stacks["stale"].masked_fill_(learning, 1.0)
+        moves, learns = (tuple(t for t in masks if t is not None) for masks in ([active], [active, evident]))
+        self._store(new | {"stale": self._one}, learns, moves)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
-        due, some = finite & (self.stacks["stale"] > 0), self.rows.of(rows)
-        if some is not None:
-            due &= some.mask
-        state = {key: stack.to(self.dtype) for key, stack in self.stacks.items() if key not in ("M", MASTER)}
+        due, some = torch.logical_and(finite, self.stacks["stale"]), self.rows.of(rows)
+        state = self._arithmetic()
         if backend.ops is None:
-            for b in due.nonzero().flatten().tolist():
+            for b in (b for b in rows if due[b]):
                 for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        else:
-            everywhere = backend.host_readable and bool(due.all())
-            index = None if some is None else some.indices
-            for key, value in self.method.refresh_eigenbases(state, index, backend.ops).items():
-                self._store(self.stacks[key], value, None if everywhere else due)
-        self.stacks["stale"].masked_fill_(due, 0.0)
+                self.stacks["stale"][b] = 0.0
+            return
+        new = self.method.refresh_eigenbases(state, None if some is None else some.indices, backend.ops)
+        masks: tuple[Tensor, ...] = (due,) if some is None else (due, some.mask)
+        if some is None and backend.host_readable and bool(due.all()):
+            masks = ()
+        self._store(new | {"stale": self._zero}, masks, masks)
+
+    def _arithmetic(self, *besides: str) -> State:
+        """Return the state in the arithmetic dtype, of M and the masters only what is asked for: as they are kept."""
+        state = {key: stack for key, stack in self.stacks.items() if key in besides or key not in ("M", MASTER)}
+        others = [key for key, stack in state.items() if key not in besides and stack.dtype != self.dtype]
+        fresh = {key: torch.empty_like(state[key], dtype=self.dtype) for key in others}
+        self.io.store([Slot(value, state[key]) for key, value in fresh.items()])
+        return state | fresh
+
+    def _store(self, new: State, learns: tuple[Tensor, ...], moves: tuple[Tensor, ...]) -> None:
+        """Store what is ``new``, where all these masks are True: ALWAYS_MOVE by the second ones."""
+        self.io.store(
+            [
+                Slot(stack, new[key], moves if key in ALWAYS_MOVE else learns)
+                for key, stack in self.stacks.items()
+                if key in new and new[key] is not stack
+            ]
+        )
 
     def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
         """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
@@ -269,15 +278,6 @@ class Bucket:
         if rows is None or steps is None:
             return steps if rows is None else rows.mask
         return rows.mask & steps
-
-    def _store(self, stack: Tensor, value: Tensor, active: Tensor | None) -> None:
-        if value is stack:
-            return
-        if active is None:
-            stack.copy_(value)
-        else:
-            mask = active.reshape(-1, *[1] * (value.ndim - 1))
-            torch.where(mask, value.to(stack.dtype), stack, out=stack)  # one pass: element by element, in place
 
     def _reference_step(
         self, G: Tensor, state: State, h: Any, moving: tuple[int, ...]
