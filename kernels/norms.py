@@ -19,10 +19,10 @@ WARPS = 8
 
 
 @triton.jit
-def cut_kernel(t_ptr, bounded_ptr, out_ptr, flag_ptr, COUNT, largest: tl.float64, TILE: tl.constexpr):
+def cut_kernel(t_ptr, bounded_ptr, clipped_ptr, out_ptr, count_ptr, COUNT, largest: tl.float64, TILE: tl.constexpr):
     """Scale one matrix of COUNT elements a program down to the norm largest, where it is beyond; all contiguous.
 
-    The flag (B,) is set there, and where bounded (B,) is.
+    The count (B,) is clipped (B,), and one more there or where bounded (B,) is.
     """
     i_b = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((TILE,), tl.float64)
@@ -32,8 +32,9 @@ def cut_kernel(t_ptr, bounded_ptr, out_ptr, flag_ptr, COUNT, largest: tl.float64
         squares += x * x
     norm = tl.sqrt(tl.sum(squares))
     one = tl.full((), 1.0, tl.float64)
-    factor = tl.where(norm > largest, largest / norm, one)
-    tl.store(flag_ptr + i_b, tl.load(bounded_ptr + i_b) | (norm > largest))
+    factor = tl.where(norm > largest, largest / tl.where(norm > largest, norm, one), one)
+    clipped = tl.load(clipped_ptr + i_b)
+    tl.store(count_ptr + i_b, clipped + (tl.load(bounded_ptr + i_b) | (norm > largest)).to(clipped.dtype))
     for first in range(0, COUNT, TILE):
         o = first + tl.arange(0, TILE)
         x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0)
@@ -73,7 +74,7 @@ def inverse_norm_kernel(
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
 
 
-def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
+def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
     """Bring matrices down to the norm ``largest`` where they are beyond, in one launch; norms are in float64.
 
     Args:
@@ -81,9 +82,10 @@ def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple
         largest: not negative.
         dtype: of the result.
         bounded: (B,) bool.
+        clipped: count (B,), float32 or float64.
 
     Returns:
-        The matrices (B,m,n), contiguous, and (B,) bool, True where they were, or where ``bounded`` is.
+        The matrices (B,m,n), contiguous, and the count, one more where they were beyond, or where ``bounded`` is set.
 
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
@@ -92,14 +94,15 @@ def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple
         raise ValueError(f"t has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
     launch.check("t", t, tuple(t.shape), t.device)
     launch.check("bounded", bounded, (t.shape[0],), t.device, (torch.bool,), like="t")
+    launch.check("clipped", clipped, (t.shape[0],), t.device, (torch.float32, torch.float64), like="t")
     check_out_dtype(dtype)
-    t, bounded = t.contiguous(), bounded.contiguous()
+    t, bounded, clipped = t.contiguous(), bounded.contiguous(), clipped.contiguous()
     out = torch.empty(t.shape, dtype=dtype, device=t.device)
-    flag = torch.empty_like(bounded)
+    count = torch.empty_like(clipped)
     if len(t):
-        arguments = (t, bounded, out, flag, t.shape[1] * t.shape[2], float(largest))
+        arguments = (t, bounded, clipped, out, count, t.shape[1] * t.shape[2], float(largest))
         launch.start(cut_kernel, (len(t),), t.device, *arguments, TILE=TILE, num_warps=WARPS)
-    return out, flag
+    return out, count
 
 
 def inverse_norm(energy: Tensor, size: Tensor, whole: Tensor, noise: float) -> Tensor:

@@ -113,20 +113,22 @@ def test_matrices_are_cut_as_by_the_pytorch_form(shape, dtype, out):
     t = randn(4, *shape, dtype=dtype) * torch.tensor([0.5, 1.0, 30.0, 0.0], dtype=dtype, device=DEVICE)[:, None, None]
     largest = 2.0 * math.sqrt(shape[0] * shape[1])
     bounded = torch.tensor([True, False, False, False], device=DEVICE)
-    found, flag = cut(t, largest, out, bounded)
-    expected, expected_flag = TORCH.cut(t, largest, out, bounded)
-    assert torch.equal(flag, expected_flag) and found.dtype == out
+    clipped = torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=dtype, device=DEVICE)
+    found, count = cut(t, largest, out, bounded, clipped)
+    expected, expected_count = TORCH.cut(t, largest, out, bounded, clipped)
+    assert torch.equal(count, expected_count) and count.tolist() == [4, 2, 2, 0] and found.dtype == out
     # The factors differ by the order of a sum in float64; rounded to the dtype of t that may be one unit.
     eps = max(torch.finfo(dtype).eps, torch.finfo(out).eps)
     torch.testing.assert_close(found, expected, rtol=2 * eps, atol=0)
     assert (torch.linalg.matrix_norm(found.double()) <= largest * (1 + 2 * eps)).all()
-    assert torch.equal(cut(gaps(t), largest, out, gaps(bounded))[0], found)
+    assert torch.equal(cut(gaps(t), largest, out, gaps(bounded), gaps(clipped))[0], found)
 
 
 def test_squares_of_what_is_cut_may_overflow():
     t = torch.full((1, 8, 8), 1e30, device=DEVICE)
-    found, flag = cut(t, 16.0, torch.float32, torch.zeros(1, dtype=torch.bool, device=DEVICE))
-    assert flag.item() and float(found.norm()) == pytest.approx(16.0, rel=1e-6)
+    none = torch.zeros(1, dtype=torch.bool, device=DEVICE)
+    found, count = cut(t, 16.0, torch.float32, none, none.float())
+    assert count.item() == 1 and float(found.norm()) == pytest.approx(16.0, rel=1e-6)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -152,9 +154,10 @@ def test_wrong_arguments_raise_with_their_names():
         (lambda: combine(t, 1.0, t[:, :2], 1.0), r"y has shape \(2, 2, 4\); must be \(2, 3, 4\)"),
         (lambda: combine(t, 1.0, t, 1.0, t[0, :, 0]), r"scale has shape \(3,\); must be \(2,\)"),
         (lambda: samples(t, t, t[:, :, 0], t[:, :, 0], None, 1.0), r"a_S has shape \(2, 3\); must be \(2, 4\)"),
-        (lambda: cut(t[0], 1.0, torch.float32, flag), r"t has shape \(3, 4\); must be \(B, m, n\)"),
-        (lambda: cut(t, 1.0, torch.int8, flag), "Invalid out_dtype=torch.int8"),
-        (lambda: cut(t, 1.0, torch.float32, flag[:1]), r"bounded has shape \(1,\); must be \(2,\)"),
+        (lambda: cut(t[0], 1.0, torch.float32, flag, flag.float()), r"t has shape \(3, 4\); must be \(B, m, n\)"),
+        (lambda: cut(t, 1.0, torch.int8, flag, flag.float()), "Invalid out_dtype=torch.int8"),
+        (lambda: cut(t, 1.0, torch.float32, flag[:1], flag.float()), r"bounded has shape \(1,\); must be \(2,\)"),
+        (lambda: cut(t, 1.0, torch.float32, flag, flag), "clipped has dtype torch.bool; must be one of"),
         (lambda: inverse_norm(t[0], t[0], t[0, :, :1], 0.0), r"whole has shape \(3, 1\); must be \(3, 4\)"),
         (lambda: inverse_norm(t, t[0], t[0], 0.0), r"must be \(B, parts\)"),
     ):

@@ -318,8 +318,8 @@ KERNELS: tuple[Case, ...] = (
     _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
     _samples(scaled=False),
     Case(
-        "cut", tensors("t mr", "bounded .?", largest=0.1, dtype=lambda s, d: d.polar),
-        call("cut", "t", "largest", "dtype", "bounded"), lambda s: 3 * s.m * s.r,
+        "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, dtype=lambda s, d: d.polar),
+        call("cut", "t", "largest", "dtype", "bounded", "clipped"), lambda s: 3 * s.m * s.r,
         dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
     ),
     Case(

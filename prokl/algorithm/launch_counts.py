@@ -243,7 +243,7 @@ def _samples(a: Arguments, programs: int) -> Work:
 
 def _cut(a: Arguments, programs: int) -> Work:
     size = programs * a["COUNT"]  # the second pass comes from the L2 cache
-    return Work(_moved((a["t_ptr"], size)) + _moved((a["out_ptr"], size), (a["flag_ptr"], programs)), programs)
+    return Work(_moved((a["t_ptr"], size)) + _moved((a["out_ptr"], size), (a["count_ptr"], programs)), programs)
 
 
 def _inverse_norm(a: Arguments, programs: int) -> Work:

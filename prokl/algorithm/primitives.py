@@ -244,11 +244,13 @@ class Primitives(Protocol):
         """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
         ...
 
-    def cut(self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond.
+    def cut(
+        self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond, and how often it was.
 
-        And (B,) bool, True where it was, or where ``bounded`` was. Norms are in float64: squares of whitened float32
-        may overflow.
+        The latter is the count ``clipped`` (B,), one more where t was beyond or ``bounded`` (B,), bool, is set. Norms
+        are in float64: squares of whitened float32 may overflow.
         """
         ...
 

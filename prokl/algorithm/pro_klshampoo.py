@@ -148,37 +148,37 @@ def direction(
         bounded: (B,) bool, where the gradient was bounded; None where there is no bound.
 
     Returns:
-        The direction, and where it or the gradient was bounded.
+        The direction, and the count "clipped" (B,) of steps where it or the gradient was bounded, None without a bound.
     """
     G_par, residual, U = lookahead
-    cautious = h.cautious_weight_decay
     usual = evidence.COHERENT * h.gain
     m, r = G_par.shape[-2:]
     whole = h.direction_scale(U.shape[-2])
     weight = whole * h.subspace_weight
     P = ops.spectral_operand(state["Q_L"], roots.L)
-    left = right = None
+    X = Q = scale = left = right = None
+    if residual is not None and h.variant in POLAR_VARIANTS:
+        X, scale = ops.whiten(P, residual, h.polar_dtype(roots.L))
+        Q, X, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
+        own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
+        scale = own if scale is None else scale * own
+    elif residual is not None:
+        X, scale = ops.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
+        if bounded is not None:
+            beside = evidence.cut(evidence.norm(X) * scale, usual * whole * (m * (X.shape[-1] - r)) ** 0.5)
+            scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
+    clipped = None
     if h.variant in SUBSPACE_VARIANTS:
         left = ops.precondition(P, G_par, state["Q_S"], roots.S, weight)
         # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
         right = U.hi if isinstance(U, Pair) and h.variant in POLAR_VARIANTS else state["U"]
         if bounded is not None:
-            left, bounded = ops.cut(left, usual * weight * (m * r) ** 0.5, right.dtype, bounded)
+            largest = usual * weight * (m * r) ** 0.5
+            left, clipped = ops.cut(left, largest, right.dtype, bounded, state["clipped"])
         left = left.to(right.dtype)
-    if residual is None:
-        return Direction(None, left=left, right=right, cautious_decay=cautious), bounded
-    if h.variant in POLAR_VARIANTS:
-        X, scale = ops.whiten(P, residual, h.polar_dtype(roots.L))
-        Q, Y, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
-        own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
-        scale = own if scale is None else scale * own
-        return Direction(Y, Q, scale, left, right, cautious_decay=cautious), bounded
-    X, scale = ops.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
-    if bounded is not None:
-        n = X.shape[-1]
-        beside = evidence.cut(evidence.norm(X) * scale, usual * whole * (m * (n - r)) ** 0.5)
-        scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
-    return Direction(X, None, scale, left, right, cautious_decay=cautious), bounded
+    elif bounded is not None:
+        clipped = state["clipped"] + bounded
+    return Direction(X, Q, scale, left, right, cautious_decay=h.cautious_weight_decay), clipped
 
 
 def statistics(
@@ -276,11 +276,11 @@ class ProKLShampooMethod:
         found = energies(projected, state, ops)
         admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, n)
         M, lookahead = momentum(G, projected, admitted, state, h, active, ops)
-        delta, bounded = direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)
+        delta, clipped = direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)
         del lookahead  # memory for the rest
         moments, sample = statistics(found, admitted, state, h, n, ops)
         turned = track_subspace(projected, admitted.scale, sample, state | moments, ops)
         new = {"M": M} | moments | turned | admitted.changed
-        if bounded is not None:
-            new["clipped"] = state["clipped"] + bounded  # a count of steps
+        if clipped is not None:
+            new["clipped"] = clipped
         return delta, new, admitted.evident

@@ -153,10 +153,12 @@ class TorchPrimitives(Primitives):
         """Return alpha P G_par Q_S diag(a_S) Q_S^T."""
         return alpha * _product(P, _product(G_par, self.spectral_operand(Q_S, a_S)))
 
-    def cut(self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor) -> tuple[Tensor, Tensor]:
-        """Return t brought down to the norm ``largest``, and whether it, or what is bounded, had to be."""
+    def cut(
+        self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return t brought down to the norm ``largest``, and the new count."""
         factor = evidence.cut(evidence.norm(t), largest)
-        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), bounded | (factor < 1)
+        return (t * factor.to(t.dtype)[:, None, None]).to(dtype), clipped + (bounded | (factor < 1))
 
     def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return P G^_perp over its Frobenius norm, normalised before it is rounded to ``dtype``."""
