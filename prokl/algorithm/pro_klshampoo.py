@@ -276,8 +276,7 @@ def track_subspace(
     Y = mm(state["Q_L"], sample.whitened)
     K = h.beta2 * S + sample.S  # U^T V
     alpha = weight if verdict is None else weight * verdict.scale
-    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=alpha)
-    U_new = ops.tracking_qr(V, K, U)
+    U_new = ops.track(projected.G_perp, Y, K, U, alpha)
     T = mm(U.mT, U_new)
     return {"U": U_new, "S": mm(T.mT, mm(S, T)), "Q_S": mm(T.mT, state["Q_S"])}
 

@@ -83,6 +83,10 @@ class TorchPrimitives(Primitives):
 
     symmetric_polynomial = product
 
+    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q^T L Q, symmetric to rounding."""
+        return Q.mT @ (L @ Q)
+
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return G U and M U."""
         return _product(G, U), _product(M.to(G.dtype), U)
@@ -171,6 +175,10 @@ class TorchPrimitives(Primitives):
             s_S = torch.where(active[:, None], s_S, inv_sqrt_lambda_S)
             s_mu = torch.where(active, s_mu, inv_sqrt_mu)
         return s_L, s_S, s_mu
+
+    def track(self, G_perp: Operand, Y: Tensor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+        """Return Q of qr(alpha G_perp^T Y + U K)."""
+        return self.tracking_qr(self.product(G_perp.mT, Y, C=U @ K, alpha=alpha), K, U)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V): Householder's on a CPU, elsewhere Cholesky QR preconditioned by K."""
