@@ -1,5 +1,5 @@
 // prokl._C: addresses and sizes in, kernels enqueued. Tensors, their checks and their memory are Python's affair
-// (prokl/cuda_qr.py), so that building this needs no torch.
+// (prokl/backends/cuda_qr.py), so that building this needs no torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -11,42 +11,42 @@
 namespace {
 
 using Address = std::uintptr_t;
-using Tensor = std::tuple<Address, long long, long long>;  // data, stride, leading dimension
+using Tensor = std::tuple<Address, long long, long long>;  // data, or 0 for none; stride, leading dimension
+using Parts = std::tuple<Tensor, int, long long>;          // the first of a sum, how many, how far apart
 
 prokl::Matrices matrices(const Tensor& tensor) {
     return {reinterpret_cast<void*>(std::get<0>(tensor)), std::get<1>(tensor), std::get<2>(tensor)};
 }
 
-prokl::Call call(Address state, Address orthogonality, Address workspace, Address stream) {
-    return {reinterpret_cast<int*>(state), reinterpret_cast<float*>(orthogonality),
-            reinterpret_cast<void*>(workspace), reinterpret_cast<void*>(stream)};
+prokl::Sums sums(const Parts& parts) { return {matrices(std::get<0>(parts)), std::get<1>(parts), std::get<2>(parts)}; }
+
+template <class P>
+P* at(Address address) {
+    return reinterpret_cast<P*>(address);
 }
 
 template <class T>
 void bind(pybind11::module_& m) {
-    m.def("workspace_bytes",
-          [](int batch, int n, int k) { return prokl::workspace_bytes<T>({batch, n, k}); });
+    m.attr("block") = prokl::block_columns<T>();
     m.def("shared_memory", prokl::shared_memory<T>);
-    m.def("qr", [](int batch, int n, int k, Tensor A, Tensor Q, Address state, Address orthogonality,
-                   Address workspace, Address stream) {
-        prokl::qr<T>({batch, n, k}, matrices(A), matrices(Q), call(state, orthogonality, workspace, stream));
+    m.def("factor", [](int batch, int k, Parts N, int kind, Tensor C, Tensor F, bool invert, Tensor shifted,
+                       Address scale, Address diagonal, Address before, Address used, Address stream) {
+        prokl::factor<T>(batch, k, sums(N), static_cast<prokl::Kind>(kind),
+                         {matrices(C), matrices(F), invert, matrices(shifted), at<void>(scale), at<void>(diagonal),
+                          at<int>(used)},
+                         at<const int>(before), at<void>(stream));
     });
-    m.def("tracking_qr", [](int batch, int n, int k, Tensor V, Tensor K, Tensor U, Tensor Q, Address state,
-                            Address orthogonality, Address workspace, Address stream) {
-        prokl::tracking_qr<T>({batch, n, k}, matrices(V), matrices(K), matrices(U), matrices(Q),
-                              call(state, orthogonality, workspace, stream));
-    });
-    m.def("semidefinite_qr", [](int batch, int n, int k, Tensor S, Tensor Q, Address state, Address orthogonality,
-                                Address workspace, Address stream) {
-        prokl::semidefinite_qr<T>({batch, n, k}, matrices(S), matrices(Q),
-                                  call(state, orthogonality, workspace, stream));
+    m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, Address deviations,
+                       Address before, Address used, Address stream) {
+        prokl::finish<T>({batch, n, k}, matrices(A), sums(N), matrices(kept), matrices(Q), at<void>(deviations),
+                         at<const int>(before), at<int>(used), at<void>(stream));
     });
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.doc() = "Batched QR on CUDA; use prokl.cuda_qr.";
+    m.doc() = "Parts of a batched QR on CUDA; use prokl.cuda_qr.";
     m.attr("architectures") = PROKL_CUDA_ARCHS;
     m.def("built_with", prokl::built_with);
     m.def("driver_knows", prokl::driver_knows);

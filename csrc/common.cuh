@@ -31,6 +31,14 @@ constexpr int EDGE = sizeof(T) == 4 ? 8 : 4;
 template <class T>
 constexpr int BLOCK = 16 * EDGE<T>;
 
+// std::numeric_limits' functions are the host's.
+template <class T>
+constexpr T LARGEST = std::numeric_limits<T>::max();
+template <class T>
+constexpr T NORMAL = std::numeric_limits<T>::min();  // the smallest number with all digits
+template <class T>
+constexpr T NOTHING = std::numeric_limits<T>::quiet_NaN();
+
 // B row-major matrices: matrix b starts at data + b * stride, row i of it ld elements further than row i - 1.
 template <class T>
 struct Batch {
@@ -47,23 +55,36 @@ struct Batch {
     }
 };
 
-// What happened to a matrix, as bits of its state; passes are counted above them. prokl/cuda_qr.py names them too.
-enum State : int {
-    DONE = 1,
-    SHIFTED = 2,      // V + delta U was factored in place of V, S + delta I in place of S
-    RAISED = 4,       // a pivot of a Cholesky factorisation was small beside its column and raised
-    HOUSEHOLDER = 8,  // the Cholesky passes did not end in orthonormal columns
-    NONFINITE = 16,   // NaN or infinity in the matrix
-    PASS = 256,       // one pass of Cholesky QR
+// Matrices that are sums of `parts` others, so many elements apart: what a long product was split into.
+template <class T>
+struct Sum {
+    Batch<const T> first;
+    int parts;
+    Index apart;
+
+    __device__ __forceinline__ T at(int b, int i, int j) const {
+        const T* element = first[b] + i * first.ld + j;
+        T sum = *element;
+        for (int part = 1; part < parts; ++part) sum += element[part * apart];
+        return sum;
+    }
 };
 
-// Which matrices a launch works on; the others' blocks return at once. Nothing is read on the host.
-struct Active {
-    const int* state;
-    int mask;
-    int wanted;
+// What happened to a matrix, as bits. prokl/backends/cuda_qr.py names them too.
+enum Used : int {
+    SHIFTED = 2,      // N + shift I was factored in place of N
+    RAISED = 4,       // a pass raised a pivot that was small beside its column
+    HOUSEHOLDER = 8,  // by Householder's QR
+    NONFINITE = 16,   // NaN or infinity in the matrix
+};
 
-    __device__ __forceinline__ bool operator()(int b) const { return (state[b] & mask) == wanted; }
+// Which matrices a launch works on: those with such a bit, or all. The others' blocks return at once; nothing is read on
+// the host.
+struct Active {
+    const int* used;
+    int bit;
+
+    __device__ __forceinline__ bool operator()(int b) const { return bit == 0 || (used != nullptr && (used[b] & bit) != 0); }
 };
 
 inline int ceil_div(Index a, Index b) { return static_cast<int>((a + b - 1) / b); }
@@ -93,6 +114,21 @@ void launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+// The binary exponent of a matrix's or a column's largest element; 0 where it is zero or not finite.
+template <class T>
+__device__ __forceinline__ int exponent_of(T largest) {
+    int exponent = 0;
+    if (largest > T(0) && largest <= LARGEST<T>) frexp(largest, &exponent);
+    return exponent;
+}
+
+// 2^-exponent, as far as it is a number with all digits.
+template <class T>
+__device__ __forceinline__ T scale_down(int exponent) {
+    constexpr int limit = std::numeric_limits<T>::max_exponent - 2;
+    return ldexp(T(1), max(-limit, min(limit, -exponent)));
 }
 
 // Sum over a block of THREADS threads, the same in each of them; `scratch` holds WARPS elements.

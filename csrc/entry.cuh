@@ -1,8 +1,9 @@
 // Definitions of interface.h, instantiated by one source file for each type so that they compile side by side.
 #pragma once
 
+#include "cholesky.cuh"
+#include "householder.cuh"
 #include "interface.h"
-#include "qr.cuh"
 
 namespace prokl {
 
@@ -12,50 +13,61 @@ Batch<T> typed(Matrices matrices) {
 }
 
 template <class T>
-Solver<T> solver(Size size, Call call) {
-    return {size, call.workspace, call.state, call.orthogonality, static_cast<cudaStream_t>(call.stream)};
+Sum<T> typed(Sums sums) {
+    return {typed<T>(sums.first), sums.parts, sums.apart};
 }
 
 template <class T>
-size_t workspace_bytes(Size size) {
-    return Solver<T>::bytes(size);
+void factor(int batch, int k, Sums N, Kind kind, Factors to, const int* before, void* stream) {
+    // Blocks of more columns than BLOCK replace N itself where C has no place of its own.
+    const Matrices C = to.C.data == nullptr && k > BLOCK<T> ? N.first : to.C;
+    const Outputs<T> out{typed<T>(C), typed<T>(to.F), typed<T>(to.shifted), static_cast<T*>(to.scale), before, to.used};
+    Factorisation<T>{batch, k, kind, Pivots<T>::of(kind, k), out, to.invert, static_cast<T*>(to.diagonal),
+                     static_cast<cudaStream_t>(stream)}
+        .run(typed<T>(N));
+}
+
+// ||Q^T Q - I||_F with which a matrix is done.
+template <class T>
+T acceptable(int k) {
+    return T(100) * T(k) * std::numeric_limits<T>::epsilon();
 }
 
 template <class T>
-void qr(Size size, Matrices A, Matrices Q, Call call) {
-    solver<T>(size, call).qr(typed<T>(A), typed<T>(Q));
+void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, void* deviations, const int* before, int* used,
+            void* stream) {
+    const auto [batch, n, k] = size;
+    if (deviations != nullptr)
+        launch(deviation_kernel<T>, dim3(ceil_div(k, ROWS), 1, batch), THREADS, sizeof(T) * WARPS,
+               static_cast<cudaStream_t>(stream), typed<T>(N), k, static_cast<T*>(deviations));
+    const size_t staged = finish_shared<T>(n, k, true);
+    const bool fits = staged <= std::min(STAGED_SHARED<T>, shared_limit());
+    launch(fits ? finish_kernel<T, true> : finish_kernel<T, false>, dim3(1, 1, batch), THREADS,
+           fits ? staged : finish_shared<T>(n, k, false), static_cast<cudaStream_t>(stream), typed<T>(N),
+           static_cast<const T*>(deviations), acceptable<T>(k), typed<T>(A), typed<T>(kept), typed<T>(Q), n, k, before,
+           used);
 }
 
 template <class T>
-void tracking_qr(Size size, Matrices V, Matrices K, Matrices U, Matrices Q, Call call) {
-    solver<T>(size, call).tracking_qr(typed<T>(V), typed<T>(K), typed<T>(U), typed<T>(Q));
-}
-
-template <class T>
-void semidefinite_qr(Size size, Matrices S, Matrices Q, Call call) {
-    solver<T>(size, call).semidefinite_qr(typed<T>(S), typed<T>(Q));
+int block_columns() {
+    return BLOCK<T>;
 }
 
 template <class T>
 std::vector<std::pair<std::string, size_t>> shared_memory() {
-    const size_t sums = sizeof(T) * WARPS;
     return {
-        {"gram_kernel", PRODUCT_SHARED<T>},   {"sum_splits_kernel", PRODUCT_SHARED<T>},
-        {"apply_kernel", PRODUCT_SHARED<T>},  {"outer_kernel", PRODUCT_SHARED<T>},
-        {"factor_kernel", FACTOR_SHARED<T>},  {"householder_kernel<true>", householder_shared<T>(LEAF<T>, BLOCK<T>, true)},
-        {"householder_kernel<false>", householder_shared<T>(4096, 4096, false)},
-        {"exponents_kernel", 0},              {"scale_kernel", sizeof(int)},
-        {"prepare_kernel", 0},                {"load_kernel", 0},
-        {"shift_kernel", sums},               {"judge_kernel", sums},
-        {"conclude_kernel", 0},
+        {"factor_kernel", FACTOR_SHARED<T>},    {"corner_kernel", FACTOR_SHARED<T>},
+        {"apply_kernel", PRODUCT_SHARED<T>},    {"outer_kernel", PRODUCT_SHARED<T>},
+        {"inverse_kernel", PRODUCT_SHARED<T>},  {"load_kernel", 0},
+        {"deviation_kernel", sizeof(T) * WARPS},
+        {"finish_kernel<true>", STAGED_SHARED<T>},    {"finish_kernel<false>", finish_shared<T>(4096, 4096, false)},
     };
 }
 
-#define PROKL_INSTANTIATE(T)                                                          \
-    template size_t workspace_bytes<T>(Size);                                         \
-    template void qr<T>(Size, Matrices, Matrices, Call);                              \
-    template void tracking_qr<T>(Size, Matrices, Matrices, Matrices, Matrices, Call); \
-    template void semidefinite_qr<T>(Size, Matrices, Matrices, Call);                 \
+#define PROKL_INSTANTIATE(T)                                                                                    \
+    template void factor<T>(int, int, Sums, Kind, Factors, const int*, void*);                                  \
+    template void finish<T>(Size, Matrices, Sums, Matrices, Matrices, void*, const int*, int*, void*);          \
+    template int block_columns<T>();                                                                            \
     template std::vector<std::pair<std::string, size_t>> shared_memory<T>();
 
 }  // namespace prokl

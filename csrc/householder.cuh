@@ -1,26 +1,24 @@
-// Householder QR by one block of threads, and TSQR over such leaves: what no conditioning can break.
+// The end of a QR: a look at the Gram matrix, and Householder's QR by one block of threads where it is not the identity,
+// which no conditioning can break.
 #pragma once
 
-#include "product.cuh"
+#include "cholesky.cuh"
 
 namespace prokl {
 
 constexpr int CHUNK = 128;  // columns that a reflection handles at a time: four to a lane
 
-template <class T>
-constexpr int LEAF = 2 * BLOCK<T>;  // rows of a leaf: two triangles of BLOCK columns, 131 KiB with the padding
+// Elements between rows of a matrix in shared memory; odd, so that a column meets all banks.
+__host__ __device__ constexpr int pitch_of(int k) { return k | 1; }
 
-// Smallest number with all digits: squares that add up to less than one for each of them have lost theirs.
+// `staged`: with the matrix itself.
 template <class T>
-constexpr T NORMAL = std::numeric_limits<T>::min();
-
-// Elements between rows of a leaf in shared memory; odd, so that a column meets all banks.
-__host__ __device__ inline int leaf_pitch(int k) { return k | 1; }
-
-template <class T>
-size_t householder_shared(int rows, int k, bool staged) {
-    return ((staged ? size_t(rows) * leaf_pitch(k) : 0) + WARPS * CHUNK + WARPS + 2 * k) * sizeof(T);
+constexpr size_t finish_shared(int n, int k, bool staged) {
+    return ((staged ? size_t(n) * pitch_of(k) : 0) + WARPS * CHUNK + WARPS + 2 * k) * sizeof(T);
 }
+// What is staged at most: 128 x 128, in 142 KB of float64 and half of it in float32.
+template <class T>
+constexpr size_t STAGED_SHARED = finish_shared<T>(128, 128, true);
 
 // Columns [from, to) of A <- (I - tau v v^T) times them, with v_j = 1 and the rest of v in column j below row j.
 template <class T>
@@ -57,10 +55,10 @@ __device__ void reflect(T* A, Index ld, int rows, int j, int from, int to, T tau
     }
 }
 
-// A (rows x k, rows >= k) <- Q of its QR with a non-negative diagonal in R, by all THREADS threads; R (k x k, leading
-// dimension k, upper triangle and zeros) is stored if given. `scratch`: WARPS CHUNK + WARPS + 2 k elements.
+// A (rows x k, rows >= k) <- Q of its QR with a non-negative diagonal in R, by all THREADS threads. `scratch`: WARPS CHUNK
+// + WARPS + 2 k elements.
 template <class T>
-__device__ void householder(T* A, Index ld, int rows, int k, T* R, T* scratch) {
+__device__ void householder(T* A, Index ld, int rows, int k, T* scratch) {
     T* partial = scratch;
     T* sums = partial + WARPS * CHUNK;
     T* tau = sums + WARPS;
@@ -87,7 +85,6 @@ __device__ void householder(T* A, Index ld, int rows, int k, T* R, T* scratch) {
     }
     for (Index e = threadIdx.x; e < Index(k) * k; e += THREADS) {
         const Index i = e / k, c = e % k;
-        if (R != nullptr) R[e] = c >= i ? sign[i] * A[i * ld + c] : T(0);
         if (c > i) A[i * ld + c] = T(0);  // the identity that the reflections are applied to
     }
     __syncthreads();
@@ -102,63 +99,96 @@ __device__ void householder(T* A, Index ld, int rows, int k, T* R, T* scratch) {
     __syncthreads();
 }
 
-// A (B,n,k) <- Q run by run, and R (B,runs.count k,k) if R.data is given. STAGED: a run fits in shared memory;
-// otherwise it is worked on where it lies.
+// scale (k) <- the powers of two that bring the columns of A (n x k) to a largest element in [1/2, 1), in each of which
+// squares are sums of numbers with all digits. False in all threads where A has NaN or infinity.
+template <class T>
+__device__ bool column_scales(const T* A, Index ld, int n, int k, T* scale, T* partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    T bad = 0;
+    for (int c0 = 0; c0 < k; c0 += CHUNK) {
+        T most[4] = {};
+        for (int i = warp; i < n; i += WARPS)
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                const int c = c0 + lane + 32 * q;
+                const T size = c < k ? fabs(A[i * ld + c]) : T(0);
+                if (!(size <= LARGEST<T>)) bad = 1;  // also NaN
+                most[q] = max(most[q], size);
+            }
+#pragma unroll
+        for (int q = 0; q < 4; ++q) partial[warp * CHUNK + lane + 32 * q] = most[q];
+        __syncthreads();
+        for (int c = threadIdx.x; c < CHUNK && c0 + c < k; c += THREADS) {
+            T largest = 0;
+            for (int w = 0; w < WARPS; ++w) largest = max(largest, partial[w * CHUNK + c]);
+            scale[c0 + c] = scale_down<T>(exponent_of(largest));
+        }
+        __syncthreads();
+    }
+    return block_sum(bad, partial) == T(0);
+}
+
+// The sum of squares of N - I in some rows of N (k x k), the same in all threads; `scratch` holds WARPS elements.
+template <class T>
+__device__ T deviation(const Sum<T>& N, int b, int k, int first, int rows, T* scratch) {
+    T square = 0;
+    for (int i = first + threadIdx.x / 32; i < first + rows; i += WARPS)
+#pragma unroll 4
+        for (int c = threadIdx.x % 32; c < k; c += 32) {
+            const T off = N.at(b, i, c) - T(i == c ? 1 : 0);
+            square += off * off;
+        }
+    return block_sum(square, scratch);
+}
+
+// deviations (B,k / ROWS rounded up) <- those of runs of ROWS rows: of large matrices, which take a block of threads long.
+template <class T>
+__global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, T* deviations) {
+    const int first = blockIdx.x * ROWS;
+    const T square = deviation(N, blockIdx.z, k, first, min(ROWS, k - first), dynamic_shared<T>());
+    if (threadIdx.x == 0) deviations[Index(blockIdx.z) * gridDim.x + blockIdx.x] = square;
+}
+
+// Q (B,n,k) stays where its Gram matrix N is within `acceptable` of the identity, in Frobenius' norm. Elsewhere, and
+// without N, it becomes Q of A's QR by Householder; of an A that is not finite `kept`, or NaN without it. `deviations`, if
+// given, are what deviation_kernel left of N. STAGED: A fits in shared memory; otherwise Q is worked on where it lies.
 template <class T, bool STAGED>
 __global__ void __launch_bounds__(THREADS, 1)
-    householder_kernel(Batch<T> A, Runs runs, int k, Batch<T> R, Active active) {
-    const int b = blockIdx.z, run = blockIdx.x;
-    if (!active(b)) return;
-    const int rows = runs.length(run);
-    T* matrix = A[b] + runs.start(run) * A.ld;
-    T* triangle = R.data == nullptr ? nullptr : R[b] + Index(run) * k * k;
-    T* shared = dynamic_shared<T>();
-    if (!STAGED) {
-        householder(matrix, A.ld, rows, k, triangle, shared);
+    finish_kernel(Sum<T> N, const T* deviations, T acceptable, Batch<const T> A, Batch<const T> kept, Batch<T> Q, int n, int k,
+                  const int* before, int* used) {
+    const int b = blockIdx.z;
+    T* partial = dynamic_shared<T>();
+    const int done = before == nullptr ? 0 : before[b];
+    if (N.first.data != nullptr) {
+        T square = 0;
+        if (deviations == nullptr)
+            square = deviation(N, b, k, 0, k, partial);
+        else
+            for (int i = 0, runs = (k + ROWS - 1) / ROWS; i < runs; ++i) square += deviations[Index(b) * runs + i];
+        if (sqrt(square) <= acceptable) {  // false for NaN
+            if (threadIdx.x == 0) used[b] = done;
+            return;
+        }
+    }
+    T* scale = partial + WARPS * CHUNK + WARPS;  // where Householder has its factors later on
+    const T *from = A[b], *otherwise = kept.data == nullptr ? nullptr : kept[b];
+    T* to = Q[b];
+    const bool finite = column_scales(from, A.ld, n, k, scale, partial);
+    if (threadIdx.x == 0) used[b] = finite ? done | HOUSEHOLDER : NONFINITE;
+    if (!finite) {
+        for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
+            to[e / k * Q.ld + e % k] =
+                otherwise == nullptr ? NOTHING<T> : otherwise[e / k * kept.ld + e % k];
         return;
     }
-    const int pitch = leaf_pitch(k);
-    T* leaf = shared + WARPS * CHUNK + WARPS + 2 * k;
-    for (int e = threadIdx.x; e < rows * k; e += THREADS) leaf[e / k * pitch + e % k] = matrix[e / k * A.ld + e % k];
+    T* place = STAGED ? scale + 2 * k : to;
+    const Index ld = STAGED ? Index(pitch_of(k)) : Q.ld;
+    for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
+        place[e / k * ld + e % k] = from[e / k * A.ld + e % k] * scale[e % k];
     __syncthreads();
-    householder(leaf, Index(pitch), rows, k, triangle, shared);
-    for (int e = threadIdx.x; e < rows * k; e += THREADS) matrix[e / k * A.ld + e % k] = leaf[e / k * pitch + e % k];
-}
-
-// Elements that tsqr needs for the triangles of one matrix.
-template <class T>
-size_t tsqr_workspace(int n, int k) {
-    if (k > BLOCK<T>) return 0;
-    const Runs runs = Runs::of(n, LEAF<T>);
-    return runs.count == 1 ? 0 : size_t(runs.count) * k * k + tsqr_workspace<T>(runs.count * k, k);
-}
-
-// A (B,n,k) <- Q of its QR by one block of threads to each run of rows, in shared memory where the largest run fits.
-template <class T>
-void householder_runs(Batch<T> A, Runs runs, int k, Batch<T> R, int batch, Active active, cudaStream_t stream) {
-    const size_t staged = householder_shared<T>(runs.most(), k, true);
-    const bool fits = staged <= shared_limit();
-    launch(fits ? householder_kernel<T, true> : householder_kernel<T, false>, dim3(runs.count, 1, batch), THREADS,
-           fits ? staged : householder_shared<T>(runs.most(), k, false), stream, A, runs, k, R, active);
-}
-
-// A (B,n,k) <- Q of its QR: leaves, then the QR of their stacked triangles, whose Q is multiplied back into theirs. One
-// leaf is enough for what fits in shared memory. What is wider than a block is one leaf in global memory, slowly: a
-// last resort.
-template <class T>
-void tsqr(Batch<T> A, int n, int k, T* triangles, int batch, Active active, cudaStream_t stream) {
-    const bool one = k > BLOCK<T> || n <= LEAF<T> || householder_shared<T>(n, k, true) <= shared_limit();
-    if (one) {
-        householder_runs<T>(A, Runs::of(n, n), k, Batch<T>{}, batch, active, stream);
-        return;
-    }
-    const Runs runs = Runs::of(n, LEAF<T>);
-    const Index stride = Index(runs.count) * k * k;
-    const Batch<T> R{triangles, stride, k};
-    householder_runs<T>(A, runs, k, R, batch, active, stream);
-    tsqr<T>(R, runs.count * k, k, triangles + batch * stride, batch, active, stream);
-    launch(apply_kernel<T, false>, dim3(ceil_div(runs.most(), BLOCK<T>), runs.count, batch), THREADS,
-           PRODUCT_SHARED<T>, stream, A, A, R, Index(k) * k, k, runs, active);
+    householder(place, ld, n, k, partial);
+    if constexpr (STAGED)
+        for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS) to[e / k * Q.ld + e % k] = place[e / k * ld + e % k];
 }
 
 }  // namespace prokl

@@ -13,29 +13,48 @@ struct Size {
     int batch, n, k;
 };
 
-// Device memory of row-major matrices: elements from one to the next, and from one row to the next.
+// Device memory of row-major matrices: elements from one to the next, and from one row to the next. nullptr: none.
 struct Matrices {
     void* data;
     long long stride, ld;
 };
 
-// Where a call leaves its verdicts, (batch) each, and what it works with.
-struct Call {
-    int* state;
-    float* orthogonality;
-    void* workspace;  // workspace_bytes<T>(size), aligned to 16 bytes
-    void* stream;
+// A sum of `parts` matrices, so many elements apart.
+struct Sums {
+    Matrices first;
+    int parts;
+    long long apart;
+};
+
+enum Kind : int {
+    PASS,          // of Cholesky QR: N is the Gram matrix of the columns, and what is lost in it is lost
+    SETTLE,        // likewise, of columns that a pass has made nearly orthonormal unless `before` has a raised pivot
+    SEMIDEFINITE,  // N is factored for its own sake: scaled, and shifted where it is singular
+};
+
+// What a factorisation leaves; each but `used` may be missing.
+struct Factors {
+    Matrices C;  // lower, zeros above; with more than BLOCK columns what works in the place of N
+    Matrices F;  // C^-T, zeros below; without `invert` a strip (B,k,BLOCK) of its diagonal blocks
+    bool invert;
+    Matrices shifted;  // N + shift I, not scaled
+    void* scale;       // (B): N times that was factored
+    void* diagonal;    // (B,k), with more than BLOCK columns: to work with
+    int* used;         // (B)
 };
 
 // Defined for float and double. They enqueue kernels and return; std::runtime_error tells of a launch that failed.
+// `before` (B): what has been done to a matrix up to here, or nullptr for nothing.
 template <class T>
-size_t workspace_bytes(Size size);
+void factor(int batch, int k, Sums N, Kind kind, Factors factors, const int* before, void* stream);
+// `deviations` (B,k / 64 rounded up), or nullptr where N is small: to work with.
 template <class T>
-void qr(Size size, Matrices A, Matrices Q, Call call);
+void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, void* deviations, const int* before, int* used,
+            void* stream);
+
+// Columns that one block of threads factors.
 template <class T>
-void tracking_qr(Size size, Matrices V, Matrices K, Matrices U, Matrices Q, Call call);
-template <class T>
-void semidefinite_qr(Size size, Matrices S, Matrices Q, Call call);
+int block_columns();
 
 // Bytes of shared memory that each kernel's launches ask for at most, columns up to 4096.
 template <class T>

@@ -1,5 +1,5 @@
-// Products of the batch on tiles kept in registers, in full precision: a Cholesky factorisation that loses bits of its
-// Gram matrix loses the small columns, which is why tensor cores' TF32 is not used.
+// Products of the batch on tiles kept in registers, in full precision, with the triangles that a blocked Cholesky
+// factorisation has.
 #pragma once
 
 #include "common.cuh"
@@ -111,7 +111,7 @@ __device__ __forceinline__ void accumulate(Accumulator<T>& sum, const Factor<T, 
 
 // For each element (row, column) of this thread's share of a block, with its value.
 template <class T, class Body>
-__device__ __forceinline__ void for_each(Accumulator<T>& sum, Body body) {
+__device__ __forceinline__ void for_each(Accumulator<T>& sum, const Body& body) {
 #pragma unroll
     for (int i = 0; i < EDGE<T>; ++i)
 #pragma unroll
@@ -129,102 +129,20 @@ __device__ __forceinline__ void lower_block(int block, int& I, int& J) {
 
 inline int lower_blocks(int blocks) { return blocks * (blocks + 1) / 2; }
 
-// A Gram matrix N (B,k,k), lower blocks only, and what the steps after it want to know of it.
+// out = A F by row blocks, for A (B,n,k) and upper triangular F (B,k,k), which is read no further. out may be A: a block
+// reads its own rows only, and goes through the columns from the last, which none of the earlier ones needs.
 template <class T>
-struct Gram {
-    Batch<T> N;
-    T* diagonal;   // (B,k)
-    T* deviation;  // (B,lower blocks): each block's share of ||N - I||_F^2
-};
-
-template <class T>
-__device__ void store_gram(Accumulator<T>& sum, const Gram<T>& gram, int block, int k, int b) {
-    int I, J;
-    lower_block(block, I, J);
-    T* N = gram.N[b];
-    T square = 0;
-    for_each<T>(sum, [&](int i, int j, T value) {
-        const int row = I * BLOCK<T> + i, column = J * BLOCK<T> + j;
-        if (row >= k || column >= k) return;
-        N[row * static_cast<int>(gram.N.ld) + column] = value;
-        if (row == column) gram.diagonal[Index(b) * k + row] = value;
-        const T off = row == column ? value - T(1) : value;
-        square += (row > column ? T(2) : row == column ? T(1) : T(0)) * off * off;
-    });
-    square = block_sum(square, dynamic_shared<T>());
-    if (threadIdx.x == 0) gram.deviation[Index(b) * gridDim.x + block] = square;
-}
-
-// N = W^T W for W (B,n,k): block (lower block, split, b) sums `rows` of the rows. One split writes N, several write
-// `partial` (B,splits,lower blocks,BLOCK^2) for sum_splits_kernel. LOWER: W is lower triangular.
-template <class T, bool LOWER>
 __global__ void __launch_bounds__(THREADS, 2)
-    gram_kernel(Batch<const T> W, Gram<T> gram, T* partial, int n, int k, int rows, Active active) {
+    apply_kernel(Batch<const T> A, Batch<T> out, Batch<const T> F, int n, int k, Active active) {
     const int b = blockIdx.z;
     if (!active(b)) return;
-    int I, J;
-    lower_block(blockIdx.x, I, J);
-    Accumulator<T> sum = {};
-    const int begin = blockIdx.y * rows, end = min(n, begin + rows);
-    const Factor<T, false> left{W[b] + I * BLOCK<T>, static_cast<int>(W.ld), k - I * BLOCK<T>};
-    const Factor<T, false> right{W[b] + J * BLOCK<T>, static_cast<int>(W.ld), k - J * BLOCK<T>};
-    accumulate<T>(sum, left, right, LOWER ? max(begin, I * BLOCK<T>) : begin, end);
-    if (gridDim.y == 1) {
-        store_gram<T>(sum, gram, blockIdx.x, k, b);
-        return;
-    }
-    T* out = partial + ((Index(b) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * (BLOCK<T> * BLOCK<T>);
-#pragma unroll
-    for (int i = 0; i < EDGE<T>; ++i)
-#pragma unroll
-        for (int j = 0; j < EDGE<T>; ++j) out[(i * EDGE<T> + j) * THREADS + threadIdx.x] = sum[i][j];
-}
-
-template <class T>
-__global__ void __launch_bounds__(THREADS)
-    sum_splits_kernel(const T* partial, int splits, Gram<T> gram, int k, Active active) {
-    const int b = blockIdx.z;
-    if (!active(b)) return;
-    Accumulator<T> sum = {};
-    for (int split = 0; split < splits; ++split) {
-        const T* in = partial + ((Index(b) * splits + split) * gridDim.x + blockIdx.x) * (BLOCK<T> * BLOCK<T>);
-#pragma unroll
-        for (int i = 0; i < EDGE<T>; ++i)
-#pragma unroll
-            for (int j = 0; j < EDGE<T>; ++j) sum[i][j] += in[(i * EDGE<T> + j) * THREADS + threadIdx.x];
-    }
-    store_gram<T>(sum, gram, blockIdx.x, k, b);
-}
-
-// n rows in `count` runs whose lengths differ by one at most.
-struct Runs {
-    int count, base, longer;
-
-    static Runs of(int n, int most) {
-        const int count = ceil_div(n, most);
-        return {count, n / count, n % count};
-    }
-    __host__ __device__ int start(int run) const { return run * base + (run < longer ? run : longer); }
-    __host__ __device__ int length(int run) const { return base + (run < longer ? 1 : 0); }
-    int most() const { return base + (longer > 0 ? 1 : 0); }
-};
-
-// out = A F by row blocks, for A (B,n,k) and F (B,k,k); run g of the rows has its own F, F.data + g run_stride.
-// UPPER: F is upper triangular and read no further. out may be A: a block reads its own rows only, and goes through
-// the columns from the last, which none of the earlier ones needs.
-template <class T, bool UPPER>
-__global__ void __launch_bounds__(THREADS, 2) apply_kernel(Batch<const T> A, Batch<T> out, Batch<const T> F,
-                                                           Index run_stride, int k, Runs runs, Active active) {
-    const int b = blockIdx.z, run = blockIdx.y;
-    if (!active(b)) return;
-    const int rows = min(BLOCK<T>, runs.length(run) - static_cast<int>(blockIdx.x) * BLOCK<T>);
-    if (rows <= 0) return;
-    const Index first = runs.start(run) + Index(blockIdx.x) * BLOCK<T>;
+    const int rows = min(BLOCK<T>, n - static_cast<int>(blockIdx.x) * BLOCK<T>);
+    const Index first = Index(blockIdx.x) * BLOCK<T>;
     const Factor<T, true> left{A[b] + first * A.ld, static_cast<int>(A.ld), rows};
     for (int column = (k - 1) / BLOCK<T> * BLOCK<T>; column >= 0; column -= BLOCK<T>) {
         Accumulator<T> sum = {};
-        const Factor<T, false> right{F[b] + run * run_stride + column, static_cast<int>(F.ld), k - column};
-        accumulate<T>(sum, left, right, 0, UPPER ? min(k, column + BLOCK<T>) : k);
+        const Factor<T, false> right{F[b] + column, static_cast<int>(F.ld), k - column};
+        accumulate<T>(sum, left, right, 0, min(k, column + BLOCK<T>));
         T* to = out[b] + first * out.ld + column;
         const int ld = static_cast<int>(out.ld);
         for_each<T>(sum, [&](int i, int j, T& value) {
@@ -233,25 +151,52 @@ __global__ void __launch_bounds__(THREADS, 2) apply_kernel(Batch<const T> A, Bat
     }
 }
 
-// For P (B,p,depth) and R (B,q,depth). LOWER: out -= P R^T, lower blocks only, P = R. Otherwise out = -P R^T with P
-// upper triangular and read from its diagonal on.
-template <class T, bool LOWER>
-__global__ void __launch_bounds__(THREADS, 2) outer_kernel(Batch<const T> P, Batch<const T> R, Batch<T> out, int p,
-                                                           int q, int depth, Active active) {
+// out -= P P^T for P (B,p,BLOCK) and the lower triangle of out (B,p,p).
+template <class T>
+__global__ void __launch_bounds__(THREADS, 2) outer_kernel(Batch<const T> P, Batch<T> out, int p, Active active) {
     const int b = blockIdx.z;
     if (!active(b)) return;
-    int I = blockIdx.x, J = 0;
-    if (LOWER) lower_block(blockIdx.x, I, J);
-    const int rows = p - I * BLOCK<T>, columns = q - J * BLOCK<T>;
+    int I, J;
+    lower_block(blockIdx.x, I, J);
+    const int rows = p - I * BLOCK<T>, columns = p - J * BLOCK<T>;
     Accumulator<T> sum = {};
     const Factor<T, true> left{P[b] + I * BLOCK<T> * P.ld, static_cast<int>(P.ld), rows};
-    const Factor<T, true> right{R[b] + J * BLOCK<T> * R.ld, static_cast<int>(R.ld), columns};
-    accumulate<T>(sum, left, right, LOWER ? 0 : I * BLOCK<T>, depth);
+    const Factor<T, true> right{P[b] + J * BLOCK<T> * P.ld, static_cast<int>(P.ld), columns};
+    accumulate<T>(sum, left, right, 0, BLOCK<T>);
     T* to = out[b] + I * BLOCK<T> * out.ld + J * BLOCK<T>;
     const int ld = static_cast<int>(out.ld);
-    for_each<T>(sum, [&](int i, int j, T& value) {
-        if (i >= rows || j >= columns || (LOWER && j - i > columns - rows)) return;  // above the diagonal stay zeros
-        to[i * ld + j] = LOWER ? to[i * ld + j] - value : -value;
+    for_each<T>(sum, [&](int i, int j, T value) {
+        if (i >= rows || j >= columns || j - i > columns - rows) return;  // above the diagonal nothing is kept
+        to[i * ld + j] -= value;
+    });
+}
+
+// out = -(F R^T) corner: a block of columns of C^-T from those before it, F (B,above,above) upper triangular, C's rows
+// R (B,width,above) and the block's own inverse, corner (B,width,width) upper triangular.
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+    inverse_kernel(Batch<const T> F, Batch<const T> R, Batch<const T> corner, Batch<T> out, int above, int width,
+                   Active active) {
+    const int b = blockIdx.z;
+    if (!active(b)) return;
+    const int first = blockIdx.x * BLOCK<T>, rows = min(BLOCK<T>, above - first);
+    T* to = out[b] + first * out.ld;
+    const int ld = static_cast<int>(out.ld);
+    const auto store = [&](int i, int j, T value) {
+        if (i < rows && j < width) to[i * ld + j] = -value;
+    };
+    Accumulator<T> sum = {};
+    const Factor<T, true> left{F[b] + first * F.ld, static_cast<int>(F.ld), rows};
+    const Factor<T, true> right{R[b], static_cast<int>(R.ld), width};
+    accumulate<T>(sum, left, right, first, above);
+    for_each<T>(sum, store);
+    __syncthreads();  // what this block has just stored is the left factor now
+    for_each<T>(sum, [](int, int, T& value) { value = T(0); });
+    const Factor<T, true> own{to, ld, rows};
+    const Factor<T, false> triangle{corner[b], static_cast<int>(corner.ld), width};
+    accumulate<T>(sum, own, triangle, 0, width);
+    for_each<T>(sum, [&](int i, int j, T value) {
+        if (i < rows && j < width) to[i * ld + j] = value;
     });
 }
 

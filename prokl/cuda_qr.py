@@ -1,5 +1,5 @@
 """Batched QR by the CUDA extension; see :mod:`prokl.backends.cuda_qr` for how."""
 
-from prokl.backends.cuda_qr import Factorisation, Used, passes, qr, semidefinite_qr, tracking_qr
+from prokl.backends.cuda_qr import Factorisation, Used, qr
 
-__all__ = ["Factorisation", "Used", "passes", "qr", "semidefinite_qr", "tracking_qr"]
+__all__ = ["Factorisation", "Used", "qr"]

@@ -21,6 +21,38 @@ def of_symmetric(S):
     return qr.cholesky_refresh(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S))
 
 
+def pieces(V, K, U):
+    """What track is given in their place: V = alpha G_perp^T Y + U K."""
+    rest = V.double() - U.double() @ K.double()
+    eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device).expand_as(K)
+    return rest.mT.to(V.dtype), eye, K, U, 1.0
+
+
+def products_on(device):
+    """The products of a step there."""
+    if device.type != "cuda":
+        return TorchPrimitives(host_readable=False)
+    from prokl.backends.triton_ops import TritonPrimitives
+
+    return TritonPrimitives(use_cuda_qr=True, host_readable=False)
+
+
+def track(V, K, U):
+    return cuda_qr.track(products_on(V.device), *pieces(V, K, U))
+
+
+def refresh_basis(L, Q):
+    return cuda_qr.refresh_basis(products_on(L.device), L, Q)
+
+
+def semidefinite_qr(S):
+    return refresh_basis(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S).contiguous())
+
+
+def refresh_coordinates(S, Q):
+    return cuda_qr.refresh_coordinates(products_on(S.device), S, Q)
+
+
 def torch_forms(name):
     """PyTorch's primitive of this name, as on a CPU and as where the host may not read."""
     return {
@@ -36,19 +68,19 @@ FORMS = {
     },
     "tracking": {
         **torch_forms("tracking_qr"),
-        "extension": Form(cuda_qr.track, extension=True),
+        "extension": Form(lambda *inputs: track(*inputs).Q, extension=True),
     },
     "semidefinite": {
         "torch": Form(of_symmetric),
-        "extension": Form(lambda S: cuda_qr.semidefinite_qr(S).Q, extension=True),
+        "extension": Form(lambda S: semidefinite_qr(S).Q, extension=True),
     },
     "refresh": {
         **torch_forms("refresh_basis"),
-        "extension": Form(cuda_qr.refresh_basis, extension=True),
+        "extension": Form(lambda *inputs: refresh_basis(*inputs).Q, extension=True),
     },
     "coordinates": {
         **torch_forms("refresh_coordinates"),
-        "extension": Form(cuda_qr.refresh_coordinates, extension=True),
+        "extension": Form(lambda *inputs: refresh_coordinates(*inputs).Q, extension=True),
     },
 }
 EVERY_FORM = [(operation, form) for operation, forms in FORMS.items() for form in forms]

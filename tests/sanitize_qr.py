@@ -1,33 +1,35 @@
 """A small set of calls for compute-sanitizer: ``compute-sanitizer --tool racecheck python -m tests.sanitize_qr``.
 
-Every kernel runs: one block and several, splits, shifts, the tree of leaves and the fallback in global memory.
+Every kernel runs: one block and several, sums, shifts, and Householder's QR in shared and in global memory.
 """
 
 import torch
 
-from prokl.backends import cuda_qr
 from tests.qr_bounds import assert_is_qr
+from tests.qr_forms import FORMS
 from tests.qr_problems import CLASSES
 
 CALLS = [
-    ("qr", "random", (2, 300, 20)),
-    ("qr", "zero column", (2, 600, 9)),  # leaves and their tree
-    ("qr", "zero", (1, 140, 131)),  # wider than a leaf
+    ("qr", "random", (2, 60, 20)),
+    ("qr", "condition 1e+06", (2, 2100, 20)),  # a sum of Gram matrices
+    ("qr", "zero column", (2, 300, 100)),  # in global memory
+    ("qr", "zero", (1, 140, 131)),
     ("tracking", "condition 1e+04, moving", (2, 200, 130)),
     ("tracking", "rank-deficient, fresh", (2, 90, 12)),
-    ("semidefinite", "condition 1e+04, moving", (2, 140, 140)),
-    ("semidefinite", "rank-deficient, fresh", (2, 20, 20)),
+    ("refresh", "condition 1e+04, moving", (2, 140, 140)),
+    ("refresh", "rank-deficient, fresh", (2, 20, 20)),
+    ("refresh", "rank-deficient, fresh", (2, 150, 150)),
 ]
 
 
 def main(device: str = "cuda") -> None:
-    functions = {"qr": cuda_qr.qr, "tracking": cuda_qr.tracking_qr, "semidefinite": cuda_qr.semidefinite_qr}
     for dtype in (torch.float32, torch.float64):
         for operation, name, size in CALLS:
             inputs = CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
-            Q = functions[operation](*(t.to(device) for t in inputs)).Q
+            function = FORMS[operation]["extension"].function
+            Q = function(*(t.to(device) for t in inputs))
             assert_is_qr(operation, inputs, Q.cpu())
-            functions[operation](*(t.to(device) / 0 for t in inputs))  # not finite
+            function(*(t.to(device) / 0 for t in inputs))  # not finite
             print(operation, name, size, dtype, "is a QR", flush=True)
 
 

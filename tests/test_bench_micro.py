@@ -70,7 +70,7 @@ def test_every_stage_and_primitive_agrees_with_its_plain_form(case, size):
 @pytest.mark.parametrize("name", ["track subspace", "refresh eigenbases"])
 def test_the_stages_with_qr_agree_over_the_extension(name, extension_on_cpu):
     class Extension(TorchPrimitives):
-        tracking_qr, refresh_basis = TritonPrimitives.tracking_qr, TritonPrimitives.refresh_basis
+        track, refresh_basis = TritonPrimitives.track, TritonPrimitives.refresh_basis
         refresh_coordinates = TritonPrimitives.refresh_coordinates
         use_cuda_qr = True
 

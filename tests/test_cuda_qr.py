@@ -6,12 +6,14 @@ import torch
 from prokl import ProKLShampoo, ops
 from prokl.backends import cuda_qr, extension, qr
 from prokl.backends.select import select
-from prokl.cuda_qr import Used, passes
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.cuda_qr import Used
 from tests import sanitize_qr
 from tests.host_extension import order, shared_limit
 from tests.inputs import same_bits
 from tests.problems import gradient_stream, relative, run, state_tensors
 from tests.qr_bounds import assert_is_qr
+from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, semidefinite_qr, track
 from tests.qr_problems import CLASSES
 
 DTYPES = [torch.float32, torch.float64]
@@ -21,14 +23,9 @@ def draw(operation, name, size, dtype=torch.float32):
     return CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
 
 
-def exact_orthogonality(Q):
-    eye = torch.eye(Q.shape[-1], dtype=torch.float64)
-    return torch.linalg.matrix_norm(Q.double().mT @ Q.double() - eye)
-
-
-# Sizes on either side of what a kernel handles at once: a slab of the depth, a block of columns (128; 64 in float64),
-# rows of a split (256 and more), leaves of a fallback (256 rows), stacks of leaves of which a level has several.
-EDGES = [(1, 1), (2, 1), (9, 8), (128, 128), (129, 128), (129, 129), (257, 3), (300, 130), (1100, 100)]
+# Sizes on either side of what a kernel handles at once: a tile, a block of columns (128; 64 in float64), what is small
+# (128 x 128), rows of a Gram matrix that are summed as one (1024) and the number of such sums.
+EDGES = [(1, 1), (2, 1), (9, 8), (128, 128), (129, 128), (129, 129), (257, 3), (300, 130), (1100, 100), (17000, 1)]
 
 
 @pytest.mark.parametrize("n, k", EDGES)
@@ -43,8 +40,8 @@ def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k)
 @pytest.mark.parametrize("name", ["condition 1e+04, settled", "rank-deficient, fresh"])
 def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
     tracked, refreshed = draw("tracking", name, (2, k + 100, k)), draw("semidefinite", name, (2, k, k))
-    assert_is_qr("tracking", tracked, cuda_qr.tracking_qr(*tracked).Q)
-    assert_is_qr("semidefinite", refreshed, cuda_qr.semidefinite_qr(*refreshed).Q)
+    assert_is_qr("tracking", tracked, track(*tracked).Q)
+    assert_is_qr("semidefinite", refreshed, semidefinite_qr(*refreshed).Q)
 
 
 @pytest.mark.parametrize("name", ["row scales", "dominated", "condition 1e+08", "rank-deficient", "zero column"])
@@ -59,8 +56,9 @@ def test_singular_and_nearly_singular_ones_stay_within_the_bounds_over_many_draw
 def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
     # Residuals near 1e-20: their squares are subnormal in float32, and reflections from them are not orthogonal.
     inputs = draw("coordinates", "row scales, skewed 1e4", (3, 60, 12))
-    assert (cuda_qr.qr(inputs[0] @ inputs[1]).used & Used.HOUSEHOLDER).all()
-    assert_is_qr("coordinates", inputs, cuda_qr.refresh_coordinates(*inputs))
+    Q, used = refresh_coordinates(*inputs)
+    assert (used & Used.HOUSEHOLDER).all()
+    assert_is_qr("coordinates", inputs, Q)
 
 
 MIXTURE = ["random", "condition 1e+06", "rank-deficient", "zero", "zero column"]
@@ -81,13 +79,13 @@ def test_no_result_depends_on_the_order_of_threads_or_blocks(extension_on_cpu, d
         draw("tracking", "mixed", (3, 140, 131), dtype),
         draw("semidefinite", "mixed", (3, 70, 70), dtype),
     )
-    tall = draw("qr", "zero column", (2, 600, 9), dtype)  # the fallback's tree
+    tall = draw("qr", "zero column", (2, 600, 9), dtype)
 
     def all_results():
         return [
             *(t for A in (A, *tall) for t in cuda_qr.qr(A)),
-            *cuda_qr.tracking_qr(*tracked),
-            *cuda_qr.semidefinite_qr(*refreshed),
+            *track(*tracked),
+            *semidefinite_qr(*refreshed),
         ]
 
     expected = all_results()
@@ -97,56 +95,116 @@ def test_no_result_depends_on_the_order_of_threads_or_blocks(extension_on_cpu, d
 
 
 def test_the_verdict_says_what_was_done_to_each_matrix(extension_on_cpu):
-    Q, used, orthogonality = cuda_qr.qr(mixture())
-    plain, ill, singular, zero, column, nan, orthonormal = used.tolist()
-    assert plain & 0xFE == 0 and 1 <= passes(used)[0] <= 2
-    assert Used(ill & 0xFE) == Used(singular & 0xFE) == Used.RAISED and 2 <= passes(used)[1] <= 4
-    assert Used(zero & 0xFE) == Used(column & 0xFE) == Used.RAISED | Used.HOUSEHOLDER
-    assert Used(nan & 0xFE) == Used.NONFINITE and Q[5].isnan().all() and orthogonality[5].isnan()
-    assert orthonormal == 1  # nothing: one look at its Gram matrix
-    finite = [0, 1, 2, 3, 4, 6]
-    # As measured in float32, whose sums are off by no more than what is allowed of Q.
-    exact = exact_orthogonality(Q[finite])
-    eps = torch.finfo(torch.float32).eps
-    assert (orthogonality[finite] - exact).abs().max() <= 131 * eps
-    assert orthogonality[finite].max() <= 4 * (131 + 8) * eps
+    Q, used = cuda_qr.qr(mixture())
+    plain, ill, singular, zero, column, nan, orthonormal = map(Used, used.tolist())
+    assert plain == orthonormal == 0
+    assert ill == singular == Used.RAISED
+    assert zero == column == Used.RAISED | Used.HOUSEHOLDER
+    assert nan == Used.NONFINITE and Q[5].isnan().all()
 
 
 def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_nan(extension_on_cpu):
     V, K, U = draw("tracking", "condition 1e+04, settled", (3, 60, 12))
     V[1] = K[1] = 0
     V[2, 0, 0] = float("inf")
-    Q, used, orthogonality = cuda_qr.tracking_qr(V, K, U)
-    assert [Used(u & 0xFE) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.NONFINITE]
-    assert passes(used)[0] == 1  # K has done the other
-    assert same_bits(Q[2], U[2]) and orthogonality[2].isnan()
+    Q, used = track(V, K, U)
+    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.NONFINITE]
+    assert same_bits(Q[2], U[2])
     assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("k", [12, 150])
+def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extension_on_cpu, k):
+    (A,) = draw("qr", "random", (3, 150, k))
+    Q = torch.linalg.qr(A)[0].contiguous()
+    bound = 100 * k * torch.finfo(torch.float32).eps
+    # ||Q^T Q - I||_F is the change of the first column's squared length.
+    scaled = Q.clone()
+    scaled[..., 0] *= (1 + bound * torch.tensor([0.0, 0.97, 1.03])).sqrt()[:, None]
+    found = scaled.clone()
+    used = torch.ops.prokl.finish(A, found, scaled.mT @ scaled, None, torch.tensor([0, 4, 4], dtype=torch.int32))
+    assert [Used(u) for u in used.tolist()] == [Used(0), Used.RAISED, Used.RAISED | Used.HOUSEHOLDER]
+    assert same_bits(found[:2], scaled[:2])
+    assert_is_qr("qr", (A[2:],), found[2:])
+
+
+def test_a_gram_matrix_in_parts_is_their_sum(extension_on_cpu):
+    (W,) = draw("qr", "random", (2, 60, 20))
+    parts = torch.stack([part.mT @ part for part in W.split(20, dim=1)], dim=1)
+    whole = parts.sum(dim=1)
+    eps = torch.finfo(torch.float32).eps
+    for kind in (cuda_qr.Kind.PASS, cuda_qr.Kind.SETTLE):
+        found, wanted = (torch.ops.prokl.factor(N.contiguous(), kind, None)[0] for N in (parts, whole))
+        assert (found - wanted).abs().max() <= 20 * eps * wanted.abs().max()
+    orthonormal = torch.linalg.qr(W)[0].contiguous()
+    parts = torch.stack([part.mT @ part for part in orthonormal.split(20, dim=1)], dim=1)
+    Q = orthonormal.clone()
+    assert (torch.ops.prokl.finish(W, Q, parts, None, None) == 0).all() and same_bits(Q, orthonormal)
+
+
+@pytest.mark.parametrize("k", [1, 12, 140])
+@pytest.mark.parametrize("apart", [1e-3, 1e-2])
+def test_settling_takes_nearly_orthonormal_columns_to_the_q_of_their_qr(extension_on_cpu, k, apart):
+    (A,) = draw("qr", "random", (2, 150, k), torch.float64)
+    W = torch.linalg.qr(A)[0] * (1 + apart * draw("qr", "random", (2, 150, k), torch.float64)[0])
+    N = W.mT @ W
+    before = torch.linalg.matrix_norm(N - torch.eye(k, dtype=torch.float64))
+    settled = W @ torch.ops.prokl.factor(N, cuda_qr.Kind.SETTLE, None)[0]
+    Q = qr.householder_qr(W)
+    assert (torch.linalg.matrix_norm(settled - Q) <= 2 * before**2).all()
+
+
+@pytest.mark.parametrize("m", [12, 70, 140])
+def test_a_basis_rounded_to_bfloat16_is_refreshed_to_within_its_rounding(extension_on_cpu, m):
+    L, Q = draw("refresh", "condition 1e+04, moving", (2, m, m), torch.float64)
+    rounded, eye = Q.bfloat16().double(), torch.eye(m, dtype=torch.float64)
+    off = torch.linalg.matrix_norm(rounded @ rounded.mT - eye)
+    found = refresh_basis(L, rounded).Q
+    # To first order the Q of (I + E) A is that of A turned by a skew matrix, of which E's strict triangle is a half.
+    assert (torch.linalg.matrix_norm(found - qr.householder_qr(L @ rounded)) <= 1.1 * off).all()
+    assert (torch.linalg.matrix_norm(found.mT @ found - eye) <= 100 * m * torch.finfo(torch.float64).eps).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bases_do_not_lose_orthogonality_from_refresh_to_refresh(extension_on_cpu, dtype):
+    L, Q = draw("refresh", "condition 1e+04, moving", (2, 30, 30), dtype)
+    eye = torch.eye(30, dtype=torch.float64)
+    for _ in range(30):
+        Q = refresh_basis(L, Q).Q
+        off = torch.linalg.matrix_norm(Q.double().mT @ Q.double() - eye)
+        assert (off <= 30 * torch.finfo(dtype).eps).all()
 
 
 def test_a_shift_takes_the_other_columns_from_u(extension_on_cpu):
     V, K, U = draw("tracking", "rank-deficient, moving", (2, 60, 12), torch.float64)
     rank = int(torch.linalg.matrix_rank(V[0], rtol=1e-10))
-    Q, used, _ = cuda_qr.tracking_qr(V, K, U)
+    Q, used = track(V, K, U)
     assert 0 < rank < 12 and (used & Used.SHIFTED).all()
     kept, _ = torch.linalg.qr(torch.cat([V[..., :rank], U], dim=-1))
     outside = torch.linalg.matrix_norm(Q - kept @ (kept.mT @ Q)) / 12**0.5
     assert (outside <= 0.05).all()  # rounding noise would have nearly all of its length outside
 
 
+@pytest.mark.parametrize("filling", [0.0, float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_workspace_is_neither_read_before_it_is_written_nor_left(extension_on_cpu, dtype):
-    module = getattr(extension_on_cpu, cuda_qr.DTYPES[dtype])
-    A = mixture(dtype)
-    sizes = tuple(A.shape)
-    bytes_ = module.workspace_bytes(*sizes)
-    for filling in (0x00, 0xFF):  # 0xFF...: NaN
-        Q, used, orthogonality = torch.full_like(A, 7.0), torch.full((7,), 7, dtype=torch.int32), torch.zeros(7)
-        workspace = torch.full((bytes_ + 4096,), filling, dtype=torch.uint8)
-        arguments = [*map(cuda_qr._where, (A, Q)), used.data_ptr(), orthogonality.data_ptr(), workspace.data_ptr()]
-        module.qr(*sizes, *arguments, 0)
-        assert (workspace[bytes_:] == filling).all()
-        for found, wanted in zip((Q, used, orthogonality), cuda_qr.qr(A), strict=True):
-            assert same_bits(found, wanted)
+def test_new_memory_is_not_read_before_it_is_written(extension_on_cpu, dtype, filling, monkeypatch):
+    tracked, refreshed = (
+        draw("tracking", "mixed", (4, 140, 131), dtype),
+        draw("refresh", "mixed", (4, 131, 131), dtype),
+    )
+
+    def all_results():
+        return [*cuda_qr.qr(mixture(dtype)), *track(*tracked), *refresh_basis(*refreshed)]
+
+    expected = all_results()
+
+    def filled(empty):
+        return lambda *args, **kwargs: (t := empty(*args, **kwargs)).fill_(filling if t.is_floating_point() else 7)
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    for found, wanted in zip(all_results(), expected, strict=True):
+        assert same_bits(found, wanted)
 
 
 def test_rows_and_matrices_may_lie_apart(extension_on_cpu):
@@ -159,11 +217,12 @@ def test_rows_and_matrices_may_lie_apart(extension_on_cpu):
 
 
 def test_an_empty_batch_is_empty(extension_on_cpu):
-    Q, used, orthogonality = cuda_qr.qr(torch.zeros(0, 5, 3))
-    assert Q.shape == (0, 5, 3) and used.shape == orthogonality.shape == (0,)
+    Q, used = cuda_qr.qr(torch.zeros(0, 5, 3))
+    assert Q.shape == (0, 5, 3) and used.shape == (0,)
+    assert cuda_qr.qr(torch.zeros(0, 500, 130)).Q.shape == (0, 500, 130)
 
 
-A, K = torch.zeros(2, 6, 3), torch.zeros(2, 3, 3)
+A = torch.zeros(2, 6, 3)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +238,6 @@ A, K = torch.zeros(2, 6, 3), torch.zeros(2, 3, 3)
         (lambda: cuda_qr.qr(A[..., :0]), ValueError, r"n >= k >= 1"),
         (lambda: cuda_qr.qr(A.mT.contiguous().mT), ValueError, r"A\.stride\(\)=.*must end in 1.*A\.contiguous"),
         (lambda: cuda_qr.qr(A[:1].expand(70000, -1, -1)), ValueError, r"at most 65535 matrices"),
-        (lambda: cuda_qr.qr(A[:1, :1, :1].expand(1, 5_000_000, 1)), ValueError, r"must have at most 4194240 rows"),
-        (lambda: cuda_qr.semidefinite_qr(A), ValueError, r"S\.shape=\(2, 6, 3\): must be \(B,k,k\)"),
-        (lambda: cuda_qr.tracking_qr(A, K[:1], A), ValueError, r"K\.shape=\(1, 3, 3\): must be \(2, 3, 3\)"),
-        (lambda: cuda_qr.tracking_qr(A, K, A[:, :5]), ValueError, r"U\.shape=\(2, 5, 3\): must be \(2, 6, 3\)"),
-        (
-            lambda: cuda_qr.tracking_qr(A, K.double(), A),
-            ValueError,
-            r"K: torch\.float64 on cpu; must be torch\.float32",
-        ),
     ],
 )
 def test_arguments_are_checked_before_anything_is_read(extension_on_cpu, call, error, words):
@@ -201,14 +251,20 @@ def test_without_the_extension_the_reason_is_told(monkeypatch):
         cuda_qr.qr(A)
 
 
-def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu):
-    tracked, refreshed = draw("tracking", "random", (2, 9, 4)), draw("semidefinite", "random", (2, 4, 4))
+@pytest.mark.parametrize("k", [4, 130])
+def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu, k):
+    (V, K, _), (H,) = draw("tracking", "random", (2, 150, k)), draw("semidefinite", "random", (2, k, k))
+    N, used, operators = V.mT @ V, torch.zeros(2, dtype=torch.int32), torch.ops.prokl
     for operator, inputs in (
-        (torch.ops.prokl.qr.default, (tracked[0],)),
-        (torch.ops.prokl.tracking_qr.default, tracked),
-        (torch.ops.prokl.semidefinite_qr.default, refreshed),
+        (operators.qr, (V,)),
+        (operators.factor, (N, int(cuda_qr.Kind.PASS), None)),
+        (operators.factor, (N, int(cuda_qr.Kind.SETTLE), used)),
+        (operators.semidefinite_inverse, (K,)),
+        (operators.semidefinite_root, (H,)),
+        (operators.finish, (V, V.clone(), N, V, used)),
+        (operators.finish, (V, V.clone(), None, None, None)),
     ):
-        torch.library.opcheck(operator, inputs)
+        torch.library.opcheck(operator.default, inputs)
 
 
 def test_the_operators_pass_through_a_compiler(extension_on_cpu):
@@ -220,14 +276,20 @@ def test_the_operators_pass_through_a_compiler(extension_on_cpu):
 def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     called = []
-    for name in ("track", "refresh_basis", "refresh_coordinates"):
-        monkeypatch.setattr(cuda_qr, name, lambda *args, name=name: called.append(name))
-    monkeypatch.setattr(qr, "householder_qr", lambda A: called.append("householder"))
     A = torch.ones(1, 2, 2)
 
+    def noted(name):
+        called.append(name)
+        return cuda_qr.Factorisation(A, A)
+
+    for name in ("track", "refresh_basis", "refresh_coordinates"):
+        monkeypatch.setattr(cuda_qr, name, lambda *args, name=name: noted(name))
+    monkeypatch.setattr(qr, "householder_qr", lambda A: called.append("householder"))
+
     def factorise(primitives):
-        for operation in (primitives.tracking_qr, primitives.refresh_basis, primitives.refresh_coordinates):
-            operation(*(A,) * (3 if operation == primitives.tracking_qr else 2))
+        primitives.track(A, A, A, A, 1.0)
+        primitives.refresh_basis(A, A)
+        primitives.refresh_coordinates(A, A)
 
     factorise(select("triton", torch.device("cpu")).ops)
     assert called == ["track", "refresh_basis", "refresh_coordinates"]
@@ -271,30 +333,37 @@ def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, d
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", [(0, 0), (2, 2), (3, 1)])
-def test_a_k_that_is_not_finite_ends_in_a_verdict_and_finite_columns(extension_on_cpu, value, place):
+def test_a_k_that_is_not_finite_keeps_u(extension_on_cpu, value, place):
     V, K, U = draw("tracking", "condition 1e+04, settled", (2, 60, 12))
-    wanted = cuda_qr.tracking_qr(V, K, U)
+    products, (G_perp, Y, *_) = TorchPrimitives(host_readable=False), pieces(V, K, U)
+    wanted = track(V, K, U)
     K[1, place[0], place[1]] = K[1, place[1], place[0]] = value
-    Q, used, _ = cuda_qr.tracking_qr(V, K, U)
-    assert same_bits(Q[0], wanted.Q[0]) and (used & 1).all()
-    if used[1] & Used.NONFINITE:
-        assert same_bits(Q[1], U[1])
-    else:  # V is finite: a K of which nothing came is no matter
-        assert_is_qr("tracking", (V[1:], K[1:], U[1:]), Q[1:])
+    Q, used = cuda_qr.track(products, G_perp, Y, K, U, 1.0)
+    assert same_bits(Q[0], wanted.Q[0]) and same_bits(Q[1], U[1])
+    assert used[1] & Used.NONFINITE and not used[0]
 
 
-def test_squares_that_overflow_keep_u(extension_on_cpu):
+def test_squares_that_overflow_are_factored_all_the_same(extension_on_cpu):
     V, K, U = draw("tracking", "condition 1e+04, settled", (1, 60, 12))
-    Q, used, _ = cuda_qr.tracking_qr(V.sign() * 3e38, K * float("inf"), U)
-    assert same_bits(Q, U) and bool(used[0] & Used.NONFINITE)
+    assert_is_qr("tracking", (3e37 * V, 3e37 * K, U), track(3e37 * V, 3e37 * K, U).Q)
+    (A,) = draw("qr", "random", (1, 200, 100))
+    assert_is_qr("qr", (1e37 * A,), cuda_qr.qr(1e37 * A).Q)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_refresh_with_what_is_not_finite_keeps_the_basis(extension_on_cpu, value):
-    for operation, function in (("refresh", cuda_qr.refresh_basis), ("coordinates", cuda_qr.refresh_coordinates)):
+    for operation, function in (("refresh", refresh_basis), ("coordinates", refresh_coordinates)):
         S, Q = draw(operation, "mixed", (3, 12, 12))
-        wanted = function(S, Q)
+        wanted = function(S, Q).Q
         S[1, 3, 2] = S[1, 2, 3] = value
-        found = function(S, Q)
+        found = function(S, Q).Q
         assert same_bits(found[[0, 2]], wanted[[0, 2]])
         assert (found[1] - Q[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("operation, function", [("tracking", track), ("refresh", refresh_basis)])
+@pytest.mark.parametrize("size", [(3, 60, 12), (2, 150, 70), (1, 300, 130)])
+def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cpu, operation, function, size):
+    for name in CLASSES[operation]:
+        used = function(*draw(operation, name, size)).used
+        assert not (used & Used.HOUSEHOLDER).any(), name

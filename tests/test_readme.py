@@ -37,7 +37,7 @@ def test_the_usage_diff_trains_a_model():
 
 def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extension_on_cpu):
     (block,) = re.findall(r"```python\n(from prokl import cuda_qr.*?)```", GPU, re.DOTALL)
-    A = torch.randn(2, 9, 3, generator=torch.Generator().manual_seed(0))
+    A = torch.randn(2, 300, 60, generator=torch.Generator().manual_seed(0))
     A[1] = 0
     scope = {"A": A}
     exec(block, scope)

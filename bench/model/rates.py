@@ -46,6 +46,11 @@ FACTOR = 28e-6
 cycles, and the rest of its column, about 1300."""
 
 
+REFLECTION = 0.65e-6
+"""Seconds of a reflection of a matrix of 128 x 128 in shared memory by a block of threads: about 1200 cycles, most of
+them between its barriers. Q takes two for each column."""
+
+
 def tile_rate(path: str, tile: tuple[int, int]) -> float:
     """Return operations a second of all processors in the loop of a product with this tile.
 
@@ -71,8 +76,11 @@ def brief(event: Event) -> float:
 def tiles(event: Event) -> float:
     """Return the seconds of a launch by its tile, in whole waves of the programs that fit all processors."""
     work = event.work
-    if event.kernel == f"{EXTENSION}factor" and work.flops:
-        return FACTOR * ceil_div(work.programs, PROCESSORS) + NODE
+    waves = ceil_div(work.programs, PROCESSORS)
+    if event.kernel in (f"{EXTENSION}factor", f"{EXTENSION}corner") and work.flops:
+        return FACTOR * waves + NODE
+    if event.kernel == f"{EXTENSION}finish" and work.flops:
+        return 2 * work.tile[1] * REFLECTION * waves + NODE
     arithmetic = 0.0
     if work.flops:
         at_once = PROCESSORS * (programs_per_processor(event.launch) if event.launch else 1)

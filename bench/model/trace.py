@@ -24,6 +24,7 @@ from bench.shapes import ParameterSet
 from prokl import ProKLShampoo
 from prokl.algorithm import qr_counts
 from prokl.algorithm.launch_counts import KERNELS, Work
+from prokl.backends.cuda_qr import Kind
 from prokl.backends.device import SHARE
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
@@ -111,7 +112,7 @@ class Operators(TorchDispatchMode):
         library, _, name = func._schema.name.partition("::")
         given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if library == "prokl":
-            self._extension(name, given[0])
+            self._extension(name, args)
         elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in NOTHING):
             read = sum(map(_size, given[1:] if name in OVERWRITES else given))
             written = sum(map(_size, _tensors(out)))
@@ -120,16 +121,18 @@ class Operators(TorchDispatchMode):
             self.events.append(Event(stage(), TORCH, Work(read + written)))
         return out
 
-    def _extension(self, name: str, A: Tensor) -> None:
-        batch, n, k = A.shape
-        at = stage()
-        # A basis that is refreshed is orthonormal, as its last factorisation left it: that is found, and nothing done.
-        settled = ("prokl.backends.cuda_qr", "refresh_basis") in _callers()
+    def _extension(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note the launches of an operator of :mod:`prokl.backends.cuda_qr`."""
+        N = args[2 if name == "finish" else 0]
+        parts = 0 if N is None else N.shape[1] if N.dim() == 4 else 1
+        batch, k = args[0].shape[0], args[0].shape[-1]
         launches = {
-            "qr": lambda: qr_counts.qr(batch, n, k, *((qr_counts.SETTLED,) if settled else ())),
-            "tracking_qr": lambda: qr_counts.tracking_qr(batch, n, k),
-            "semidefinite_qr": lambda: qr_counts.semidefinite_qr(batch, k),
+            "factor": lambda: qr_counts.factor(batch, k, parts, args[1] == Kind.SETTLE),
+            "semidefinite_inverse": lambda: qr_counts.semidefinite(batch, k, True),
+            "semidefinite_root": lambda: qr_counts.semidefinite(batch, k, False),
+            "finish": lambda: qr_counts.finish(batch, args[0].shape[1], k, parts),
         }[name]()
+        at = stage()
         self.events += [Event(at, EXTENSION + kernel, work) for kernel, work in launches]
 
 

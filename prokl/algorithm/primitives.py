@@ -183,6 +183,10 @@ class Primitives(Protocol):
         """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
         ...
 
+    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q^T L Q (B,m,m), symmetric, for symmetric L and any Q (B,m,m)."""
+        ...
+
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:
         """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r), and the operand of G U."""
         ...
@@ -279,8 +283,16 @@ class Primitives(Protocol):
         """Return beta L + alpha X X^T + tail E (B,m,m): the EMA of a factor; X (B,m,r), E may be overwritten."""
         ...
 
-    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
-        """Return Q (B,n,r) of qr(V) for V = Phi U, Phi positive semi-definite, given K = U^T V (Algorithm 2 (4))."""
+    def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+        """Return Q (B,n,r) of qr(V) for V = alpha G_perp^T Y + U K (Algorithm 2 (4)).
+
+        V is Phi U with Phi positive semi-definite and K = U^T V, which makes a QR without Householder.
+
+        Args:
+            G_perp: (B,m,n), orthogonal to U. Y: (B,m,r).
+            K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
+            alpha: a number, or (B,).
+        """
         ...
 
     def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:

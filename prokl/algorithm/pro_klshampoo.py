@@ -195,10 +195,9 @@ def statistics(
 
 def track_subspace(projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives) -> State:
     """Do (4): U_+ = qr(beta2 U S + (1-beta2)/m G^T L^-1 G U) with the new S, a_L; S and Q_S turn with T = U^T U_+."""
-    U, S, K, mm = state["U"], state["S"], sample.K, ops.product
+    U, S, mm = state["U"], state["S"], ops.product
     Y = ops.product_operand(state["Q_L"], sample.whitened)
-    V = mm(projected.G_perp.mT, Y, C=mm(U, K), alpha=1.0 if scale is None else scale)
-    U_new = ops.tracking_qr(V, K, U)
+    U_new = ops.track(projected.G_perp, Y, sample.K, U, 1.0 if scale is None else scale)
     T = mm(U.mT, U_new)
     return {"U": U_new, "S": mm(T.mT, mm(S, T)), "Q_S": mm(T.mT, state["Q_S"])}
 

@@ -1,41 +1,91 @@
-"""Batched QR by the CUDA extension: checked arguments, verdicts that stay on the device, torch custom operators.
+"""Batched QR without Householder: the CUDA extension's small factorisations, all else in a backend's products.
 
-The methods are those of :mod:`prokl.backends.qr`; here each matrix's own state, kept on the device, chooses a further
-pass of Cholesky QR, a shift or Householder's QR, so that nothing is read on the host and a CUDA graph can be captured.
+Q of a QR does not change when the matrix is multiplied on the right by an upper triangular one with a positive
+diagonal. A pass of Cholesky QR multiplies columns W by C^-T, W^T W = C C^T; where the pass before has made them nearly
+orthonormal the first terms of C^-T do as well, and need no factorisation. Two passes are enough for every matrix that
+comes with a Cholesky factor of its own (tests/test_cuda_qr.py); a look at the last Gram matrix sends what is left to
+Householder's QR. The device decides for each matrix: nothing is read on the host, and a CUDA graph can be captured.
 
-Dimension key: B matrices, n rows, k columns, k <= n.
+Dimension key: B matrices, m short side, n rows (long side), k columns, k <= n, r rank.
 """
 
 from __future__ import annotations
 
-from enum import IntFlag
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from prokl.algorithm.primitives import Primitives
 from prokl.backends import extension
-from prokl.backends.qr import Product
+from prokl.backends.torch_ops import TorchPrimitives
+from prokl.pair import Operand
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+BLOCK = {torch.float32: 128, torch.float64: 64}
+"""Columns that one launch of the extension factors; those of more take several."""
+ROWS = 64
+"""Rows of a Gram matrix that a block of threads looks at, of those that are more than BLOCK."""
+SMALL = 128 * 128
+"""Elements of a matrix that Householder's QR takes in one launch: it stays in a processor's shared memory."""
+LONG = 1024
+"""Rows of a Gram matrix's product; of more rows it is a sum, so that few matrices are many programs."""
 LIMIT = 65535
 """Matrices of a batch at most: the blocks of a launch in its third direction."""
-ROWS = 64 * 65535
-"""Rows of a matrix at most: 64 to a block in the second direction."""
+
+
+class Products(Protocol):
+    """What a QR takes of :class:`prokl.algorithm.primitives.Primitives`."""
+
+    def product(
+        self,
+        left: Operand,
+        right: Operand,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Return alpha left right + beta C."""
+        ...
+
+    def symmetric_product(self, A: Operand, /) -> Tensor:
+        """Return A A^T."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    """Triton's products."""
+
+    product: Callable[..., Tensor]
+    symmetric_product: Callable[..., Tensor]
 
 
 class Used(IntFlag):
-    """Bits of :attr:`Factorisation.used`; the number of Cholesky QR passes is ``used >> 8``."""
+    """Bits of :attr:`Factorisation.used`."""
 
     SHIFTED = 2
-    """tracking_qr factored V + delta U, semidefinite_qr S + delta I; either differs by at most 4 k eps of its norm."""
+    """A semi-definite factor was singular: factored with delta I added, at most 4 k eps of its norm."""
     RAISED = 4
     """A Cholesky pivot fell below about 1e-4 of its column's squared norm, nearly dependent, and was raised."""
     HOUSEHOLDER = 8
-    """Cholesky QR did not end in orthonormal columns, Householder's QR took its place."""
+    """Householder's QR: of a small matrix, or where Cholesky QR did not end in orthonormal columns."""
     NONFINITE = 16
-    """The matrix, or K, has NaN or infinity: Q is NaN, in tracking_qr U."""
+    """The matrix has NaN or infinity: Q is NaN."""
+
+
+class Kind(IntEnum):
+    """What a Gram matrix is factored for, as in ``csrc/interface.h``."""
+
+    PASS = 0
+    SETTLE = 1
+    SEMIDEFINITE = 2
 
 
 class Factorisation(NamedTuple):
@@ -44,14 +94,7 @@ class Factorisation(NamedTuple):
     Q: Tensor
     """(B,n,k), orthonormal columns, signed so that R = Q^T A has no negative element on its diagonal."""
     used: Tensor
-    """(B,) int32: bits of :class:`Used`, bit 0 (always set) and passes."""
-    orthogonality: Tensor
-    """(B,) float32: ||Q^T Q - I||_F as measured on the device; NaN for a matrix that is not finite."""
-
-
-def passes(used: Tensor) -> Tensor:
-    """Return how many passes of Cholesky QR each matrix took (B,)."""
-    return used >> 8
+    """(B,) int32: bits of :class:`Used`."""
 
 
 def qr(A: Tensor) -> Factorisation:
@@ -66,147 +109,230 @@ def qr(A: Tensor) -> Factorisation:
     return Factorisation(*torch.ops.prokl.qr(A))
 
 
-def tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> Factorisation:
-    """Return Q of the QR of V = Phi U, Phi positive semi-definite, given K = U^T V (Algorithm 2 (4)).
+def track(ops: Products, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
+    """Return Q of the QR of V = alpha G_perp^T Y + U K = Phi U, Phi positive semi-definite (Algorithm 2 (4)).
 
-    V chol(K)^-T has nearly orthogonal columns, which Cholesky QR finishes. Where K is singular to working precision
-    Phi + delta I takes the place of Phi; where V is not finite Q is U.
-
-    Args:
-        V: (B,n,k). K: (B,k,k), lower triangle. U: (B,n,k), orthonormal columns.
-
-    Raises:
-        ValueError, TypeError: as :func:`qr`, or shapes that do not belong together.
-    """
-    return Factorisation(*torch.ops.prokl.tracking_qr(V, K, U))
-
-
-def semidefinite_qr(S: Tensor) -> Factorisation:
-    """Return Q of the QR of a symmetric positive semi-definite S (B,k,k), which is that of its Cholesky factor.
+    V chol(K)^-T has nearly orthogonal columns, as K = U^T V. Where K is singular to working precision Phi + delta I
+    takes the place of Phi; where V is not finite Q is U.
 
     Args:
-        S: symmetric.
-
-    Raises:
-        ValueError, TypeError: as :func:`qr`, or S is not square.
+        ops: the products.
+        G_perp: (B,m,n), orthogonal to U. Y: (B,m,r).
+        K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
+        alpha: a number, or (B,).
     """
-    return Factorisation(*torch.ops.prokl.semidefinite_qr(S))
+    F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(K.contiguous())
+    V = ops.product(G_perp.mT, Y, C=ops.product(U, shifted), alpha=alpha)
+    return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, used, 2)
 
 
-def track(V: Tensor, K: Tensor, U: Tensor) -> Tensor:
-    """Return Q of :func:`tracking_qr`, whatever the tensors' layout."""
-    return tracking_qr(V.contiguous(), K.contiguous(), U.contiguous()).Q
+def refresh_basis(ops: Primitives, L: Tensor, Q: Tensor) -> Factorisation:
+    """Return Q of qr(L Q) (Algorithm 2 (5)) for symmetric L and a basis Q (B,m,m): that of Q C, C C^T = Q^T L Q.
 
-
-def refresh_basis(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Return Q of qr(L Q) (Algorithm 2 (5)) for symmetric L and a basis Q (B,m,m): Q qr(Q^T L Q).Q.
-
-    Q is re-orthonormalised first, which costs one Gram matrix where it is orthonormal: rounding would add up from
-    refresh to refresh, and in half-precision storage it is none. Where L is not finite Q is kept.
+    Q C C^T is Q Q^T L Q: what Q lacks of an orthogonal matrix turns every span of leading columns as far as it is
+    itself, no further, and is gone from what is returned. Of a basis stored in bfloat16 that is what storing it again
+    does. Where L is singular to working precision L + delta I takes its place; where it is not finite Q is kept.
     """
-    Q = qr(Q.contiguous()).Q
-    turned, used, _ = semidefinite_qr(mm(Q.mT, mm(L, Q)).contiguous())
-    return _where_finite(used, mm(Q, turned), Q)
+    C, used = torch.ops.prokl.semidefinite_root(ops.congruence(L, Q))
+    X = ops.product(Q, C)
+    return _orthonormalised(ops, X, X, Q, used, 2)
 
 
-def refresh_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
+def refresh_coordinates(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
     """Return Q of qr(S Q) for symmetric S and any Q (B,r,r), no basis between refreshes; Q where S is not finite."""
-    fresh, used, _ = qr(mm(S, Q).contiguous())
-    return _where_finite(used, fresh, Q)
+    return _factorised(ops, ops.product(S, Q), Q)
 
 
-def _where_finite(used: Tensor, fresh: Tensor, kept: Tensor) -> Tensor:
-    return torch.where(((used & int(Used.NONFINITE)) == 0)[:, None, None], fresh, kept)
+def _factorised(ops: Products, A: Tensor, kept: Tensor | None) -> Factorisation:
+    """Return Q of the QR of any A; of one that is not finite ``kept``, or NaN."""
+    if A.shape[1] * A.shape[2] <= SMALL:
+        Q = torch.empty_like(A, memory_format=torch.contiguous_format)
+        return Factorisation(Q, _finished(A, Q, None, kept, None))
+    # By powers of two, so that no square over- or underflows and no digit is lost.
+    size = torch.linalg.vector_norm(A, ord=torch.inf, dim=-2, keepdim=True).clamp_min_(torch.finfo(A.dtype).tiny)
+    W = A / (size / (2 * torch.frexp(size).mantissa))
+    return _orthonormalised(ops, W, A, kept, None, 3)
 
 
-def _check(name: str, t: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
-    if t.dtype not in DTYPES:
-        raise TypeError(f"Invalid {name}.dtype={t.dtype}: must be one of {tuple(DTYPES)}. Convert with {name}.float().")
-    if t.dtype != like.dtype or t.device != like.device:
-        raise ValueError(
-            f"Invalid {name}: {t.dtype} on {t.device}; must be {like.dtype} on {like.device} as the first argument is."
-        )
-    if tuple(t.shape) != shape:
-        raise ValueError(f"Invalid {name}.shape={tuple(t.shape)}: must be {shape}.")
-    if t.numel() > 0 and t.shape[-1] > 1 and t.stride(-1) != 1:
-        raise ValueError(f"Invalid {name}.stride()={t.stride()}: must end in 1. Pass {name}.contiguous().")
+def _orthonormalised(
+    ops: Products, W: Tensor, A: Tensor, kept: Tensor | None, used: Tensor | None, passes: int
+) -> Factorisation:
+    """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last."""
+    for i in range(passes):
+        F, used = torch.ops.prokl.factor(_gram(ops, W), Kind.PASS if i == 0 else Kind.SETTLE, used)
+        W = ops.product(W, F)
+    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, used))
 
 
-def _sizes(name: str, A: Tensor, square: bool = False) -> tuple[int, int, int]:
+def _finished(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+    kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
+    found: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used)
+    return found
+
+
+def _gram(ops: Products, W: Tensor) -> Tensor:
+    """Return W^T W (B,k,k) of contiguous W (B,n,k), or parts (B,p,k,k) that add up to it."""
+    B, n, k = W.shape
+    least = -(-n // LONG)
+    parts = next((p for p in range(least, 2 * least + 1) if n % p == 0), 1) if k <= BLOCK[W.dtype] else 1
+    N = ops.symmetric_product(W.reshape(B * parts, n // parts, k).mT)
+    return N if parts == 1 else N.view(B, parts, k, k)
+
+
+def _products(device: torch.device) -> Products:
+    """Return products that are exact to float32, whatever torch's TF32 switches say."""
+    if device.type != "cuda":
+        return TorchPrimitives(host_readable=False)
+    from prokl.kernels.product import product  # which need Triton
+    from prokl.kernels.symmetric_product import symmetric_product
+
+    return _Kernels(product, symmetric_product)
+
+
+def _checked(A: Tensor) -> tuple[int, int, int]:
+    """Return (B, n, k) of a public argument, or raise what is wrong with it."""
     if A.dim() != 3:
-        raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must have 3 dimensions, (B,n,k).")
+        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must have 3 dimensions, (B,n,k).")
     B, n, k = A.shape
-    if k < 1 or n < k or (square and n != k):
-        bound = "(B,k,k) with k >= 1" if square else "(B,n,k) with n >= k >= 1"
-        raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must be {bound}.")
+    if k < 1 or n < k:
+        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must be (B,n,k) with n >= k >= 1.")
     if B > LIMIT:
-        raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must hold at most {LIMIT} matrices. Split the batch.")
-    if n > ROWS:
-        raise ValueError(f"Invalid {name}.shape={tuple(A.shape)}: must have at most {ROWS} rows.")
-    _check(name, A, A, (B, n, k))
+        raise ValueError(f"Invalid A.shape={tuple(A.shape)}: must hold at most {LIMIT} matrices. Split the batch.")
+    if A.dtype not in DTYPES:
+        raise TypeError(f"Invalid A.dtype={A.dtype}: must be one of {tuple(DTYPES)}. Convert with A.float().")
+    if A.numel() > 0 and k > 1 and A.stride(-1) != 1:
+        raise ValueError(f"Invalid A.stride()={A.stride()}: must end in 1. Pass A.contiguous().")
     return B, n, k
 
 
-def _module(device: torch.device) -> ModuleType:
-    reason = extension.unsupported_reason(device)
+def _module(like: Tensor) -> ModuleType:
+    """Return the extension's functions for a tensor's device and dtype."""
+    reason = extension.unsupported_reason(like.device)
     if reason is not None:
-        raise ValueError(f"Invalid device={device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
+        raise ValueError(f"Invalid device={like.device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
     module, _ = extension.load()
     assert module is not None
-    return module
+    found: ModuleType = getattr(module, DTYPES[like.dtype])
+    return found
 
 
-def _where(t: Tensor) -> tuple[int, int, int]:
-    return t.data_ptr(), t.stride(0), t.stride(1)
+def _at(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
 
 
-def _outputs(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    B = A.shape[0]
-    return (
-        torch.empty(A.shape, dtype=A.dtype, device=A.device),
-        torch.empty(B, dtype=torch.int32, device=A.device),
-        torch.empty(B, dtype=torch.float32, device=A.device),
-    )
+def _where(t: Tensor | None) -> tuple[int, int, int]:
+    """Return where matrices (B,n,k) lie, as the extension takes it; raise if neighbours in a row lie apart."""
+    if t is None:
+        return 0, 0, 0
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(f"Invalid matrices' stride()={t.stride()}: must end in 1. Pass them contiguous().")
+    return t.data_ptr(), t.stride(0), t.stride(-2)
 
 
-def _run(name: str, sizes: tuple[int, int, int], *matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the extension's function on the current stream of the matrices' device."""
-    device = matrices[0].device
-    module = getattr(_module(device), DTYPES[matrices[0].dtype])
-    Q, used, orthogonality = _outputs(matrices[0])
-    if sizes[0] == 0:
-        return Q, used, orthogonality
-    on_gpu = device.type == "cuda"
-    # The allocator orders the workspace's next use after this one: both are on the current stream.
-    workspace = torch.empty(module.workspace_bytes(*sizes), dtype=torch.uint8, device=device)
-    arguments = [*map(_where, (*matrices, Q)), used.data_ptr(), orthogonality.data_ptr(), workspace.data_ptr()]
-    with torch.cuda.device(device if on_gpu else -1):
-        stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
-        getattr(module, name)(*sizes, *arguments, stream)
-    return Q, used, orthogonality
+def _sum(N: Tensor | None) -> tuple[tuple[int, int, int], int, int]:
+    """Return where a sum (B,p,k,k), or a single matrix (B,k,k), lies."""
+    return _where(N), *((1, 0) if N is None or N.dim() == 3 else (N.shape[1], N.stride(1)))
+
+
+def _launch(function: str, like: Tensor, *arguments: Any) -> None:
+    """Call the extension on the current stream of a tensor's device, if there are matrices at all.
+
+    The allocator orders the next use of what is freed here after this one: both are on the current stream.
+    """
+    call = getattr(_module(like), function)
+    if like.shape[0] == 0:
+        return
+    on_gpu = like.device.type == "cuda"
+    with torch.cuda.device(like.device if on_gpu else -1):
+        call(*arguments, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
+
+
+def _new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _factor_into(
+    N: Tensor,
+    kind: Kind,
+    C: Tensor | None,
+    F: Tensor | None,
+    invert: bool,
+    shifted: Tensor | None = None,
+    scale: Tensor | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
+    """Factor N by the extension; the arguments are those of ``Factors`` in ``csrc/interface.h``."""
+    B, k = N.shape[0], N.shape[-1]
+    used, diagonal = _new(N, B, dtype=torch.int32), _new(N, B, k)
+    matrices = (_sum(N), int(kind), _where(C), _where(F), invert, _where(shifted))
+    _launch("factor", N, B, k, *matrices, _at(scale), diagonal.data_ptr(), _at(before), used.data_ptr())
+    return used
+
+
+@torch.library.custom_op("prokl::factor", mutates_args=("N",))
+def _factor(N: Tensor, kind: int, used: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what multiplies columns with the Gram matrix N from the right, and what was done; N may be overwritten."""
+    F = _new(N, N.shape[0], *N.shape[-2:])
+    return F, _factor_into(N, Kind(kind), None, F, True, before=used)
+
+
+@_factor.register_fake
+def _(N: Tensor, kind: int, used: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _new(N, N.shape[0], *N.shape[-2:]), _new(N, N.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("prokl::semidefinite_inverse", mutates_args=())
+def _semidefinite_inverse(K: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return C^-T, K + shift I, scale (B,) and what was done: scale (K + shift I) = C C^T, semi-definite K (B,k,k)."""
+    F, shifted, scale = torch.empty_like(K), torch.empty_like(K), _new(K, K.shape[0])
+    C = torch.empty_like(K) if K.shape[-1] > BLOCK[K.dtype] else None
+    return F, shifted, scale, _factor_into(K, Kind.SEMIDEFINITE, C, F, True, shifted, scale)
+
+
+@_semidefinite_inverse.register_fake
+def _(K: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(K), torch.empty_like(K), _new(K, K.shape[0]), _new(K, K.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("prokl::semidefinite_root", mutates_args=())
+def _semidefinite_root(H: Tensor) -> tuple[Tensor, Tensor]:
+    """Return lower C with C C^T = H + shift I, up to a factor, for semi-definite H (B,k,k), and what was done."""
+    C, (B, k, _) = torch.empty_like(H), H.shape
+    strip = _new(H, B, k, BLOCK[H.dtype]) if k > BLOCK[H.dtype] else None
+    return C, _factor_into(H, Kind.SEMIDEFINITE, C, strip, False)
+
+
+@_semidefinite_root.register_fake
+def _(H: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(H), _new(H, H.shape[0], dtype=torch.int32)
+
+
+@torch.library.custom_op("prokl::finish", mutates_args=("Q",))
+def _finish(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+    """Replace Q by Householder's of A where its Gram matrix N is not the identity, or without N; return what was done.
+
+    Where A is not finite Q becomes ``kept``, or NaN.
+    """
+    B, _, k = A.shape
+    found = _new(A, B, dtype=torch.int32)
+    deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
+    matrices = (_where(A), _sum(N), _where(kept), _where(Q))
+    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(used), found.data_ptr())
+    return found
+
+
+@_finish.register_fake
+def _(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+    return _new(A, A.shape[0], dtype=torch.int32)
 
 
 @torch.library.custom_op("prokl::qr", mutates_args=())
-def _qr(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _run("qr", _sizes("A", A), A)
+def _qr(A: Tensor) -> tuple[Tensor, Tensor]:
+    _checked(A)
+    _module(A)
+    return _factorised(_products(A.device), A, None)
 
 
-@torch.library.custom_op("prokl::tracking_qr", mutates_args=())
-def _tracking_qr(V: Tensor, K: Tensor, U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    B, n, k = _sizes("V", V)
-    _check("K", K, V, (B, k, k))
-    _check("U", U, V, (B, n, k))
-    return _run("tracking_qr", (B, n, k), V, K, U)
-
-
-@torch.library.custom_op("prokl::semidefinite_qr", mutates_args=())
-def _semidefinite_qr(S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _run("semidefinite_qr", _sizes("S", S, square=True), S)
-
-
-def _fake(A: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(A)
-
-
-for _operator in (_qr, _tracking_qr, _semidefinite_qr):
-    _operator.register_fake(_fake)
+@_qr.register_fake
+def _(A: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(A, memory_format=torch.contiguous_format), _new(A, A.shape[0], dtype=torch.int32)

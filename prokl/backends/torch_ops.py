@@ -98,6 +98,10 @@ class TorchPrimitives(Primitives):
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
         return D, shifted
 
+    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q^T L Q, symmetric to rounding."""
+        return Q.mT @ (L @ Q)
+
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:
         """Return G U, M U and the operand of G U."""
         G_tilde = _product(G, U)
@@ -181,6 +185,10 @@ class TorchPrimitives(Primitives):
     def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
         """Return beta L + alpha X X^T + tail E, in E."""
         return E.mul_(tail[:, None, None]).add_(L, alpha=beta).baddbmm_(X, X.mT, alpha=alpha)
+
+    def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+        """Return Q of qr(alpha G_perp^T Y + U K)."""
+        return self.tracking_qr(self.product(G_perp.mT, Y, C=U @ K, alpha=alpha), K, U)
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V): Householder's on a CPU, elsewhere Cholesky QR preconditioned by K."""

@@ -98,6 +98,11 @@ class TritonPrimitives(Primitives):
             return symmetric_product_pair(split(Q, a))
         return symmetric_product(Q * a.sqrt()[:, None, :])
 
+    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q^T L Q, of which half is computed."""
+        # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
+        return symmetric_polynomial(Q.mT, product(L, Q).mT)
+
     def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
         if isinstance(G_perp, Pair):
@@ -154,22 +159,23 @@ class TritonPrimitives(Primitives):
         assert isinstance(own, Tensor)
         return symmetric_product(X, C=own, alpha=alpha)
 
-    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
-        """Return Q of qr(V)."""
+    def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+        """Return Q of qr(alpha G_perp^T Y + U K)."""
         if self.use_cuda_qr:
-            return cuda_qr.track(V, K, U)
+            return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q
+        V = self.product(G_perp.mT, Y, C=product(U, K), alpha=alpha)
         return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, product)
 
     def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(L Q)."""
         if self.use_cuda_qr:
-            return cuda_qr.refresh_basis(L, Q, product)
+            return cuda_qr.refresh_basis(self, L, Q).Q
         return qr.householder_qr(product(L, Q)) if self.host_readable else qr.cholesky_refresh(L, Q, product)
 
     def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q)."""
         if self.use_cuda_qr:
-            return cuda_qr.refresh_coordinates(S, Q, product)
+            return cuda_qr.refresh_coordinates(self, S, Q).Q
         return qr.householder_qr(product(S, Q)) if self.host_readable else qr.cholesky_coordinates(S, Q, product)
 
 
