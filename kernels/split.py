@@ -48,6 +48,23 @@ def split_kernel(x_ptr, a_ptr, both_ptr, COUNT, M, N, SCALED: tl.constexpr, TILE
     tl.store(both_ptr + COUNT + o, lo, o < COUNT)
 
 
+@triton.jit
+def split_two_kernel(x_ptr, y_ptr, of_x_ptr, of_y_ptr, COUNT_X, COUNT_Y, TILE: tl.constexpr):
+    """Split TILE of the COUNT_X elements of x, or of the COUNT_Y of y, a program, as split_kernel does."""
+    i = tl.program_id(0)
+    tiles_x = tl.cdiv(COUNT_X, TILE)
+    if i < tiles_x:
+        o = i.to(tl.int64) * TILE + tl.arange(0, TILE)
+        hi, lo = halves(tl.load(x_ptr + o, o < COUNT_X, 0.0))
+        tl.store(of_x_ptr + o, hi, o < COUNT_X)
+        tl.store(of_x_ptr + COUNT_X + o, lo, o < COUNT_X)
+    else:
+        o = (i - tiles_x).to(tl.int64) * TILE + tl.arange(0, TILE)
+        hi, lo = halves(tl.load(y_ptr + o, o < COUNT_Y, 0.0))
+        tl.store(of_y_ptr + o, hi, o < COUNT_Y)
+        tl.store(of_y_ptr + COUNT_Y + o, lo, o < COUNT_Y)
+
+
 TILE = 2048  # eight elements a thread: 16 bytes of each half a store
 WARPS = 8
 
@@ -83,3 +100,16 @@ def split(x: Tensor, a: Tensor | None = None) -> Pair:
         arguments = (x, x if a is None else a, pair.both, x.numel(), *((1, 1) if a is None else x.shape[1:]))
         launch.start(split_kernel, grid, x.device, *arguments, SCALED=a is not None, TILE=TILE, num_warps=WARPS)
     return pair
+
+
+def split_two(x: Tensor, y: Tensor) -> tuple[Pair, Pair]:
+    """Split two float32 tensors in one launch; arguments and errors as of :func:`split`."""
+    for name, t in (("x", x), ("y", y)):
+        launch.check(name, t, tuple(t.shape), x.device, (torch.float32,))
+    x, y = x.contiguous(), y.contiguous()
+    pairs = empty_pair(tuple(x.shape), x.device), empty_pair(tuple(y.shape), x.device)
+    if x.numel() and y.numel():
+        grid = (triton.cdiv(x.numel(), TILE) + triton.cdiv(y.numel(), TILE),)
+        arguments = (x, y, pairs[0].both, pairs[1].both, x.numel(), y.numel())
+        launch.start(split_two_kernel, grid, x.device, *arguments, TILE=TILE, num_warps=WARPS)
+    return pairs

@@ -46,19 +46,35 @@ def lower_tile(i):
 
 
 @triton.jit
+def _store_both_halves(D_ptr, stride_lo, at, d, i_m, i_n, o_m, o_n, M, mask, LO: tl.constexpr):
+    """Store a lower tile of a symmetric matrix, and its mirror image."""
+    if i_m == i_n:
+        # Its halves can differ in rounding: the lower one is taken for both.
+        d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
+    else:
+        mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
+        store_result(D_ptr, stride_lo, at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, LO)
+    store_result(D_ptr, stride_lo, at + o_m[:, None] * M + o_n[None, :], d, mask, LO)
+
+
+@triton.jit
 def symmetric_product_kernel(
     A_ptr,
     B_ptr,
     C_ptr,
+    E_ptr,
     D_ptr,
-    shifted_ptr,
+    second_ptr,
     alpha_ptr,
     beta_ptr,
+    gamma_ptr,
     M,
     K,
     alpha: tl.float64,
     beta: tl.float64,
-    shift: tl.float64,
+    of_D: tl.float64,
+    of_C: tl.float64,
+    of_I: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -70,13 +86,19 @@ def symmetric_product_kernel(
     stride_C_b,
     stride_C_m,
     stride_C_n,
+    stride_E_b,
+    stride_E_m,
+    stride_E_n,
     stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
+    stride_gamma_b,
     LO: tl.constexpr,
     D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    HAS_E: tl.constexpr,
+    SECOND: tl.constexpr,
+    SQUARED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -85,10 +107,10 @@ def symmetric_product_kernel(
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
+    """Compute D = alpha A B^T + beta C + gamma E, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous. Where
-    SHIFTED, D + shift I is stored besides.
+    A, B (M, K), both pairs where LO, C and E (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous. Where
+    SQUARED alpha counts twice. Where SECOND, of_D D + of_C C + of_I I is stored besides, from the same sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -106,26 +128,23 @@ def symmetric_product_kernel(
     )  # fmt: skip
 
     mask = (o_m[:, None] < M) & (o_n[None, :] < M)
-    d = acc * scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
+    scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
+    d = acc * (scale * scale if SQUARED else scale)
+    c = acc
     if HAS_C:
         C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o_n[None, :] * stride_C_n
         c = tl.load(C_at, mask, 0.0).to(SUM)
         d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-    at_D = i_b * M * M
-    if i_m == i_n:
-        # Its halves can differ in rounding: the lower one is taken for both.
-        d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
-    else:
-        mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
-        store_result(D_ptr, stride_D_lo, at_D + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, D_LO)
-        if SHIFTED:  # off the diagonal
-            at = at_D + o_n[:, None] * M + o_m[None, :]
-            tl.store(shifted_ptr + at, tl.trans(d).to(shifted_ptr.dtype.element_ty), mirrored)
-    store_result(D_ptr, stride_D_lo, at_D + o_m[:, None] * M + o_n[None, :], d, mask, D_LO)
-    if SHIFTED:
-        d = tl.where(o_m[:, None] == o_n[None, :], d + tl.full((), shift, SUM), d)
-        at = at_D + o_m[:, None] * M + o_n[None, :]
-        tl.store(shifted_ptr + at, d.to(shifted_ptr.dtype.element_ty), mask)
+    if HAS_E:
+        E_at = E_ptr + i_b * stride_E_b + o_m[:, None] * stride_E_m + o_n[None, :] * stride_E_n
+        d += tl.load(E_at, mask, 0.0).to(SUM) * scale_of(gamma_ptr, 0.0, stride_gamma_b, i_b, True, SUM)
+    second = d
+    if SECOND:
+        second = d * tl.full((), of_D, SUM) + c * tl.full((), of_C, SUM)
+        second += tl.where(o_m[:, None] == o_n[None, :], tl.full((), of_I, SUM), 0.0)
+    _store_both_halves(D_ptr, stride_D_lo, i_b * M * M, d, i_m, i_n, o_m, o_n, M, mask, D_LO)
+    if SECOND:
+        _store_both_halves(second_ptr, stride_D_lo, i_b * M * M, second, i_m, i_n, o_m, o_n, M, mask, False)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
@@ -164,7 +183,7 @@ def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32
     return next((tile for tile in tiles if m >= tile.m and batch * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
 
 
-def _launch(
+def compute(
     A: Operand,
     B: Operand,
     C: Tensor | None,
@@ -173,14 +192,23 @@ def _launch(
     out_dtype: torch.dtype | None,
     precision: str,
     tile: Tile | None,
-    shift: float | None = None,
+    *,
+    E: Tensor | None = None,
+    gamma: Tensor | None = None,
+    second: tuple[float, float, float] | None = None,
+    squared: bool = False,
 ) -> tuple[Operand, Tensor | None]:
-    # D = alpha A B^T + beta C for checked A and B, in out_dtype; as a pair where that is None. And D + shift I.
+    """Launch the kernel for checked A and B, whose docstring says what the rest is.
+
+    Returns:
+        D in ``out_dtype``, as a pair where that is None, and what is stored besides.
+    """
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = A_hi.shape
-    if C is not None:
-        launch.check("C", C, (batch, m, m), A_hi.device, like="A")
-    check_scales(batch, A_hi.device, alpha=alpha, beta=beta)
+    for name, t in (("C", C), ("E", E)):
+        if t is not None:
+            launch.check(name, t, (batch, m, m), A_hi.device, like="A")
+    check_scales(batch, A_hi.device, alpha=alpha, beta=beta, gamma=0.0 if gamma is None else gamma)
     if tile is not None and tile.m != tile.n:
         raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
     if not isinstance(beta, Tensor) and beta == 0:
@@ -192,10 +220,10 @@ def _launch(
         check_out_dtype(out_dtype)
         D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
     D_hi, D_lo, has_D_lo = stored(D)
-    shifted = None if shift is None else torch.empty_like(D_hi)
+    besides = None if second is None else torch.empty_like(D_hi)
     if batch == 0:
-        return D, shifted
-    added = () if C is None else (C,)
+        return D, besides
+    added = [t for t in (C, E) if t is not None]
     sum_dtype, operand = operand_dtypes((A, B), *added)
     tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi))
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
@@ -206,28 +234,32 @@ def _launch(
         A_hi.device,
         A_hi,
         B_hi,
-        A_hi if C is None else C,  # not read
+        *(A_hi if t is None else t for t in (C, E)),  # A: not read
         D_hi,
-        D_hi if shifted is None else shifted,  # D: not written as such
+        D_hi if besides is None else besides,  # D: not written as such
         alpha_at,
         beta_at,
+        A_hi if gamma is None else gamma,  # A: not read
         m,
         k,
         alpha_value,
         beta_value,
-        shift or 0.0,
+        *(second or (0.0, 0.0, 0.0)),
         A_lo,
         *A_hi.stride(),
         B_lo,
         *B_hi.stride(),
-        *((0, 0, 0) if C is None else C.stride()),
+        *(stride for t in (C, E) for stride in ((0, 0, 0) if t is None else t.stride())),
         D_lo,
         stride_alpha,
         stride_beta,
+        0 if gamma is None else gamma.stride(0),
         LO=paired,
         D_LO=has_D_lo,
         HAS_C=C is not None,
-        SHIFTED=shifted is not None,
+        HAS_E=E is not None,
+        SECOND=besides is not None,
+        SQUARED=squared,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
         OPERAND=TRITON_DTYPES[operand],
@@ -238,10 +270,11 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return D, shifted
+    return D, besides
 
 
-def _check_factor(A: Operand) -> None:
+def check_factor(A: Operand) -> None:
+    """Raise ValueError unless A is a batch of factors."""
     hi, _, _ = stored(A)
     if hi.ndim != 3 or 0 in hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
@@ -281,17 +314,17 @@ def symmetric_product(
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     launch.check_precision(precision)
-    _check_factor(A)
+    check_factor(A)
     out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
-    D, _ = _launch(A, A, C, alpha, beta, out_dtype, precision, tile)
+    D, _ = compute(A, A, C, alpha, beta, out_dtype, precision, tile)
     assert isinstance(D, Tensor)
     return D
 
 
 def symmetric_product_pair(A: Pair, *, tile: Tile | None = None) -> Pair:
     """Compute A A^T of a pair and split it as it is stored; arguments and errors as of :func:`symmetric_product`."""
-    _check_factor(A)
-    D, _ = _launch(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
+    check_factor(A)
+    D, _ = compute(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
     assert isinstance(D, Pair)
     return D
 
@@ -329,25 +362,16 @@ def symmetric_polynomial(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    _check_polynomial(A, B)
+    check_polynomial(A, B)
     launch.check_precision(precision)
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
-    D, _ = _launch(A, B, C, alpha, beta, out_dtype, precision, tile)
+    D, _ = compute(A, B, C, alpha, beta, out_dtype, precision, tile)
     assert isinstance(D, Tensor)
     return D
 
 
-def shifted_polynomial(
-    A: Tensor, B: Tensor, *, C: Tensor, alpha: float, beta: float, shift: float, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute D as :func:`symmetric_polynomial` does, and D + shift I, each rounded once, from the same sum."""
-    _check_polynomial(A, B)
-    D, shifted = _launch(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), "tf32x3", tile, shift)
-    assert isinstance(D, Tensor) and shifted is not None
-    return D, shifted
-
-
-def _check_polynomial(A: Tensor, B: Tensor) -> None:
+def check_polynomial(A: Tensor, B: Tensor) -> None:
+    """Raise ValueError unless A and B are square and alike."""
     if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
     launch.check("A", A, tuple(A.shape), A.device)

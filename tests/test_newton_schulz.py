@@ -115,8 +115,8 @@ def test_the_gram_form_restarts_after_two_iterations(steps, restarts):
             products.append(1)
             return super().product(*args, **kwargs)
 
-        def symmetric_product(self, A, *, alpha):
-            return super().product(A, A.mT, alpha=alpha)
+        def gram(self, X, scale):
+            return super().product(X, X.mT, alpha=1.0 if scale is None else scale.square())
 
         symmetric_polynomial = TorchPrimitives.product
 
@@ -129,7 +129,7 @@ def test_the_gram_form_restarts_after_two_iterations(steps, restarts):
     "X, inverse, message",
     [
         (torch.ones(2, 3, 4, dtype=torch.float16), torch.ones(2), r"A float16 X came with a scale"),
-        (torch.ones(2, 3, 4), torch.ones(3), r"alpha has shape \(3,\); must be \(2,\)"),
+        (torch.ones(2, 3, 4), torch.ones(3), r"scale has shape \(3,\); must be \(2,\)"),
     ],
 )
 def test_wrong_arguments_raise(X, inverse, message):

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
+from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
 from prokl.kernels.symmetric_product import (
     TILES,
     TILES_FP32,
@@ -18,7 +20,6 @@ from prokl.kernels.symmetric_product import (
     choose_tile,
     lower_tile,
     settle_row,
-    shifted_polynomial,
     symmetric_polynomial,
     symmetric_product,
 )
@@ -377,3 +378,40 @@ def test_a_shifted_polynomial_is_the_polynomial_and_it_with_the_identity_added(m
     assert (error <= torch.finfo(dtype).eps * (Q[:, eye].double().abs() + 2.5)).all()
     with pytest.raises(ValueError, match=r"A has shape"):
         shifted_polynomial(R[0], R, C=R, alpha=0.3, beta=-1.7, shift=2.5)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=str)
+@pytest.mark.parametrize("m, k", [(1, 1), (5, 3), (70, 20), (20, 130)])
+def test_the_emas_of_factors_are_those_of_the_pytorch_form(m, k, dtype):
+    """Sums of k products and two addends, in the other's order: k + 6 roundings of the terms' sizes."""
+    X, E, S = normal(2, m, k, dtype=dtype), symmetric(2, m, dtype), symmetric(2, m, dtype, 1)
+    tail = torch.tensor([0.3, 1e-3], dtype=dtype, device=X.device)
+    wide = [t.double() for t in (S, X, E.clone(), tail)]
+    sizes = 0.95 * S.double().abs() + 0.1 * X.double().abs() @ X.double().abs().mT
+    eps = torch.finfo(dtype).eps
+    L = factor_ema(S, X, E, tail, 0.95, 0.1)
+    expected = TorchPrimitives(True).factor_ema(*wide, 0.95, 0.1)
+    size = sizes + wide[3][:, None, None] * E.double().abs()
+    assert torch.equal(L, L.mT) and ((L.double() - expected).abs() <= (k + 6) * eps * size).all()
+    new, K = coordinates_ema(S, X, 0.95, 0.1)
+    for found, wanted in zip(
+        (new, K), TorchPrimitives(True).coordinates_ema(S.double(), X.double(), 0.95, 0.1), strict=True
+    ):
+        assert torch.equal(found, found.mT)
+        assert ((found.double() - wanted).abs() <= 2 * (k + 6) * eps * sizes).all()
+    direct = 0.95 * new.double() + 0.1 * X.double() @ X.double().mT
+    assert ((K.double() - direct).abs() <= 2 * (k + 6) * eps * sizes).all()
+    with pytest.raises(ValueError, match=r"E has shape"):
+        factor_ema(S, X, E[:1], tail, 0.95, 0.1)
+    with pytest.raises(ValueError, match=r"gamma has shape"):
+        factor_ema(S, X, E, tail[:1], 0.95, 0.1)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("dtype", [HALF, SINGLE, DOUBLE], ids=str)
+def test_a_gram_matrix_takes_its_scale_twice(dtype):
+    X, scale = normal(3, 40, 70, dtype=dtype), torch.tensor([0.5, 2.0, 0.0], device=DEVICE)
+    assert torch.equal(gram(X, scale), symmetric_product(X, alpha=scale.square()))
+    with pytest.raises(ValueError, match=r"scale has shape"):
+        gram(X, scale[:2])

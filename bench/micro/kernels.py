@@ -136,6 +136,16 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
+def _split_two(i: Inputs, ops: Primitives) -> Callable[[], tuple[Pair, Pair]]:
+    if ops.name == "triton":
+        return lambda: split.split_two(i["x"], i["y"])
+    return lambda: (Pair.split(i["x"]), Pair.split(i["y"]))
+
+
+def _scaled_gram(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+    return lambda: ops.gram(i["X"], i["scale"])
+
+
 def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
     x, a = i["x"], i.get("a")
     if ops.name == "triton":
@@ -285,9 +295,21 @@ KERNELS: tuple[Case, ...] = (
     ),
     product_case("symmetric P", "mm", "mm", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     product_case("symmetric E", "mn", "mn", timed=(FP32,)),
-    product_case("symmetric L", "mr", "mr", ("C mm~",)),
-    product_case("symmetric sample", "rm", "rmT"),
-    product_case("symmetric X", "mn", "mn polar", ("alpha .",), timed=(FP32,), operand="polar"),
+    Case(
+        "factor EMA", tensors("L mm~", "X mr", "E mm~", "tail .+", beta=H.beta2, alpha=0.1),
+        call("factor_ema", "L", "X", "E", "tail", "beta", "alpha"), lambda s: s.m * (s.m + 1) * s.r,
+        timed=(FP32,), module=symmetric_product,
+    ),
+    Case(
+        "coordinates' EMA", tensors("S rr~", "Z rmT", beta=H.beta2, alpha=0.1),
+        call("coordinates_ema", "S", "Z", "beta", "alpha"), lambda s: s.r * (s.r + 1) * s.m,
+        module=symmetric_product,
+    ),
+    Case(
+        "symmetric X", tensors("X mn polar", "scale .+ polar"), _scaled_gram,
+        lambda s: s.m * (s.m + 1) * s.n, lambda s: s.m * (s.m + 1) * s.n,
+        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
+    ),
     Case(
         "symmetric polynomial", tensors("R mm~ polar"), _polynomial,
         lambda s: s.m * (s.m + 1) * s.m, lambda s: s.m * (s.m + 1) * s.m,
@@ -330,6 +352,10 @@ KERNELS: tuple[Case, ...] = (
     store_case("store bases", "Q_L Q_S stale", "a", dtypes=(FP32, BF16_STATE)),
     # What a balanced step takes instead.
     Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
+    Case(
+        "split two", tensors("x mm", "y nr"), _split_two, lambda s: 2 * (s.m * s.m + s.n * s.r),
+        timed=(FP32,), module=split,
+    ),
     Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(

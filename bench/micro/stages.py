@@ -91,11 +91,11 @@ class Run:
         self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
 
     def project(self) -> Callable[[], Any]:
-        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[:3]  # without U
+        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[0][:3]  # without U
 
     def energies(self) -> Callable[[], Any]:
-        projected = self.projected
-        return lambda: pro_klshampoo.energies(projected, self.state, self.ops)
+        projected, Q_L = self.projected, self.ops.operand(self.state["Q_L"])
+        return lambda: pro_klshampoo.energies(projected, Q_L, self.state, self.ops)
 
     def admit(self) -> Callable[[], Any]:
         found, n = self.found, self.G.shape[-1]
@@ -109,7 +109,7 @@ class Run:
 
     @cached_property
     def projected(self) -> pro_klshampoo.Projected:
-        return pro_klshampoo.project(self.G, self.state, None, self.ops)
+        return pro_klshampoo.project(self.G, self.state, None, self.ops)[0]
 
     @cached_property
     def found(self) -> pro_klshampoo.Energies:

@@ -113,9 +113,11 @@ def _symmetric_product(a: Arguments, programs: int) -> Work:
     read = [(a["A_ptr"], size), (a["B_ptr"], size)]
     if a["HAS_C"]:  # its lower tiles alone
         read.append((a["C_ptr"], batch * min(triangle * tile**2, M * M)))
+    if a["HAS_E"]:
+        read.append((a["E_ptr"], batch * min(triangle * tile**2, M * M)))
     depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     return Work(
-        _moved(*read) + _moved((a["D_ptr"], (_planes(a["D_LO"]) + a["SHIFTED"]) * batch * M * M)),
+        _moved(*read) + _moved((a["D_ptr"], (_planes(a["D_LO"]) + a["SECOND"]) * batch * M * M)),
         programs,
         {path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"]): 2.0 * programs * tile**2 * depth},
         2.0 * batch * M * M * K,
@@ -225,6 +227,12 @@ def _split(a: Arguments, programs: int) -> Work:
     return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved(scales) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
 
 
+def _split_two(a: Arguments, programs: int) -> Work:
+    sizes = (("x", a["COUNT_X"]), ("y", a["COUNT_Y"]))
+    read = _moved(*((a[f"{name}_ptr"], count) for name, count in sizes))
+    return Work(read + _moved(*((a[f"of_{name}_ptr"], 2 * count) for name, count in sizes)), programs)
+
+
 def _elements(a: Arguments, programs: int) -> float:
     return float(programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"])) * a["M"] * a["N"])
 
@@ -270,6 +278,7 @@ KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
     "usable": _usable,
     "store": _store,
     "split": _split,
+    "split_two": _split_two,
     "admit": _admit,
     "combine": _combine,
     "samples": _samples,

@@ -38,7 +38,7 @@ def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coeffici
     """Iterate X <- aX + (bA + cA^2)X with A = XX^T, ``steps`` times from scale X (B,m,n) of norm at most 1."""
     a, b, c = coefficients
     for _ in range(steps):
-        A = ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
+        A = ops.gram(X, scale)
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         if scale is None:
             X = ops.product(Z, X, C=X, beta=a)
@@ -105,7 +105,7 @@ def newton_schulz_factors(
     if not gram:
         return None, standard(X, scale, steps, coefficients, ops), None
     while True:
-        R = ops.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
+        R = ops.gram(X, scale)
         Q = gram_factor(R, min(steps, GRAM_RUN), coefficients, ops)
         if steps <= GRAM_RUN:
             return Q, X, scale

@@ -135,6 +135,10 @@ class Primitives(Protocol):
         """
         ...
 
+    def operands(self, t: Tensor, u: Tensor) -> tuple[Operand, Operand]:
+        """Return the :meth:`operand` of both."""
+        ...
+
     def product(
         self,
         left: Operand,
@@ -158,6 +162,10 @@ class Primitives(Protocol):
         self, A: Operand, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
+        ...
+
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T: (B,m,k), (B,) or None for 1, symmetric (B,m,m)."""
         ...
 
     def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
@@ -191,7 +199,7 @@ class Primitives(Protocol):
         """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r), and the operand of G U."""
         ...
 
-    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+    def row_energies(self, Q: Operand, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q) (B,m), not negative, or parts (B,k,m) that add up to it.
 
         Of Q (B,m,m), G_perp (B,m,n), E = G_perp G_perp^T (B,m,m). It is also the squared norms of the rows of
@@ -281,6 +289,10 @@ class Primitives(Protocol):
 
     def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
         """Return beta L + alpha X X^T + tail E (B,m,m): the EMA of a factor; X (B,m,r), E may be overwritten."""
+        ...
+
+    def coordinates_ema(self, S: Tensor, Z: Tensor, beta: float, alpha: float) -> tuple[Tensor, Tensor]:
+        """Return S_+ = beta S + alpha Z Z^T (B,r,r), the EMA of a factor, and beta S_+ + alpha Z Z^T; Z (B,r,m)."""
         ...
 
     def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:

@@ -90,18 +90,22 @@ class Sample(NamedTuple):
     """U^T V = beta2 S + (1 - beta2)/m c^2 G~^T L^-1 G~ with the new S (B,r,r)."""
 
 
-def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> Projected:
-    """Do the first half of (1): G and the old M on the subspace, and G beside it."""
-    U = ops.operand(state["U"])
+def project(G: Tensor, state: State, active: Tensor | None, ops: Primitives) -> tuple[Projected, Operand]:
+    """Do the first half of (1): G and the old M on the subspace, and G beside it.
+
+    Returns:
+        These, and Q_L for the product that follows: it is split beside U.
+    """
+    U, Q_L = ops.operands(state["U"], state["Q_L"])
     G_tilde, M_tilde, factor = ops.project(G, state["M"], U, active)
-    return Projected(G_tilde, M_tilde, ops.product_operand(factor, U.mT, C=G, alpha=-1.0), U)
+    return Projected(G_tilde, M_tilde, ops.product_operand(factor, U.mT, C=G, alpha=-1.0), U), Q_L
 
 
-def energies(projected: Projected, state: State, ops: Primitives) -> Energies:
-    """Compute what the statistics, and the whitened size of the gradient, are made of."""
-    mm, Q_L, G_tilde = ops.product, state["Q_L"], projected.G_tilde
+def energies(projected: Projected, Q_L: Operand, state: State, ops: Primitives) -> Energies:
+    """Compute what the statistics, and the whitened size of the gradient, are made of; Q_L as an operand."""
+    mm, G_tilde = ops.product, projected.G_tilde
     E = ops.symmetric_product(projected.G_perp)
-    QtG = mm(Q_L.mT, G_tilde)
+    QtG = mm(state["Q_L"].mT, G_tilde)
     GQ, A = (mm(t, state["Q_S"]) for t in (G_tilde, QtG))
     return Energies(E, ops.row_energies(Q_L, projected.G_perp, E), GQ, QtG, A)
 
@@ -188,9 +192,9 @@ def statistics(
     beta2, gain, m = h.beta2, 1 - h.beta2, energies.A.shape[-2]
     X, Z, whitened = ops.samples(energies.GQ, energies.QtG, admitted.a, admitted.scale, gain / m)
     L = ops.factor_ema(state["L"], X, energies.E, admitted.tail, beta2, gain / n)
-    S = ops.symmetric_product(Z.mT, C=state["S"], beta=beta2, alpha=gain / m)
+    S, K = ops.coordinates_ema(state["S"], Z.mT, beta2, gain / m)
     new = {"inv_sqrt_lambda_L": admitted.s.L, "inv_sqrt_lambda_S": admitted.s.S, "inv_sqrt_mu": admitted.s.mu}
-    return new | {"L": L, "S": S}, Sample(whitened, torch.lerp(state["S"], S, 1 + beta2))
+    return new | {"L": L, "S": S}, Sample(whitened, K)
 
 
 def track_subspace(projected: Projected, scale: Tensor | None, sample: Sample, state: State, ops: Primitives) -> State:
@@ -254,15 +258,15 @@ class ProKLShampooMethod:
 
     def whitened_size(self, G: Tensor, state: State, h: ProHyper, ops: Primitives) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
-        found = energies(project(G, state, None, ops), state, ops)
+        found = energies(*project(G, state, None, ops), state, ops)
         return whitened_size(found.A, found.e_res, state, h, G.shape[-1])
 
     def direction(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> Direction:
         """Return the direction that the next step takes with G: stages (1) and (2)."""
-        projected = project(G, state, active, ops)
-        found = energies(projected, state, ops)
+        projected, Q_L = project(G, state, active, ops)
+        found = energies(projected, Q_L, state, ops)
         admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, G.shape[-1])
         _, lookahead = momentum(G, projected, admitted, state, h, active, ops)
         return direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)[0]
@@ -271,8 +275,10 @@ class ProKLShampooMethod:
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
     ) -> tuple[Direction, State, Tensor | None]:
         """Do stages (1) to (4); arguments as :meth:`prokl.algorithm.method.Method.step` has them."""
-        n, projected = G.shape[-1], project(G, state, active, ops)
-        found = energies(projected, state, ops)
+        n = G.shape[-1]
+        projected, Q_L = project(G, state, active, ops)
+        found = energies(projected, Q_L, state, ops)
+        del Q_L
         admitted = ops.admit(found.A, found.QtG, found.e_res, state, h, n)
         M, lookahead = momentum(G, projected, admitted, state, h, active, ops)
         delta, clipped = direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale, ops)

@@ -52,6 +52,10 @@ class TorchPrimitives(Primitives):
         """Return a pair of float32 numbers where products are balanced, else the tensor."""
         return Pair.split(t) if self.balanced and t.dtype == torch.float32 else t
 
+    def operands(self, t: Tensor, u: Tensor) -> tuple[Operand, Operand]:
+        """Return the operand of both."""
+        return self.operand(t), self.operand(u)
+
     def product(
         self,
         left: Operand,
@@ -82,6 +86,10 @@ class TorchPrimitives(Primitives):
         """Return alpha A A^T + beta C."""
         return self.product(A, A.mT, C=C, alpha=alpha, beta=beta)
 
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T."""
+        return self.product(X, X.mT, alpha=1.0 if scale is None else scale.square())
+
     def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
         """Return the operand of Q diag(a) Q^T."""
         A = self.operand(Q * a.sqrt()[:, None, :])
@@ -107,12 +115,12 @@ class TorchPrimitives(Primitives):
         G_tilde = _product(G, U)
         return G_tilde, _product(M.to(G.dtype), U), self.operand(G_tilde)
 
-    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+    def row_energies(self, Q: Operand, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
-        if isinstance(G_perp, Pair):
-            return _product(self.operand(Q).mT, G_perp).square().sum(dim=-1)
-        # Rounding may leave a vanishing energy negative.
-        return (E @ Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+        if isinstance(Q, Tensor) and isinstance(G_perp, Tensor):
+            # Rounding may leave a vanishing energy negative.
+            return (E @ Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+        return _product(Q.mT, G_perp).square().sum(dim=-1)
 
     def momentum(
         self,
@@ -185,6 +193,11 @@ class TorchPrimitives(Primitives):
     def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
         """Return beta L + alpha X X^T + tail E, in E."""
         return E.mul_(tail[:, None, None]).add_(L, alpha=beta).baddbmm_(X, X.mT, alpha=alpha)
+
+    def coordinates_ema(self, S: Tensor, Z: Tensor, beta: float, alpha: float) -> tuple[Tensor, Tensor]:
+        """Return S_+ = beta S + alpha Z Z^T and beta S_+ + alpha Z Z^T."""
+        new = torch.baddbmm(S, Z, Z.mT, beta=beta, alpha=alpha)
+        return new, torch.lerp(S, new, 1 + beta)
 
     def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""

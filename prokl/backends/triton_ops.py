@@ -27,15 +27,11 @@ from prokl.kernels.norms import cut, inverse_norm
 from prokl.kernels.precondition import can_use_precondition, precondition
 from prokl.kernels.product import product, product_pair, row_energies
 from prokl.kernels.project import project
-from prokl.kernels.split import split
+from prokl.kernels.split import split, split_two
 from prokl.kernels.stack import stack
 from prokl.kernels.store import store
-from prokl.kernels.symmetric_product import (
-    shifted_polynomial,
-    symmetric_polynomial,
-    symmetric_product,
-    symmetric_product_pair,
-)
+from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
+from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
 from prokl.kernels.usable import usable
 from prokl.pair import Operand, Pair, residual_noise
 
@@ -54,6 +50,8 @@ class TritonPrimitives(Primitives):
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     shifted_polynomial = staticmethod(shifted_polynomial)
+    factor_ema = staticmethod(factor_ema)
+    coordinates_ema = staticmethod(coordinates_ema)
     project = staticmethod(project)
     admit = staticmethod(admit)
     cut = staticmethod(cut)
@@ -64,6 +62,12 @@ class TritonPrimitives(Primitives):
     def operand(self, t: Tensor) -> Operand:
         """Return a pair of float32 numbers where products are balanced, else the tensor."""
         return split(t) if self.balanced and t.dtype == torch.float32 else t
+
+    def operands(self, t: Tensor, u: Tensor) -> tuple[Operand, Operand]:
+        """Return the operand of both, in one launch."""
+        if self.balanced and t.dtype == u.dtype == torch.float32:
+            return split_two(t, u)
+        return self.operand(t), self.operand(u)
 
     def _factors(self, left: Operand, right: Operand) -> tuple[Operand, Operand]:
         """Return both as a product takes them: beside a pair float32 is split."""
@@ -92,6 +96,10 @@ class TritonPrimitives(Primitives):
         halves = isinstance(left, Pair) or (self.balanced and left.dtype == torch.float32)
         return (product_pair if halves else product)(left, right, C=C, alpha=alpha)
 
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T."""
+        return symmetric_product(X) if scale is None else gram(X, scale)
+
     def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
         """Return the operand of Q diag(a) Q^T, split as it is stored."""
         if self.balanced and Q.dtype == torch.float32:
@@ -103,11 +111,12 @@ class TritonPrimitives(Primitives):
         # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
         return symmetric_polynomial(Q.mT, product(L, Q).mT)
 
-    def row_energies(self, Q: Tensor, G_perp: Operand, E: Tensor) -> Tensor:
+    def row_energies(self, Q: Operand, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
-        if isinstance(G_perp, Pair):
-            return row_energies(split(Q).mT, G_perp)
-        return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+        if isinstance(Q, Tensor) and isinstance(G_perp, Tensor):
+            return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+        left, right = self._factors(Q.mT, G_perp)
+        return row_energies(left, right)
 
     def momentum(
         self,
@@ -152,12 +161,6 @@ class TritonPrimitives(Primitives):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Whiten what the factors' EMAs are made of, in one launch."""
         return samples(GQ, QtG, a.L, a.S, scale, weight)
-
-    def factor_ema(self, L: Tensor, X: Tensor, E: Tensor, tail: Tensor, beta: float, alpha: float) -> Tensor:
-        """Return beta L + alpha X X^T + tail E."""
-        own = combine(E, 1.0, L, beta, tail)
-        assert isinstance(own, Tensor)
-        return symmetric_product(X, C=own, alpha=alpha)
 
     def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
