@@ -46,15 +46,24 @@ def lower_tile(i):
 
 
 @triton.jit
-def _store_both_halves(D_ptr, stride_lo, at, d, i_m, i_n, o_m, o_n, M, mask, LO: tl.constexpr):
-    """Store a lower tile of a symmetric matrix, and its mirror image."""
+def _store_both_halves(
+    D_ptr, second_ptr, stride_lo, at, d, of_I, i_m, i_n, o_m, o_n, M, mask, LO: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """Store a lower tile of a symmetric matrix D, and its mirror image; where SHIFTED, D + of_I I besides."""
     if i_m == i_n:
         # Its halves can differ in rounding: the lower one is taken for both.
         d = tl.where(o_m[:, None] >= o_n[None, :], d, tl.trans(d))
     else:
         mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
-        store_result(D_ptr, stride_lo, at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, LO)
-    store_result(D_ptr, stride_lo, at + o_m[:, None] * M + o_n[None, :], d, mask, LO)
+        place = at + o_n[:, None] * M + o_m[None, :]
+        store_result(D_ptr, stride_lo, place, tl.trans(d), mirrored, LO)
+        if SHIFTED:  # off the diagonal
+            store_result(second_ptr, stride_lo, place, tl.trans(d), mirrored, False)
+    place = at + o_m[:, None] * M + o_n[None, :]
+    store_result(D_ptr, stride_lo, place, d, mask, LO)
+    if SHIFTED:
+        d = tl.where(o_m[:, None] == o_n[None, :], d + of_I, d)
+        store_result(second_ptr, stride_lo, place, d, mask, False)
 
 
 @triton.jit
@@ -98,6 +107,7 @@ def symmetric_product_kernel(
     HAS_C: tl.constexpr,
     HAS_E: tl.constexpr,
     SECOND: tl.constexpr,
+    OF_C: tl.constexpr,
     SQUARED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
@@ -110,7 +120,7 @@ def symmetric_product_kernel(
     """Compute D = alpha A B^T + beta C + gamma E, known to be symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), both pairs where LO, C and E (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous. Where
-    SQUARED alpha counts twice. Where SECOND, of_D D + of_C C + of_I I is stored besides, from the same sum.
+    SQUARED alpha counts twice. Where SECOND, D + of_I I or, with OF_C, of_D D + of_C C is stored besides, from one sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -138,13 +148,14 @@ def symmetric_product_kernel(
     if HAS_E:
         E_at = E_ptr + i_b * stride_E_b + o_m[:, None] * stride_E_m + o_n[None, :] * stride_E_n
         d += tl.load(E_at, mask, 0.0).to(SUM) * scale_of(gamma_ptr, 0.0, stride_gamma_b, i_b, True, SUM)
-    second = d
-    if SECOND:
-        second = d * tl.full((), of_D, SUM) + c * tl.full((), of_C, SUM)
-        second += tl.where(o_m[:, None] == o_n[None, :], tl.full((), of_I, SUM), 0.0)
-    _store_both_halves(D_ptr, stride_D_lo, i_b * M * M, d, i_m, i_n, o_m, o_n, M, mask, D_LO)
-    if SECOND:
-        _store_both_halves(second_ptr, stride_D_lo, i_b * M * M, second, i_m, i_n, o_m, o_n, M, mask, False)
+    to = i_b * M * M
+    shift = tl.full((), of_I, SUM)
+    _store_both_halves(
+        D_ptr, second_ptr, stride_D_lo, to, d, shift, i_m, i_n, o_m, o_n, M, mask, D_LO, SECOND and not OF_C
+    )
+    if OF_C:
+        d = d * tl.full((), of_D, SUM) + c * tl.full((), of_C, SUM)
+        _store_both_halves(second_ptr, D_ptr, stride_D_lo, to, d, shift, i_m, i_n, o_m, o_n, M, mask, False, False)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
@@ -259,6 +270,7 @@ def compute(
         HAS_C=C is not None,
         HAS_E=E is not None,
         SECOND=besides is not None,
+        OF_C=second is not None and second[1] != 0,
         SQUARED=squared,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,

@@ -366,7 +366,7 @@ KERNELS: tuple[Case, ...] = (
         lambda s: 2 * s.m * s.n * s.r, dtypes=(FP32, BF16), timed=BOTH, module=product,
     ),
     Case(
-        "row energies of pairs", tensors("Q mm", "G_perp mn pair"), _row_energies,
+        "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"), _row_energies,
         lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
     ),
     Case(
