@@ -1,12 +1,15 @@
 """A small set of calls for compute-sanitizer: ``compute-sanitizer --tool racecheck python -m tests.sanitize_qr``.
 
-Every kernel runs: one block and several, sums, shifts, and Householder's QR in shared and in global memory.
+Every kernel runs: one block and several, sums, shifts, and Householder's QR in shared and in global memory. The
+products are PyTorch's, as Triton's would be compiled while the sanitizer looks on.
 """
 
 import torch
 
+from prokl.backends import cuda_qr
+from prokl.backends.torch_ops import TorchPrimitives
 from tests.qr_bounds import assert_is_qr
-from tests.qr_forms import FORMS
+from tests.qr_forms import pieces
 from tests.qr_problems import CLASSES
 
 CALLS = [
@@ -22,12 +25,20 @@ CALLS = [
 ]
 
 
+PRODUCTS = TorchPrimitives(host_readable=False)
+FUNCTIONS = {
+    "qr": lambda A: cuda_qr._factorised(PRODUCTS, A, None),
+    "tracking": lambda *inputs: cuda_qr.track(PRODUCTS, *pieces(*inputs)),
+    "refresh": lambda L, Q: cuda_qr.refresh_basis(PRODUCTS, L, Q),
+}
+
+
 def main(device: str = "cuda") -> None:
     for dtype in (torch.float32, torch.float64):
         for operation, name, size in CALLS:
             inputs = CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
-            function = FORMS[operation]["extension"].function
-            Q = function(*(t.to(device) for t in inputs))
+            function = FUNCTIONS[operation]
+            Q = function(*(t.to(device) for t in inputs)).Q
             assert_is_qr(operation, inputs, Q.cpu())
             function(*(t.to(device) / 0 for t in inputs))  # not finite
             print(operation, name, size, dtype, "is a QR", flush=True)

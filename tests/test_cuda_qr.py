@@ -113,68 +113,6 @@ def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_nan(exte
     assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("k", [12, 150])
-def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extension_on_cpu, k):
-    (A,) = draw("qr", "random", (3, 150, k))
-    Q = torch.linalg.qr(A)[0].contiguous()
-    bound = 100 * k * torch.finfo(torch.float32).eps
-    # ||Q^T Q - I||_F is the change of the first column's squared length.
-    scaled = Q.clone()
-    scaled[..., 0] *= (1 + bound * torch.tensor([0.0, 0.97, 1.03])).sqrt()[:, None]
-    found = scaled.clone()
-    used = torch.ops.prokl.finish(A, found, scaled.mT @ scaled, None, torch.tensor([0, 4, 4], dtype=torch.int32))
-    assert [Used(u) for u in used.tolist()] == [Used(0), Used.RAISED, Used.RAISED | Used.HOUSEHOLDER]
-    assert same_bits(found[:2], scaled[:2])
-    assert_is_qr("qr", (A[2:],), found[2:])
-
-
-def test_a_gram_matrix_in_parts_is_their_sum(extension_on_cpu):
-    (W,) = draw("qr", "random", (2, 60, 20))
-    parts = torch.stack([part.mT @ part for part in W.split(20, dim=1)], dim=1)
-    whole = parts.sum(dim=1)
-    eps = torch.finfo(torch.float32).eps
-    for kind in (cuda_qr.Kind.PASS, cuda_qr.Kind.SETTLE):
-        found, wanted = (torch.ops.prokl.factor(N.contiguous(), kind, None)[0] for N in (parts, whole))
-        assert (found - wanted).abs().max() <= 20 * eps * wanted.abs().max()
-    orthonormal = torch.linalg.qr(W)[0].contiguous()
-    parts = torch.stack([part.mT @ part for part in orthonormal.split(20, dim=1)], dim=1)
-    Q = orthonormal.clone()
-    assert (torch.ops.prokl.finish(W, Q, parts, None, None) == 0).all() and same_bits(Q, orthonormal)
-
-
-@pytest.mark.parametrize("k", [1, 12, 140])
-@pytest.mark.parametrize("apart", [1e-3, 1e-2])
-def test_settling_takes_nearly_orthonormal_columns_to_the_q_of_their_qr(extension_on_cpu, k, apart):
-    (A,) = draw("qr", "random", (2, 150, k), torch.float64)
-    W = torch.linalg.qr(A)[0] * (1 + apart * draw("qr", "random", (2, 150, k), torch.float64)[0])
-    N = W.mT @ W
-    before = torch.linalg.matrix_norm(N - torch.eye(k, dtype=torch.float64))
-    settled = W @ torch.ops.prokl.factor(N, cuda_qr.Kind.SETTLE, None)[0]
-    Q = qr.householder_qr(W)
-    assert (torch.linalg.matrix_norm(settled - Q) <= 2 * before**2).all()
-
-
-@pytest.mark.parametrize("m", [12, 70, 140])
-def test_a_basis_rounded_to_bfloat16_is_refreshed_to_within_its_rounding(extension_on_cpu, m):
-    L, Q = draw("refresh", "condition 1e+04, moving", (2, m, m), torch.float64)
-    rounded, eye = Q.bfloat16().double(), torch.eye(m, dtype=torch.float64)
-    off = torch.linalg.matrix_norm(rounded @ rounded.mT - eye)
-    found = refresh_basis(L, rounded).Q
-    # To first order the Q of (I + E) A is that of A turned by a skew matrix, of which E's strict triangle is a half.
-    assert (torch.linalg.matrix_norm(found - qr.householder_qr(L @ rounded)) <= 1.1 * off).all()
-    assert (torch.linalg.matrix_norm(found.mT @ found - eye) <= 100 * m * torch.finfo(torch.float64).eps).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bases_do_not_lose_orthogonality_from_refresh_to_refresh(extension_on_cpu, dtype):
-    L, Q = draw("refresh", "condition 1e+04, moving", (2, 30, 30), dtype)
-    eye = torch.eye(30, dtype=torch.float64)
-    for _ in range(30):
-        Q = refresh_basis(L, Q).Q
-        off = torch.linalg.matrix_norm(Q.double().mT @ Q.double() - eye)
-        assert (off <= 30 * torch.finfo(dtype).eps).all()
-
-
 def test_a_shift_takes_the_other_columns_from_u(extension_on_cpu):
     V, K, U = draw("tracking", "rank-deficient, moving", (2, 60, 12), torch.float64)
     rank = int(torch.linalg.matrix_rank(V[0], rtol=1e-10))
@@ -359,11 +297,3 @@ def test_a_refresh_with_what_is_not_finite_keeps_the_basis(extension_on_cpu, val
         found = function(S, Q).Q
         assert same_bits(found[[0, 2]], wanted[[0, 2]])
         assert (found[1] - Q[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("operation, function", [("tracking", track), ("refresh", refresh_basis)])
-@pytest.mark.parametrize("size", [(3, 60, 12), (2, 150, 70), (1, 300, 130)])
-def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cpu, operation, function, size):
-    for name in CLASSES[operation]:
-        used = function(*draw(operation, name, size)).used
-        assert not (used & Used.HOUSEHOLDER).any(), name

@@ -289,6 +289,13 @@ KERNELS: tuple[Case, ...] = (
         lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
     ),
     product_case("product V", "nmr", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
+    # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, Q^T L Q.
+    product_case("product V F", "nrr", "nr, rr", ("alpha .",)),
+    product_case("symmetric W", "rn", "rnT", timed=(FP32,)),
+    Case(
+        "congruence", tensors("L mm~", "Q mm"), call("congruence", "L", "Q"), lambda s: s.m * (3 * s.m + 1) * s.m,
+        timed=(FP32,), module=symmetric_product,
+    ),
     product_case(
         "product Q X", "mmn", "mm polar, mn polar", ("C mn polar", "alpha .", "beta ."),
         timed=(FP32,), operand="polar", polar_flops=lambda s: 2 * s.m * s.m * s.n,

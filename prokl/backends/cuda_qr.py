@@ -3,8 +3,9 @@
 Q of a QR does not change when the matrix is multiplied on the right by an upper triangular one with a positive
 diagonal. A pass of Cholesky QR multiplies columns W by C^-T, W^T W = C C^T; where the pass before has made them nearly
 orthonormal the first terms of C^-T do as well, and need no factorisation. Two passes are enough for every matrix that
-comes with a Cholesky factor of its own (tests/test_cuda_qr.py); a look at the last Gram matrix sends what is left to
-Householder's QR. The device decides for each matrix: nothing is read on the host, and a CUDA graph can be captured.
+comes with a Cholesky factor of its own (``tests/test_cuda_qr_parts.py``); a look at the last Gram matrix sends what is
+left to Householder's QR. The device decides for each matrix: nothing is read on the host, and a CUDA graph can be
+captured.
 
 Dimension key: B matrices, m short side, n rows (long side), k columns, k <= n, r rank.
 """

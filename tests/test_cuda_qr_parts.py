@@ -1,0 +1,100 @@
+"""The parts that the CUDA extension's QR is composed of, and how far two passes of Cholesky QR go."""
+
+import pytest
+import torch
+
+from prokl.backends import cuda_qr, qr
+from prokl.cuda_qr import Used
+from tests.inputs import same_bits
+from tests.qr_bounds import assert_is_qr
+from tests.qr_forms import pieces, refresh_basis, track
+from tests.qr_problems import CLASSES
+from tests.tensor_cores import TensorCores
+from tests.test_cuda_qr import DTYPES, draw
+
+
+@pytest.mark.parametrize("k", [12, 150])
+def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extension_on_cpu, k):
+    (A,) = draw("qr", "random", (3, 150, k))
+    Q = torch.linalg.qr(A)[0].contiguous()
+    bound = 100 * k * torch.finfo(torch.float32).eps
+    # ||Q^T Q - I||_F is the change of the first column's squared length.
+    scaled = Q.clone()
+    scaled[..., 0] *= (1 + bound * torch.tensor([0.0, 0.97, 1.03])).sqrt()[:, None]
+    found = scaled.clone()
+    used = torch.ops.prokl.finish(A, found, scaled.mT @ scaled, None, torch.tensor([0, 4, 4], dtype=torch.int32))
+    assert [Used(u) for u in used.tolist()] == [Used(0), Used.RAISED, Used.RAISED | Used.HOUSEHOLDER]
+    assert same_bits(found[:2], scaled[:2])
+    assert_is_qr("qr", (A[2:],), found[2:])
+
+
+def test_a_gram_matrix_in_parts_is_their_sum(extension_on_cpu):
+    (W,) = draw("qr", "random", (2, 60, 20))
+    parts = torch.stack([part.mT @ part for part in W.split(20, dim=1)], dim=1)
+    whole = parts.sum(dim=1)
+    eps = torch.finfo(torch.float32).eps
+    for kind in (cuda_qr.Kind.PASS, cuda_qr.Kind.SETTLE):
+        found, wanted = (torch.ops.prokl.factor(N.contiguous(), kind, None)[0] for N in (parts, whole))
+        assert (found - wanted).abs().max() <= 20 * eps * wanted.abs().max()
+    orthonormal = torch.linalg.qr(W)[0].contiguous()
+    parts = torch.stack([part.mT @ part for part in orthonormal.split(20, dim=1)], dim=1)
+    Q = orthonormal.clone()
+    assert (torch.ops.prokl.finish(W, Q, parts, None, None) == 0).all() and same_bits(Q, orthonormal)
+
+
+@pytest.mark.parametrize("k", [1, 12, 140])
+@pytest.mark.parametrize("apart", [1e-3, 1e-2])
+def test_settling_takes_nearly_orthonormal_columns_to_the_q_of_their_qr(extension_on_cpu, k, apart):
+    (A,) = draw("qr", "random", (2, 150, k), torch.float64)
+    W = torch.linalg.qr(A)[0] * (1 + apart * draw("qr", "random", (2, 150, k), torch.float64)[0])
+    N = W.mT @ W
+    before = torch.linalg.matrix_norm(N - torch.eye(k, dtype=torch.float64))
+    settled = W @ torch.ops.prokl.factor(N, cuda_qr.Kind.SETTLE, None)[0]
+    Q = qr.householder_qr(W)
+    assert (torch.linalg.matrix_norm(settled - Q) <= 2 * before**2).all()
+
+
+@pytest.mark.parametrize("m", [12, 70, 140])
+def test_a_basis_rounded_to_bfloat16_is_refreshed_to_within_its_rounding(extension_on_cpu, m):
+    L, Q = draw("refresh", "condition 1e+04, moving", (2, m, m), torch.float64)
+    rounded, eye = Q.bfloat16().double(), torch.eye(m, dtype=torch.float64)
+    off = torch.linalg.matrix_norm(rounded @ rounded.mT - eye)
+    found = refresh_basis(L, rounded).Q
+    # To first order the Q of (I + E) A is that of A turned by a skew matrix, of which E's strict triangle is a half.
+    assert (torch.linalg.matrix_norm(found - qr.householder_qr(L @ rounded)) <= 1.1 * off).all()
+    assert (torch.linalg.matrix_norm(found.mT @ found - eye) <= 100 * m * torch.finfo(torch.float64).eps).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bases_do_not_lose_orthogonality_from_refresh_to_refresh(extension_on_cpu, dtype):
+    L, Q = draw("refresh", "condition 1e+04, moving", (2, 30, 30), dtype)
+    eye = torch.eye(30, dtype=torch.float64)
+    for _ in range(30):
+        Q = refresh_basis(L, Q).Q
+        off = torch.linalg.matrix_norm(Q.double().mT @ Q.double() - eye)
+        assert (off <= 30 * torch.finfo(dtype).eps).all()
+
+
+@pytest.mark.parametrize("name", ["condition 1e+06, moving", "rank-deficient, fresh", "dominated, fresh", "mixed"])
+def test_products_of_tensor_cores_are_exact_enough(extension_on_cpu, name):
+    # Largest of all classes: orthogonality 0.03 of its bound, backward error 0.07.
+    products, size = TensorCores(host_readable=False), (2, 150, 70)
+    V, K, U = tracked = draw("tracking", name, size)
+    refreshed = draw("refresh", name, size)
+    for operation, inputs, (Q, used) in (
+        ("tracking", tracked, cuda_qr.track(products, *pieces(V, K, U))),
+        ("refresh", refreshed, cuda_qr.refresh_basis(products, *refreshed)),
+    ):
+        assert_is_qr(operation, inputs, Q)
+        assert not (used & Used.HOUSEHOLDER).any()
+
+
+@pytest.mark.parametrize("operation, function", [("tracking", track), ("refresh", refresh_basis)])
+@pytest.mark.parametrize(
+    "size, dtype",
+    [((3, 60, 12), DTYPES[0]), ((3, 60, 12), DTYPES[1]), ((2, 150, 70), DTYPES[0]), ((1, 300, 130), DTYPES[0])],
+)
+def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cpu, operation, function, size, dtype):
+    for name in CLASSES[operation]:
+        used = function(*draw(operation, name, size, dtype)).used
+        assert not (used & Used.HOUSEHOLDER).any(), name
