@@ -176,7 +176,7 @@ def _precondition(a: Arguments, programs: int) -> Work:
         read + _moved((a["out_ptr"], batch * M * R)),
         programs,
         {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
-        2.0 * batch * (M * M * R + M * R * R + R**3),
+        2.0 * batch * (M * M * R + 2 * M * R * R),
         (a["TILE_M"], a["TILE_R"]),
     )
 
