@@ -12,6 +12,16 @@ from prokl.algorithm.primitives import Primitives, clipped_ema, damp
 from prokl.backends import qr
 from prokl.pair import Operand, Pair, parts, residual_noise
 
+PANEL = 64
+"""Rows of a symmetric product that are computed at once, up to the diagonal: on a CPU, with products in float32 and
+float64. Measured (AMD EPYC, one thread, float32, 192 to 1024 rows): 64 took 0.6 to 0.9 of the full product's time,
+about the least of 32 to 192; in bfloat16 panels took longer than the full product."""
+
+
+def _pays(left: Tensor) -> bool:
+    """Return True if a symmetric product with this left factor takes less time in panels."""
+    return left.shape[-2] > PANEL and left.dtype in (torch.float32, torch.float64)
+
 
 def _per_matrix(scale: float | Tensor) -> float | Tensor:
     """Return a scale so that it broadcasts over matrices."""
@@ -75,13 +85,41 @@ class TorchPrimitives(Primitives):
         self, A: Operand, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C."""
-        return self.product(A, A.mT, C=C, alpha=alpha, beta=beta)
+        return self.symmetric_polynomial(A, A.mT, C=C, alpha=alpha, beta=beta)
 
     def symmetric_operand(self, A: Operand, /) -> Operand:
         """Return the operand of A A^T."""
-        return self.operand(self.product(A, A.mT))
+        return self.operand(self.symmetric_product(A))
 
-    symmetric_polynomial = product
+    def symmetric_polynomial(
+        self,
+        left: Operand,
+        right: Operand,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Return alpha left right + beta C, which is symmetric."""
+        if isinstance(left, Tensor) and isinstance(right, Tensor) and self.host_readable and _pays(left):
+            return self._mirrored(left, right, C, alpha, beta)
+        return self.product(left, right, C=C, alpha=alpha, beta=beta)
+
+    def _mirrored(
+        self, left: Tensor, right: Tensor, C: Tensor | None, alpha: float | Tensor, beta: float | Tensor
+    ) -> Tensor:
+        """Return a symmetric product of which the panels up to the diagonal are computed."""
+        m = left.shape[-2]
+        found = left.new_empty((left.shape[0], m, m))
+        for start in range(0, m, PANEL):
+            end = min(start + PANEL, m)
+            rows, own = slice(start, end), None if C is None else C[:, start:end, :end]
+            # A result of its own: batched BLAS takes no strided one.
+            panel = self.product(left[:, rows], right[:, :, :end], C=own, alpha=alpha, beta=beta)
+            found[:, rows, :end] = panel
+            found[:, :start, rows] = panel[:, :, :start].mT
+        return found
 
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return G U and M U."""
