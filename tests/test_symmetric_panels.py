@@ -1,9 +1,10 @@
-"""Symmetric products on a CPU, of which panels up to the diagonal are computed and the rest is mirrored."""
+"""What a CPU computes of a symmetric matrix: panels up to the diagonal; and copies of matrices that lie transposed."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from prokl.backends.io import _fill
 from prokl.backends.torch_ops import PANEL, TorchPrimitives
 
 CPU, ELSEWHERE = TorchPrimitives(host_readable=True), TorchPrimitives(host_readable=False)
@@ -50,3 +51,26 @@ def test_four_panels_take_five_eighths_of_the_product_and_half_precision_and_oth
     full = 2 * A.numel() * 4 * PANEL
     assert flops(CPU, A) == full * 5 / 8
     assert flops(CPU, A.bfloat16()) == flops(ELSEWHERE, A) == flops(CPU, A[:, :PANEL]) * 16 == full
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_row_energies_take_what_is_right_of_the_diagonal_from_what_is_left_of_it(m):
+    E, Q = CPU.symmetric_product(drawn(2, m, 33)), drawn(2, m, m)
+    found, whole = (ops.row_energies(Q, E, E) for ops in (CPU, ELSEWHERE))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13 * float(whole.max()))
+    torch.testing.assert_close(
+        found, (Q.mT @ E @ Q).diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-13 * float(whole.max())
+    )
+    hidden = E.clone()
+    for start in range(0, m, PANEL):
+        hidden[:, start : start + PANEL, start + PANEL :] = float("nan")
+    assert CPU.row_energies(Q, E, hidden).equal(found)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("into_transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_are_copied_however_either_side_lies(count, into_transposed, transposed):
+    values = drawn(count, 5, 7).mT if transposed else drawn(count, 7, 5)
+    into = torch.empty(count, 5, 7).double().mT if into_transposed else torch.empty(count, 7, 5).double()
+    assert _fill(into, values) is into and into.equal(values)

@@ -5,6 +5,8 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,14 @@ about the least of 32 to 192; in bfloat16 panels took longer than the full produ
 
 
 def _pays(left: Tensor) -> bool:
-    """Return True if a symmetric product with this left factor takes less time in panels."""
+    """Return True if a product with this left factor of which half is known takes less time in panels."""
     return left.shape[-2] > PANEL and left.dtype in (torch.float32, torch.float64)
+
+
+def _panels(m: int) -> Iterator[slice]:
+    """Yield the rows of every panel."""
+    for start in range(0, m, PANEL):
+        yield slice(start, min(start + PANEL, m))
 
 
 def _per_matrix(scale: float | Tensor) -> float | Tensor:
@@ -112,13 +120,12 @@ class TorchPrimitives(Primitives):
         """Return a symmetric product of which the panels up to the diagonal are computed."""
         m = left.shape[-2]
         found = left.new_empty((left.shape[0], m, m))
-        for start in range(0, m, PANEL):
-            end = min(start + PANEL, m)
-            rows, own = slice(start, end), None if C is None else C[:, start:end, :end]
+        for rows in _panels(m):
+            own = None if C is None else C[:, rows, : rows.stop]
             # A result of its own: batched BLAS takes no strided one.
-            panel = self.product(left[:, rows], right[:, :, :end], C=own, alpha=alpha, beta=beta)
-            found[:, rows, :end] = panel
-            found[:, :start, rows] = panel[:, :, :start].mT
+            panel = self.product(left[:, rows], right[:, :, : rows.stop], C=own, alpha=alpha, beta=beta)
+            found[:, rows, : rows.stop] = panel
+            found[:, : rows.start, rows] = panel[:, :, : rows.start].mT
         return found
 
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,8 +136,16 @@ class TorchPrimitives(Primitives):
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
         if isinstance(G_perp, Pair):
             return _product(self.operand(Q).mT, G_perp).square().sum(dim=-1)
-        # Rounding may leave a vanishing energy negative.
-        return (E @ Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+        if self.host_readable and _pays(E):
+            found = torch.zeros(Q.shape[0], Q.shape[-1], dtype=E.dtype, device=E.device)
+            for rows in _panels(E.shape[-1]):
+                own = E[:, rows, rows] @ Q[:, rows]
+                # What lies left of the diagonal lies above it, too.
+                own.baddbmm_(E[:, rows, : rows.start], Q[:, : rows.start], alpha=2)
+                found += own.mul_(Q[:, rows]).sum(dim=-2)
+        else:
+            found = (E @ Q).mul_(Q).sum(dim=-2)
+        return found.clamp_(min=0)  # rounding may leave a vanishing energy negative
 
     def momentum(
         self,
