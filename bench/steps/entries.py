@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from bench.optimizers import OPTIMIZERS
 from bench.shapes import ParameterSet
 from prokl import ops
-from prokl.algorithm.newton_schulz import standard
-from prokl.backends.torch_ops import TorchPrimitives
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
@@ -77,11 +75,13 @@ class Float32Muon(torch.optim.Muon):
 
 
 def orthogonalised(G: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Orthogonalise a matrix as torch does, in its own dtype."""
+    """Orthogonalise a matrix by the operators that torch's function calls, in its own dtype."""
+    a, b, c = coefficients
     X = G if G.shape[0] <= G.shape[1] else G.mT
-    X = standard(
-        (X / X.norm().clamp_min(eps))[None], None, steps, coefficients, TorchPrimitives(G.device.type == "cpu")
-    )[0]
+    X = X / X.norm().clamp_min(eps)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X if G.shape[0] <= G.shape[1] else X.mT
 
 

@@ -153,6 +153,22 @@ class BucketIO(Protocol):
         ...
 
 
+def _fill(into: Tensor, values: Tensor) -> Tensor:
+    """Copy matrices (c,m,n), of which ``into`` may lie transposed; return ``into``.
+
+    One after another where they lie differently: of a matrix by itself PyTorch copies the transpose in blocks.
+    Measured on a CPU, 768x3072 in float32: in a third of the time.
+    """
+    if into.stride() == values.stride():
+        return into.copy_(values)
+    for own, one in zip(into, values, strict=True):
+        if own.is_contiguous():
+            own.copy_(one)
+        else:
+            own.mT.copy_(one.mT)
+    return into
+
+
 class TorchIO:
     """Reads and writes one parameter after another with PyTorch."""
 
@@ -170,13 +186,15 @@ class TorchIO:
         self.gradients = [member.gradient() for member in self.members]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Concatenate the gradients in the arithmetic dtype, and judge them."""
+        """Copy the gradients in the arithmetic dtype, and judge them."""
         a = self.layout
-        parts = [
-            torch.zeros(member.shape.count, a.m, a.n, dtype=a.dtype, device=a.device) if g is None else g.to(a.dtype)
-            for g, member in zip(self.gradients, self.members, strict=True)
-        ]
-        G = torch.cat(parts)
+        G = torch.empty((a.count, a.m, a.n), dtype=a.dtype, device=a.device)
+        for g, member in zip(self.gradients, self.members, strict=True):
+            own = G[member.rows.start : member.rows.stop]
+            if g is None:
+                own.zero_()
+            else:
+                _fill(own, g.to(a.dtype))
         if negate:
             G = G.neg_()
         sq_norm = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
@@ -191,6 +209,8 @@ class TorchIO:
                 continue
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
             own, moves = D[rows], None if active is None else active[rows]
+            if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
+                own = _fill(torch.empty_like(W, dtype=D.dtype), own)
             if moves is None and W.dtype == D.dtype:
                 self._advance(W, own, direction)
             else:

@@ -1,0 +1,76 @@
+"""What a CPU computes of a symmetric matrix: panels up to the diagonal; and copies of matrices that lie transposed."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from prokl.backends.io import _fill
+from prokl.backends.torch_ops import PANEL, TorchPrimitives
+
+CPU, ELSEWHERE = TorchPrimitives(host_readable=True), TorchPrimitives(host_readable=False)
+SIZES = (1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL, 3 * PANEL + 5)
+WEIGHTS = {
+    "plain": {},
+    "numbers": {"alpha": 0.7, "beta": -2.0},
+    "per matrix": {"alpha": torch.tensor([0.7, 0.0]).double(), "beta": torch.tensor([1.0, 3.0]).double()},
+}
+
+
+def drawn(*shape, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("given", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("m", SIZES)
+def test_a_product_and_a_polynomial_are_the_full_ones_and_mirrored_beyond_the_panels(m, given):
+    A = drawn(2, m, 33)
+    C = A @ A.mT
+    symmetric = (C + C.mT) / 2
+    for found, full in (
+        (CPU.symmetric_product(A, **given), ELSEWHERE.symmetric_product(A, **given)),
+        (CPU.symmetric_product(A, C=symmetric, **given), ELSEWHERE.symmetric_product(A, C=symmetric, **given)),
+        (
+            CPU.symmetric_polynomial(symmetric, symmetric, C=symmetric, **given),
+            ELSEWHERE.symmetric_polynomial(symmetric, symmetric, C=symmetric, **given),
+        ),
+    ):
+        torch.testing.assert_close(found, full, rtol=0, atol=1e-14 * float(full.abs().max()) + 1e-300)
+        assert torch.equal(found[:, PANEL:, :PANEL], found[:, :PANEL, PANEL:].mT)
+    transposed = drawn(2, 33, m).mT
+    torch.testing.assert_close(CPU.symmetric_product(transposed), transposed @ transposed.mT, rtol=0, atol=1e-11)
+
+
+def flops(ops, A):
+    with FlopCounterMode(display=False) as counter:
+        ops.symmetric_product(A)
+    return counter.get_total_flops()
+
+
+def test_four_panels_take_five_eighths_of_the_product_and_half_precision_and_other_devices_all_of_it():
+    A = drawn(3, 4 * PANEL, 40, dtype=torch.float32)
+    full = 2 * A.numel() * 4 * PANEL
+    assert flops(CPU, A) == full * 5 / 8
+    assert flops(CPU, A.bfloat16()) == flops(ELSEWHERE, A) == flops(CPU, A[:, :PANEL]) * 16 == full
+
+
+@pytest.mark.parametrize("m", SIZES)
+def test_row_energies_take_what_is_right_of_the_diagonal_from_what_is_left_of_it(m):
+    E, Q = CPU.symmetric_product(drawn(2, m, 33)), drawn(2, m, m)
+    found, whole = (ops.row_energies(Q, E, E) for ops in (CPU, ELSEWHERE))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13 * float(whole.max()))
+    torch.testing.assert_close(
+        found, (Q.mT @ E @ Q).diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-13 * float(whole.max())
+    )
+    hidden = E.clone()
+    for start in range(0, m, PANEL):
+        hidden[:, start : start + PANEL, start + PANEL :] = float("nan")
+    assert CPU.row_energies(Q, E, hidden).equal(found)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("into_transposed", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_are_copied_however_either_side_lies(count, into_transposed, transposed):
+    values = drawn(count, 5, 7).mT if transposed else drawn(count, 7, 5)
+    into = torch.empty(count, 5, 7).double().mT if into_transposed else torch.empty(count, 7, 5).double()
+    assert _fill(into, values) is into and into.equal(values)
