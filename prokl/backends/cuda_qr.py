@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -208,12 +209,16 @@ def _checked(A: Tensor) -> tuple[int, int, int]:
 
 def _module(like: Tensor) -> ModuleType:
     """Return the extension's functions for a tensor's device and dtype."""
-    reason = extension.unsupported_reason(like.device)
+    return _functions(extension.load()[0], like.device, like.dtype)
+
+
+@lru_cache(maxsize=64)
+def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dtype) -> ModuleType:
+    """Check once that the extension runs there: driver and device stay what they are."""
+    reason = extension.unsupported_reason(device)
     if reason is not None:
-        raise ValueError(f"Invalid device={like.device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
-    module, _ = extension.load()
-    assert module is not None
-    found: ModuleType = getattr(module, DTYPES[like.dtype])
+        raise ValueError(f"Invalid device={device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
+    found: ModuleType = getattr(module, DTYPES[dtype])
     return found
 
 
