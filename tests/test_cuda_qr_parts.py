@@ -98,3 +98,14 @@ def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cp
     for name in CLASSES[operation]:
         used = function(*draw(operation, name, size, dtype)).used
         assert not (used & Used.HOUSEHOLDER).any(), name
+
+
+@pytest.mark.parametrize("size", [(2, 40, 3), (2, 300, 100)])
+def test_householder_scales_a_column_by_its_largest_element_wherever_that_is(extension_on_cpu, size):
+    (A,) = draw("qr", "random", size)
+    A *= 1e25
+    A[:, ::8] *= 1e-45  # all rows of one warp
+    A[:, :, 1] = 0  # the other sizes' Cholesky passes give up on a column of zeros
+    Q, used = cuda_qr.qr(A)
+    assert (used & Used.HOUSEHOLDER).all()
+    assert_is_qr("qr", (A,), Q)
