@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -28,6 +29,7 @@ from bench.micro.kernels import KERNELS as CASES  # noqa: E402
 from bench.model import trace  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
+from prokl import KLShampoo, ProKLShampoo  # noqa: E402
 from prokl.backends import extension  # noqa: E402
 from prokl.kernels import launch as launch_module  # noqa: E402
 from prokl.kernels.launch import Tile  # noqa: E402
@@ -176,12 +178,13 @@ def test_large_loops_of_a_balanced_step_do_not_wait_and_whole_matrices_move_16_b
     assert {(row["load_bytes"], row["store_bytes"]) for row in copies} == {("16", "16")}
 
 
-def test_what_a_balanced_step_launches_is_compiled(monkeypatch):
+@pytest.mark.parametrize("optimizer", [partial(ProKLShampoo, rank=128), KLShampoo], ids=["pro", "kl"])
+def test_what_a_balanced_step_launches_is_compiled(optimizer, monkeypatch):
     monkeypatch.setattr(launch_module, "INTERPRETED", False)
     compiled = {(launch.kernel, describe(launch)) for launch in every_launch()}
     missing = set()
     for dtype in (torch.bfloat16, torch.float32):
-        for buckets in trace.steps(SETS["gpt2-124m"], dtype, 128).values():
+        for buckets in trace.steps_of(SETS["gpt2-124m"], dtype, optimizer).values():
             launches = [event.launch for events in buckets for event in events if event.launch]
             found = {(own.kernel, re.sub(r" addresses\[.*\]", "", describe(own))) for own in launches}
             missing |= {key for key in found if {"a_lo", "lo", "u_lo"} & set(key[1].split()) or key[0] in COPIES}

@@ -68,7 +68,7 @@ def test_the_papers_form_has_no_such_bound(method, case):
 
 def test_the_papers_form_is_not_finite_after_a_huge_gradient_even_if_all_of_it_is_orthogonalised():
     case = DISTURBED["beyond float32's squares"]
-    assert longest(case, paper("complement-only"), "torch") == math.inf
+    assert longest(case, paper("complement-only"), "reference") == math.inf  # in float32; batched, squares are float64
 
 
 @pytest.mark.parametrize("method", OWN)

@@ -17,7 +17,7 @@ from bench import gate
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.kernels.launch import Tile
-from prokl.pair import Pair
+from prokl.pair import Operand, Pair
 
 AGREE = 1e-12
 """Largest distance of the PyTorch form from the plain one, both in float64, so that one confirms the other. Measured:
@@ -151,6 +151,27 @@ def numbers(device: torch.device, seed: int = 0) -> Draw:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     return draw
+
+
+def arithmetic(t: Operand) -> torch.dtype:
+    """Return the dtype of a tensor, or that of which a pair holds the halves."""
+    return torch.float32 if isinstance(t, Pair) else t.dtype
+
+
+def call(name: str, *arguments: str) -> Bind:
+    """Return what binds the primitive ``name`` to these inputs in order, and to all others by name.
+
+    A bucket's I/O gives gradients G in the weights' dtype to Triton alone, to others in the arithmetic one.
+    """
+
+    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+        if "G" in i and ops.name != "triton":
+            i = i | {"G": i["G"].to(arithmetic(i["U"]))}
+        given = [i[key] for key in arguments]
+        rest = {key: value for key, value in i.items() if key not in arguments}
+        return lambda: getattr(ops, name)(*given, **rest)
+
+    return bind
 
 
 def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:

@@ -26,10 +26,12 @@ LR, WEIGHT_DECAY = 1e-3, 0.1
 FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active .?")
 """Of a direction, and which matrices step."""
 STATE = {"U": "nr", "L": "mm", "S": "rr", "Q_L": "mm", "Q_S": "rr"}
-STATE |= {"inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r"}
+STATE |= {"M": "mn", "R": "nn", "inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
 STATE |= dict.fromkeys(("inv_sqrt_mu", "trust", "clipped", "stale", "lambda_0"), ".")
-"""Sides of what a step stores, in the order of the state."""
+"""Sides of what a step stores."""
+KL_STEPPED = "M L R inv_sqrt_lambda_L inv_sqrt_lambda_R trust clipped stale lambda_0"
 STEPPED = "U L S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu trust clipped stale lambda_0"
+"""In the order of the state."""
 
 
 def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, Draw], Inputs]:

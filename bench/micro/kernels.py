@@ -17,57 +17,34 @@ from bench.micro.case import (
     FP32,
     FP32_POLAR,
     FP64,
-    Bind,
     Case,
     Draw,
     Dtypes,
     Inputs,
     Parts,
     Sizes,
+    arithmetic,
+    call,
     tensors,
 )
-from bench.micro.io import LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
+from bench.micro.io import KL_STEPPED, LR, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
+from bench.micro.small import SMALL
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm import counts
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
-from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
+from prokl.algorithm.primitives import Direction, Primitives, Residual
 from prokl.algorithm.shapes import compute_dtype
 from prokl.kernels import (
-    admit,
-    combine,
     momentum,
-    norms,
     precondition,
     product,
     project,
-    split,
     symmetric_product,
 )
 from prokl.pair import Operand, Pair
 
 BOTH = (FP32, BF16)
 STORED = (FP32, BF16, BF16_STATE, FP64)
-
-
-def arithmetic(t: Operand) -> torch.dtype:
-    """Return the dtype of a tensor, or that of which a pair holds the halves."""
-    return torch.float32 if isinstance(t, Pair) else t.dtype
-
-
-def call(name: str, *arguments: str) -> Bind:
-    """Return what binds the primitive ``name`` to these inputs in order, and to all others by name.
-
-    A bucket's I/O gives gradients G in the weights' dtype to Triton alone, to others in the arithmetic one.
-    """
-
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        if "G" in i and ops.name != "triton":
-            i = i | {"G": i["G"].to(arithmetic(i["U"]))}
-        given = [i[key] for key in arguments]
-        rest = {key: value for key, value in i.items() if key not in arguments}
-        return lambda: getattr(ops, name)(*given, **rest)
-
-    return bind
 
 
 def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -136,26 +113,18 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
-def _split_two(i: Inputs, ops: Primitives) -> Callable[[], tuple[Pair, Pair]]:
-    if ops.name == "triton":
-        return lambda: split.split_two(i["x"], i["y"])
-    return lambda: (Pair.split(i["x"]), Pair.split(i["y"]))
-
-
 def _scaled_gram(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
     return lambda: ops.gram(i["X"], i["scale"])
-
-
-def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
-    x, a = i["x"], i.get("a")
-    if ops.name == "triton":
-        return lambda: split.split(x, a)
-    return lambda: Pair.split(x if a is None else x * a.sqrt()[:, None, :])
 
 
 def _symmetric_pair(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
     form = symmetric_product.symmetric_product_pair if ops.name == "triton" else ops.symmetric_product
     return lambda: form(i["A"])
+
+
+def _split_product(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+    form = product.product_pair if ops.name == "triton" else ops.product
+    return lambda: form(i["A"], i["B"])
 
 
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
@@ -212,52 +181,6 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
     name += " of pairs" * pair
     flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
     return Case(name, inputs, bind, flops, module=momentum, **fields)
-
-
-def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
-    inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
-    weights = H.gradient_weights[0], H.momentum
-
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        x, y, c = i["x"], i["y"], i.get("scale")
-        if ops.name != "triton":
-            sum_of = lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y  # noqa: E731
-            # Of pairs the error is that of their halves.
-            return (lambda: Pair.split(sum_of()) if x.dtype == torch.float32 else sum_of()) if pair else sum_of
-        return lambda: combine.combine(x, weights[0], y, weights[1], c, pair)
-
-    name = "combine" + " scaled" * scaled + " and split" * pair
-    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
-
-
-def _samples(scaled: bool, **fields: Any) -> Case:
-    inputs = tensors("GQ mr", "QtG mr", "a_L m", "a_S r", *["scale .+"] * scaled)
-
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        roots = Roots(i["a_L"], i["a_S"], i["a_L"])  # of mu none is read
-        return lambda: ops.samples(i["GQ"], i["QtG"], roots, i.get("scale"), 0.1)
-
-    name = "samples" + " without bound" * (not scaled)
-    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
-
-
-def _normalising(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
-    energy, residual = i["energy"], Residual(i["energy"], i["size"], i["whole"], 1e-9)
-    if ops.name == "triton":
-        return lambda: norms.inverse_norm(*residual)
-    return lambda: torch.where(residual.negligible(), 0.0, energy.sum(dim=1).rsqrt())
-
-
-def _admit(**fields: Any) -> Case:
-    roots = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "trust .+", "lambda_0 .+")
-    drawn = tensors("A mr", "QtG mr", "e_res m+", "M . momentum", *roots)
-    names = ("A", "QtG", "e_res")
-
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        state = {name: t for name, t in i.items() if name not in names}
-        return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
-
-    return Case("admit kernel", drawn, bind, lambda s: 8 * s.m * s.r, module=admit, **fields)
 
 
 KERNELS: tuple[Case, ...] = (
@@ -339,31 +262,8 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X Q scale left right", cautious=True, dtypes=(FP32, BF16, FP32_POLAR, FP64)),
     apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
-    _admit(dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,)),
-    _combine(scaled=True, pair=False, dtypes=(FP32, FP64)),
-    _combine(scaled=False, pair=False),
-    _combine(scaled=True, pair=True, timed=(FP32,)),
-    _combine(scaled=False, pair=True),
-    _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
-    _samples(scaled=False),
-    Case(
-        "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, dtype=lambda s, d: d.polar),
-        call("cut", "t", "largest", "dtype", "bounded", "clipped"), lambda s: 3 * s.m * s.r,
-        dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
-    ),
-    Case(
-        "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising, lambda s: s.m + 2 * s.r,
-        dtypes=(FP32, FP64), timed=(FP32,), module=norms,
-    ),
-    store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
-    store_case("store bases", "Q_L Q_S stale", "a", dtypes=(FP32, BF16_STATE)),
+    *SMALL,
     # What a balanced step takes instead.
-    Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
-    Case(
-        "split two", tensors("x mm", "y nr"), _split_two, lambda s: 2 * (s.m * s.m + s.n * s.r),
-        timed=(FP32,), module=split,
-    ),
-    Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(
         hat=True, scaled=True, active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"
@@ -387,6 +287,19 @@ KERNELS: tuple[Case, ...] = (
     product_case("product of pairs", "mmr", "mm pair, mr pair", timed=(FP32,), operand="pair"),
     product_case("product V of pairs", "nmr", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
     product_case("symmetric E of pairs", "mn", "mn pair", timed=(FP32,), operand="pair"),
+    Case(
+        "product of pairs, split", tensors("A mr pair", "B rr pair"), _split_product, lambda s: 2 * s.m * s.r * s.r,
+        module=product, operand="pair",
+    ),
+    # And KL-Shampoo's.
+    store_case("store of KL-Shampoo", KL_STEPPED, "ae", dtypes=(FP32, BF16_STATE)),
+    apply_case("X active", after=True, dtypes=(FP32_POLAR,)),
+    apply_case("X active", "stochastic", after=True, dtypes=(replace(BF16, polar=torch.float32),)),
+    product_case("product Q_L^T G of pairs", "mmn", "mmT pair, mn pair"),
+    product_case("product by Q_R^T of pairs", "mnn", "mn pair, nnT pair"),
+    product_case("symmetric L of pairs", "mn", "mn pair", ("C mm~",)),
+    product_case("symmetric R of pairs", "nm", "nmT pair", ("C nn~",)),
+    product_case("symmetric R", "nm", "nmT", ("C nn~",)),
     Case(
         "symmetric P of pairs", tensors("A mm pair"), _symmetric_pair,
         lambda s: s.m * (s.m + 1) * s.m, timed=(FP32,), module=symmetric_product, operand="pair",
