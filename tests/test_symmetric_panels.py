@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from prokl.backends.io import _fill
-from prokl.backends.torch_ops import PANEL, TorchPrimitives
+from prokl.backends.torch_ops import PANEL, PANELS, TorchPrimitives
 
 CPU, ELSEWHERE = TorchPrimitives(host_readable=True), TorchPrimitives(host_readable=False)
 SIZES = (1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL, 3 * PANEL + 5)
@@ -23,7 +23,7 @@ def drawn(*shape, dtype=torch.float64):
 @pytest.mark.parametrize("given", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("m", SIZES)
 def test_a_product_and_a_polynomial_are_the_full_ones_and_mirrored_beyond_the_panels(m, given):
-    A = drawn(2, m, 33)
+    A = drawn(2, m, PANEL + 1)
     C = A @ A.mT
     symmetric = (C + C.mT) / 2
     for found, full in (
@@ -36,7 +36,7 @@ def test_a_product_and_a_polynomial_are_the_full_ones_and_mirrored_beyond_the_pa
     ):
         torch.testing.assert_close(found, full, rtol=0, atol=1e-14 * float(full.abs().max()) + 1e-300)
         assert torch.equal(found[:, PANEL:, :PANEL], found[:, :PANEL, PANEL:].mT)
-    transposed = drawn(2, 33, m).mT
+    transposed = drawn(2, PANEL + 1, m).mT
     torch.testing.assert_close(CPU.symmetric_product(transposed), transposed @ transposed.mT, rtol=0, atol=1e-11)
 
 
@@ -47,9 +47,12 @@ def flops(ops, A):
 
 
 def test_four_panels_take_five_eighths_of_the_product_and_half_precision_and_other_devices_all_of_it():
-    A = drawn(3, 4 * PANEL, 40, dtype=torch.float32)
+    A = drawn(3, 4 * PANEL, 2 * PANEL, dtype=torch.float32)
     full = 2 * A.numel() * 4 * PANEL
     assert flops(CPU, A) == full * 5 / 8
+    assert flops(CPU, A[:, :, :PANEL]) == full / 2  # too thin to pay
+    larger = drawn(1, 2 * PANEL * PANELS, 2 * PANEL, dtype=torch.float32)
+    assert flops(CPU, larger) == 2 * larger.numel() * larger.shape[1] * (PANELS + 1) / (2 * PANELS)
     assert flops(CPU, A.bfloat16()) == flops(ELSEWHERE, A) == flops(CPU, A[:, :PANEL]) * 16 == full
 
 

@@ -3,7 +3,7 @@
 An entry's key is made of what is in Triton's files, of Python's version through its libtriton, of ptxas's version, of a
 kernel's text and line number, its arguments' types and what they are specialised on, and of settings in TRITON_...
 variables; of no path, driver or torch. Triton of the same wheel finds the entries on another machine, therefore, once
-:mod:`bench.unpack` has written anew where their files are. It compiles a launcher in C for every signature yet.
+:mod:`bench.unpack` has written anew where their files are; it still compiles a launcher in C for each signature there.
 """
 
 import sys

@@ -16,21 +16,26 @@ from prokl.algorithm.primitives import Primitives, Residual, Roots
 from prokl.backends import qr
 from prokl.pair import Operand, Pair, parts, residual_noise
 
-PANEL = 64
-"""Rows of a symmetric product that are computed at once, up to the diagonal: on a CPU, with products in float32 and
-float64. Measured (AMD EPYC, one thread, float32, 192 to 1024 rows): 64 took 0.6 to 0.9 of the full product's time,
-about the least of 32 to 192; in bfloat16 panels took longer than the full product."""
+PANEL, PANELS = 64, 8
+"""Least rows, and most number, of the panels of a symmetric product that are computed, up to the diagonal: on a CPU,
+with products in float32 and float64. Measured (AMD EPYC, one thread, float32, 192 to 1024 rows): panels of 64 and of an
+eighth took 0.6 to 0.9 of the full product's time, others of 32 to 192 rows hardly less or more; in bfloat16 panels took
+longer than the full product."""
 
 
 def _pays(left: Tensor) -> bool:
-    """Return True if a product with this left factor of which half is known takes less time in panels."""
-    return left.shape[-2] > PANEL and left.dtype in (torch.float32, torch.float64)
+    """Return True if a product with this left factor of which half is known takes less time in panels.
+
+    A thin factor's takes little but the writing.
+    """
+    return min(left.shape[-2:]) > PANEL and left.dtype in (torch.float32, torch.float64)
 
 
 def _panels(m: int) -> Iterator[slice]:
     """Yield the rows of every panel."""
-    for start in range(0, m, PANEL):
-        yield slice(start, min(start + PANEL, m))
+    rows = max(PANEL, -(-m // PANELS))
+    for start in range(0, m, rows):
+        yield slice(start, min(start + rows, m))
 
 
 def _per_matrix(scale: float | Tensor) -> float | Tensor:
