@@ -7,15 +7,13 @@ B: matrices; M: short side; R: rank; N: long side.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from prokl.algorithm import evidence
-from prokl.algorithm.primitives import Admitted, Roots, State
-from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import ceiling
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
 from prokl.kernels.operands import aligned
@@ -24,8 +22,32 @@ ELEMENTS = 4096
 """Of A that a program holds at a time: all rows of as many columns. Twice as many spill on sm_90."""
 COLUMNS = 16
 """At most; 64 bytes of a row."""
-QUIET, TRUSTED = tl.constexpr(evidence.QUIET), tl.constexpr(evidence.TRUSTED)
-LOST = tl.constexpr(1 / (2 * evidence.PATIENCE))
+
+
+class Bound(NamedTuple):
+    """The numbers of a decision, as ``prokl.algorithm.evidence`` has them."""
+
+    kappa: float
+    """Largest whitened size."""
+    quiet: float
+    """That below which a gradient is silence."""
+    trusted: float
+    """Trust from which a state is kept through silence."""
+    lost: float
+    """Trust that a silent gradient takes."""
+
+
+class Found(NamedTuple):
+    """What a launch leaves, contiguous and in the dtype of the arithmetic."""
+
+    rows: Tensor
+    """(3,B,m): inverse roots of L as the direction takes them, new ones, and those damped."""
+    columns: Tensor
+    """(3,B,r): likewise of S."""
+    scalars: Tensor
+    """(7,B): c, likewise three of mu, the weight of G_perp G_perp^T in L, trust, lambda_0."""
+    flags: Tensor
+    """(2,B), bool: whether the gradient is evidence, whether something was bounded."""
 
 
 @triton.jit
@@ -67,6 +89,9 @@ def admit_kernel(
     PARTS,
     beta2: tl.float64,
     kappa: tl.float64,
+    quiet_below: tl.float64,
+    trusted_above: tl.float64,
+    lost: tl.float64,
     damping: tl.float64,
     N: tl.float64,
     ceiling_m: tl.float64,
@@ -156,21 +181,21 @@ def admit_kernel(
         in_complement = tl.sum(beside) / (m * (n - r))
         size = tl.sqrt(tl.where(in_subspace > in_complement, in_subspace, in_complement))
         known = (in_subspace < float("inf")) & (in_complement < float("inf"))
-        quiet = known & (size < QUIET)
+        quiet = known & (size < quiet_below)
         beyond = known & (size > kappa)
         c = tl.where(beyond, kappa / size, tl.where(known, one, 0.0))
         excess = _beyond(c / kappa * tl.sqrt((inside + beside) / n))
         used = a_L / excess
         bounded = (c < 1.0) | (tl.max(excess) > 1.0)
         trust = tl.load(trust_ptr + i_b * stride_trust_b).to(tl.float64)
-        trusted = trust > TRUSTED
+        trusted = trust > trusted_above
         evident = known & ~(quiet & trusted)
         gain = one - beta2
-        trust += tl.where(quiet, one * -LOST, tl.where(beyond, -2.0 * gain, tl.where(known, gain, one * 0.0)))
+        trust += tl.where(quiet, one * -lost, tl.where(beyond, -2.0 * gain, tl.where(known, gain, one * 0.0)))
         tl.store(scalars_ptr + 5 * B + i_b, tl.minimum(tl.maximum(trust, 0.0), 1.0).to(DTYPE))
         if AUTO:
             rms = tl.sqrt(tl.sum(squares) / (m * n))
-            fallen = tl.where(quiet & (rms > 0.0) & (rms / QUIET < start), rms / QUIET, start)
+            fallen = tl.where(quiet & (rms > 0.0) & (rms / quiet_below < start), rms / quiet_below, start)
             own = tl.where(beyond & (c * rms > start), c * rms, fallen)
             tl.store(scalars_ptr + 6 * B + i_b, tl.where(trusted, start, own).to(DTYPE))
         weight = c / kappa
@@ -193,8 +218,8 @@ def admit_kernel(
     tl.store(scalars_ptr + 3 * B + i_b, a_mu.to(DTYPE))
     tl.store(scalars_ptr + 4 * B + i_b, ((1.0 - beta2) / n * (a_mu * c) * (a_mu * c)).to(DTYPE))
     # NaN is in no range.
-    lost = tl.sum(tl.where(m_m & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
-    evident = evident & (lost == 0) & (s_mu > smallest) & (s_mu <= largest)
+    lost_L = tl.sum(tl.where(m_m & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
+    evident = evident & (lost_L == 0) & (s_mu > smallest) & (s_mu <= largest)
 
     tl.debug_barrier()  # what other threads of the program stored into rho
     for i_r in range(TILES_R):
@@ -220,7 +245,21 @@ def admit_kernel(
         tl.store(flags_ptr + B + i_b, bounded)
 
 
-def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+def admit(
+    A: Tensor,
+    QtG: Tensor,
+    e_res: Tensor,
+    roots: tuple[Tensor, Tensor, Tensor],
+    trust: Tensor | None,
+    lambda_0: Tensor | None,
+    *,
+    bound: Bound | None,
+    beta2: float,
+    damping: float,
+    n: int,
+    ceilings: tuple[float, float],
+    largest: float,
+) -> Found:
     """Decide about gradients and do the eigenvalue EMA (Algorithm 2 (3)) in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; what comes out is float64 where one
@@ -230,10 +269,15 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
         A: Q_L^T G~ Q_S (B,m,r).
         QtG: Q_L^T G~ (B,m,r).
         e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m), or parts (B,k,m) that add up to it.
-        state: with the inverse roots (B,m), (B,r), (B,), trust (B,) and, for "auto", lambda_0 (B,); "M" tells the
-            dtype that the new roots are to be stored in.
-        h: hyper-parameters.
+        roots: undamped inverse roots (B,m), (B,r), (B,) before the step.
+        trust: (B,), with ``bound``.
+        lambda_0: (B,), which ceilings and damping follow, or None for 1.
+        bound: what decides, or None for no decision.
+        beta2: EMA weight.
+        damping: eps.
         n: long side, above r.
+        ceilings: of the inverse roots of L, and of S and mu.
+        largest: number that the state can hold.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -243,30 +287,27 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     B, m, r = A.shape
     if n <= r:
         raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
-    names = {"inv_sqrt_lambda_L": (B, m), "inv_sqrt_lambda_S": (B, r), "inv_sqrt_mu": (B,)}
+    if bound is not None and trust is None:
+        raise ValueError("trust is None; must be (B,) where there is a bound.")
     e_res = e_res.unsqueeze(1) if e_res.ndim == 2 else e_res
-    inputs: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        "A": (A, (B, m, r)),
-        "QtG": (QtG, (B, m, r)),
-        "e_res": (e_res, (B, e_res.shape[1], m)),
-    }
-    inputs |= {name: (state[name], shape) for name, shape in names.items()}
-    bounded, auto = h.clip_threshold is not None, "lambda_0" in state
-    scalars = [name for name, used in (("trust", bounded), ("lambda_0", auto)) if used]
-    inputs |= {name: (state[name], (B,)) for name in scalars}
-    for name, (t, shape) in inputs.items():
+    inputs: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"A": (A, (B, m, r)), "QtG": (QtG, (B, m, r))}
+    inputs["e_res"] = e_res, (B, e_res.shape[1], m)
+    names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu")
+    inputs |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
+    inputs |= {"trust": (trust if bound else None, (B,)), "lambda_0": (lambda_0, (B,))}
+    given = {name: (t, shape) for name, (t, shape) in inputs.items() if t is not None}
+    for name, (t, shape) in given.items():
         launch.check(name, t, shape, A.device, like="A")
 
-    tensors = [t for t, _ in inputs.values()]
-    dtype = launch.arithmetic_dtype(*tensors)
-    rows, columns, rest = (torch.empty(shape, dtype=dtype, device=A.device) for shape in ((3, B, m), (3, B, r), (7, B)))
+    dtype = launch.arithmetic_dtype(*(t for t, _ in given.values()))
+    shapes = ((3, B, m), (3, B, r), (7, B))
+    rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width = triton.next_power_of_2(m)
         held = ELEMENTS if aligned(A, QtG) else ELEMENTS // 2  # every element has an address in registers then
         step = max(1, min(COLUMNS, held // width, triton.next_power_of_2(r)))
-        largest = torch.finfo(state["M"].dtype).max
-        given = [inputs[name][0] if name in inputs else A for name in (*names, "trust", "lambda_0")]  # A: not read
+        read = [given[name][0] if name in given else A for name in (*names, "trust", "lambda_0")]  # A: not read
         launch.start(
             admit_kernel,
             (B,),
@@ -274,40 +315,31 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
             A,
             QtG,
             e_res,
-            *given,
+            *read,
             torch.empty((B, r), dtype=torch.float64, device=A.device),
             rows,
             columns,
-            rest,
+            scalars,
             flags,
             B,
             m,
             r,
             e_res.shape[1],
-            float(h.beta2),
-            float(h.clip_threshold or 0.0),
-            float(h.eps),
+            float(beta2),
+            *(float(x) for x in bound or (0.0, 0.0, 0.0, 0.0)),
+            float(damping),
             float(n),
-            float(ceiling(m)),
-            float(ceiling(n)),
+            *(float(x) for x in ceilings),
             (n / largest) ** 0.5,
             float(largest),
-            *(stride for t in (A, QtG, e_res, *given[:3]) for stride in t.stride()),
-            *(t.stride(0) for t in given[3:]),
-            BOUNDED=bounded,
-            AUTO=auto,
+            *(stride for t in (A, QtG, e_res, *read[:3]) for stride in t.stride()),
+            *(t.stride(0) for t in read[3:]),
+            BOUNDED=bound is not None,
+            AUTO=lambda_0 is not None,
             DTYPE=TRITON_DTYPES[dtype],
             TILE_M=width,
             TILE_R=step,
             TILES_R=triton.cdiv(r, step),
             num_warps=8,
         )
-    used_L, s_L, a_L = rows.unbind()
-    used_S, s_S, a_S = columns.unbind()
-    c, used_mu, s_mu, a_mu, tail, trust, lambda_0 = rest.unbind()
-    evident, limited = flags.unbind()
-    used, s, a = Roots(used_L, used_S, used_mu), Roots(s_L, s_S, s_mu), Roots(a_L, a_S, a_mu)
-    if not bounded:
-        return Admitted(None, used, s, a, tail, {}, None, None)
-    changed = {"trust": trust} | ({"lambda_0": lambda_0} if auto else {})
-    return Admitted(c, used, s, a, tail, changed, limited, evident)
+    return Found(rows, columns, scalars, flags)

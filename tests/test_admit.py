@@ -20,10 +20,12 @@ import prokl
 from prokl.algorithm import admission, evidence
 from prokl.algorithm.primitives import Admitted, Roots
 from prokl.algorithm.shapes import ceiling
-from prokl.kernels.admit import COLUMNS, admit
+from prokl.backends.triton_ops import TritonPrimitives
+from prokl.kernels.admit import COLUMNS
 from prokl.kernels.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+admit = TritonPrimitives(use_cuda_qr=False, host_readable=INTERPRETED).admit
 SIZES = [(1, 1, 2, 1), (3, 5, 9, 4), (2, 70, 130, 33), (1, 600, 700, COLUMNS + 1)]  # B, M, N, R
 KINDS = ("usual", "beyond", "silent", "row", "column")
 """What the gradient of a matrix is by its state: of a usual size, ten times it, a thousandth, or with one large row or
@@ -299,12 +301,11 @@ def test_without_the_interpreter_cpu_tensors_are_refused(tmp_path):
     script = """
 import sys, torch, prokl
 assert not any(name.startswith("prokl.kernels") for name in sys.modules)
-from types import SimpleNamespace
 from prokl.kernels.admit import admit
 ones, one = torch.ones(1, 1, 1), torch.ones(1)
-state = {"inv_sqrt_lambda_L": ones[0], "inv_sqrt_lambda_S": ones[0], "inv_sqrt_mu": one, "M": one}
+rest = {"beta2": 0.9, "damping": 0.0, "n": 2, "ceilings": (1.0, 1.0), "largest": 1e38}
 try:
-    admit(ones, ones, ones[0], state, SimpleNamespace(clip_threshold=None, beta2=0.9, eps=0.0), 2)
+    admit(ones, ones, ones[0], (ones[0], ones[0], one), None, None, bound=None, **rest)
 except ValueError as error:
     print(error)
 """

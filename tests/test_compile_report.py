@@ -222,18 +222,18 @@ from bench.compiled.launches import recording, shapes
 from bench.compiled.triton_kernels import build, checked, record
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
-from bench.micro.stages import H
 from unittest.mock import patch
 from prokl.kernels import product
-from prokl.kernels.admit import admit
+from prokl.kernels.admit import Bound, admit
 from prokl.kernels.launch import Tile
 
 with recording() as launches:
     def f(*shape): return shapes(*shape, dtype=torch.float32)
     one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
-    names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu", "trust", "M")
-    state = dict(zip(names, (f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3), one, one)))
-    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, state, H, 1000)
+    roots = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
+    rest = {"beta2": 0.9, "damping": 0.0, "n": 1000, "ceilings": (768.0, 1000.0), "largest": 1e38}
+    rest["bound"] = Bound(5.0, 0.01, 0.5, 0.1)
+    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, roots, one, None, **rest)
 signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
 for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
     print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
@@ -260,7 +260,7 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
     found = {name: (kind, dtype) for what, rest in lines if what == "argument" for name, kind, dtype in [rest.split()]}
     assert found["s_L_ptr"] == ("aligned", "!tt.ptr<f32>")
     assert found["s_mu_ptr"] == ("any", "!tt.ptr<f32>")  # its storage starts one element earlier
-    assert found["active_ptr"] == ("aligned", "!tt.ptr<i1>")
+    assert found["flags_ptr"] == ("aligned", "!tt.ptr<i1>")
     assert found["M"] == ("aligned", "i32") and found["R"] == ("any", "i32")
     assert found["beta2"] == found["N"] == ("any", "f64")
     assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_e_res_b"] == ("aligned", "i64")

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Direction, Primitives, Residual, Roots
+from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
+from prokl.algorithm.primitives import Admitted, Direction, Primitives, Residual, Roots, State
 from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import ceiling
 from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Gathered, Layout, Member, Slot
 from prokl.backends.pointers import PointerTable
 from prokl.backends.rounding import Rounding
-from prokl.kernels.admit import admit
+from prokl.kernels.admit import Bound, admit
 from prokl.kernels.apply import apply
 from prokl.kernels.combine import combine, samples
 from prokl.kernels.momentum import momentum as launch_momentum
@@ -53,11 +55,36 @@ class TritonPrimitives(Primitives):
     factor_ema = staticmethod(factor_ema)
     coordinates_ema = staticmethod(coordinates_ema)
     project = staticmethod(project)
-    admit = staticmethod(admit)
     cut = staticmethod(cut)
 
     def __init__(self, use_cuda_qr: bool, host_readable: bool, balanced: bool = False) -> None:
         self.use_cuda_qr, self.host_readable, self.balanced = use_cuda_qr, host_readable, balanced
+
+    def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+        """Decide about gradients and do the eigenvalue EMA, in one launch."""
+        kappa = h.clip_threshold
+        bound = None if kappa is None else Bound(kappa, QUIET, TRUSTED, 1 / (2 * PATIENCE))
+        found = admit(
+            A,
+            QtG,
+            e_res,
+            (state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_S"], state["inv_sqrt_mu"]),
+            state.get("trust"),
+            state.get("lambda_0"),
+            bound=bound,
+            beta2=h.beta2,
+            damping=h.eps,
+            n=n,
+            ceilings=(ceiling(A.shape[1]), ceiling(n)),
+            largest=torch.finfo(state["M"].dtype).max,
+        )
+        c, *of_mu, tail, trust, lambda_0 = found.scalars.unbind()
+        used, s, a = map(Roots, found.rows.unbind(), found.columns.unbind(), of_mu)
+        if bound is None:
+            return Admitted(None, used, s, a, tail, {}, None, None)
+        changed = {"trust": trust} | ({"lambda_0": lambda_0} if "lambda_0" in state else {})
+        evident, bounded = found.flags.unbind()
+        return Admitted(c, used, s, a, tail, changed, bounded, evident)
 
     def operand(self, t: Tensor) -> Operand:
         """Return a pair of float32 numbers where products are balanced, else the tensor."""
