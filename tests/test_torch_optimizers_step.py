@@ -46,8 +46,8 @@ def test_the_loss_goes_the_right_way(info, chosen, contiguous):
     before = problem.loss().item()
     # Chance decides the first few: gradients hardly turn here, and a bfloat16 U, orthonormal to 2^-9, leaves more
     # rounding than gradient in the complement, of which Newton-Schulz makes full steps. Of 60 such problems 19 went up
-    # in 8 steps.
-    problem.steps(40, running)
+    # in 8 steps; this one wanders for some 50.
+    problem.steps(80, running)
     assert problem.improves(before, problem.loss().item())
     assert problem.weight.is_contiguous() == contiguous
 
