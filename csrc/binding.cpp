@@ -36,9 +36,9 @@ void bind(pybind11::module_& m) {
                           at<int>(used)},
                          at<const int>(before), at<void>(stream));
     });
-    m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, Address deviations,
-                       Address before, Address used, Address stream) {
-        prokl::finish<T>({batch, n, k}, matrices(A), sums(N), matrices(kept), matrices(Q), at<void>(deviations),
+    m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, bool of_root,
+                       Address deviations, Address before, Address used, Address stream) {
+        prokl::finish<T>({batch, n, k}, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(deviations),
                          at<const int>(before), at<int>(used), at<void>(stream));
     });
 }

@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
         scale = scale_of(most);
         most *= scale;
     }
-    int raised = 0;
+    int raised = 0, lost = 0;
     for (int attempt = 0;; ++attempt) {
         for (int c = threadIdx.x; c < k; c += FACTOR_THREADS) board.diagonal[c] = scale * N.at(b, c, c) + shift;
         if (threadIdx.x == 0) *board.raised = 0;
@@ -85,14 +85,17 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
                 if (i * E + r < k) a[r][c] = scale * a[r][c] + (r == c && i == j ? shift : T(0));
         __syncthreads();
         sweep<T>(a, i, j, board, k, pivots, out.C.data == nullptr ? nullptr : out.C[b], out.C.ld);
-        if (attempt > 0) break;
+        if (attempt > 0) {
+            lost = *board.raised;
+            break;
+        }
         raised = *board.raised;  // written before the barriers of the last step
         if (kind != SEMIDEFINITE || raised == 0) break;
         shift = shift_of(most, pivots.floor);
         __syncthreads();  // before anybody writes what others still read
     }
     if (threadIdx.x == 0) {
-        out.used[b] = before | (raised == 0 ? 0 : kind == SEMIDEFINITE ? SHIFTED : RAISED);
+        out.used[b] = before | (raised == 0 ? 0 : kind == SEMIDEFINITE ? SHIFTED : RAISED) | (lost == 0 ? 0 : LOST);
         if (out.scale != nullptr) out.scale[b] = scale;
     }
     if (out.F.data != nullptr) store_inverse<T>(a, i, j, k, out.F[b], out.F.ld);
@@ -170,10 +173,10 @@ class Factorisation {
             return;
         }
         load(N.first, false);
-        blocks(Active{out.before, kind == SETTLE ? RAISED : 0});
+        blocks(Active{out.before, kind == SETTLE ? RAISED : 0}, kind == SEMIDEFINITE ? SHIFTED : RAISED);
         if (kind != SEMIDEFINITE) return;
         load(N.first, true);
-        blocks(Active{out.used, SHIFTED});
+        blocks(Active{out.used, SHIFTED}, LOST);
     }
 
     int batch, k;
@@ -192,10 +195,9 @@ class Factorisation {
                pivots.floor, again);
     }
 
-    void blocks(Active active) const {
+    void blocks(Active active, int mark) const {
         constexpr int S = BLOCK<T>;
         const Batch<T> C = out.C, F = out.F;
-        const int mark = kind == SEMIDEFINITE ? SHIFTED : RAISED;
         for (int j = 0; j < k; j += S) {
             const int width = std::min(S, k - j), rest = k - j - width;
             const Batch<T> corner = F.from(j, invert ? j : 0);

@@ -76,6 +76,7 @@ enum Used : int {
     RAISED = 4,       // a pass raised a pivot that was small beside its column
     HOUSEHOLDER = 8,  // by Householder's QR
     NONFINITE = 16,   // NaN or infinity in the matrix
+    LOST = 32,        // N + shift I is not positive definite either: C is no root of it
 };
 
 // Which matrices a launch works on: those with such a bit, or all. The others' blocks return at once; nothing is read on

@@ -34,8 +34,8 @@ T acceptable(int k) {
 }
 
 template <class T>
-void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, void* deviations, const int* before, int* used,
-            void* stream) {
+void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
+            int* used, void* stream) {
     const auto [batch, n, k] = size;
     if (deviations != nullptr)
         launch(deviation_kernel<T>, dim3(ceil_div(k, ROWS), 1, batch), THREADS, sizeof(T) * WARPS,
@@ -44,7 +44,7 @@ void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, void* devi
     const bool fits = staged <= std::min(STAGED_SHARED<T>, shared_limit());
     launch(fits ? finish_kernel<T, true> : finish_kernel<T, false>, dim3(1, 1, batch), THREADS,
            fits ? staged : finish_shared<T>(n, k, false), static_cast<cudaStream_t>(stream), typed<T>(N),
-           static_cast<const T*>(deviations), acceptable<T>(k), typed<T>(A), typed<T>(kept), typed<T>(Q), n, k, before,
+           static_cast<const T*>(deviations), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept), typed<T>(Q), n, k, before,
            used);
 }
 
@@ -66,7 +66,7 @@ std::vector<std::pair<std::string, size_t>> shared_memory() {
 
 #define PROKL_INSTANTIATE(T)                                                                                    \
     template void factor<T>(int, int, Sums, Kind, Factors, const int*, void*);                                  \
-    template void finish<T>(Size, Matrices, Sums, Matrices, Matrices, void*, const int*, int*, void*);          \
+    template void finish<T>(Size, Matrices, Sums, Matrices, Matrices, bool, void*, const int*, int*, void*);    \
     template int block_columns<T>();                                                                            \
     template std::vector<std::pair<std::string, size_t>> shared_memory<T>();
 

@@ -149,17 +149,17 @@ __global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, 
     if (threadIdx.x == 0) deviations[Index(blockIdx.z) * gridDim.x + blockIdx.x] = square;
 }
 
-// Q (B,n,k) stays where its Gram matrix N is within `acceptable` of the identity, in Frobenius' norm. Elsewhere, and
-// without N, it becomes Q of A's QR by Householder; of an A that is not finite `kept`, or NaN without it. `deviations`, if
+// Q (B,n,k) stays where its Gram matrix N is within `acceptable` of the identity, in Frobenius' norm, unless what it was
+// made of is `wrong` (a bit of `before`, or 0). Elsewhere, and without N, it becomes Q of A's QR by Householder; of an A that is not finite `kept`, or NaN without it. `deviations`, if
 // given, are what deviation_kernel left of N. STAGED: A fits in shared memory; otherwise Q is worked on where it lies.
 template <class T, bool STAGED>
 __global__ void __launch_bounds__(THREADS, 1)
-    finish_kernel(Sum<T> N, const T* deviations, T acceptable, Batch<const T> A, Batch<const T> kept, Batch<T> Q, int n, int k,
+    finish_kernel(Sum<T> N, const T* deviations, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept, Batch<T> Q, int n, int k,
                   const int* before, int* used) {
     const int b = blockIdx.z;
     T* partial = dynamic_shared<T>();
     const int done = before == nullptr ? 0 : before[b];
-    if (N.first.data != nullptr) {
+    if (N.first.data != nullptr && (done & wrong) == 0) {
         T square = 0;
         if (deviations == nullptr)
             square = deviation(N, b, k, 0, k, partial);

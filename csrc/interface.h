@@ -47,10 +47,11 @@ struct Factors {
 // `before` (B): what has been done to a matrix up to here, or nullptr for nothing.
 template <class T>
 void factor(int batch, int k, Sums N, Kind kind, Factors factors, const int* before, void* stream);
+// `of_root`: Q is of a product with the root C that `before` tells of, and no Q of A's where that is none.
 // `deviations` (B,k / 64 rounded up), or nullptr where N is small: to work with.
 template <class T>
-void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, void* deviations, const int* before, int* used,
-            void* stream);
+void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
+            int* used, void* stream);
 
 // Columns that one block of threads factors.
 template <class T>

@@ -19,7 +19,8 @@ from prokl.kernels.launch import TRITON_DTYPES
 from prokl.kernels.operands import aligned
 
 ELEMENTS = 4096
-"""Of A that a program holds at a time: all rows of as many columns. Twice as many spill on sm_90."""
+"""Of A that a program holds at a time: all rows of as many columns. Twice as many spill on sm_90, as do more than 2048
+rows, of which every one is a number in registers several times over."""
 COLUMNS = 16
 """At most; 64 bytes of a row."""
 
@@ -131,8 +132,8 @@ def admit_kernel(
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
     beta2 = tl.full((), beta2, tl.float64)
     n = tl.full((), N, tl.float64)
-    m = M.to(tl.float64)
-    r = R.to(tl.float64)
+    m = tl.full((), M, tl.float64)  # a size of one is a constant, which has no method
+    r = tl.full((), R, tl.float64)
     factor = tl.full((), 1.0, tl.float64)
     start = factor
     if AUTO:

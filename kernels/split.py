@@ -41,7 +41,7 @@ def split_kernel(x_ptr, a_ptr, both_ptr, COUNT, M, N, SCALED: tl.constexpr, TILE
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + o, o < COUNT, 0.0)
     if SCALED:
-        size = M.to(tl.int64) * N
+        size = tl.full((), M, tl.int64) * N  # a size of one is a constant
         x *= tl.math.sqrt_rn(tl.load(a_ptr + o // size * N + o % N, o < COUNT, 0.0))
     hi, lo = halves(x)
     tl.store(both_ptr + o, hi, o < COUNT)
@@ -108,7 +108,7 @@ def split_two(x: Tensor, y: Tensor) -> tuple[Pair, Pair]:
         launch.check(name, t, tuple(t.shape), x.device, (torch.float32,))
     x, y = x.contiguous(), y.contiguous()
     pairs = empty_pair(tuple(x.shape), x.device), empty_pair(tuple(y.shape), x.device)
-    if x.numel() and y.numel():
+    if x.numel() or y.numel():
         grid = (triton.cdiv(x.numel(), TILE) + triton.cdiv(y.numel(), TILE),)
         arguments = (x, y, pairs[0].both, pairs[1].both, x.numel(), y.numel())
         launch.start(split_two_kernel, grid, x.device, *arguments, TILE=TILE, num_warps=WARPS)

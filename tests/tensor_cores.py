@@ -45,4 +45,5 @@ class TensorCores(TorchPrimitives):
         return self.product(A, A.mT, **kwargs)
 
     def congruence(self, L, Q):
-        return product(Q.mT, product(L, Q))
+        A = product(L, Q)
+        return product(Q.mT, A), A

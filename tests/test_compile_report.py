@@ -395,3 +395,30 @@ def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
     ], remedy
     if {row["nvcc"] for row in committed} == {row.nvcc for row in rows}:
         assert committed == [{key: str(value) for key, value in vars(row).items()} for row in rows], remedy
+
+
+SMALLEST = """
+import torch
+from bench.compiled.launches import describe
+from bench.compiled.triton_kernels import build
+from bench.model import trace
+from bench.shapes import ParameterSet
+from prokl import KLShampoo, ProKLShampoo
+
+seen = {}
+for optimizer in (ProKLShampoo, KLShampoo):
+    for events in trace.steps_of(ParameterSet("one", ((1, 1, 2),), (1,)), torch.float32, optimizer)["refresh"]:
+        for own in (e.launch for e in events if e.launch):
+            seen.setdefault((own.kernel, describe(own)), own)
+for own in seen.values():
+    build(own, 90)
+print(len(seen), sorted({kernel for kernel, _ in seen}))
+"""
+
+
+@pytest.mark.slow
+def test_what_a_weight_of_one_row_launches_compiles():
+    """Sizes of one are constants to the compiler, and numbers to the interpreter."""
+    done = run_python("-c", SMALLEST)
+    assert done.returncode == 0, done.stderr
+    assert "'admit'" in done.stdout and "'split'" in done.stdout

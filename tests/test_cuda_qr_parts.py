@@ -65,6 +65,36 @@ def test_a_basis_rounded_to_bfloat16_is_refreshed_to_within_its_rounding(extensi
     assert (torch.linalg.matrix_norm(found.mT @ found - eye) <= 100 * m * torch.finfo(torch.float64).eps).all()
 
 
+@pytest.mark.parametrize("m", [40, 160])  # in one block of columns, and in several
+@pytest.mark.parametrize("low", ["rank m/4", "condition 1e+04", "condition 1e+06"])
+def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_any_other(extension_on_cpu, low, m):
+    values = (
+        (torch.arange(m) < m // 4).double() if low == "rank m/4" else torch.logspace(0, -float(low[-2:]), m).double()
+    )
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        X, Y = (torch.linalg.qr(torch.randn(1, m, m, generator=g, dtype=torch.float64))[0] for _ in range(2))
+        L = ((X * values) @ X.mT).bfloat16().float()
+        L = (L + L.mT) / 2
+        assert torch.linalg.eigvalsh(L.double()).min() < -1e-5
+        Q = torch.linalg.qr(X + 0.05 * Y)[0].float().contiguous()
+        found = refresh_basis(L, Q)
+        assert_is_qr("refresh", (L, Q), found.Q)
+        assert not same_bits(found.Q, Q) and not (found.used & int(Used.NONFINITE)).any()
+
+
+@pytest.mark.parametrize("k", [12, 140])
+@pytest.mark.parametrize("size", [2.0**-110, 2.0**100])
+def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
+    """What is shifted is what is factored: scale (K + shift I) = C C^T, of which C^-T is given."""
+    S = draw("semidefinite", "rank-deficient, fresh", (3, k, k))[0] * size
+    F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(S.contiguous())
+    assert all(Used(u) & Used.SHIFTED for u in used.tolist()) and (scale != 1).all()
+    unit = F.double().mT @ (shifted.double() * scale.double()[:, None, None]) @ F.double()
+    # Of a condition of 1 / (4 k^1/2 eps), to which the inverse is off by k eps of it.
+    assert torch.linalg.matrix_norm(unit - torch.eye(k, dtype=torch.float64)).max() <= k**0.5
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bases_do_not_lose_orthogonality_from_refresh_to_refresh(extension_on_cpu, dtype):
     L, Q = draw("refresh", "condition 1e+04, moving", (2, 30, 30), dtype)

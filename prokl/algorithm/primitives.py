@@ -191,8 +191,8 @@ class Primitives(Protocol):
         """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
         ...
 
-    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q^T L Q (B,m,m), symmetric, for symmetric L and any Q (B,m,m)."""
+    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q^T L Q, symmetric, and L Q (B,m,m) for symmetric L and any Q (B,m,m)."""
         ...
 
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:

@@ -80,6 +80,8 @@ class Used(IntFlag):
     """Householder's QR: of a small matrix, or where Cholesky QR did not end in orthonormal columns."""
     NONFINITE = 16
     """The matrix has NaN or infinity: Q is NaN."""
+    LOST = 32
+    """The factor is indefinite beyond delta, as storing it in half precision may leave it."""
 
 
 class Kind(IntEnum):
@@ -133,11 +135,12 @@ def refresh_basis(ops: Primitives, L: Tensor, Q: Tensor) -> Factorisation:
 
     Q C C^T is Q Q^T L Q: what Q lacks of an orthogonal matrix turns every span of leading columns as far as it is
     itself, no further, and is gone from what is returned. Of a basis stored in bfloat16 that is what storing it again
-    does. Where L is singular to working precision L + delta I takes its place; where it is not finite Q is kept.
+    does. Where L is singular to working precision L + delta I takes its place; where it is indefinite beyond that,
+    Householder's QR of L Q; where it is not finite Q is kept.
     """
-    C, used = torch.ops.prokl.semidefinite_root(ops.congruence(L, Q))
-    X = ops.product(Q, C)
-    return _orthonormalised(ops, X, X, Q, used, 2)
+    H, A = ops.congruence(L, Q)
+    C, used = torch.ops.prokl.semidefinite_root(H)
+    return _orthonormalised(ops, ops.product(Q, C), A, Q, used, 2, of_root=True)
 
 
 def refresh_coordinates(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
@@ -157,18 +160,29 @@ def _factorised(ops: Products, A: Tensor, kept: Tensor | None) -> Factorisation:
 
 
 def _orthonormalised(
-    ops: Products, W: Tensor, A: Tensor, kept: Tensor | None, used: Tensor | None, passes: int
+    ops: Products,
+    W: Tensor,
+    A: Tensor,
+    kept: Tensor | None,
+    used: Tensor | None,
+    passes: int,
+    of_root: bool = False,
 ) -> Factorisation:
-    """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last."""
+    """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last.
+
+    W may be a product with a root, which ``used`` then says whether there is.
+    """
     for i in range(passes):
         F, used = torch.ops.prokl.factor(_gram(ops, W), Kind.PASS if i == 0 else Kind.SETTLE, used)
         W = ops.product(W, F)
-    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, used))
+    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, used, of_root))
 
 
-def _finished(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+def _finished(
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+) -> Tensor:
     kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
-    found: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used)
+    found: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used, of_root)
     return found
 
 
@@ -248,6 +262,10 @@ def _launch(function: str, like: Tensor, *arguments: Any) -> None:
     call = getattr(_module(like), function)
     if like.shape[0] == 0:
         return
+    if like.shape[0] > LIMIT:
+        raise ValueError(
+            f"Invalid shape={tuple(like.shape)}: must hold at most {LIMIT} matrices. Split them over parameter groups."
+        )
     on_gpu = like.device.type == "cuda"
     with torch.cuda.device(like.device if on_gpu else -1):
         call(*arguments, torch.cuda.current_stream().cuda_stream if on_gpu else 0)
@@ -314,21 +332,26 @@ def _(H: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("prokl::finish", mutates_args=("Q",))
-def _finish(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+def _finish(
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+) -> Tensor:
     """Replace Q by Householder's of A where its Gram matrix N is not the identity, or without N; return what was done.
 
-    Where A is not finite Q becomes ``kept``, or NaN.
+    With ``of_root`` also where ``used`` says that the root which Q is of was lost. Where A is not finite Q becomes
+    ``kept``, or NaN.
     """
     B, _, k = A.shape
     found = _new(A, B, dtype=torch.int32)
     deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
-    matrices = (_where(A), _sum(N), _where(kept), _where(Q))
+    matrices = (_where(A), _sum(N), _where(kept), _where(Q), of_root)
     _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(used), found.data_ptr())
     return found
 
 
 @_finish.register_fake
-def _(A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None) -> Tensor:
+def _(
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+) -> Tensor:
     return _new(A, A.shape[0], dtype=torch.int32)
 
 

@@ -155,9 +155,10 @@ class TorchPrimitives(Primitives):
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
         return D, shifted
 
-    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q^T L Q, symmetric to rounding."""
-        return Q.mT @ (L @ Q)
+    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q^T L Q, symmetric to rounding, and L Q."""
+        A = L @ Q
+        return Q.mT @ A, A
 
     def project(self, G: Tensor, M: Tensor, U: Operand, active: Tensor | None) -> tuple[Tensor, Tensor, Operand]:
         """Return G U, M U and the operand of G U."""

@@ -133,10 +133,11 @@ class TritonPrimitives(Primitives):
             return symmetric_product_pair(split(Q, a))
         return symmetric_product(Q * a.sqrt()[:, None, :])
 
-    def congruence(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q^T L Q, of which half is computed."""
+    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q^T L Q, of which half is computed, and L Q."""
+        A = product(L, Q)
         # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
-        return symmetric_polynomial(Q.mT, product(L, Q).mT)
+        return symmetric_polynomial(Q.mT, A.mT), A
 
     def row_energies(self, Q: Operand, G_perp: Operand, E: Tensor) -> Tensor:
         """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
