@@ -60,10 +60,14 @@ def place_extension(folder: Path) -> str:
     if (folder / SOURCES).read_text(encoding="utf-8") != fingerprint():
         return "not used: csrc has changed since"
     target = ROOT / "prokl" / name
+    own = target.read_bytes() if target.exists() else None
     shutil.copy2(folder / name, target)
     reason = unsupported_reason()
     if reason is not None:
-        target.unlink()
+        if own is None:
+            target.unlink()
+        else:  # built here before
+            target.write_bytes(own)
         return f"not used: {reason}"
     mark.touch()
     return "placed"

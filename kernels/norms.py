@@ -13,6 +13,7 @@ from torch import Tensor
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
 from prokl.kernels.operands import check_out_dtype
+from prokl.kernels.split import converted
 
 TILE = 2048
 WARPS = 8
@@ -38,10 +39,8 @@ def cut_kernel(t_ptr, bounded_ptr, clipped_ptr, out_ptr, count_ptr, COUNT, large
     for first in range(0, COUNT, TILE):
         o = first + tl.arange(0, TILE)
         x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0)
-        x = x * factor.to(x.dtype)
-        if out_ptr.dtype.element_ty != tl.float64:  # the interpreter has no float64 in half precision
-            x = x.to(tl.float32)
-        tl.store(out_ptr + i_b * COUNT + o, x.to(out_ptr.dtype.element_ty), o < COUNT)
+        x = converted(x * factor.to(x.dtype), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + i_b * COUNT + o, x, o < COUNT)
 
 
 @triton.jit

@@ -26,6 +26,17 @@ def nearest(x):
 
 
 @triton.jit
+def converted(x, DTYPE: tl.constexpr):
+    """Return x as PyTorch converts it: to half precision through float32."""
+    if DTYPE == tl.float64:
+        return x.to(tl.float64)
+    elif DTYPE == tl.bfloat16:
+        return nearest(x.to(tl.float32))
+    else:
+        return x.to(tl.float32).to(DTYPE)
+
+
+@triton.jit
 def halves(x):
     """Return x (float32) as hi, it in bfloat16, and lo, what is left of it in bfloat16."""
     hi = nearest(x)

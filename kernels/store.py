@@ -15,18 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prokl.kernels import launch
-from prokl.kernels.split import nearest
-
-
-@triton.jit
-def _converted(x, DTYPE: tl.constexpr):
-    """Return x as PyTorch converts it: to half precision through float32."""
-    if DTYPE == tl.float64:
-        return x.to(tl.float64)
-    elif DTYPE == tl.bfloat16:
-        return nearest(x.to(tl.float32))
-    else:
-        return x.to(tl.float32).to(DTYPE)
+from prokl.kernels.split import converted
 
 
 @triton.jit
@@ -60,7 +49,7 @@ def store_kernel(
         if (first < E[s]) & ((held & MASKS[s]) == MASKS[s]):
             x = tl.load(value_ptr[s] + i_b * stride_value_b[s] + o_e, o_e < E[s])
             if x.dtype != to_ptr[s].dtype.element_ty:
-                x = _converted(x, to_ptr[s].dtype.element_ty)
+                x = converted(x, to_ptr[s].dtype.element_ty)
             tl.store(to_ptr[s] + i_b * stride_to_b[s] + o_e, x, o_e < E[s])
 
 

@@ -127,9 +127,11 @@ def test_matrices_are_cut_as_by_the_pytorch_form(shape, dtype, out):
     found, count = cut(t, largest, out, bounded, clipped)
     expected, expected_count = TORCH.cut(t, largest, out, bounded, clipped)
     assert torch.equal(count, expected_count) and count.tolist() == [4, 2, 2, 0] and found.dtype == out
-    # The factors differ by the order of a sum in float64; rounded to the dtype of t that may be one unit.
+    # The factors differ by the order of a sum in float64; rounded to the dtype of t that may be one unit, and as much
+    # of the result's where it is on the edge. In float64 itself some of them.
     eps = max(torch.finfo(dtype).eps, torch.finfo(out).eps)
-    torch.testing.assert_close(found, expected, rtol=2 * eps, atol=0)
+    torch.testing.assert_close(found, expected, rtol=(4 if eps < 1e-12 else 1.01) * eps, atol=0)
+    assert torch.equal(found[[0, 1, 3]], expected[[0, 1, 3]])  # which are only converted
     assert (torch.linalg.matrix_norm(found.double()) <= largest * (1 + 2 * eps)).all()
     assert torch.equal(cut(gaps(t), largest, out, gaps(bounded), gaps(clipped))[0], found)
 

@@ -164,8 +164,10 @@ def direction(
     if residual is not None and h.variant in POLAR_VARIANTS:
         X, scale = ops.whiten(P, residual, h.polar_dtype(roots.L))
         Q, X, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, ops)
-        own = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, whole)
-        scale = own if scale is None else scale * own
+        if h.adjust_lr_fn == "original":
+            scale = aspect_scale if scale is None else scale * aspect_scale
+        else:
+            scale = torch.full_like(aspect_scale, whole) if scale is None else scale * whole
     elif residual is not None:
         X, scale = ops.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
         if bounded is not None:
