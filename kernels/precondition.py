@@ -50,13 +50,13 @@ def precondition_kernel(
     i_b = (i // tiles_m).to(tl.int64)
     o_m = (i % tiles_m).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     o_r = tl.arange(0, TILE_R).to(tl.int64)
-    o_k = tl.arange(0, TILE_K).to(tl.int64)
+    o_k = tl.arange(0, TILE_K)  # strides are multiplied in 64 bits; the mask takes 32, half of the registers
     m_m = o_m[:, None] < M
     m_r = o_r < R
     step = tl.full((), TILE_K, tl.int64)
 
-    P_at = P_ptr + i_b * stride_P_b + o_m[:, None] * stride_P_m + o_k[None, :] * stride_P_k
-    G_at = G_par_ptr + i_b * stride_G_par_b + o_k[:, None] * stride_G_par_m + o_r[None, :] * stride_G_par_r
+    P_at = P_ptr + i_b * stride_P_b + o_m[:, None] * stride_P_m + o_k[None, :].to(tl.int64) * stride_P_k
+    G_at = G_par_ptr + i_b * stride_G_par_b + o_k[:, None].to(tl.int64) * stride_G_par_m + o_r[None, :] * stride_G_par_r
     product = tl.zeros((TILE_M, TILE_R), DTYPE)
     for k in range(0, M, TILE_K):
         m_k = o_k < M - k
@@ -67,8 +67,8 @@ def precondition_kernel(
         G_at += step * stride_G_par_m
 
     # S^-1/2 is the sum over blocks of eigenvectors q of q diag(a) q^T, so that registers hold one block at a time.
-    q_at = Q_S_ptr + i_b * stride_Q_S_b + o_r[:, None] * stride_Q_S_r + o_k[None, :] * stride_Q_S_c
-    a_at = a_S_ptr + i_b * stride_a_S_b + o_k * stride_a_S_r
+    q_at = Q_S_ptr + i_b * stride_Q_S_b + o_r[:, None] * stride_Q_S_r + o_k[None, :].to(tl.int64) * stride_Q_S_c
+    a_at = a_S_ptr + i_b * stride_a_S_b + o_k.to(tl.int64) * stride_a_S_r
     out = tl.zeros((TILE_M, TILE_R), DTYPE)
     for k in range(0, R, TILE_K):
         m_k = o_k < R - k
