@@ -19,10 +19,11 @@ from prokl.kernels.launch import TRITON_DTYPES
 from prokl.kernels.operands import aligned
 
 ELEMENTS = 4096
-"""Of A that a program holds at a time: all rows of as many columns. Twice as many spill on sm_90, as do more than 2048
-rows, of which every one is a number in registers several times over."""
-COLUMNS = 16
-"""At most; 64 bytes of a row."""
+"""Of A that a program holds at a time: all columns of as many rows."""
+NUMBERS = 1024
+"""Of rows that it holds at a time, at most."""
+MOST = 65536
+"""Columns at most, as a program holds a row."""
 
 
 class Bound(NamedTuple):
@@ -79,7 +80,7 @@ def admit_kernel(
     s_mu_ptr,
     trust_ptr,
     lambda_0_ptr,
-    rho_ptr,
+    sums_ptr,
     rows_ptr,
     columns_ptr,
     scalars_ptr,
@@ -120,13 +121,14 @@ def admit_kernel(
     DTYPE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
-    TILES_R: tl.constexpr,
+    TILE_V: tl.constexpr,
 ):
     """Admit one gradient a program: A, QtG (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and those damped,
     columns (3, B, R) likewise; scalars (7, B) c, mu's three, tail, trust, lambda_0; flags (2, B) evident and bounded.
-    rho (B, R) is float64 memory of the program's own. smallest and largest bound the roots that can be stored.
+    sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored. TILE_R holds
+    all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
     """
     i_b = tl.program_id(0).to(tl.int64)
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.
@@ -142,51 +144,63 @@ def admit_kernel(
     eps = damping / factor
     s_mu = tl.load(s_mu_ptr + i_b * stride_s_mu_b).to(tl.float64)
     a_mu = _damp(s_mu, eps)
-    o_m = tl.arange(0, TILE_M).to(tl.int64)
-    m_m = o_m < M
-    s_L = tl.load(s_L_ptr + i_b * stride_s_L_b + o_m * stride_s_L_m, m_m, 1.0).to(tl.float64)
-    a_L = _damp(s_L, eps)
-    e_res = tl.zeros((TILE_M,), tl.float64)
-    for part in range(PARTS):
-        at = e_res_ptr + i_b * stride_e_res_b + part * stride_e_res_part + o_m * stride_e_res_m
-        e_res += tl.load(at, m_m, 0.0).to(tl.float64)
+    o_r = tl.arange(0, TILE_R).to(tl.int64)
+    m_r = o_r < R
+    s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
+    a_S = _damp(s_S, eps)
 
-    ell = tl.zeros((TILE_M,), tl.float64)
-    squares = e_res
-    for i_r in range(TILES_R):
-        o_r = i_r * TILE_R + tl.arange(0, TILE_R).to(tl.int64)
-        m_r = o_r < R
-        mask = m_m[:, None] & m_r[None, :]
-        s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
-        a_S = _damp(s_S, eps)
+    # What lies beside the subspace, then in it: of numbers many rows at a time, of A few.
+    e_ptr = sums_ptr + i_b * M
+    ell_ptr = e_ptr + B * M
+    energy = tl.zeros((TILE_V,), tl.float64)
+    complement = tl.zeros((TILE_V,), tl.float64)
+    for first in range(0, M, TILE_V):
+        o_v = first + tl.arange(0, TILE_V).to(tl.int64)
+        e_res = tl.zeros((TILE_V,), tl.float64)
+        for part in range(PARTS):
+            at_e = e_res_ptr + i_b * stride_e_res_b + part * stride_e_res_part + o_v * stride_e_res_m
+            e_res += tl.load(at_e, o_v < M, 0.0).to(tl.float64)
+        a = _damp(tl.load(s_L_ptr + i_b * stride_s_L_b + o_v * stride_s_L_m, o_v < M, 1.0).to(tl.float64), eps)
+        tl.store(e_ptr + o_v, e_res, o_v < M)
+        energy += e_res
+        complement += a * a_mu * (a * a_mu) * e_res
+    rho = tl.zeros((TILE_R,), tl.float64)
+    squares = tl.zeros((TILE_R,), tl.float64)
+    subspace = tl.zeros((TILE_M,), tl.float64)
+    for first in range(0, M, TILE_M):
+        o_m = first + tl.arange(0, TILE_M).to(tl.int64)
+        mask = (o_m[:, None] < M) & m_r[None, :]
+        a_L = _damp(tl.load(s_L_ptr + i_b * stride_s_L_b + o_m * stride_s_L_m, o_m < M, 1.0).to(tl.float64), eps)
         at = A_ptr + i_b * stride_A_b + o_m[:, None] * stride_A_m + o_r[None, :] * stride_A_r
         x = tl.load(at, mask, 0.0).to(tl.float64)
         x = x * x
-        ell += tl.sum(x * (a_S * a_S)[None, :], 1)
-        tl.store(rho_ptr + i_b * R + o_r, tl.sum(x * (a_L * a_L)[:, None], 0) / m, m_r)
+        ell = tl.sum(x * (a_S * a_S)[None, :], 1)
+        rho += tl.sum(x * (a_L * a_L)[:, None], 0)
+        tl.store(ell_ptr + o_m, ell, o_m < M)
+        subspace += a_L * a_L * ell
         if BOUNDED:
             at = QtG_ptr + i_b * stride_QtG_b + o_m[:, None] * stride_QtG_m + o_r[None, :] * stride_QtG_r
             x = tl.load(at, mask, 0.0).to(tl.float64)
-            squares += tl.sum(x * x, 1)
+            squares += tl.sum(x * x, 0)
+    rho = rho / m
 
     one = tl.full((), 1.0, tl.float64)  # of a bare number in where() the interpreter and the compiler make float32
     c = one
     weight = one
     evident = tl.full((), True, tl.int1)
     bounded = evident
-    used = a_L
+    used = a_S
     if BOUNDED:
-        inside = a_L * a_L * ell
-        beside = a_L * a_mu * (a_L * a_mu) * e_res
-        in_subspace = tl.sum(inside) / (m * r)
-        in_complement = tl.sum(beside) / (m * (n - r))
+        in_subspace = tl.sum(subspace) / (m * r)
+        in_complement = tl.sum(complement) / (m * (n - r))
         size = tl.sqrt(tl.where(in_subspace > in_complement, in_subspace, in_complement))
         known = (in_subspace < float("inf")) & (in_complement < float("inf"))
         quiet = known & (size < quiet_below)
         beyond = known & (size > kappa)
         c = tl.where(beyond, kappa / size, tl.where(known, one, 0.0))
-        excess = _beyond(c / kappa * tl.sqrt((inside + beside) / n))
-        used = a_L / excess
+        weight = c / kappa
+        excess = _beyond(weight * a_S * tl.sqrt(rho))
+        used = a_S / excess
         bounded = (c < 1.0) | (tl.max(excess) > 1.0)
         trust = tl.load(trust_ptr + i_b * stride_trust_b).to(tl.float64)
         trusted = trust > trusted_above
@@ -195,52 +209,50 @@ def admit_kernel(
         trust += tl.where(quiet, one * -lost, tl.where(beyond, -2.0 * gain, tl.where(known, gain, one * 0.0)))
         tl.store(scalars_ptr + 5 * B + i_b, tl.minimum(tl.maximum(trust, 0.0), 1.0).to(DTYPE))
         if AUTO:
-            rms = tl.sqrt(tl.sum(squares) / (m * n))
+            rms = tl.sqrt((tl.sum(squares) + tl.sum(energy)) / (m * n))
             fallen = tl.where(quiet & (rms > 0.0) & (rms / quiet_below < start), rms / quiet_below, start)
             own = tl.where(beyond & (c * rms > start), c * rms, fallen)
             tl.store(scalars_ptr + 6 * B + i_b, tl.where(trusted, start, own).to(DTYPE))
-        weight = c / kappa
         c = c.to(DTYPE).to(tl.float64)  # as momentum and statistics take it
         tl.store(scalars_ptr + i_b, c.to(DTYPE))
-        ell = ell * c * c
-        e_res = e_res * c * c
-    row = rows_ptr + i_b * M + o_m
-    tl.store(row, used.to(DTYPE), m_m)
+    column = columns_ptr + i_b * R + o_r
+    tl.store(column, used.to(DTYPE), m_r)
+    s_S = _average(s_S, rho * c * c, beta2, ceiling_n * factor)
+    tl.store(column + B * R, s_S.to(DTYPE), m_r)
+    tl.store(column + 2 * B * R, _damp(s_S, eps).to(DTYPE), m_r)
+    # NaN is in no range.
+    outside = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
 
-    s_L = _average(s_L, (ell + a_mu * a_mu * e_res) / n, beta2, ceiling_m * factor)
-    a_L = _damp(s_L, eps)
-    tl.store(row + B * M, s_L.to(DTYPE), m_m)
-    tl.store(row + 2 * B * M, a_L.to(DTYPE), m_m)
-    tail = tl.sum(tl.where(m_m, a_L * a_L * e_res, 0.0)) / (m * (n - r))
+    tl.debug_barrier()  # what other threads of the program stored into sums
+    energy = tl.zeros((TILE_V,), tl.float64)
+    most = tl.zeros((TILE_V,), tl.float64)
+    for first in range(0, M, TILE_V):
+        o_v = first + tl.arange(0, TILE_V).to(tl.int64)
+        s_L = tl.load(s_L_ptr + i_b * stride_s_L_b + o_v * stride_s_L_m, o_v < M, 1.0).to(tl.float64)
+        e_res = tl.load(e_ptr + o_v, o_v < M, 0.0)
+        ell_v = tl.load(ell_ptr + o_v, o_v < M, 0.0)
+        a = _damp(s_L, eps)
+        row = rows_ptr + i_b * M + o_v
+        if BOUNDED:
+            excess_L = _beyond(weight * tl.sqrt((a * a * ell_v + a * a_mu * (a * a_mu) * e_res) / n))
+            most = tl.maximum(most, excess_L)
+            a = a / excess_L
+        tl.store(row, a.to(DTYPE), o_v < M)
+        e_res = e_res * c * c
+        s_L = _average(s_L, (ell_v * c * c + a_mu * a_mu * e_res) / n, beta2, ceiling_m * factor)
+        a = _damp(s_L, eps)
+        tl.store(row + B * M, s_L.to(DTYPE), o_v < M)
+        tl.store(row + 2 * B * M, a.to(DTYPE), o_v < M)
+        energy += tl.where(o_v < M, a * a * e_res, 0.0)
+        outside += tl.sum(tl.where((o_v < M) & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
+    bounded = bounded | (tl.max(most) > 1.0)
     tl.store(scalars_ptr + B + i_b, a_mu.to(DTYPE))
-    s_mu = _average(s_mu, tail, beta2, ceiling_n * factor)
+    s_mu = _average(s_mu, tl.sum(energy) / (m * (n - r)), beta2, ceiling_n * factor)
     a_mu = _damp(s_mu, eps)
     tl.store(scalars_ptr + 2 * B + i_b, s_mu.to(DTYPE))
     tl.store(scalars_ptr + 3 * B + i_b, a_mu.to(DTYPE))
     tl.store(scalars_ptr + 4 * B + i_b, ((1.0 - beta2) / n * (a_mu * c) * (a_mu * c)).to(DTYPE))
-    # NaN is in no range.
-    lost_L = tl.sum(tl.where(m_m & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
-    evident = evident & (lost_L == 0) & (s_mu > smallest) & (s_mu <= largest)
-
-    tl.debug_barrier()  # what other threads of the program stored into rho
-    for i_r in range(TILES_R):
-        o_r = i_r * TILE_R + tl.arange(0, TILE_R).to(tl.int64)
-        m_r = o_r < R
-        s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
-        a_S = _damp(s_S, eps)
-        rho = tl.load(rho_ptr + i_b * R + o_r, m_r, 0.0)
-        column = columns_ptr + i_b * R + o_r
-        used_S = a_S
-        if BOUNDED:
-            excess_S = _beyond(weight * a_S * tl.sqrt(rho))
-            used_S = a_S / excess_S
-            bounded = bounded | (tl.max(excess_S) > 1.0)
-        tl.store(column, used_S.to(DTYPE), m_r)
-        s_S = _average(s_S, rho * c * c, beta2, ceiling_n * factor)
-        tl.store(column + B * R, s_S.to(DTYPE), m_r)
-        tl.store(column + 2 * B * R, _damp(s_S, eps).to(DTYPE), m_r)
-        lost_S = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
-        evident = evident & (lost_S == 0)
+    evident = evident & (outside == 0) & (s_mu > smallest) & (s_mu <= largest)
     if BOUNDED:
         tl.store(flags_ptr + i_b, evident)
         tl.store(flags_ptr + B + i_b, bounded)
@@ -264,7 +276,7 @@ def admit(
     """Decide about gradients and do the eigenvalue EMA (Algorithm 2 (3)) in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; what comes out is float64 where one
-    of them is, else float32. No more than 65536 rows, as one program holds a column.
+    of them is, else float32. No more than 65536 columns, as a program holds a row.
 
     Args:
         A: Q_L^T G~ Q_S (B,m,r).
@@ -283,8 +295,8 @@ def admit(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if A.ndim != 3 or 0 in A.shape[1:] or A.shape[1] > 65536:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, r) with m from 1 to 65536 and r >= 1.")
+    if A.ndim != 3 or 0 in A.shape[1:] or A.shape[2] > MOST:
+        raise ValueError(f"A has shape {tuple(A.shape)}; must be (B, m, r) with m >= 1 and r from 1 to {MOST}.")
     B, m, r = A.shape
     if n <= r:
         raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
@@ -305,9 +317,8 @@ def admit(
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
-        width = triton.next_power_of_2(m)
-        held = ELEMENTS if aligned(A, QtG) else ELEMENTS // 2  # every element has an address in registers then
-        step = max(1, min(COLUMNS, held // width, triton.next_power_of_2(r)))
+        width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
+        spare = 1 if aligned(A, QtG) else 2  # every element has an address in registers then
         read = [given[name][0] if name in given else A for name in (*names, "trust", "lambda_0")]  # A: not read
         launch.start(
             admit_kernel,
@@ -317,7 +328,7 @@ def admit(
             QtG,
             e_res,
             *read,
-            torch.empty((B, r), dtype=torch.float64, device=A.device),
+            torch.empty((2, B, m), dtype=torch.float64, device=A.device),
             rows,
             columns,
             scalars,
@@ -338,9 +349,9 @@ def admit(
             BOUNDED=bound is not None,
             AUTO=lambda_0 is not None,
             DTYPE=TRITON_DTYPES[dtype],
-            TILE_M=width,
-            TILE_R=step,
-            TILES_R=triton.cdiv(r, step),
+            TILE_M=max(1, min(height, ELEMENTS // spare // width)),
+            TILE_R=width,
+            TILE_V=min(NUMBERS // spare, height),
             num_warps=8,
         )
     return Found(rows, columns, scalars, flags)

@@ -264,7 +264,7 @@ def _admit(a: Arguments, programs: int) -> Work:
     M, R = programs * a["M"], programs * a["R"]
     read = _moved((a["A_ptr"], M * a["R"]), (a["e_res_ptr"], M * a["PARTS"]), (a["s_L_ptr"], M), (a["s_S_ptr"], R))
     read += _moved((a["QtG_ptr"], M * a["R"])) if a["BOUNDED"] else 0.0
-    return Work(read + _moved((a["rows_ptr"], 3 * M), (a["columns_ptr"], 3 * R), (a["rho_ptr"], 2 * R)), programs)
+    return Work(read + _moved((a["rows_ptr"], 3 * M), (a["columns_ptr"], 3 * R), (a["sums_ptr"], 4 * M)), programs)
 
 
 KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
