@@ -84,6 +84,21 @@ def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_a
 
 
 @pytest.mark.parametrize("k", [12, 140])
+def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_accepted(extension_on_cpu, k):
+    (A,) = draw("qr", "random", (3, k, k))
+    X = torch.linalg.qr(A)[0]
+    values = torch.stack([torch.ones(k), torch.linspace(1, 0, k).round(), torch.linspace(1, -0.5, k)])  # 1; rank k/2
+    H = (X * values[:, None]) @ X.mT
+    used = torch.ops.prokl.semidefinite_root(((H + H.mT) / 2).contiguous())[1]
+    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.SHIFTED | Used.LOST]
+    for of_root, rejected in ((True, Used.HOUSEHOLDER), (False, Used(0))):
+        found = X.contiguous().clone()
+        then = torch.ops.prokl.finish(A.contiguous(), found, X.mT @ X, None, used, of_root)
+        assert [Used(u) & Used.HOUSEHOLDER for u in then.tolist()] == [Used(0), Used(0), rejected]
+        assert same_bits(found[:2], X[:2].contiguous())
+
+
+@pytest.mark.parametrize("k", [12, 140])
 @pytest.mark.parametrize("size", [2.0**-110, 2.0**100])
 def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
     """What is shifted is what is factored: scale (K + shift I) = C C^T, of which C^-T is given."""

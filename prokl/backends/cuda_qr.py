@@ -43,21 +43,14 @@ LIMIT = 65535
 class Products(Protocol):
     """What a QR takes of :class:`prokl.algorithm.primitives.Primitives`."""
 
-    def product(
-        self,
-        left: Operand,
-        right: Operand,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
-    ) -> Tensor:
-        """Return alpha left right + beta C."""
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        """Return what computes alpha left right + beta C."""
         ...
 
-    def symmetric_product(self, A: Operand, /) -> Tensor:
-        """Return A A^T."""
+    @property
+    def symmetric_product(self) -> Callable[..., Tensor]:
+        """Return what computes A A^T."""
         ...
 
 
