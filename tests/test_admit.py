@@ -89,8 +89,9 @@ def flat(admitted: Admitted) -> dict[str, torch.Tensor]:
 def agree(got, expected):
     """Both compute in float64, with sums in another order, and round once: one unit in the last place of float32.
 
-    Of float64 the sums are over 1031 x 65 terms, none negative, of which each addition may lose half an eps; the
-    inverse root halves that. Measured: 2 eps.
+    Of float64 the sums, none of whose terms is negative, are over 1031 rows, some 33 tiles after one another and a tree
+    in each, and over 65 columns: some 40 roundings of half an eps on either side, which the roots halve, and a few
+    more. Measured: 3.2 eps, of float32 0.98.
     """
     got, expected = flat(got), flat(expected)
     assert got.keys() == expected.keys()
@@ -100,7 +101,7 @@ def agree(got, expected):
         if x.dtype == torch.bool:
             assert torch.equal(x, y), name
         else:
-            limit = (1.01 if x.dtype == torch.float32 else 64) * torch.finfo(x.dtype).eps
+            limit = (1.01 if x.dtype == torch.float32 else 16) * torch.finfo(x.dtype).eps
             error = (x - y).abs() / y.abs().clamp(min=torch.finfo(x.dtype).tiny)
             assert float(error.max()) <= limit, (name, float(error.max()))
 

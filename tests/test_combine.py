@@ -153,7 +153,8 @@ def test_the_inverse_norm_adds_up_parts_and_is_zero_for_what_is_negligible(parts
     energy[3] = torch.finfo(dtype).tiny / (2 * parts)
     found = inverse_norm(energy, size, whole, 1e-6)
     assert found.dtype == dtype and (found[1:] == 0).all()
-    assert float(found[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=50 * torch.finfo(dtype).eps)
+    # A tree of ten levels and a second tile, of half an eps each, halved by the root, which is rounded twice itself.
+    assert float(found[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=5 * torch.finfo(dtype).eps)
     negligible = Residual(energy, size, whole, 1e-6).negligible()
     assert negligible.tolist() == [False, True, True, False]
     assert torch.equal(inverse_norm(gaps(energy), gaps(size), gaps(whole), 1e-6), found)
