@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,14 @@ from prokl.algorithm.initial import InitEigenvalue
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
 from prokl.algorithm.settings import AdjustLrFn, Variant
-from prokl.engine.base import MatrixOptimizer
+from prokl.distributed.optimizer import DividedOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
-class ProKLShampoo(MatrixOptimizer):
+class ProKLShampoo(DividedOptimizer):
     """Pro-KLShampoo: KL-Shampoo with its right factor projected, whitening recovered by orthogonalisation.
 
     For a weight W with short side m and long side n the right Kronecker factor is restricted to
@@ -134,6 +138,7 @@ class ProKLShampoo(MatrixOptimizer):
         cautious_weight_decay: bool = False,
         adjust_lr_fn: AdjustLrFn = "original",
         cuda_graphs: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -159,10 +164,10 @@ class ProKLShampoo(MatrixOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "cuda_graphs": cuda_graphs,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, process_group)
 
 
-class KLShampoo(MatrixOptimizer):
+class KLShampoo(DividedOptimizer):
     """KL-Shampoo with both factors whole, as its authors coded it; the baseline of Pro-KLShampoo.
 
     ``W <- (1 - lr * weight_decay) (W - lr * L^-1/2 M R^-1/2)`` with M an EMA of the gradients. State needs
@@ -215,6 +220,7 @@ class KLShampoo(MatrixOptimizer):
         cautious_weight_decay: bool = False,
         adjust_lr_fn: AdjustLrFn = "original",
         cuda_graphs: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -234,4 +240,4 @@ class KLShampoo(MatrixOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "cuda_graphs": cuda_graphs,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, process_group)

@@ -283,8 +283,7 @@ def test_load_state_dict_hooks_see_an_ordinary_state_dict(method):
     target.optimizer.register_load_state_dict_post_hook(after)
     state = copy.deepcopy(source.optimizer.state_dict())
     target.optimizer.load_state_dict(state)
-    ordinary = {torch.Tensor, int}
-    assert seen == [("before", target.optimizer, ordinary), ("after", target.optimizer, ordinary)]
+    assert seen == [("before", target.optimizer, {torch.Tensor}), ("after", target.optimizer, {torch.Tensor, int})]
     M = target.optimizer.state[target.weights["a"]]["M"]
     assert torch.equal(M, 2 * source.optimizer.state[source.weights["a"]]["M"])
     target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))

@@ -26,6 +26,7 @@ from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings, runs
+from prokl.engine.schedule import Plan
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
@@ -121,7 +122,7 @@ class MatrixOptimizer(Optimizer):
             check_reading(p, name, how)
             select(group["backend"], p.device)
         if self.method.oversize_remedy is not None:
-            check_memory(type(self).__name__, self._sizes_of_new_state(), self.method.oversize_remedy)
+            check_memory(self._title, self._sizes_of_new_state(), self.method.oversize_remedy)
         for p, name in weights:
             check_writable(p, name)
 
@@ -140,7 +141,14 @@ class MatrixOptimizer(Optimizer):
         """Yield what has a state of its own in a matrix group, in its order."""
         group = self.param_groups[index]
         for (p, name), how in zip(named(group, index), readings(group), strict=True):
-            yield from pieces(p, name, how)
+            yield from self._pieces_of(p, name, how)
+
+    def _pieces_of(self, p: Tensor, name: str, how: Reading) -> list[Piece]:
+        return pieces(p, name, how)
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
 
     def _rank(self, group: Group, piece: Piece) -> int:
         return self.method.rank(group, piece.shape.m, piece.shape.n)
@@ -173,16 +181,30 @@ class MatrixOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._validate()
-        work = [(bucket, plan) for bucket in self._all_buckets() if (plan := bucket.decide()) is not None]
-        messages: list[str] = []
-        for bucket, plan in work:
-            moved, said = self._graphs.execute(bucket, plan)
-            messages += said + bucket.commit(plan, moved, self._states(bucket))
-        self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
-        for message in messages:  # last: one that a filter turns into an error leaves no half step behind
+        for message in self._step():  # last: one that a filter turns into an error leaves no half step behind
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss
+
+    def _step(self) -> list[str]:
+        """Do the step, after the closure; return warnings."""
+        self._validate()
+        messages: list[str] = []
+        for bucket, plan in self._decided():
+            messages += self._advance(bucket, plan)
+        self._step_adamw()
+        return messages
+
+    def _decided(self) -> list[tuple[Bucket, Plan]]:
+        """Return the buckets that have something to do, and what; nothing has moved then."""
+        return [(bucket, plan) for bucket in self._all_buckets() if (plan := bucket.decide()) is not None]
+
+    def _advance(self, bucket: Bucket, plan: Plan) -> list[str]:
+        """Step one bucket; return warnings."""
+        moved, said = self._graphs.execute(bucket, plan)
+        return said + bucket.commit(plan, moved, self._states(bucket))
+
+    def _step_adamw(self) -> None:
+        self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
 
     def _validate(self) -> None:
         """Check everything that may have changed since the last step, and give newcomers a place in a bucket."""
@@ -328,6 +350,19 @@ class MatrixOptimizer(Optimizer):
                         counts[name] = counts.get(name, 0) + int(self.state[p][key + piece.suffix].sum())
         return counts
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict, with the count of steps as a tensor, which every kind of checkpoint can reshape."""
+        first = self.register_state_dict_post_hook(self._exported, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            first.remove()
+
+    def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
+        state = {i: checkpoint.with_step_tensors(own) for i, own in packed["state"].items()}
+        return {**packed, "state": state}
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}
 
@@ -348,11 +383,18 @@ class MatrixOptimizer(Optimizer):
         return checkpoint.prepare(loaded, self.param_groups, self.defaults, adamw_defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = checkpoint.restore(state, self.method, type(self).__name__)
+        self._adopt(state, self._checked(state))
+
+    def _checked(self, state: dict[str, Any]) -> Any:
+        """Make a loaded state this optimizer's; raise ValueError where it cannot be. Nothing has changed then."""
+        return checkpoint.restore(state, self.method, self._title)
+
+    def _adopt(self, state: dict[str, Any], made: Any) -> None:
+        """Go on from a state that :meth:`_checked` returned ``made`` for."""
         super().__setstate__(state)
         self._forget()
         for i in made:
-            group = state["param_groups"][i]
+            group = self.param_groups[i]
             self._remember(group)
             if group["bf16_weights"] == MASTER:  # of weights, too, that are no longer bfloat16
                 self._masters.update(group["params"])

@@ -82,7 +82,8 @@ class Bucket:
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
-        names = [f"{member.name} {c}" for member in self.members for c in range(member.shape.count)]
+        numbers = [range(piece.first, piece.first + piece.shape.count) for piece in pieces]
+        names = [f"{piece.name} {c}" for piece, own in zip(pieces, numbers, strict=True) for c in own]
         mode = mode_of(group, first.p.dtype)
         self.rounding = Rounding(mode, names, [member.weight() for member in self.members])
         if self.rounding.master is not None:

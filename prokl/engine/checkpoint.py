@@ -27,6 +27,11 @@ class _NoCast:
         self.value = value
 
 
+def unwrapped(value: Any) -> Any:
+    """Return a state value without what carried it through."""
+    return value.value if isinstance(value, _NoCast) else value
+
+
 def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
     """Return ``state`` with every view of a stack as a tensor of its own: pickling a view would store the stack.
 
@@ -37,6 +42,12 @@ def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, di
         known = isinstance(p, Tensor)
         plain[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()} if known else own
     return plain
+
+
+def with_step_tensors(own: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a weight's state with its counts of steps, integers while it is live, as int64 tensors."""
+    steps = {k: torch.tensor(v) for k, v in own.items() if isinstance(k, str) and k[:4] == "step" and type(v) is int}
+    return {**own, **steps}
 
 
 def prepare(
@@ -110,13 +121,13 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             count_in_tensors(state["state"], group, i)
             continue
         for (p, name), how in zip(named(group, i), hows, strict=True):
-            own = {k: v.value if isinstance(v, _NoCast) else v for k, v in state["state"].get(p, {}).items()}
+            own = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
             _check_split(own, parts, name, how.split)
-            needed = [_needed(piece, method, group) for piece in parts]
-            if own.keys() & {"step", "lambda_0"}.union(*needed, {"step" + piece.suffix for piece in parts}):
-                for piece, layout in zip(parts, needed, strict=True):
+            layouts = [needed(piece, method, group) for piece in parts]
+            if own.keys() & {"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts}):
+                for piece, layout in zip(parts, layouts, strict=True):
                     if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
                         layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
                     own = _missing_counters(piece, own, layout) | own
@@ -152,7 +163,7 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every state tensor that a piece needs, by its key."""
     leading = (piece.shape.count,) if piece.p.ndim == 3 else ()
     layout = layout_of_state(piece, method, method.rank(group, piece.shape.m, piece.shape.n), group)
@@ -212,6 +223,8 @@ def _missing_counters(
 
 def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:
     step = own["step" + piece.suffix]
-    steps = [step] if piece.p.ndim != 3 else step.tolist() if isinstance(step, Tensor) else step  # a list before 0.5
+    if isinstance(step, Tensor):
+        step = step.tolist() if step.ndim == (piece.p.ndim == 3) else None
+    steps = step if piece.p.ndim == 3 else [step]  # a list before 0.5
     right = isinstance(steps, (list, tuple)) and len(steps) == piece.shape.count
     return right and all(type(count) is int and count >= -1 for count in steps)

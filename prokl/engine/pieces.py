@@ -35,6 +35,8 @@ class Piece:
     shape: MatrixShape
     suffix: str = ""
     """Of its state's keys; empty unless the parameter is split."""
+    first: int = 0
+    """Number of its first matrix, where the parameter is part of a stack."""
 
 
 def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
@@ -91,18 +93,18 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
         raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")
 
 
-def pieces(p: Tensor, name: str, how: Reading) -> list[Piece]:
+def pieces(p: Tensor, name: str, how: Reading, first: int = 0) -> list[Piece]:
     """Return the pieces of a parameter that :func:`check_reading` has passed, in order."""
     shapes = MatrixShape.of(p, how.transposed).pieces(how.split)
     if how.split is None:
-        return [Piece(p, name, shapes[0])]
-    return [Piece(p, f"{name}.{i}", shape, f".{i}") for i, shape in enumerate(shapes)]
+        return [Piece(p, name, shapes[0], first=first)]
+    return [Piece(p, f"{name}.{i}", shape, f".{i}", first) for i, shape in enumerate(shapes)]
 
 
 def clock(piece: Piece, state: dict[str, Any]) -> list[int]:
     """Return the ``step`` of every matrix of a piece; -1 before its initialising gradient."""
     steps = state.get("step" + piece.suffix, -1)
-    return [steps] * piece.shape.count if isinstance(steps, int) else torch.as_tensor(steps).tolist()
+    return [steps] * piece.shape.count if isinstance(steps, int) else torch.as_tensor(steps).reshape(-1).tolist()
 
 
 def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:

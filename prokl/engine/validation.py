@@ -81,12 +81,11 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
         raise ValueError(f"{name} has dtype {p.dtype}; must be one of {PARAMETER_DTYPES}: convert the weight.")
     if p.layout != torch.strided:
         raise ValueError(f"{name} has layout {p.layout}; the matrix method needs a dense weight: use p.to_dense().")
-    if hasattr(p, "device_mesh"):
-        raise ValueError(f"{name} is sharded (DTensor); its matrices are not whole on any device: {remedy}.")
     if p.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}. If a trainer "
-            "put it in a matrix's place, it flattens weights, as DeepSpeed's ZeRO and FSDP1 do: use DDP."
+            "put it in a matrix's place, it flattens weights, as DeepSpeed's ZeRO and FSDP1 do: use fully_shard "
+            "(FSDP2), or DDP with process_group=."
         )
     if p.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")

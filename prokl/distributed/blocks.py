@@ -1,0 +1,111 @@
+"""Which block of a weight lies on which rank, from its DTensor's placements; no communication.
+
+A block is a range along every dimension. Sharding follows torch.chunk: equal parts of ceil(size / ranks), the last ones
+smaller or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from prokl.distributed.ownership import Home
+
+
+@dataclass(frozen=True)
+class Block:
+    """A range along every dimension of a weight."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its size along every dimension."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @property
+    def empty(self) -> bool:
+        """True if it has no element."""
+        return 0 in self.shape
+
+    def meet(self, other: Block) -> Block:
+        """Return what both have."""
+        pairs = zip(self.bounds, other.bounds, strict=True)
+        return Block(tuple((low := max(a, c), max(low, min(b, d))) for (a, b), (c, d) in pairs))
+
+    def within(self, outer: Block) -> tuple[slice, ...]:
+        """Return the index of this block in a tensor that holds ``outer``."""
+        pairs = zip(self.bounds, outer.bounds, strict=True)
+        return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
+
+
+def whole(shape: Sequence[int]) -> Block:
+    """Return the block that is everything."""
+    return Block(tuple((0, size) for size in shape))
+
+
+def rows(shape: Sequence[int], start: int, stop: int) -> Block:
+    """Return the block of ``start`` to ``stop`` along the first dimension."""
+    return Block(((start, stop), *((0, size) for size in shape[1:])))
+
+
+def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """Return a part of a range as torch.chunk cuts it; empty beyond the last."""
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def check_placements(name: str, placements: Sequence[Any]) -> None:
+    """Raise ValueError for a placement that has no block of final values."""
+    for placement in placements:
+        if placement.is_partial():
+            raise ValueError(
+                f"{name} is a DTensor with placement {placement}, a sum that is still to be made; must be Shard or "
+                "Replicate: redistribute the weight before making the optimizer."
+            )
+
+
+def blocks(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[Block]:
+    """Return the block of every rank of a mesh, in the order of its flattened ranks.
+
+    Args:
+        shape: of the weight. mesh_shape: of the mesh. placements: one for each of its dimensions: Replicate, Shard, or
+            torch's _StridedShard (FSDP2 over tensor parallelism), whose mesh dimension cuts after those to its right.
+    """
+    strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
+    order = [i for i, late in enumerate(strided) if not late] + [
+        i for i, late in reversed([*enumerate(strided)]) if late
+    ]
+    found = []
+    for coordinate in product(*map(range, mesh_shape)):
+        bounds = [(0, size) for size in shape]
+        for i in order:
+            if not placements[i].is_replicate():
+                dim = placements[i].dim
+                start, stop = bounds[dim]
+                bounds[dim] = chunk(start, stop, mesh_shape[i], coordinate[i])
+        found.append(Block(tuple(bounds)))
+    return found
+
+
+def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[Home, ...]:
+    """Return where the matrices of a weight lie whole; empty unless all of them do.
+
+    Args:
+        shape: of the weight. stacked: whether its first dimension counts matrices. held: the block of every rank.
+    """
+    count = shape[0] if stacked else 1
+    sides = whole(shape).bounds[1 if stacked else 0 :]
+    holders = [
+        (block.bounds[0] if stacked else (0, 1), rank)
+        for rank, block in enumerate(held)
+        if not block.empty and block.bounds[1 if stacked else 0 :] == sides
+    ]
+    found = []
+    for start, stop in sorted({bounds for bounds, _ in holders}):
+        found.append(Home(start, stop, tuple(rank for bounds, rank in holders if bounds == (start, stop))))
+    ends = [0, *(home.stop for home in found)]
+    complete = [home.start for home in found] == ends[:-1] and ends[-1] == count
+    return tuple(found) if complete else ()

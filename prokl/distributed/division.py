@@ -1,0 +1,363 @@
+"""One step of an optimizer whose weights are divided: what is sent, what this rank steps, and in which order.
+
+The stand-ins of this rank are stepped by an optimizer without ranks, bucket by bucket, exactly as one process does.
+Weights whose buckets have common shapes form a *wave*: while one is stepped, what the next one needs is on its way, and
+what the last one brought is on its way back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prokl.algorithm.counts import klshampoo, pro_klshampoo
+from prokl.algorithm.method import Group, Method
+from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
+from prokl.distributed.ownership import Part, Weight, divide
+from prokl.distributed.team import Team, Teams, as_group
+from prokl.distributed.transport import Replicas, Shards, Slot
+from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.engine.base import MatrixOptimizer
+from prokl.engine.bucket import Bucket
+from prokl.engine.pieces import DEFAULTS, Piece, named, pieces, readings
+from prokl.engine.validation import check_memory
+
+
+class Local(MatrixOptimizer):
+    """The optimizer of one rank's stand-ins, which knows of no others.
+
+    Args:
+        outer: whose method, defaults and messages it has.
+    """
+
+    def __init__(self, outer: MatrixOptimizer) -> None:
+        self.method = outer.method  # type: ignore[misc]
+        self.first: dict[Tensor, int] = {}  # number of a part's first matrix in its stack
+        self.titled = type(outer).__name__
+        super().__init__([{"params": []}], {key: value for key, value in outer.defaults.items() if key not in DEFAULTS})
+        del self.param_groups[:]
+
+    @property
+    def _title(self) -> str:
+        return self.titled
+
+    def _pieces_of(self, p: Tensor, name: str, how: Any) -> list[Piece]:
+        return pieces(p, name, how, self.first.get(p, 0))
+
+
+class Wave:
+    """Weights that are stepped together, and what is sent of them."""
+
+    def __init__(self) -> None:
+        self.weights: list[Divided] = []
+        self.keys: set[Any] = set()
+        self.replicas: list[Replicas] = []
+        self.shards: list[Shards] = []
+
+    def connect(self) -> None:
+        """Lay out the messages."""
+        found: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
+        for weight in self.weights:
+            found.setdefault((weight.team, weight.p.device, weight.replicated), []).extend(weight.slots())
+        for (team, device, replicated), slots in found.items():
+            if slots and replicated:
+                self.replicas.append(Replicas(team, slots, device))
+            elif slots:
+                self.shards.append(Shards(team, slots, device))
+
+    def lend(self) -> None:
+        """Begin to collect."""
+        for shards in self.shards:
+            shards.lend()
+
+    def take(self) -> None:
+        """Wait for what was collected."""
+        for shards in self.shards:
+            shards.take()
+
+    def give(self) -> None:
+        """Begin to send what was stepped."""
+        for shards in self.shards:
+            shards.give_back()
+        for replicas in self.replicas:
+            replicas.start()
+
+    def finish(self) -> None:
+        """Wait for what was stepped elsewhere."""
+        for shards in self.shards:
+            shards.finish()
+        for replicas in self.replicas:
+            replicas.finish()
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives in a step."""
+        return sum(way.received for way in self.shards) + sum(way.received for way in self.replicas)
+
+
+class Division:
+    """Who owns what, and the step.
+
+    Args:
+        outer: the optimizer. group: its ``process_group``.
+    """
+
+    def __init__(self, outer: MatrixOptimizer, group: Any) -> None:
+        self.teams = Teams()
+        self.of_plain = None if group is None else as_group(group, self.teams)
+        self.local = Local(outer)
+        self.weights: dict[Tensor, Divided | Undivided] = {}
+        self.loads: dict[Team, list[float]] = {}
+        self.broken: str | None = None
+        self._layout: Any = None
+
+    def update(self, outer: MatrixOptimizer) -> None:
+        """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
+        layout = [[(p, p.requires_grad) for p in group["params"]] for group in outer.param_groups]
+        same = self._layout is not None and [[(id(p), g) for p, g in own] for own in layout] == [
+            [(id(p), g) for p, g in own] for own in self._layout
+        ]
+        if not same:
+            self._divide(outer)
+            self._layout = layout
+        for theirs, ours in zip(outer.param_groups, self.local.param_groups, strict=True):
+            kept = {"params", "param_names", *DEFAULTS}
+            ours.update({key: value for key, value in theirs.items() if key not in kept})
+
+    def relayout(self) -> None:
+        """Look at the groups anew: they are other objects now."""
+        self._layout = None
+
+    def _divide(self, outer: MatrixOptimizer) -> None:
+        present = [p for group in outer.param_groups for p in group["params"]]
+        known = {p: weight for p, weight in self.weights.items() if any(p is q for q in present)}
+        self.weights = known
+        for index, group in enumerate(outer.param_groups):
+            self._assign(index, group, outer.method)
+        self._make_local_groups(outer)
+        self._make_waves(outer)
+        self._compare(outer)
+
+    def _team(self, p: Tensor) -> Team | None:
+        return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
+
+    def _assign(self, index: int, group: Group, method: Method[Any]) -> None:
+        """Give every new weight of a group its owners."""
+        new: dict[Team, list[tuple[Tensor, Weight, Any, Any]]] = {}
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
+            if p in self.weights:
+                continue
+            team = self._team(p)
+            if team is None or (group["algorithm"] == "adamw" and (is_dtensor(p) or p.ndim == 0)):
+                self.weights[p] = Undivided.of(p)
+                continue
+            held = self._held(p, name, team)
+            if group["algorithm"] == "adamw":
+                self.weights[p] = Divided(p, team, _row_parts(p.shape[0], team.size), held, stacked=True)
+                continue
+            stacked = p.ndim == 3
+            cost = sum(matrix_cost(piece, method, group) for piece in pieces(p, name, how))  # of one matrix of a stack
+            count = p.shape[0] if stacked else 1
+            shapes = tuple(piece.shape for piece in pieces(p, name, how))
+            new.setdefault(team, []).append((p, Weight(count, cost, homes(p.shape, stacked, held)), held, shapes))
+        for team, entries in new.items():
+            loads = self.loads.setdefault(team, [0.0] * team.size)
+            found = divide([weight for _, weight, _, _ in entries], loads)
+            for (p, _, held, shapes), parts in zip(entries, found, strict=True):
+                self.weights[p] = Divided(p, team, parts, held, p.ndim == 3, shapes)
+
+    @staticmethod
+    def _held(p: Tensor, name: str, team: Team) -> list[Any]:
+        """Return the block of every place of a team."""
+        if not is_dtensor(p):
+            return [whole(p.shape)] * team.size
+        check_placements(name, p.placements)  # type: ignore[attr-defined]
+        mesh = p.device_mesh  # type: ignore[attr-defined]
+        found = blocks(p.shape, mesh.mesh.shape, p.placements)  # type: ignore[attr-defined]
+        by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
+        return [by_rank[rank] for rank in team.ranks]
+
+    def local_groups(self, groups: Sequence[Group]) -> list[Group]:
+        """Return what this rank steps of ``groups``, with their settings."""
+        found = []
+        for index, group in enumerate(groups):
+            own = [
+                (weight.stand_in, name, how)
+                for (p, name), how in zip(named(group, index), readings(group), strict=True)
+                if (weight := self.weights[p]).stand_in is not None
+            ]
+            ours = {**group, "params": [entry[0] for entry in own], "param_names": [entry[1] for entry in own]}
+            for i, key in enumerate(DEFAULTS):
+                if isinstance(group.get(key), list):
+                    ours[key] = [how[i] for _, _, how in own]
+            found.append(ours)
+        return found
+
+    def _make_local_groups(self, outer: MatrixOptimizer) -> None:
+        groups, local = self.local_groups(outer.param_groups), self.local
+        for i, ours in enumerate(groups[: len(local.param_groups)]):
+            # The same object, by which the settings are remembered that a state was made with.
+            local.param_groups[i].clear()
+            local.param_groups[i].update(ours)
+        local.param_groups[:] = local.param_groups[: len(groups)] + groups[len(local.param_groups) :]
+        for weight in self.divided():
+            if weight.stacked and weight.mine is not None:
+                local.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
+        if local.method.oversize_remedy is not None:
+            check_memory(local._title, local._sizes_of_new_state(), local.method.oversize_remedy)
+
+    def _make_waves(self, outer: MatrixOptimizer) -> None:
+        """Sort the weights into waves: no two of them have pieces that may be in one bucket."""
+        self.waves: list[Wave] = []
+        self.adamw = Wave()
+        for index, group in enumerate(outer.param_groups):
+            for (p, name), how in zip(named(group, index), readings(group), strict=True):
+                weight = self.weights[p]
+                if not isinstance(weight, Divided) or not p.requires_grad:
+                    continue
+                if group["algorithm"] == "adamw":
+                    self.adamw.weights.append(weight)
+                    continue
+                keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)}
+                met = [wave for wave in self.waves if wave.keys & keys] or [Wave()]
+                for other in met[1:]:  # this weight's pieces join them
+                    self.waves.remove(other)
+                    met[0].weights += other.weights
+                    keys |= other.keys
+                met[0].weights.append(weight)
+                met[0].keys |= keys
+                if met[0] not in self.waves:
+                    self.waves.append(met[0])
+        for wave in (*self.waves, self.adamw):
+            wave.connect()
+
+    def _compare(self, outer: MatrixOptimizer) -> None:
+        """Raise RuntimeError on every rank where ranks of a team have other weights: their messages would not fit."""
+        for team in self.teams:
+            told = hashlib.sha256()
+            for index, group in enumerate(outer.param_groups):
+                for p, name in named(group, index):
+                    weight = self.weights[p]
+                    if isinstance(weight, Divided) and weight.team is team:
+                        told.update(
+                            repr((index, name, tuple(p.shape), p.dtype, p.requires_grad, weight.parts)).encode()
+                        )
+            found = team.gathered(told.hexdigest())
+            if other := next((place for place, digest in enumerate(found) if digest != found[0]), None):
+                raise RuntimeError(
+                    f"Ranks {team.ranks[0]} and {team.ranks[other]} gave this optimizer other weights: names, shapes, "
+                    "dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper "
+                    "that gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without "
+                    "process_group=."
+                )
+
+    def step(self) -> list[str]:
+        """Step everything; return warnings."""
+        local = self.local
+        for weight in self.weights.values():
+            weight.lend()
+        local._validate()
+        work = local._decided()
+        self.broken = "it did not come to its end"
+        try:
+            messages = self._step_waves(work)
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            for weight in self.weights.values():
+                weight.release()
+        self.broken = None
+        return messages
+
+    def _step_waves(self, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
+        local, messages = self.local, []
+        waves, done = self.waves, set()
+        if waves:
+            waves[0].lend()
+        local._step_adamw()  # while the first gradients come
+        self.adamw.give()
+        of_wave = self._buckets_of_waves(work)
+        for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
+            messages += local._advance(bucket, plan)
+        for i, wave in enumerate(waves):
+            wave.take()
+            if i + 1 < len(waves):
+                waves[i + 1].lend()
+            self._agree(wave)
+            for bucket, plan in of_wave.get(i, []):
+                messages += local._advance(bucket, plan)
+            wave.give()
+            if i > 0:
+                waves[i - 1].finish()
+                done.add(i - 1)
+        if waves:
+            waves[-1].finish()
+        self.adamw.finish()
+        return messages
+
+    def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:
+        """Return the buckets of each wave, and of None those without any divided weight."""
+        place = {id(weight.stand_in): i for i, wave in enumerate(self.waves) for weight in wave.weights if weight.mine}
+        found: dict[int | None, list[tuple[Bucket, Any]]] = {}
+        for bucket, plan in work:
+            waves = {place.get(id(member.p)) for member in bucket.members} - {None}
+            found.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
+        return found
+
+    def _agree(self, wave: Wave) -> None:
+        """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
+        shared: dict[Team, list[Divided]] = {}
+        for weight in wave.weights:
+            if weight.stacked and len(weight.parts) > 1:
+                shared.setdefault(weight.team, []).append(weight)
+        for team, weights in shared.items():
+            device = weights[0].p.device
+            bad = torch.cat([not_finite(weight).to(device) for weight in weights])
+            dist.all_reduce(bad, group=team.group)
+            for own, weight in zip(torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True):
+                g = None if weight.stand_in is None else weight.stand_in.grad
+                for one, shape in zip(own, () if g is None else weight.shapes, strict=False):
+                    first = shape.region(g)[:, :1, :1]  # type: ignore[arg-type]
+                    first.copy_(torch.where(one > 0, torch.nan, first))
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        """Return this rank's own state of a weight."""
+        stand_in = self.weights[p].stand_in
+        return {} if stand_in is None else self.local.state.get(stand_in, {})
+
+    def received(self) -> int:
+        """Return the bytes that a step sends to this rank."""
+        return sum(wave.received for wave in (*self.waves, self.adamw))
+
+    def divided(self) -> Iterator[Divided]:
+        """Yield the weights that have owners."""
+        yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))
+
+
+def not_finite(weight: Divided) -> Tensor:
+    """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
+    g = None if weight.stand_in is None else weight.stand_in.grad
+    if g is None:
+        return torch.zeros(len(weight.shapes))
+    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
+    norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
+    return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
+
+
+def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
+    """Return the operations of a step of one matrix, refreshes amortised."""
+    m, n = piece.shape.m, piece.shape.n
+    rank = method.rank(group, m, n)
+    terms = pro_klshampoo(m, n, rank, group["ns_steps"]) if rank else klshampoo(m, n)
+    return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
+
+
+def _row_parts(count: int, world: int) -> tuple[Part, ...]:
+    """Return the rows of each rank as DTensor's Shard(0) has them, some of them none."""
+    return tuple(Part(*chunk(0, count, world, place), place) for place in range(world))

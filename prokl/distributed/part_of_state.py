@@ -1,0 +1,142 @@
+"""State of which every rank has its own part, as torch.distributed.checkpoint saves, gathers, loads and reshapes it.
+
+Imported only where work is divided: DTensor's modules take a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from prokl.distributed.ownership import Part
+
+_aten = torch.ops.aten
+_LOCAL = {_aten.detach, _aten.clone, _aten._to_copy, _aten.alias}
+
+
+class PartOfState(DTensor):
+    """A state tensor that its owners have: this rank's rows of it, or nothing.
+
+    No placement of DTensor says "all on that rank", so this says where the rows are by itself, in the protocol by which
+    torch.distributed.checkpoint asks any tensor. Only what makes it whole needs all ranks of its mesh:
+    :meth:`full_tensor` and :meth:`redistribute`.
+
+    Attributes:
+        parts: rows along the first dimension with the place of their owner; of a tensor that is not of a stack one
+            part (0, 1, owner), which is all of it. stacked: whether its first dimension is what ``parts`` divides.
+        mine: the rows (start, stop) that are here, or None.
+    """
+
+    parts: tuple[Part, ...]
+    stacked: bool
+    mine: tuple[int, int] | None
+
+    @classmethod
+    def make(
+        cls,
+        local: Tensor,
+        parts: Sequence[Part],
+        mine: tuple[int, int] | None,
+        stacked: bool,
+        shape: Sequence[int],
+        mesh: DeviceMesh,
+    ) -> PartOfState:
+        """Wrap what is here of a tensor of ``shape``: ``local``, which is empty where nothing is."""
+        size = torch.Size(shape)
+        meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+        made: PartOfState = cls(local, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+        made.parts, made.mine, made.stacked = tuple(parts), mine, stacked
+        return made
+
+    def _like(self, local: Tensor) -> PartOfState:
+        return self.make(local, self.parts, self.mine, self.stacked, self.shape, self.device_mesh)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = "nothing" if self.mine is None else f"rows {self.mine[0]} to {self.mine[1]}" if self.stacked else "all"
+        owners = sorted({part.owner for part in self.parts})
+        return f"PartOfState({tuple(self.shape)}, {self.dtype}, of places {owners}; here: {held})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Copy and move what is here; anything else would compute with a part as if it were the whole."""
+        it, kwargs = args[0], kwargs or {}
+        if func.overloadpacket in _LOCAL and isinstance(it, PartOfState):
+            return it._like(func(it._local_tensor, *args[1:], **kwargs))
+        if func.overloadpacket is _aten.new_empty and isinstance(it, PartOfState):  # staging, which fills it
+            return it._like(it._local_tensor.new_empty(it._local_tensor.shape, **kwargs))
+        raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
+
+    def local(self) -> Tensor:
+        """Return what is here; empty where nothing is."""
+        return self._local_tensor
+
+    def full_tensor(self, **_: Any) -> Tensor:
+        """Return the whole on every rank; needs all ranks of the mesh."""
+        group, device = self.device_mesh.get_group(), torch.device(self.device_mesh.device_type)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        whole = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for part in self.parts:
+            rows = whole[part.start : part.stop] if self.stacked else whole
+            if self.mine is not None and part.owner == dist.get_rank(group):
+                rows.copy_(self._local_tensor)
+            dist.broadcast(rows.view(-1).view(torch.uint8), group_src=part.owner, group=group)
+        return whole
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
+        """Return the whole as a replicated DTensor, all that anyone asks of it; needs all ranks of the mesh."""
+        return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
+
+    def to_local(self, **_: Any) -> Tensor:
+        """Return the whole where it is here, else room for it: torch copies a whole state into what is local."""
+        if self.mine is not None and not self.stacked:
+            return self._local_tensor
+        room = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.mine is not None:
+            self._room = room  # of which loading takes the rows that are here
+            room[self.mine[0] : self.mine[1]] = self._local_tensor
+        return room
+
+    def loaded(self) -> Tensor:
+        """Return what is here after torch has loaded into it."""
+        room = getattr(self, "_room", None)
+        return self._local_tensor if room is None else room[self.mine[0] : self.mine[1]]  # type: ignore[index]
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        if self.mine is None:
+            return []
+        offsets = [0] * self.ndim
+        if self.stacked:
+            offsets[0] = self.mine[0]
+        return [ChunkStorageMetadata(torch.Size(offsets), self._local_tensor.shape)]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """Return what this rank writes into a distributed checkpoint."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(self._local_tensor), self.shape),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return what this rank reads from a distributed checkpoint."""
+        return self._chunks()
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        """Return the only chunk that there can be."""
+        return self._local_tensor
+
+
+torch.serialization.add_safe_globals([PartOfState, Part])

@@ -1,0 +1,148 @@
+"""State of divided weights between this rank's optimizer and state dicts: parts out, parts of whatever comes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.method import Group, Method
+from prokl.backends.rounding import MASTER, mode_of
+from prokl.distributed.blocks import rows, whole
+from prokl.distributed.ownership import Part
+from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.engine.checkpoint import needed
+from prokl.engine.pieces import Reading, pieces
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def layout_of_weight(p: Tensor, name: str, how: Reading, group: Group, method: Method[Any]) -> Layout:
+    """Return shape and dtype of all state of a whole matrix weight, by its key."""
+    found: Layout = {}
+    for piece in pieces(p, name, how):
+        layout = needed(piece, method, group)
+        layout["step" + piece.suffix] = ((piece.shape.count,) if p.ndim == 3 else (), torch.int64)
+        if mode_of(group, p.dtype) == MASTER:
+            layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
+        found.update(layout)
+    return found
+
+
+def _stacked(weight: Divided, key: str) -> bool:
+    """Return True for state with an entry for every matrix of a stack; its counts of skipped gradients have none."""
+    return weight.stacked and key.partition(".")[0] != "skipped"
+
+
+def parts_of_state(weight: Divided, own: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
+
+    Args:
+        weight: whose. own: of this rank, with steps as tensors; empty where it owns nothing. layout: of the whole.
+    """
+    from prokl.distributed.part_of_state import PartOfState
+
+    mesh, found = weight.team.mesh(weight.p.device), {}
+    for key, (shape, dtype) in layout.items():
+        stacked = _stacked(weight, key)
+        parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
+        mine = None if weight.mine is None else (weight.mine.start, weight.mine.stop) if stacked else (0, 1)
+        device = weight.p.device if key.partition(".")[0] != "step" else "cpu"
+        held = own[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        found[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
+    return found | {key: value for key, value in own.items() if key not in layout}
+
+
+def shards_of_state(weight: Divided | Undivided, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    p, shape = weight.p, None if weight.stand_in is None else weight.stand_in.shape
+    if isinstance(weight, Undivided):
+        if weight.stand_in is p:
+            return own
+        mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    else:
+        mesh, placements = weight.team.mesh(p.device), [Shard(0)]
+    stride = torch.empty(p.shape, device="meta").stride()
+    return {
+        key: DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
+        if isinstance(value, Tensor) and value.ndim and value.shape == shape
+        else value
+        for key, value in own.items()
+    }
+
+
+def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None, name: str) -> Any:
+    """Return this rank's part of loaded state of a matrix weight, as far as it fits.
+
+    Args:
+        weight: of which this rank owns a part. key: of the state. value: what was loaded. shape: of the whole; None of
+            what the state does not know. name: of the weight.
+
+    Raises:
+        ValueError: another rank's part, or another part than this rank has.
+    """
+    mine = weight.mine
+    assert mine is not None
+    if is_dtensor(value):
+        held = getattr(value, "parts", None)
+        if held is None:  # a whole that torch has distributed
+            value = value.full_tensor()
+        elif _here(value) == ((mine.start, mine.stop) if _stacked(weight, key) else (0, 1)):
+            return value.loaded()
+        else:
+            raise ValueError(partial_message(name, value))
+    if shape is None or not _stacked(weight, key):
+        return value
+    if isinstance(value, (list, tuple)) and len(value) == shape[0]:
+        return list(value[mine.start : mine.stop])
+    fits = isinstance(value, Tensor) and value.shape == shape
+    return value[mine.start : mine.stop] if fits else value
+
+
+def _here(value: Any) -> tuple[int, int] | None:
+    here: tuple[int, int] | None = value.mine
+    return here
+
+
+def partial_message(name: str, value: Any) -> str:
+    """Say that a loaded state is one rank's."""
+    owners = sorted({part.owner for part in value.parts}) if hasattr(value, "parts") else []
+    whose = f"is held by rank {', '.join(map(str, owners))} of its process group" if owners else "is one rank's part"
+    return (
+        f"The loaded state of {name} {whose}, and what was loaded is the part of another rank or of another number of "
+        "ranks. Save with torch.distributed.checkpoint, which can be loaded on any number of ranks, or save "
+        "optimizer.gather_state_dict(), which all ranks must call."
+    )
+
+
+def own_shard(weight: Divided | Undivided, value: Any) -> Any:
+    """Return this rank's shard of loaded AdamW state, as far as it fits."""
+    if isinstance(weight, Undivided):
+        if weight.stand_in is weight.p:
+            return value
+        mesh, placements = weight.p.device_mesh, weight.p.placements  # type: ignore[attr-defined]
+        if is_dtensor(value):
+            same = value.device_mesh == mesh and tuple(value.placements) == tuple(placements)
+            return value.to_local() if same else _distributed(value.full_tensor(), mesh, placements)
+        whole_one = isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape
+        return _distributed(value, mesh, placements) if whole_one else value
+    if is_dtensor(value):
+        mesh = weight.team.mesh(weight.p.device)
+        if value.device_mesh == mesh and [p.is_shard(0) for p in value.placements] == [True]:
+            return value.to_local()
+        value = value.full_tensor()
+    if isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape:
+        mine = weight.mine
+        assert mine is not None
+        return value[rows(weight.p.shape, mine.start, mine.stop).within(whole(weight.p.shape))]
+    return value
+
+
+def _distributed(value: Tensor, mesh: Any, placements: Any) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    # Without communication: every rank has the whole.
+    return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()

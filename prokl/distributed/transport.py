@@ -1,0 +1,192 @@
+"""What is sent before and after the owners step: gradients and weights to them, weights back.
+
+A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. Of a sharded one
+the owner collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one
+process's, and a weight that has been changed by hand counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prokl.distributed.blocks import Block
+from prokl.distributed.team import Message, Team
+
+PADDING = 1.25
+"""An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Part of a weight on its way.
+
+    Attributes:
+        block: what is sent. shape, dtype: of it. here: returns it where this rank keeps the weight, a view.
+        standing: returns it where this rank, the owner, steps it, a view.
+        gradient: returns the gradient of ``here``, or None. standing_gradient: that of ``standing``, or None.
+        sender: place of who has it. owner: of who steps it. holders: of all who have it.
+    """
+
+    block: Block
+    dtype: torch.dtype
+    here: Callable[[], Tensor]
+    standing: Callable[[], Tensor]
+    gradient: Callable[[], Tensor | None]
+    standing_gradient: Callable[[], Tensor | None]
+    sender: int
+    owner: int
+    holders: tuple[int, ...]
+
+
+class Replicas:
+    """Sends stepped weights, of which all ranks have copies, from their owners to the others.
+
+    Args:
+        team: whose. slots: all of the team's, in the same order on every rank. device: of the weights.
+    """
+
+    def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
+        self.team, self.device = team, device
+        self.slots = [[slot for slot in slots if slot.owner == place] for place in range(team.size)]
+        self.messages = [Message([(slot.block.shape, slot.dtype) for slot in own]) for own in self.slots]
+        sizes = [message.size for message in self.messages]
+        self.gathers = max(sizes) * team.size <= PADDING * sum(sizes)
+        self.most = max(sizes)
+        self._begun: list[tuple[int, Tensor, Any]] = []
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives."""
+        if self.gathers:
+            return self.most * (self.team.size - 1)
+        return sum(message.size for message in self.messages) - self.messages[self.team.index].size
+
+    def start(self) -> None:
+        """Begin to send; the weights may be stepped again only after :meth:`finish`."""
+        mine, me = self.messages[self.team.index], self.team.index
+        own = torch.empty(self.most if self.gathers else mine.size, dtype=torch.uint8, device=self.device)
+        for slot, part in zip(self.slots[me], mine.parts(own[: mine.size]), strict=True):
+            part.copy_(slot.standing())
+        if self.gathers:
+            whole = own.new_empty(self.most * self.team.size)
+            work = dist.all_gather_into_tensor(whole, own, group=self.team.group, async_op=True)
+            self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(whole, self.most))]
+            return
+        for place, message in enumerate(self.messages):
+            if message.size:
+                buffer = own if place == me else own.new_empty(message.size)
+                work = dist.broadcast(buffer, group_src=place, group=self.team.group, async_op=True)
+                self._begun.append((place, buffer, work))
+
+    def finish(self) -> None:
+        """Write what has come into the weights."""
+        begun, self._begun = self._begun, []
+        for _, _, work in begun:
+            work.wait()
+        for place, buffer, _ in begun:
+            if place != self.team.index:
+                message = self.messages[place]
+                for slot, part in zip(self.slots[place], message.parts(buffer[: message.size]), strict=True):
+                    slot.here().copy_(part)
+        for slot in self.slots[self.team.index]:
+            if slot.standing().data_ptr() != slot.here().data_ptr():
+                slot.here().copy_(slot.standing())
+
+
+def _messages(rows: Sequence[Sequence[Slot]], copies: int) -> list[Message]:
+    return [Message([(slot.block.shape, slot.dtype) for slot in own for _ in range(copies)]) for own in rows]
+
+
+class Shards:
+    """Collects gradients and weights at their owners, and sends stepped weights back to all who hold a part.
+
+    Args:
+        team: whose. slots: all of the team's, in the same order on every rank. device: of the weights.
+    """
+
+    def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
+        self.team, self.device = team, device
+        me, places = team.index, range(team.size)
+        self.lent = [[s for s in slots if s.sender == me and s.owner == place != me] for place in places]
+        self.owned = [[s for s in slots if s.owner == me and s.sender == place != me] for place in places]
+        self.own = [s for s in slots if s.owner == me == s.sender]
+        self.back = [[s for s in slots if s.owner == me != place and place in s.holders] for place in places]
+        self.due = [[s for s in slots if me in s.holders and s.owner == place != me] for place in places]
+        self.kept = [s for s in slots if s.owner == me and me in s.holders]
+        self._lending, self._owning = (_messages(rows, 2) for rows in (self.lent, self.owned))
+        self._giving, self._taking = (_messages(rows, 1) for rows in (self.back, self.due))
+        self._there: tuple[Tensor, Any] | None = None
+        self._returning: tuple[Tensor, Any] | None = None
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives, there and back."""
+        return sum(message.size for message in (*self._owning, *self._taking))
+
+    def _exchange(self, out: Sequence[Message], into: Sequence[Message], buffer: Tensor) -> tuple[Tensor, Any]:
+        sizes, given = [m.size for m in into], [m.size for m in out]
+        received = buffer.new_empty(sum(sizes))
+        work = dist.all_to_all_single(received, buffer, sizes, given, group=self.team.group, async_op=True)
+        return received, work
+
+    def _buffer(self, messages: Sequence[Message]) -> Tensor:
+        return torch.empty(sum(m.size for m in messages), dtype=torch.uint8, device=self.device)
+
+    def lend(self) -> None:
+        """Begin to send weights and gradients to their owners; a gradient that is missing here is sent as zero."""
+        buffer = self._buffer(self._lending)
+        pieces = torch.split(buffer, [m.size for m in self._lending])
+        for slots, message, piece in zip(self.lent, self._lending, pieces, strict=True):
+            parts = message.parts(piece)
+            for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
+                weight.copy_(slot.here())
+                given = slot.gradient()
+                gradient.zero_() if given is None else gradient.copy_(given)
+        self._there = self._exchange(self._lending, self._owning, buffer)
+
+    def take(self) -> None:
+        """Put what has come, and what was here, where it is stepped."""
+        assert self._there is not None
+        (buffer, work), self._there = self._there, None
+        for slot in self.own:
+            self._stand(slot, slot.here(), slot.gradient())
+        work.wait()
+        pieces = torch.split(buffer, [m.size for m in self._owning])
+        for slots, message, piece in zip(self.owned, self._owning, pieces, strict=True):
+            parts = message.parts(piece)
+            for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
+                self._stand(slot, weight, gradient)
+
+    @staticmethod
+    def _stand(slot: Slot, weight: Tensor, gradient: Tensor | None) -> None:
+        slot.standing().copy_(weight)
+        into = slot.standing_gradient()
+        if into is not None:
+            into.zero_() if gradient is None else into.copy_(gradient)
+
+    def give_back(self) -> None:
+        """Begin to send stepped weights back."""
+        buffer = self._buffer(self._giving)
+        pieces = torch.split(buffer, [m.size for m in self._giving])
+        for slots, message, piece in zip(self.back, self._giving, pieces, strict=True):
+            for slot, part in zip(slots, message.parts(piece), strict=True):
+                part.copy_(slot.standing())
+        self._returning = self._exchange(self._giving, self._taking, buffer)
+
+    def finish(self) -> None:
+        """Write what has come back into the weights."""
+        assert self._returning is not None
+        (buffer, work), self._returning = self._returning, None
+        work.wait()
+        pieces = torch.split(buffer, [m.size for m in self._taking])
+        for slots, message, piece in zip(self.due, self._taking, pieces, strict=True):
+            for slot, part in zip(slots, message.parts(piece), strict=True):
+                slot.here().copy_(part)
+        for slot in self.kept:
+            slot.here().copy_(slot.standing())

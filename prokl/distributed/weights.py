@@ -1,0 +1,211 @@
+"""What a rank knows of every weight that is divided, and what it steps in the weight's place.
+
+A weight's *stand-in* is an ordinary tensor with an ordinary gradient: the weight itself, rows of it, or a buffer that
+collects what lies on other ranks. An optimizer without ranks steps the stand-ins of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prokl.algorithm.shapes import MatrixShape
+from prokl.distributed.blocks import Block, rows, whole
+from prokl.distributed.ownership import Part
+from prokl.distributed.team import Team
+from prokl.distributed.transport import Slot
+
+
+def is_dtensor(t: Any) -> bool:
+    """Return True for a DTensor, without importing it."""
+    return hasattr(t, "device_mesh")
+
+
+def local(t: Tensor) -> Tensor:
+    """Return what of a tensor is on this rank, in its own memory."""
+    there: Tensor = t.detach()
+    return there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Undivided:
+    """A weight of which this rank steps all that it has, by itself: replicated ones, and shards of AdamW's.
+
+    Attributes:
+        p: the weight. stand_in: itself, or what of a DTensor is here.
+    """
+
+    p: Tensor
+    stand_in: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor) -> Undivided:
+        """Make the stand-in."""
+        return cls(p, nn.Parameter(local(p), p.requires_grad) if is_dtensor(p) else p)
+
+    def lend(self) -> None:
+        """Give the stand-in what the weight is now."""
+        if self.stand_in is not self.p:
+            self.stand_in.data = local(self.p)
+            self.stand_in.requires_grad_(self.p.requires_grad)
+            self.stand_in.grad = None if self.p.grad is None else local(aligned_gradient(self.p))
+
+    def release(self) -> None:
+        """Keep no gradient alive."""
+        if self.stand_in is not self.p:
+            self.stand_in.grad = None
+
+
+def aligned_gradient(p: Tensor) -> Tensor:
+    """Return a DTensor's gradient placed as the weight is; a collective of its mesh where it is not."""
+    g = p.grad
+    assert g is not None
+    if g.placements != p.placements:  # type: ignore[attr-defined]
+        g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    return g
+
+
+@dataclass(eq=False)
+class Divided:
+    """A weight whose parts have owners.
+
+    Attributes:
+        p: the weight. team: who divides it. parts: in order. held: the block of every place.
+        stacked: whether ``parts`` divide its first dimension; else its one part is everything. shapes: of the pieces of
+            a stack, each of which is skipped by itself.
+        mine: the part that this rank owns, or None. stand_in: what it steps, if it owns a part.
+    """
+
+    p: Tensor
+    team: Team
+    parts: tuple[Part, ...]
+    held: Sequence[Block]
+    stacked: bool
+    shapes: tuple[MatrixShape, ...] = ()
+    mine: Part | None = field(init=False)
+    stand_in: Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
+        if self.mine is not None:
+            own, shape = self.block(self.mine), self.block(self.mine).shape
+            if self.apart(self.mine):
+                self.stand_in = nn.Parameter(torch.zeros(shape, dtype=self.p.dtype, device=self.p.device))
+            elif is_dtensor(self.p) or own != whole(self.p.shape):
+                self.stand_in = nn.Parameter(self.view(local(self.p), own))
+            else:
+                self.stand_in = self.p
+
+    def apart(self, part: Part) -> bool:
+        """Return True if the stand-in of a part has memory of its own.
+
+        It collects what lies on several ranks, or is one part of a weight of which others have copies: that weight
+        changes at once, when all of it has come.
+        """
+        others = (held.meet(self.block(part)) for place, held in enumerate(self.held) if place != part.owner)
+        return not self.whole_at(part, part.owner) or (len(self.parts) > 1 and not all(block.empty for block in others))
+
+    def block(self, part: Part) -> Block:
+        """Return the block that a part is."""
+        return rows(self.p.shape, part.start, part.stop) if self.stacked else whole(self.p.shape)
+
+    def whole_at(self, part: Part, place: int) -> bool:
+        """Return True if a part lies whole at a place."""
+        return self.held[place].meet(self.block(part)) == self.block(part)
+
+    @property
+    def replicated(self) -> bool:
+        """True if every rank has the whole weight."""
+        return all(block == whole(self.p.shape) for block in self.held)
+
+    def view(self, mine: Tensor, block: Block) -> Tensor:
+        """Return a block of what is on this rank."""
+        return mine[block.within(self.held[self.team.index])]
+
+    def lend(self) -> None:
+        """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
+        stand_in, mine = self.stand_in, self.mine
+        if stand_in is None or mine is None or stand_in is self.p:
+            return
+        stand_in.requires_grad_(self.p.requires_grad)
+        if self.p.grad is None:
+            stand_in.grad = None
+        elif self.whole_at(mine, self.team.index):
+            stand_in.grad = self.view(self.gradient(), self.block(mine))
+        else:
+            stand_in.grad = torch.empty_like(stand_in)
+        if not self.apart(mine):
+            stand_in.data = self.view(local(self.p), self.block(mine))
+        elif self.whole_at(mine, self.team.index):
+            with torch.no_grad():
+                stand_in.copy_(self.view(local(self.p), self.block(mine)))
+
+    def gradient(self) -> Tensor:
+        """Return what of the gradient is on this rank, in the weight's dtype."""
+        g = local(aligned_gradient(self.p) if is_dtensor(self.p) else self.p.grad)  # type: ignore[arg-type]
+        return g.to(self.p.dtype)
+
+    def release(self) -> None:
+        """Keep no gradient alive."""
+        if self.stand_in is not None and self.stand_in is not self.p:
+            self.stand_in.grad = None
+
+    def slots(self) -> list[Slot]:
+        """Return what is sent of this weight, in the same order on every rank."""
+        found = []
+        for part in self.parts:
+            block = self.block(part)
+            if block.empty:
+                continue
+            if self.replicated:
+                found.append(self._slot(block, part, part.owner, tuple(range(self.team.size))))
+                continue
+            for piece, holders in self._pieces(part):
+                _, sender = min((abs(place - part.owner), place) for place in holders)  # 0: the owner itself
+                if holders != (part.owner,) or self.apart(part):
+                    found.append(self._slot(piece, part, sender, holders))
+        return found
+
+    def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
+        """Return the blocks in which a part lies on the ranks, each with its holders."""
+        holders: dict[Block, list[int]] = {}
+        for place, held in enumerate(self.held):
+            piece = held.meet(self.block(part))
+            if not piece.empty:
+                holders.setdefault(piece, []).append(place)
+        return [(piece, tuple(places)) for piece, places in holders.items()]
+
+    def _slot(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Slot:
+        return Slot(
+            block,
+            self.p.dtype,
+            here=partial(self._here, block),
+            standing=partial(self._standing_weight, block, part),
+            gradient=partial(self._gradient_here, block),
+            standing_gradient=partial(self._standing_gradient, block, part),
+            sender=sender,
+            owner=part.owner,
+            holders=holders,
+        )
+
+    def _here(self, block: Block) -> Tensor:
+        return self.view(local(self.p), block)
+
+    def _standing_weight(self, block: Block, part: Part) -> Tensor:
+        return self._standing(self.stand_in, block, part)
+
+    def _gradient_here(self, block: Block) -> Tensor | None:
+        return None if self.p.grad is None else self.view(self.gradient(), block)
+
+    def _standing(self, t: Tensor | None, block: Block, part: Part) -> Tensor:
+        assert t is not None
+        return t.detach()[block.within(self.block(part))]
+
+    def _standing_gradient(self, block: Block, part: Part) -> Tensor | None:
+        g = None if self.stand_in is None else self.stand_in.grad
+        return None if g is None else self._standing(g, block, part)
