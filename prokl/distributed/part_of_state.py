@@ -53,7 +53,10 @@ class PartOfState(DTensor):
         """Wrap what is here of a tensor of ``shape``: ``local``, which is empty where nothing is."""
         size = torch.Size(shape)
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-        made: PartOfState = cls(local, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+        # Of an empty tensor: a wrapper has its tensor's offset, by which torch's staging takes it for a storage.
+        bare = torch.empty(0, dtype=local.dtype, device=local.device)
+        made: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+        made._local_tensor = local
         made.parts, made.mine, made.stacked = tuple(parts), mine, stacked
         return made
 
