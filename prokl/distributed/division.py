@@ -118,11 +118,10 @@ class Division:
 
     def update(self, outer: MatrixOptimizer) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
-        layout = [[(p, p.requires_grad) for p in group["params"]] for group in outer.param_groups]
-        same = self._layout is not None and [[(id(p), g) for p, g in own] for own in layout] == [
-            [(id(p), g) for p, g in own] for own in self._layout
+        layout = [
+            [(id(p), p.requires_grad, p.dtype, p.device) for p in group["params"]] for group in outer.param_groups
         ]
-        if not same:
+        if layout != self._layout:
             self._divide(outer)
             self._layout = layout
         for theirs, ours in zip(outer.param_groups, self.local.param_groups, strict=True):
@@ -134,9 +133,14 @@ class Division:
         self._layout = None
 
     def _divide(self, outer: MatrixOptimizer) -> None:
-        present = [p for group in outer.param_groups for p in group["params"]]
-        known = {p: weight for p, weight in self.weights.items() if any(p is q for q in present)}
-        self.weights = known
+        present = {p for group in outer.param_groups for p in group["params"]}
+        self.weights = {p: weight for p, weight in self.weights.items() if p in present}
+        for p, weight in self.weights.items():
+            if isinstance(weight, Divided) and not weight.fits:
+                self.weights[p] = weight.renewed()
+                before, after = weight.stand_in, self.weights[p].stand_in
+                if before is not None and after is not None and before in self.local.state:
+                    self.local.state[after] = self.local.state.pop(before)
         for index, group in enumerate(outer.param_groups):
             self._assign(index, group, outer.method)
         self._make_local_groups(outer)
@@ -258,26 +262,24 @@ class Division:
 
     def step(self) -> list[str]:
         """Step everything; return warnings."""
-        local = self.local
-        for weight in self.weights.values():
-            weight.lend()
-        local._validate()
-        work = local._decided()
-        self.broken = "it did not come to its end"
+        begun = False
         try:
-            messages = self._step_waves(work)
+            for weight in self.weights.values():
+                weight.lend()
+            self.local._validate()
+            work, begun = self.local._decided(), True
+            return self._step_waves(work)
         except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            if begun:
+                self.broken = f"{type(error).__name__}: {error}"
             raise
         finally:
             for weight in self.weights.values():
                 weight.release()
-        self.broken = None
-        return messages
 
     def _step_waves(self, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
-        local, messages = self.local, []
-        waves, done = self.waves, set()
+        local, waves = self.local, self.waves
+        messages: list[str] = []
         if waves:
             waves[0].lend()
         local._step_adamw()  # while the first gradients come
@@ -295,7 +297,6 @@ class Division:
             wave.give()
             if i > 0:
                 waves[i - 1].finish()
-                done.add(i - 1)
         if waves:
             waves[-1].finish()
         self.adamw.finish()

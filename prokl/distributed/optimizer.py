@@ -86,6 +86,8 @@ class DividedOptimizer(MatrixOptimizer):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight, own = division.weights[p], division.state_of(p)
                 if own:
+                    if self.state.get(p) is not own:  # what a wrapper keeps there stays
+                        own.update({key: value for key, value in self.state.get(p, {}).items() if key not in own})
                     self.state[p] = own
                 elif (
                     p.requires_grad and isinstance(weight, Divided) and weight.stand_in is None and p not in self.state

@@ -89,6 +89,8 @@ class Divided:
     shapes: tuple[MatrixShape, ...] = ()
     mine: Part | None = field(init=False)
     stand_in: Tensor | None = field(init=False, default=None)
+    gradient: Tensor | None = field(init=False, default=None)
+    """What of the gradient is on this rank, in the weight's dtype, while it is lent."""
 
     def __post_init__(self) -> None:
         self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
@@ -118,6 +120,16 @@ class Divided:
         """Return True if a part lies whole at a place."""
         return self.held[place].meet(self.block(part)) == self.block(part)
 
+    def renewed(self) -> Divided:
+        """Return the same for what the weight has become, in another dtype or on another device."""
+        return Divided(self.p, self.team, self.parts, self.held, self.stacked, self.shapes)
+
+    @property
+    def fits(self) -> bool:
+        """True if the stand-in still is as the weight."""
+        one, other = self.stand_in, self.p
+        return one is None or (one.dtype, one.device) == (other.dtype, other.device)
+
     @property
     def replicated(self) -> bool:
         """True if every rank has the whole weight."""
@@ -130,13 +142,15 @@ class Divided:
     def lend(self) -> None:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
         stand_in, mine = self.stand_in, self.mine
+        if self.p.grad is not None:  # once a step: of a DTensor it may take all of its ranks
+            self.gradient = local(aligned_gradient(self.p) if is_dtensor(self.p) else self.p.grad).to(self.p.dtype)
         if stand_in is None or mine is None or stand_in is self.p:
             return
         stand_in.requires_grad_(self.p.requires_grad)
-        if self.p.grad is None:
+        if self.gradient is None:
             stand_in.grad = None
         elif self.whole_at(mine, self.team.index):
-            stand_in.grad = self.view(self.gradient(), self.block(mine))
+            stand_in.grad = self.view(self.gradient, self.block(mine))
         else:
             stand_in.grad = torch.empty_like(stand_in)
         if not self.apart(mine):
@@ -145,20 +159,16 @@ class Divided:
             with torch.no_grad():
                 stand_in.copy_(self.view(local(self.p), self.block(mine)))
 
-    def gradient(self) -> Tensor:
-        """Return what of the gradient is on this rank, in the weight's dtype."""
-        g = local(aligned_gradient(self.p) if is_dtensor(self.p) else self.p.grad)  # type: ignore[arg-type]
-        return g.to(self.p.dtype)
-
     def release(self) -> None:
         """Keep no gradient alive."""
+        self.gradient = None
         if self.stand_in is not None and self.stand_in is not self.p:
             self.stand_in.grad = None
 
     def slots(self) -> list[Slot]:
         """Return what is sent of this weight, in the same order on every rank."""
-        found = []
-        for part in self.parts:
+        found: list[Slot] = []
+        for part in self.parts if self.team.size > 1 else ():
             block = self.block(part)
             if block.empty:
                 continue
@@ -200,7 +210,7 @@ class Divided:
         return self._standing(self.stand_in, block, part)
 
     def _gradient_here(self, block: Block) -> Tensor | None:
-        return None if self.p.grad is None else self.view(self.gradient(), block)
+        return None if self.gradient is None else self.view(self.gradient, block)
 
     def _standing(self, t: Tensor | None, block: Block, part: Part) -> Tensor:
         assert t is not None
