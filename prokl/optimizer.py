@@ -98,6 +98,10 @@ class ProKLShampoo(DividedOptimizer):
             gradients' addresses, may change freely. A step in which a weight of the shape begins or has no gradient, or
             is a convolution in another than PyTorch's default memory format, runs without, as everything does for good,
             with a warning, once a graph could not be recorded. The step's temporary memory stays with the graphs.
+        process_group: among which ranks the step and the state of weights that are no DTensors are divided: a process
+            group or a mesh, whose ranks all have these weights and, as DDP sees to, the same gradients. Each matrix is
+            stepped by one of them, which alone has its state; ``step`` and ``load_state_dict`` need them all then. None:
+            every rank steps everything. DTensors are divided among the ranks of their own mesh.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
@@ -105,8 +109,10 @@ class ProKLShampoo(DividedOptimizer):
     tensor on the CPU. ``bf16_weights="master"`` adds master (m,n), float32. Keys of piece i of a split weight end in
     ``.i``. A weight without a gradient so far has an entry too, of zeros.
 
+    Of a divided weight ``state`` has what this rank owns, and ``PartOfState`` in the place of the rest.
+
     Raises:
-        TypeError: ``params`` is a module.
+        TypeError: ``params`` is a module, or ``process_group`` no group.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
@@ -187,13 +193,13 @@ class KLShampoo(DividedOptimizer):
         clip_threshold: likewise; None is the authors' form.
         cautious_weight_decay: as in :class:`ProKLShampoo`, by the stepped weight.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
-        cuda_graphs: as in :class:`ProKLShampoo`.
+        cuda_graphs, process_group: as in :class:`ProKLShampoo`.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
 
     Raises:
-        TypeError: ``params`` is a module.
+        TypeError: ``params`` is a module, or ``process_group`` no group.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
         MemoryError: the state would not fit into the free memory of the weights' device.
     """
