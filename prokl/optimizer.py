@@ -100,8 +100,8 @@ class ProKLShampoo(DividedOptimizer):
             with a warning, once a graph could not be recorded. The step's temporary memory stays with the graphs.
         process_group: among which ranks the step and the state of weights that are no DTensors are divided: a process
             group or a mesh, whose ranks all have these weights and, as DDP sees to, the same gradients. Each matrix is
-            stepped by one of them, which alone has its state; ``step`` and ``load_state_dict`` need them all then. None:
-            every rank steps everything. DTensors are divided among the ranks of their own mesh.
+            stepped by one of them, which alone has its state; ``step`` and ``load_state_dict`` need them all then.
+            None: every rank steps everything. DTensors are divided among the ranks of their own mesh.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D

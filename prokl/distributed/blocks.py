@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -67,7 +68,8 @@ def check_placements(name: str, placements: Sequence[Any]) -> None:
             )
 
 
-def blocks(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Any]) -> list[Block]:
+@lru_cache(maxsize=256)  # weights of one shape have the same
+def blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> tuple[Block, ...]:
     """Return the block of every rank of a mesh, in the order of its flattened ranks.
 
     Args:
@@ -87,7 +89,7 @@ def blocks(shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence
                 start, stop = bounds[dim]
                 bounds[dim] = chunk(start, stop, mesh_shape[i], coordinate[i])
         found.append(Block(tuple(bounds)))
-    return found
+    return tuple(found)
 
 
 def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[Home, ...]:

@@ -65,9 +65,9 @@ class Wave:
         for weight in self.weights:
             found.setdefault((weight.team, weight.p.device, weight.replicated), []).extend(weight.slots())
         for (team, device, replicated), slots in found.items():
-            if slots and replicated:
+            if replicated and slots:
                 self.replicas.append(Replicas(team, slots, device))
-            elif slots:
+            elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
                 self.shards.append(Shards(team, slots, device))
 
     def lend(self) -> None:
@@ -182,7 +182,7 @@ class Division:
             return [whole(p.shape)] * team.size
         check_placements(name, p.placements)  # type: ignore[attr-defined]
         mesh = p.device_mesh  # type: ignore[attr-defined]
-        found = blocks(p.shape, mesh.mesh.shape, p.placements)  # type: ignore[attr-defined]
+        found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), tuple(p.placements))  # type: ignore[attr-defined]
         by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
         return [by_rank[rank] for rank in team.ranks]
 

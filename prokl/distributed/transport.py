@@ -53,7 +53,9 @@ class Replicas:
 
     def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
         self.team, self.device = team, device
-        self.slots = [[slot for slot in slots if slot.owner == place] for place in range(team.size)]
+        self.slots: list[list[Slot]] = [[] for _ in range(team.size)]
+        for slot in slots:
+            self.slots[slot.owner].append(slot)
         self.messages = [Message([(slot.block.shape, slot.dtype) for slot in own]) for own in self.slots]
         sizes = [message.size for message in self.messages]
         self.gathers = max(sizes) * team.size <= PADDING * sum(sizes)
@@ -107,18 +109,35 @@ class Shards:
     """Collects gradients and weights at their owners, and sends stepped weights back to all who hold a part.
 
     Args:
-        team: whose. slots: all of the team's, in the same order on every rank. device: of the weights.
+        team: whose. slots: those of this rank, in an order that is the same on all. device: of the weights.
     """
 
     def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
         self.team, self.device = team, device
-        me, places = team.index, range(team.size)
-        self.lent = [[s for s in slots if s.sender == me and s.owner == place != me] for place in places]
-        self.owned = [[s for s in slots if s.owner == me and s.sender == place != me] for place in places]
-        self.own = [s for s in slots if s.owner == me == s.sender]
-        self.back = [[s for s in slots if s.owner == me != place and place in s.holders] for place in places]
-        self.due = [[s for s in slots if me in s.holders and s.owner == place != me] for place in places]
-        self.kept = [s for s in slots if s.owner == me and me in s.holders]
+        me = team.index
+        places = range(team.size)
+        self.lent: list[list[Slot]] = [[] for _ in places]
+        self.owned: list[list[Slot]] = [[] for _ in places]
+        self.back: list[list[Slot]] = [[] for _ in places]
+        self.due: list[list[Slot]] = [[] for _ in places]
+        self.own: list[Slot] = []
+        self.kept: list[Slot] = []
+        for slot in slots:
+            if slot.owner != me:
+                if slot.sender == me:
+                    self.lent[slot.owner].append(slot)
+                if me in slot.holders:
+                    self.due[slot.owner].append(slot)
+                continue
+            if slot.sender == me:
+                self.own.append(slot)
+            else:
+                self.owned[slot.sender].append(slot)
+            for place in slot.holders:
+                if place != me:
+                    self.back[place].append(slot)
+            if me in slot.holders:
+                self.kept.append(slot)
         self._lending, self._owning = (_messages(rows, 2) for rows in (self.lent, self.owned))
         self._giving, self._taking = (_messages(rows, 1) for rows in (self.back, self.due))
         self._there: tuple[Tensor, Any] | None = None

@@ -6,7 +6,7 @@ collects what lies on other ranks. An optimizer without ranks steps the stand-in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,6 +88,10 @@ class Divided:
     stacked: bool
     shapes: tuple[MatrixShape, ...] = ()
     mine: Part | None = field(init=False)
+    here: bool = field(init=False, default=False)
+    """True if what this rank owns lies whole on it."""
+    own_memory: bool = field(init=False, default=False)
+    """True if the stand-in is no view of the weight."""
     stand_in: Tensor | None = field(init=False, default=None)
     gradient: Tensor | None = field(init=False, default=None)
     """What of the gradient is on this rank, in the weight's dtype, while it is lent."""
@@ -95,9 +99,10 @@ class Divided:
     def __post_init__(self) -> None:
         self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
         if self.mine is not None:
-            own, shape = self.block(self.mine), self.block(self.mine).shape
-            if self.apart(self.mine):
-                self.stand_in = nn.Parameter(torch.zeros(shape, dtype=self.p.dtype, device=self.p.device))
+            own, self.here = self.block(self.mine), self.whole_at(self.mine, self.team.index)
+            self.own_memory = self.apart(self.mine)
+            if self.own_memory:
+                self.stand_in = nn.Parameter(torch.zeros(own.shape, dtype=self.p.dtype, device=self.p.device))
             elif is_dtensor(self.p) or own != whole(self.p.shape):
                 self.stand_in = nn.Parameter(self.view(local(self.p), own))
             else:
@@ -149,13 +154,13 @@ class Divided:
         stand_in.requires_grad_(self.p.requires_grad)
         if self.gradient is None:
             stand_in.grad = None
-        elif self.whole_at(mine, self.team.index):
+        elif self.here:
             stand_in.grad = self.view(self.gradient, self.block(mine))
         else:
             stand_in.grad = torch.empty_like(stand_in)
-        if not self.apart(mine):
+        if not self.own_memory:
             stand_in.data = self.view(local(self.p), self.block(mine))
-        elif self.whole_at(mine, self.team.index):
+        elif self.here:
             with torch.no_grad():
                 stand_in.copy_(self.view(local(self.p), self.block(mine)))
 
@@ -165,21 +170,32 @@ class Divided:
         if self.stand_in is not None and self.stand_in is not self.p:
             self.stand_in.grad = None
 
+    @property
+    def travels(self) -> bool:
+        """True if any of it is sent, between whichever ranks."""
+        return next(self._routes(), None) is not None
+
     def slots(self) -> list[Slot]:
-        """Return what is sent of this weight, in the same order on every rank."""
-        found: list[Slot] = []
+        """Return what this rank sends or gets of this weight, in an order that is the same on all."""
+        me = self.team.index
+        return [
+            self._slot(block, part, sender, holders)
+            for block, part, sender, holders in self._routes()
+            if me in (sender, part.owner) or me in holders
+        ]
+
+    def _routes(self) -> Iterator[tuple[Block, Part, int, tuple[int, ...]]]:
+        """Yield what is sent of this weight: a block of a part, from whom, and who has a copy of it."""
+        replicated = self.replicated
         for part in self.parts if self.team.size > 1 else ():
             block = self.block(part)
-            if block.empty:
-                continue
-            if self.replicated:
-                found.append(self._slot(block, part, part.owner, tuple(range(self.team.size))))
-                continue
-            for piece, holders in self._pieces(part):
-                _, sender = min((abs(place - part.owner), place) for place in holders)  # 0: the owner itself
-                if holders != (part.owner,) or self.apart(part):
-                    found.append(self._slot(piece, part, sender, holders))
-        return found
+            if replicated and not block.empty:
+                yield block, part, part.owner, tuple(range(self.team.size))
+            elif not block.empty:
+                for piece, holders in self._pieces(part):
+                    _, sender = min((abs(place - part.owner), place) for place in holders)  # 0: the owner itself
+                    if holders != (part.owner,) or self.apart(part):
+                        yield piece, part, sender, holders
 
     def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
         """Return the blocks in which a part lies on the ranks, each with its holders."""
