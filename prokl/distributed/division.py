@@ -1,8 +1,6 @@
-"""One step of an optimizer whose weights are divided: what is sent, what this rank steps, and in which order.
+"""Who owns what of an optimizer's weights, and what this rank steps of them.
 
-The stand-ins of this rank are stepped by an optimizer without ranks, bucket by bucket, exactly as one process does.
-Weights whose buckets have common shapes form a *wave*: while one is stepped, what the next one needs is on its way, and
-what the last one brought is on its way back.
+The stand-ins of this rank are stepped by an optimizer without ranks, exactly as one process does.
 """
 
 from __future__ import annotations
@@ -11,8 +9,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from prokl.algorithm.counts import klshampoo, pro_klshampoo
@@ -20,10 +16,9 @@ from prokl.algorithm.method import Group, Method
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
-from prokl.distributed.transport import Replicas, Shards, Slot
+from prokl.distributed.waves import Waves
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.bucket import Bucket
 from prokl.engine.pieces import DEFAULTS, Piece, named, pieces, readings
 from prokl.engine.validation import check_memory
 
@@ -48,56 +43,6 @@ class Local(MatrixOptimizer):
 
     def _pieces_of(self, p: Tensor, name: str, how: Any) -> list[Piece]:
         return pieces(p, name, how, self.first.get(p, 0))
-
-
-class Wave:
-    """Weights that are stepped together, and what is sent of them."""
-
-    def __init__(self) -> None:
-        self.weights: list[Divided] = []
-        self.keys: set[Any] = set()
-        self.replicas: list[Replicas] = []
-        self.shards: list[Shards] = []
-
-    def connect(self) -> None:
-        """Lay out the messages."""
-        found: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
-        for weight in self.weights:
-            found.setdefault((weight.team, weight.p.device, weight.replicated), []).extend(weight.slots())
-        for (team, device, replicated), slots in found.items():
-            if replicated and slots:
-                self.replicas.append(Replicas(team, slots, device))
-            elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
-                self.shards.append(Shards(team, slots, device))
-
-    def lend(self) -> None:
-        """Begin to collect."""
-        for shards in self.shards:
-            shards.lend()
-
-    def take(self) -> None:
-        """Wait for what was collected."""
-        for shards in self.shards:
-            shards.take()
-
-    def give(self) -> None:
-        """Begin to send what was stepped."""
-        for shards in self.shards:
-            shards.give_back()
-        for replicas in self.replicas:
-            replicas.start()
-
-    def finish(self) -> None:
-        """Wait for what was stepped elsewhere."""
-        for shards in self.shards:
-            shards.finish()
-        for replicas in self.replicas:
-            replicas.finish()
-
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives in a step."""
-        return sum(way.received for way in self.shards) + sum(way.received for way in self.replicas)
 
 
 class Division:
@@ -141,11 +86,15 @@ class Division:
                 before, after = weight.stand_in, self.weights[p].stand_in
                 if before is not None and after is not None and before in self.local.state:
                     self.local.state[after] = self.local.state.pop(before)
-        for index, group in enumerate(outer.param_groups):
-            self._assign(index, group, outer.method)
-        self._make_local_groups(outer)
-        self._make_waves(outer)
-        self._compare(outer)
+        failure = None
+        try:
+            for index, group in enumerate(outer.param_groups):
+                self._assign(index, group, outer.method)
+            self._make_local_groups(outer)
+            self._make_waves(outer)
+        except Exception as error:  # the others wait for a word
+            failure = error
+        self._compare(outer, failure)
 
     def _team(self, p: Tensor) -> Team | None:
         return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
@@ -216,49 +165,43 @@ class Division:
             check_memory(local._title, local._sizes_of_new_state(), local.method.oversize_remedy)
 
     def _make_waves(self, outer: MatrixOptimizer) -> None:
-        """Sort the weights into waves: no two of them have pieces that may be in one bucket."""
-        self.waves: list[Wave] = []
-        self.adamw = Wave()
+        self.waves = Waves()
         for index, group in enumerate(outer.param_groups):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight = self.weights[p]
-                if not isinstance(weight, Divided) or not p.requires_grad:
-                    continue
-                if group["algorithm"] == "adamw":
-                    self.adamw.weights.append(weight)
-                    continue
-                keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)}
-                met = [wave for wave in self.waves if wave.keys & keys] or [Wave()]
-                for other in met[1:]:  # this weight's pieces join them
-                    self.waves.remove(other)
-                    met[0].weights += other.weights
-                    keys |= other.keys
-                met[0].weights.append(weight)
-                met[0].keys |= keys
-                if met[0] not in self.waves:
-                    self.waves.append(met[0])
-        for wave in (*self.waves, self.adamw):
-            wave.connect()
+                if isinstance(weight, Divided) and p.requires_grad:
+                    matrix = group["algorithm"] == "matrix"
+                    keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)} if matrix else None
+                    self.waves.add(weight, keys)
+        self.waves.connect()
 
-    def _compare(self, outer: MatrixOptimizer) -> None:
-        """Raise RuntimeError on every rank where ranks of a team have other weights: their messages would not fit."""
+    def _compare(self, outer: MatrixOptimizer, failure: Exception | None) -> None:
+        """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""
         for team in self.teams:
             told = hashlib.sha256()
-            for index, group in enumerate(outer.param_groups):
+            for index, group in enumerate(outer.param_groups) if failure is None else ():
                 for p, name in named(group, index):
                     weight = self.weights[p]
                     if isinstance(weight, Divided) and weight.team is team:
-                        told.update(
-                            repr((index, name, tuple(p.shape), p.dtype, p.requires_grad, weight.parts)).encode()
-                        )
-            found = team.gathered(told.hexdigest())
+                        own = index, name, tuple(p.shape), p.dtype, p.requires_grad, weight.parts
+                        told.update(repr(own).encode())
+            found = team.gathered(
+                (told.hexdigest(), None if failure is None else f"{type(failure).__name__}: {failure}")
+            )
+            for rank, (_, other) in zip(team.ranks, found, strict=True):
+                if other is not None and failure is None:
+                    failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")
+            if failure is not None:
+                continue
             if other := next((place for place, digest in enumerate(found) if digest != found[0]), None):
-                raise RuntimeError(
+                failure = RuntimeError(
                     f"Ranks {team.ranks[0]} and {team.ranks[other]} gave this optimizer other weights: names, shapes, "
                     "dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper "
                     "that gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without "
                     "process_group=."
                 )
+        if failure is not None:
+            raise failure
 
     def step(self) -> list[str]:
         """Step everything; return warnings."""
@@ -268,7 +211,7 @@ class Division:
                 weight.lend()
             self.local._validate()
             work, begun = self.local._decided(), True
-            return self._step_waves(work)
+            return self.waves.step(self.local, work)
         except BaseException as error:
             if begun:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -277,56 +220,6 @@ class Division:
             for weight in self.weights.values():
                 weight.release()
 
-    def _step_waves(self, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
-        local, waves = self.local, self.waves
-        messages: list[str] = []
-        if waves:
-            waves[0].lend()
-        local._step_adamw()  # while the first gradients come
-        self.adamw.give()
-        of_wave = self._buckets_of_waves(work)
-        for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
-            messages += local._advance(bucket, plan)
-        for i, wave in enumerate(waves):
-            wave.take()
-            if i + 1 < len(waves):
-                waves[i + 1].lend()
-            self._agree(wave)
-            for bucket, plan in of_wave.get(i, []):
-                messages += local._advance(bucket, plan)
-            wave.give()
-            if i > 0:
-                waves[i - 1].finish()
-        if waves:
-            waves[-1].finish()
-        self.adamw.finish()
-        return messages
-
-    def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:
-        """Return the buckets of each wave, and of None those without any divided weight."""
-        place = {id(weight.stand_in): i for i, wave in enumerate(self.waves) for weight in wave.weights if weight.mine}
-        found: dict[int | None, list[tuple[Bucket, Any]]] = {}
-        for bucket, plan in work:
-            waves = {place.get(id(member.p)) for member in bucket.members} - {None}
-            found.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
-        return found
-
-    def _agree(self, wave: Wave) -> None:
-        """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
-        shared: dict[Team, list[Divided]] = {}
-        for weight in wave.weights:
-            if weight.stacked and len(weight.parts) > 1:
-                shared.setdefault(weight.team, []).append(weight)
-        for team, weights in shared.items():
-            device = weights[0].p.device
-            bad = torch.cat([not_finite(weight).to(device) for weight in weights])
-            dist.all_reduce(bad, group=team.group)
-            for own, weight in zip(torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True):
-                g = None if weight.stand_in is None else weight.stand_in.grad
-                for one, shape in zip(own, () if g is None else weight.shapes, strict=False):
-                    first = shape.region(g)[:, :1, :1]  # type: ignore[arg-type]
-                    first.copy_(torch.where(one > 0, torch.nan, first))
-
     def state_of(self, p: Tensor) -> dict[str, Any]:
         """Return this rank's own state of a weight."""
         stand_in = self.weights[p].stand_in
@@ -334,21 +227,11 @@ class Division:
 
     def received(self) -> int:
         """Return the bytes that a step sends to this rank."""
-        return sum(wave.received for wave in (*self.waves, self.adamw))
+        return self.waves.received
 
     def divided(self) -> Iterator[Divided]:
         """Yield the weights that have owners."""
         yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))
-
-
-def not_finite(weight: Divided) -> Tensor:
-    """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
-    g = None if weight.stand_in is None else weight.stand_in.grad
-    if g is None:
-        return torch.zeros(len(weight.shapes))
-    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
-    norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
-    return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
 
 
 def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:

@@ -1,0 +1,173 @@
+"""The order of a divided step: weights in waves, each with what is sent before and after it.
+
+Weights whose buckets have common shapes form a wave. While one is stepped, what the next one needs is on its way, and
+what the last one brought is on its way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prokl.distributed.team import Team
+from prokl.distributed.transport import Replicas, Shards, Slot
+from prokl.distributed.weights import Divided
+from prokl.engine.base import MatrixOptimizer
+from prokl.engine.bucket import Bucket
+
+
+def not_finite(weight: Divided) -> Tensor:
+    """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
+    g = None if weight.stand_in is None else weight.stand_in.grad
+    if g is None:
+        return torch.zeros(len(weight.shapes))
+    dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
+    norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
+    return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
+
+
+class Wave:
+    """Weights that are stepped together, and what is sent of them."""
+
+    def __init__(self) -> None:
+        self.weights: list[Divided] = []
+        self.keys: set[Any] = set()
+        self.replicas: list[Replicas] = []
+        self.shards: list[Shards] = []
+
+    def connect(self) -> None:
+        """Lay out the messages."""
+        found: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
+        for weight in self.weights:
+            found.setdefault((weight.team, weight.p.device, weight.replicated), []).extend(weight.slots())
+        for (team, device, replicated), slots in found.items():
+            if replicated and slots:
+                self.replicas.append(Replicas(team, slots, device))
+            elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
+                self.shards.append(Shards(team, slots, device))
+
+    def lend(self) -> None:
+        """Begin to collect."""
+        for shards in self.shards:
+            shards.lend()
+
+    def take(self) -> None:
+        """Wait for what was collected."""
+        for shards in self.shards:
+            shards.take()
+
+    def give(self) -> None:
+        """Begin to send what was stepped."""
+        for shards in self.shards:
+            shards.give_back()
+        for replicas in self.replicas:
+            replicas.start()
+
+    def finish(self) -> None:
+        """Wait for what was stepped elsewhere."""
+        for shards in self.shards:
+            shards.finish()
+        for replicas in self.replicas:
+            replicas.finish()
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives in a step."""
+        return sum(way.received for way in self.shards) + sum(way.received for way in self.replicas)
+
+    def agree(self) -> None:
+        """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
+        shared: dict[Team, list[Divided]] = {}
+        for weight in self.weights:
+            if weight.stacked and len(weight.parts) > 1:
+                shared.setdefault(weight.team, []).append(weight)
+        for team, weights in shared.items():
+            device = weights[0].p.device
+            bad = torch.cat([not_finite(weight).to(device) for weight in weights])
+            dist.all_reduce(bad, group=team.group)
+            for own, weight in zip(torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True):
+                g = None if weight.stand_in is None else weight.stand_in.grad
+                for one, shape in zip(own, () if g is None else weight.shapes, strict=False):
+                    first = shape.region(g)[:, :1, :1]  # type: ignore[arg-type]
+                    first.copy_(torch.where(one > 0, torch.nan, first))
+
+
+class Waves:
+    """All of a division: those of matrices, in order, and one of AdamW's weights."""
+
+    def __init__(self) -> None:
+        self.waves: list[Wave] = []
+        self.adamw = Wave()
+
+    def add(self, weight: Divided, keys: set[Any] | None) -> None:
+        """Give a weight its place.
+
+        Args:
+            weight: a trained one, in the same order on all ranks. keys: of the buckets that its matrices may be in; no
+                two waves have one in common. None of AdamW's.
+        """
+        if keys is None:
+            self.adamw.weights.append(weight)
+            return
+        met = [wave for wave in self.waves if wave.keys & keys] or [Wave()]
+        for other in met[1:]:  # this weight's pieces join them
+            self.waves.remove(other)
+            met[0].weights += other.weights
+            met[0].keys |= other.keys
+        met[0].weights.append(weight)
+        met[0].keys |= keys
+        if met[0] not in self.waves:
+            self.waves.append(met[0])
+
+    def connect(self) -> None:
+        """Lay out the messages; no weight comes after."""
+        for wave in (*self.waves, self.adamw):
+            wave.connect()
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank receives in a step."""
+        return sum(wave.received for wave in (*self.waves, self.adamw))
+
+    def step(self, local: MatrixOptimizer, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
+        """Step the stand-ins and send what is to be sent; return warnings.
+
+        Args:
+            local: the stand-ins' optimizer. work: its buckets, with their plans.
+        """
+        waves = self.waves
+        messages: list[str] = []
+        if waves:
+            waves[0].lend()
+        local._step_adamw()  # while the first gradients come
+        self.adamw.give()
+        of_wave = self._buckets_of_waves(work)
+        for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
+            messages += local._advance(bucket, plan)
+        for i, wave in enumerate(waves):
+            wave.take()
+            if i + 1 < len(waves):
+                waves[i + 1].lend()
+            wave.agree()
+            for bucket, plan in of_wave.get(i, []):
+                messages += local._advance(bucket, plan)
+            wave.give()
+            if i > 0:
+                waves[i - 1].finish()
+        if waves:
+            waves[-1].finish()
+        self.adamw.finish()
+        return messages
+
+    def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:
+        """Return the buckets of each wave, and of None those without any divided weight."""
+        place = {id(weight.stand_in): i for i, wave in enumerate(self.waves) for weight in wave.weights if weight.mine}
+        found: dict[int | None, list[tuple[Bucket, Any]]] = {}
+        for bucket, plan in work:
+            waves = {place.get(id(member.p)) for member in bucket.members} - {None}
+            found.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
+        return found
