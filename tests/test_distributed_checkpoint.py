@@ -118,3 +118,28 @@ def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_bat
     assert optimizer.state[net.late]["step"] == -1 and not optimizer.state[net.late]["M"].any()
     assert net.late not in {member.p for bucket in optimizer._all_buckets() for member in bucket.members}
     assert same_bits(net.late, Net().late)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("split", [(4, 8), [None, (4, 8)]], ids=["of all", "of each"])
+def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tuples(split):
+    options = StateDictOptions(full_state_dict=True)
+
+    def fused(*given):
+        net = torch.nn.ParameterDict({"first": normal(12, 5), "fused": normal(12, 7)})
+        optimizer = PRO([{"params": list(net.named_parameters()), "split": split}], rank=3)
+        for p, g in zip(net.parameters(), given, strict=False):
+            p.grad = g
+        optimizer.step()
+        return net, optimizer
+
+    net, optimizer = fused(normal(12, 5, seed=1), normal(12, 7, seed=2))
+    whole = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
+    other, resumed = fused()
+    set_optimizer_state_dict(other, resumed, whole, options=options)
+    assert resumed.param_groups[0]["split"] == split and resumed.param_groups[0]["ns_coefficients"] == (
+        3.4445,
+        -4.775,
+        2.0315,
+    )
+    assert same_bits(resumed.state[other["fused"]]["M.1"], optimizer.state[net["fused"]]["M.1"])

@@ -163,6 +163,7 @@ class DividedOptimizer(MatrixOptimizer):
 
     def _checked(self, state: dict[str, Any]) -> Any:
         if not self._divides():
+            self._check_whole(state)
             return super()._checked(state)
         division = self._divide()
         found, failure = None, None
@@ -180,6 +181,15 @@ class DividedOptimizer(MatrixOptimizer):
         if failure is not None:
             raise failure
         return found
+
+    @staticmethod
+    def _check_whole(state: dict[str, Any]) -> None:
+        """Raise ValueError for state of which ranks have parts, in an optimizer that is all there is."""
+        for index, group in enumerate(state["param_groups"]):
+            for p, name in named(group, index):
+                for value in map(checkpoint.unwrapped, state["state"].get(p, {}).values()):
+                    if is_dtensor(value):
+                        raise ValueError(states.partial_message(name, value))
 
     def _for_stand_ins(self, division: Division, state: dict[str, Any]) -> dict[str, Any]:
         """Return what ``__setstate__`` of the stand-ins' optimizer gets of a loaded state."""

@@ -78,6 +78,7 @@ def prepare(
             matrix.update(theirs["params"])
             # An lr that does not say is in old units.
             own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
+            own |= {key: _tuples(value, ours.get(key)) for key, value in theirs.items() if isinstance(value, list)}
             groups.append({**own, **{key: ours[key] for key in OF_THE_MACHINE}})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
@@ -85,6 +86,13 @@ def prepare(
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _tuples(theirs: list[Any], ours: Any) -> Any:
+    """Return a loaded list with the tuples that it had: PyTorch's full state dicts make lists of them."""
+    if isinstance(ours, tuple):
+        return tuple(theirs)
+    return [tuple(value) if isinstance(value, list) else value for value in theirs]
 
 
 def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[int]:
