@@ -122,6 +122,7 @@ class Plan:
         method: "pro" or "kl". dtype: of the weights. settings: of the optimizer.
         order: alone, the parts of the batch whose gradients are summed, in this order; () for one batch.
         bad: whether some gradients are infinite. wide: length of the longest side.
+        convolution: whether KL-Shampoo takes the convolution, too, as Pro-KLShampoo does.
     """
 
     how: str = "alone"
@@ -131,6 +132,7 @@ class Plan:
     order: tuple = ()
     bad: bool = True
     wide: int = 40
+    convolution: bool = False
 
 
 class Run:
@@ -187,7 +189,7 @@ def optimizer_of(model, plan):
     pro = plan.method == "pro"
     # KL-Shampoo's start of the convolution, whose six rows leave most of the long side to rounding, is not determined:
     # runs in one process that sum gradients in other orders end 1e-3 apart.
-    own = {"rank": 3} if pro else {"rank": None, "adamw": ["*.conv.weight"]}
+    own = {"rank": 3} if pro else {"rank": None, "adamw": [] if plan.convolution else ["*.conv.weight"]}
     groups = prokl.param_groups(model, lr=0.02 if pro else 0.005, adamw_lr=3e-3, split={"*.qkv.weight": 3}, **own)
     settings = {"precondition_frequency": 3, **plan.settings}
     for group in groups:
