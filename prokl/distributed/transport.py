@@ -7,41 +7,18 @@ process's, and a weight that has been changed by hand counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prokl.distributed.blocks import Block
 from prokl.distributed.team import Message, Team
+from prokl.distributed.weights import Slot
 
 PADDING = 1.25
 """An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Part of a weight on its way.
-
-    Attributes:
-        block: what is sent. shape, dtype: of it. here: returns it where this rank keeps the weight, a view.
-        standing: returns it where this rank, the owner, steps it, a view.
-        gradient: returns the gradient of ``here``, or None. standing_gradient: that of ``standing``, or None.
-        sender: place of who has it. owner: of who steps it. holders: of all who have it.
-    """
-
-    block: Block
-    dtype: torch.dtype
-    here: Callable[[], Tensor]
-    standing: Callable[[], Tensor]
-    gradient: Callable[[], Tensor | None]
-    standing_gradient: Callable[[], Tensor | None]
-    sender: int
-    owner: int
-    holders: tuple[int, ...]
 
 
 class Replicas:
@@ -56,7 +33,7 @@ class Replicas:
         self.slots: list[list[Slot]] = [[] for _ in range(team.size)]
         for slot in slots:
             self.slots[slot.owner].append(slot)
-        self.messages = [Message([(slot.block.shape, slot.dtype) for slot in own]) for own in self.slots]
+        self.messages = [Message([(slot.shape, slot.dtype) for slot in own]) for own in self.slots]
         sizes = [message.size for message in self.messages]
         self.gathers = max(sizes) * team.size <= PADDING * sum(sizes)
         self.most = max(sizes)
@@ -102,7 +79,7 @@ class Replicas:
 
 
 def _messages(rows: Sequence[Sequence[Slot]], copies: int) -> list[Message]:
-    return [Message([(slot.block.shape, slot.dtype) for slot in own for _ in range(copies)]) for own in rows]
+    return [Message([(slot.shape, slot.dtype) for slot in own for _ in range(copies)]) for own in rows]
 
 
 class Shards:

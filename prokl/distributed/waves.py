@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.distributed.team import Team
-from prokl.distributed.transport import Replicas, Shards, Slot
-from prokl.distributed.weights import Divided
+from prokl.distributed.transport import Replicas, Shards
+from prokl.distributed.weights import Divided, Slot
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import Bucket
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.distributed.blocks import Block, rows, whole
 from prokl.distributed.ownership import Part
 from prokl.distributed.team import Team
-from prokl.distributed.transport import Slot
 
 
 def is_dtensor(t: Any) -> bool:
@@ -207,31 +205,50 @@ class Divided:
         return [(piece, tuple(places)) for piece, places in holders.items()]
 
     def _slot(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Slot:
-        return Slot(
-            block,
-            self.p.dtype,
-            here=partial(self._here, block),
-            standing=partial(self._standing_weight, block, part),
-            gradient=partial(self._gradient_here, block),
-            standing_gradient=partial(self._standing_gradient, block, part),
-            sender=sender,
-            owner=part.owner,
-            holders=holders,
-        )
+        me = self.team.index
+        here = block.within(self.held[me]) if me in holders else ()
+        standing = block.within(self.block(part)) if me == part.owner else ()
+        return Slot(self, block.shape, here, standing, sender, part.owner, holders)
 
-    def _here(self, block: Block) -> Tensor:
-        return self.view(local(self.p), block)
 
-    def _standing_weight(self, block: Block, part: Part) -> Tensor:
-        return self._standing(self.stand_in, block, part)
+@dataclass(frozen=True)
+class Slot:
+    """Part of a weight on its way.
 
-    def _gradient_here(self, block: Block) -> Tensor | None:
-        return None if self.gradient is None else self.view(self.gradient, block)
+    Attributes:
+        weight: whose. shape: of what is sent.
+        here_at: its index in what this rank has of the weight. standing_at: in the stand-in, where it is this rank's.
+        sender: place of who has it. owner: of who steps it. holders: of all who have it.
+    """
 
-    def _standing(self, t: Tensor | None, block: Block, part: Part) -> Tensor:
-        assert t is not None
-        return t.detach()[block.within(self.block(part))]
+    weight: Divided
+    shape: tuple[int, ...]
+    here_at: tuple[slice, ...]
+    standing_at: tuple[slice, ...]
+    sender: int
+    owner: int
+    holders: tuple[int, ...]
 
-    def _standing_gradient(self, block: Block, part: Part) -> Tensor | None:
-        g = None if self.stand_in is None else self.stand_in.grad
-        return None if g is None else self._standing(g, block, part)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's."""
+        return self.weight.p.dtype
+
+    def here(self) -> Tensor:
+        """Return it where this rank keeps the weight, a view."""
+        return local(self.weight.p)[self.here_at]
+
+    def standing(self) -> Tensor:
+        """Return it where this rank, the owner, steps it, a view."""
+        assert self.weight.stand_in is not None
+        return self.weight.stand_in.detach()[self.standing_at]
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of :meth:`here`, a view, or None."""
+        g = self.weight.gradient
+        return None if g is None else g[self.here_at]
+
+    def standing_gradient(self) -> Tensor | None:
+        """Return the gradient of :meth:`standing`, a view, or None."""
+        g = None if self.weight.stand_in is None else self.weight.stand_in.grad
+        return None if g is None else g[self.standing_at]
