@@ -1,7 +1,7 @@
 """Makes groups and checkpoints as torchtitan does, sharded by FSDP2, for torchrun: a resumed run is exact.
 
 torchtitan's groups have names beside their weights, and settings of torch's AdamW whatever the optimizer is. Its older
-releases flatten the state by torch's means, the newer ones by their own, of which ``flat`` and ``load_flat`` do the like.
+releases flatten the state by torch's means, the newer ones by their own, as ``flat`` and ``load_flat`` do here.
 """
 
 import torch
