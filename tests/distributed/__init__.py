@@ -1,0 +1,1 @@
+"""Processes that the tests of divided work run in, and what they run there."""

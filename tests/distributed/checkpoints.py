@@ -1,0 +1,181 @@
+"""Saving and loading on every rank, by each of torch's routes; all of it as a trainer would."""
+
+import io
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.distributed.problem import Run, exact, outcome
+
+SAVED, END = 6, 14  # `late` begins after the one; refreshes, an absent weight and bad gradients lie between
+DCP = ("nested", "flattened", "async")
+FULL = ("full", "broadcast", "gathered")
+
+
+def options(route):
+    """Return torch's options of a route."""
+    return StateDictOptions(
+        flatten_optimizer_state_dict=route == "flattened",
+        full_state_dict=route in FULL,
+        broadcast_from_rank0=route == "broadcast",
+    )
+
+
+def contents(run, route):
+    """Return what a route saves."""
+    given = options(route)
+    if route == "broadcast":  # what only the loading side has a meaning for
+        given = options("full")
+    return {
+        "model": get_model_state_dict(run.model, options=given),
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=given),
+    }
+
+
+def first():
+    """Return True on the rank that writes alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def save(run, folder, route):
+    """Save a run into a folder; needs all ranks."""
+    if route == "async":
+        dcp.async_save(contents(run, route), checkpoint_id=folder).result()
+    elif route in DCP:
+        dcp.save(contents(run, route), checkpoint_id=folder)
+    else:
+        found = contents(run, "full")
+        if route == "gathered":
+            found["optimizer"] = run.optimizer.gather_state_dict()
+        if first():
+            torch.save(found, folder)
+
+
+def load(run, folder, route):
+    """Load a run from a folder; needs all ranks."""
+    given = options(route)
+    if route in DCP:
+        found = contents(run, route)
+        dcp.load(found, checkpoint_id=folder)
+    else:
+        found = {"model": {}, "optimizer": {}}
+        if route != "broadcast" or first():
+            found = torch.load(folder, weights_only=True)
+    set_model_state_dict(run.model, found["model"], options=given)
+    if route == "gathered":
+        run.optimizer.load_state_dict(found["optimizer"])
+    else:
+        set_optimizer_state_dict(run.model, run.optimizer, found["optimizer"], options=given)
+
+
+def gathered(run):
+    """Return all state, whole, as bytes that torch.load reads, on the first rank; needs all ranks."""
+    packed = run.optimizer.gather_state_dict()
+    return written({"state": packed["state"], "groups": packed["param_groups"]}) if packed else b""
+
+
+def written(value):
+    """Return what torch.save writes, as bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read(value):
+    """Return what :func:`written` was given."""
+    return torch.load(io.BytesIO(value), weights_only=True)
+
+
+def save_and_go_on(plan, folder, routes):
+    """Train, save by every route, and go on to the end; return the outcome and the state at saving."""
+    run = Run(plan)
+    losses = run.train(0, SAVED)
+    for route in routes:
+        save(run, Path(folder) / route, route)
+    state = gathered(run)
+    return outcome(run, losses + run.train(SAVED, END)), state
+
+
+def resume(plan, folder, route):
+    """Load and go on to the end; return the outcome and the state after loading."""
+    run = Run(plan)
+    load(run, Path(folder) / ("full" if route == "broadcast" else route), route)
+    state = gathered(run)
+    return outcome(run, run.train(SAVED, END)), state
+
+
+def first_steps(plan, folder, route):
+    """Train, save and return the state."""
+    run = Run(plan)
+    run.train(0, SAVED)
+    save(run, Path(folder) / route, route)
+    return gathered(run)
+
+
+def resume_states(plan, folder, route):
+    """Load, and return the state."""
+    run = Run(plan)
+    load(run, Path(folder) / route, route)
+    return gathered(run)
+
+
+def one_ranks_part(plan, folder):
+    """Save each rank's own state dict by torch.save; return how loading the first rank's failed on this one."""
+    run = Run(plan)
+    run.train(0, 2)
+    path = Path(folder) / str(dist.get_rank())
+    torch.save(run.optimizer.state_dict(), path)
+    dist.barrier()
+    run.optimizer.load_state_dict(torch.load(path, weights_only=False))  # every rank its own
+    before = everything(run)
+    try:
+        run.optimizer.load_state_dict(torch.load(Path(folder) / "0", weights_only=False))
+    except ValueError as error:
+        assert everything(run) == before
+        return type(error).__name__, str(error)
+    return None
+
+
+def everything(run):
+    """Return the bits of all that this rank has of weights and state."""
+    found = {f"weight {name}": exact(here(p)).tobytes() for name, p in run.model.named_parameters()}
+    for i, own in run.optimizer.state_dict()["state"].items():
+        for key, value in own.items():
+            found[f"state {i} {key}"] = here(value).clone() if torch.is_tensor(value) else value
+    return {k: written(v.contiguous()) if torch.is_tensor(v) else v for k, v in found.items()}
+
+
+def here(t):
+    """Return what of a tensor is on this rank."""
+    return getattr(t.detach(), "_local_tensor", t.detach())
+
+
+def refuse(plan, folder, route):
+    """Load into a run that has begun and does not fit; return how that failed, and what changed by it."""
+    run = Run(plan)
+    run.train(0, 2)
+    before = everything(run)
+    try:
+        given = options(route)
+        if route in DCP:
+            found = {"optimizer": contents(run, route)["optimizer"]}
+            dcp.load(found, checkpoint_id=Path(folder) / route)
+        else:
+            found = torch.load(Path(folder) / route, weights_only=True)
+        if route == "gathered":
+            run.optimizer.load_state_dict(found["optimizer"])
+        else:
+            set_optimizer_state_dict(run.model, run.optimizer, found["optimizer"], options=given)
+    except BaseException as error:
+        after = everything(run)
+        return type(error).__name__, str(error), [key for key in before if before[key] != after.get(key)]
+    return None, "", []
