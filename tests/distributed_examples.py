@@ -53,6 +53,7 @@ def torchrun(folder, *runs, **settings):
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | more
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "FutureWarning" not in ended.stderr  # of what a later torch refuses
     return ended.stdout.splitlines()
 
 
