@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.commands import ROOT
 from tests.distributed_examples import assert_same, checkpoint, scripts, torchrun
 
 TINY = "--epochs 2 --width 32"
@@ -60,3 +61,10 @@ def test_accelerate_resumes_exactly_from_whole_state_dicts(tmp_path):
             whole, resumed = whole["state"], resumed["state"]
             assert_routes_survived(whole, steps=16)
         assert_same(whole, resumed)
+
+
+def test_the_trainer_shards_by_fsdp2_and_resumes_exactly(tmp_path):
+    pytest.importorskip("transformers")
+    script = str(ROOT / "tests" / "integrations" / "trainer_run.py")
+    printed = torchrun(tmp_path, (2, script, ""), accelerate_on_cpu=True)
+    assert "".join(printed).count("exact") == 2  # of both ranks, which may share a line
