@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,7 +194,7 @@ class DividedOptimizer(MatrixOptimizer):
 
     def _for_stand_ins(self, division: Division, state: dict[str, Any]) -> dict[str, Any]:
         """Return what ``__setstate__`` of the stand-ins' optimizer gets of a loaded state."""
-        own: dict[Tensor, dict[str, Any]] = {}
+        own: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: what has not begun may have no entry
         for index, group in enumerate(state["param_groups"]):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight, loaded = division.weights[p], state["state"].get(p)

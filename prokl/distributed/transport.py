@@ -17,6 +17,10 @@ from torch import Tensor
 from prokl.distributed.team import Message, Team
 from prokl.distributed.weights import Slot
 
+_all_gather = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # one warns from torch 2.13 on of its name
+
 PADDING = 1.25
 """An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
 
@@ -54,7 +58,7 @@ class Replicas:
             part.copy_(slot.standing())
         if self.gathers:
             whole = own.new_empty(self.most * self.team.size)
-            work = dist.all_gather_into_tensor(whole, own, group=self.team.group, async_op=True)
+            work = _all_gather(whole, own, group=self.team.group, async_op=True)
             self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(whole, self.most))]
             return
         for place, message in enumerate(self.messages):

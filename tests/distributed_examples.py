@@ -1,0 +1,90 @@
+"""The scripts of docs/distributed.md, run as they stand by torchrun, and what their checkpoints hold."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.commands import ROOT
+
+DOCUMENT = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+
+
+def scripts(folder):
+    """Write the document's scripts into a folder, each under the name that it says; return their names."""
+    names = []
+    for code in re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL):
+        (name,) = re.findall(r'\A"""(\w+\.py): ', code)
+        (folder / name).write_text(code, encoding="utf-8")
+        names.append(name)
+    return names
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for it in sockets:
+        it.bind(("127.0.0.1", 0))
+    ports = [it.getsockname()[1] for it in sockets]
+    for it in sockets:
+        it.close()
+    return ports
+
+
+def torchrun(folder, *runs, **settings):
+    """Run scripts in a folder by one torchrun of two processes; return the lines that they print.
+
+    Args:
+        runs: (processes, script, arguments in one string) of each.
+    """
+    ports = free_ports(len(runs))
+    plan = [
+        {"processes": processes, "script": script, "arguments": arguments.split(), "port": port, **settings}
+        for (processes, script, arguments), port in zip(runs, ports, strict=True)
+    ]
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "tests" / "distributed_run.py"), "plan.json"]
+    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | more
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "FutureWarning" not in ended.stderr  # of what a later torch refuses
+    return ended.stdout.splitlines()
+
+
+def checkpoint(folder):
+    """Return everything that a distributed checkpoint holds."""
+    dcp_to_torch_save(folder, folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=False)
+
+
+def flat(value, name=""):
+    """Return the tensors and numbers of nested dicts and lists by their paths."""
+    if isinstance(value, (dict, list, tuple)):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return {path: found for key, own in entries for path, found in flat(own, f"{name}/{key}").items()}
+    return {name: value}
+
+
+def apart(one, other, before):
+    """Return how far the weights of two runs are from each other, by how far they have gone."""
+    weights = [name for name, value in one.items() if value.is_floating_point()]
+    gone = sum((one[name] - before[name]).double().square().sum() for name in weights)
+    between = sum((one[name] - other[name]).double().square().sum() for name in weights)
+    return (between / gone).sqrt().item()
+
+
+def assert_same(one, other):
+    one, other = flat(one), flat(other)
+    assert one.keys() == other.keys()
+    differ = [
+        path
+        for path, value in one.items()
+        if not (torch.equal(value, other[path]) if isinstance(value, torch.Tensor) else value == other[path])
+    ]
+    assert differ == []
