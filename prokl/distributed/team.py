@@ -99,6 +99,11 @@ ALIGNMENT = 16
 """Bytes that every tensor in a message begins at a multiple of: no dtype needs more."""
 
 
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes that a tensor takes in a message, up to where the next one begins."""
+    return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
 class Message:
     """Tensors of one kind of message, in a flat buffer of bytes, which every backend and dtype can send.
 
@@ -112,7 +117,7 @@ class Message:
         for shape, dtype in shapes:
             size = torch.Size(shape).numel() * dtype.itemsize
             self.entries.append((self.size, self.size + size, torch.Size(shape), dtype))
-            self.size += -(-size // ALIGNMENT) * ALIGNMENT
+            self.size += nbytes(shape, dtype)
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors of a buffer of ``size`` bytes, as views."""

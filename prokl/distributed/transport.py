@@ -25,6 +25,11 @@ PADDING = 1.25
 """An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
 
 
+def gathers(sizes: Sequence[int]) -> bool:
+    """Return True if messages of these bytes, one of each rank, go to all by an all-gather; else by broadcasts."""
+    return max(sizes) * len(sizes) <= PADDING * sum(sizes)
+
+
 class Replicas:
     """Sends stepped weights, of which all ranks have copies, from their owners to the others.
 
@@ -39,7 +44,7 @@ class Replicas:
             self.slots[slot.owner].append(slot)
         self.messages = [Message([(slot.shape, slot.dtype) for slot in own]) for own in self.slots]
         sizes = [message.size for message in self.messages]
-        self.gathers = max(sizes) * team.size <= PADDING * sum(sizes)
+        self.gathers = gathers(sizes)
         self.most = max(sizes)
         self._begun: list[tuple[int, Tensor, Any]] = []
 

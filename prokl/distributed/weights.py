@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,15 @@ def local(t: Tensor) -> Tensor:
     """Return what of a tensor is on this rank, in its own memory."""
     there: Tensor = t.detach()
     return there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
+
+
+class Route(NamedTuple):
+    """A block of a part on its way to its owner and back: from whom, and who has a copy of it."""
+
+    block: Block
+    part: Part
+    sender: int
+    holders: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -171,29 +180,29 @@ class Divided:
     @property
     def travels(self) -> bool:
         """True if any of it is sent, between whichever ranks."""
-        return next(self._routes(), None) is not None
+        return next(self.routes(), None) is not None
 
     def slots(self) -> list[Slot]:
         """Return what this rank sends or gets of this weight, in an order that is the same on all."""
         me = self.team.index
         return [
             self._slot(block, part, sender, holders)
-            for block, part, sender, holders in self._routes()
+            for block, part, sender, holders in self.routes()
             if me in (sender, part.owner) or me in holders
         ]
 
-    def _routes(self) -> Iterator[tuple[Block, Part, int, tuple[int, ...]]]:
-        """Yield what is sent of this weight: a block of a part, from whom, and who has a copy of it."""
+    def routes(self) -> Iterator[Route]:
+        """Yield what is sent of this weight, between whichever ranks."""
         replicated = self.replicated
         for part in self.parts if self.team.size > 1 else ():
             block = self.block(part)
             if replicated and not block.empty:
-                yield block, part, part.owner, tuple(range(self.team.size))
+                yield Route(block, part, part.owner, tuple(range(self.team.size)))
             elif not block.empty:
                 for piece, holders in self._pieces(part):
                     _, sender = min((abs(place - part.owner), place) for place in holders)  # 0: the owner itself
                     if holders != (part.owner,) or self.apart(part):
-                        yield piece, part, sender, holders
+                        yield Route(piece, part, sender, holders)
 
     def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
         """Return the blocks in which a part lies on the ranks, each with its holders."""
