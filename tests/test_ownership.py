@@ -1,0 +1,87 @@
+"""Owners of matrices: balanced, the same whoever asks, stable when weights come later."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from prokl.distributed.ownership import Home, Part, Weight, divide
+
+
+def loads_of(weights, parts, world):
+    loads = [0.0] * world
+    for weight, own in zip(weights, parts, strict=True):
+        for part in own:
+            loads[part.owner] += weight.cost * (part.stop - part.start)
+    return loads
+
+
+def test_small_cases_by_hand():
+    assert divide([Weight(1, c) for c in (5.0, 3.0, 3.0, 2.0)], [0.0, 0.0]) == [
+        (Part(0, 1, 0),),
+        (Part(0, 1, 1),),
+        (Part(0, 1, 1),),
+        (Part(0, 1, 0),),
+    ]
+    assert divide([Weight(5, 1.0)], [0.0, 0.0]) == [(Part(0, 2, 1), Part(2, 5, 0))]  # the longer run first
+    assert divide([Weight(2, 1.0)], [4.0, 0.0, 0.0]) == [(Part(0, 1, 1), Part(1, 2, 2))]
+    assert divide([], [1.0]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_load_is_beyond_grahams_bound_and_all_are_accounted_for(seed):
+    rng = random.Random(seed)
+    world = rng.randint(1, 9)
+    weights = [Weight(1, rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
+    loads = [0.0] * world
+    parts = divide(weights, loads)
+    assert loads == pytest.approx(loads_of(weights, parts, world))
+    # Of the best largest load two lower bounds: the mean, and the longest job.
+    best = max(sum(w.cost for w in weights) / world, max(w.cost for w in weights))
+    # Graham (1969): (4/3 - 1/(3 world)) of the best, which may be up to a job beyond these lower bounds.
+    assert max(loads) <= best + max(w.cost for w in weights) * (1 - 1 / world)
+
+
+def test_equal_shapes_are_dealt_evenly():
+    parts = divide([Weight(1, 3.0)] * 10 + [Weight(1, 1.0)] * 6, [0.0] * 4)
+    owners = Counter(own[0].owner for own in parts[:10])
+    assert sorted(owners.values()) == [2, 2, 3, 3]
+    assert len({own[0].owner for own in parts[10:]}) >= 2
+
+
+@pytest.mark.parametrize(("count", "world"), [(7, 3), (3, 7), (128, 8), (1, 4), (4, 4)])
+def test_a_stack_is_cut_into_consecutive_runs_of_different_owners(count, world):
+    (parts,) = divide([Weight(count, 1.0)], [0.0] * world)
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[-1].stop == count
+    assert len(parts) == min(count, world) == len({part.owner for part in parts})
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_stacks_with_few_matrices_do_not_all_go_to_the_first_ranks():
+    loads = [0.0] * 16
+    divide([Weight(4, 1.0)] * 8, loads)
+    assert loads == [2.0] * 16
+
+
+def test_what_lies_whole_somewhere_is_owned_there():
+    homes = (Home(0, 3, (0, 2)), Home(3, 6, (1, 3)))
+    parts = divide([Weight(6, 1.0, homes)] * 4, [0.0] * 4)
+    assert all(own[0].owner in (0, 2) and own[1].owner in (1, 3) for own in parts)
+    assert loads_of([Weight(6, 1.0)] * 4, parts, 4) == [6.0] * 4
+    everywhere = Weight(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
+    assert divide([everywhere], [0.0] * 4) == divide([Weight(6, 1.0)], [0.0] * 4)
+    # One rank alone has both runs: it owns two parts.
+    assert divide([Weight(2, 1.0, (Home(0, 1, (1,)), Home(1, 2, (1,))))], [0.0, 0.0]) == [
+        (Part(0, 1, 1), Part(1, 2, 1))
+    ]
+
+
+def test_weights_that_come_later_change_no_owner():
+    first = [Weight(1, float(c)) for c in (4, 2, 2, 1, 1)]
+    loads = [0.0] * 3
+    before = divide(first, loads)
+    again = [0.0] * 3
+    assert divide(first, again) == before
+    later = divide([Weight(1, 3.0)], loads)
+    assert later[0][0].owner == min(range(3), key=lambda rank: again[rank])
