@@ -59,7 +59,7 @@ class Wrapper(Protocol):
 
 
 def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
-    """Return the optimizer itself.
+    """Return the optimizer itself, or of a divided one that of what this rank steps.
 
     Raises:
         TypeError: it has no preconditioners.
@@ -71,7 +71,7 @@ def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
             f"optimizer must be a prokl.ProKLShampoo or prokl.KLShampoo, got {type(optimizer).__name__}; "
             "pass the optimizer itself."
         )
-    return optimizer
+    return optimizer.stepped
 
 
 def batches(

@@ -63,7 +63,7 @@ def check_placements(name: str, placements: Sequence[Any]) -> None:
     for placement in placements:
         if placement.is_partial():
             raise ValueError(
-                f"{name} is a DTensor with placement {placement}, a sum that is still to be made; must be Shard or "
+                f"{name} is a DTensor with placement {placement!r}, a sum that is still to be made; must be Shard or "
                 "Replicate: redistribute the weight before making the optimizer."
             )
 

@@ -14,6 +14,7 @@ from prokl.algorithm.method import Group
 from prokl.distributed import state as states
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
+from prokl.distributed.team import check_group
 from prokl.distributed.weights import Divided, is_dtensor
 from prokl.engine import checkpoint
 from prokl.engine.base import MatrixOptimizer
@@ -31,6 +32,8 @@ class DividedOptimizer(MatrixOptimizer):
     _division: Division | None = None
 
     def __init__(self, params: Any, defaults: dict[str, Any], process_group: Any) -> None:
+        if process_group is not None:
+            check_group(process_group)
         self._process_group = process_group
         super().__init__(params, defaults)
 

@@ -77,22 +77,18 @@ class Teams:
         return iter(self._teams.values())
 
 
+def check_group(given: Any) -> None:
+    """Raise TypeError for what is neither a process group nor a mesh."""
+    if not (dist.is_available() and isinstance(given, dist.ProcessGroup)) and not hasattr(given, "get_group"):
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(given).__name__}: pass "
+            "torch.distributed.group.WORLD to divide the work among all ranks, or None to leave it undivided."
+        )
+
+
 def as_group(given: ProcessGroup | DeviceMesh, teams: Teams) -> Team:
-    """Return the team of what ``process_group=`` was given.
-
-    Raises:
-        TypeError: it is neither a process group nor a mesh.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if isinstance(given, DeviceMesh):
-        return teams.of_mesh(given)
-    if isinstance(given, dist.ProcessGroup):
-        return teams.of_group(given)
-    raise TypeError(
-        f"process_group must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(given).__name__}: pass "
-        "torch.distributed.group.WORLD to divide the work among all ranks, or None to leave it undivided."
-    )
+    """Return the team of what ``process_group=`` was given."""
+    return teams.of_group(given) if isinstance(given, dist.ProcessGroup) else teams.of_mesh(given)
 
 
 ALIGNMENT = 16

@@ -147,6 +147,11 @@ class MatrixOptimizer(Optimizer):
         return pieces(p, name, how)
 
     @property
+    def stepped(self) -> MatrixOptimizer:
+        """The optimizer that has the state of what this process steps: itself, unless the work is divided."""
+        return self
+
+    @property
     def _title(self) -> str:
         return type(self).__name__
 
