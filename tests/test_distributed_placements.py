@@ -48,6 +48,18 @@ def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how
             assert np.array_equal(value, found[0][0][name]), name
 
 
+@pytest.mark.parametrize(("how", "divided"), [("plain", True), ("rows", False)])
+def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, divided, pools):  # noqa: F811
+    whole = placements.state_of_ranks("plain", False)
+    found = pools[4].run(placements.state_of_ranks, how, divided)
+    for key, elements in whole.items():
+        # AdamW's weight without a dimension is stepped by all four.
+        extra = 3 if key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") else 0
+        assert sum(own.get(key, 0) for own in found) == elements + extra, key
+    sizes = [sum(own.values()) for own in found]
+    assert max(sizes) <= 0.4 * sum(whole.values())  # a quarter, but for matrices of which there are few
+
+
 def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools, expected):  # noqa: F811
     for weights, received in pools[2].run(placements.on_ranks, ProKLShampoo, "plain"):
         assert received is None

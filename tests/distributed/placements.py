@@ -118,6 +118,26 @@ def on_ranks(cls, how, divided=False, **settings):
     return whole(weights), optimizer._division.received() if optimizer._division else None
 
 
+def held(optimizer):
+    """Return the elements of state that this rank has, by key; counts alone, which several ranks may have, left out."""
+    found = {}
+    for own in optimizer.stepped.state.values():
+        for key, t in own.items():
+            if isinstance(t, torch.Tensor) and key.partition(".")[0] not in ("step", "skipped"):
+                found[key] = found.get(key, 0) + t.numel()
+    return found
+
+
+def state_of_ranks(how, divided):
+    """Return the elements of state that this rank has after a step, by key."""
+    dimensions, place = PLACED[how]
+    mesh = mesh_of(dimensions) if dist.is_initialized() else None
+    weights = weights_of(mesh, place)
+    optimizer = optimizer_of(weights, prokl.ProKLShampoo, dist.group.WORLD if divided else None)
+    step(weights, optimizer, 0, mesh)
+    return held(optimizer)
+
+
 def of_gradients_placed_otherwise():
     mesh, place = mesh_of(1), PLACED["rows"][1]
     weights = weights_of(mesh, place)
