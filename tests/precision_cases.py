@@ -141,7 +141,7 @@ def exceeded(case: Case, worst: float, *ops: TorchPrimitives) -> list[dict[str, 
     bounds |= {"direction": 2.0**-9, "median": 1e-3, "worst": max(worst, 10 * own["worst"])}
     if case.method == "pro-klshampoo":
         bounds["direction"] = 1.25 * relative(step(case, torch.float64, ns_dtype=torch.bfloat16)[0], exact[0])
-    found = [errors(step(case, torch.float32, ops=of), exact) for of in ops]
+    found = [errors(step(case, torch.float32, ns_dtype=torch.bfloat16, ops=of), exact) for of in ops]
     return [{k: (error, bounds[k]) for k, error in e.items() if not error <= bounds[k]} for e in found]
 
 

@@ -123,6 +123,9 @@ class DividedOptimizer(MatrixOptimizer):
         packed, here = self.state_dict(), not dist.is_initialized() or dist.get_rank() == dst
         found: dict[Any, Any] = {}
         for i, own in packed["state"].items():
+            if not isinstance(i, int):  # what hooks keep beside the weights
+                found[i] = own
+                continue
             whole = {}
             for key, value in own.items():
                 value = value.full_tensor() if is_dtensor(value) else value
@@ -235,7 +238,9 @@ class DividedOptimizer(MatrixOptimizer):
         theirs, own_made = made
         division = self._divide()
         division.local._adopt(theirs, own_made)
-        Optimizer.__setstate__(self, {**state, "state": type(self.state)(dict)})
+        shown = type(self.state)(dict)
+        shown.update({p: own for p, own in state["state"].items() if not isinstance(p, Tensor)})  # what hooks keep
+        Optimizer.__setstate__(self, {**state, "state": shown})
         self._forget()
         division.broken = None
         division.relayout()

@@ -365,8 +365,7 @@ class MatrixOptimizer(Optimizer):
 
     def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
-        state = {i: checkpoint.with_step_tensors(own) for i, own in packed["state"].items()}
-        return {**packed, "state": state}
+        return {**packed, "state": checkpoint.with_step_tensors(packed["state"])}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}

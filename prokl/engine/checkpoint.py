@@ -44,10 +44,17 @@ def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, di
     return plain
 
 
-def with_step_tensors(own: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a weight's state with its counts of steps, integers while it is live, as int64 tensors."""
-    steps = {k: torch.tensor(v) for k, v in own.items() if isinstance(k, str) and k[:4] == "step" and type(v) is int}
-    return {**own, **steps}
+def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a state dict's state with counts of steps, integers while they are live, as int64 tensors.
+
+    What hooks keep there under names instead of weights' numbers is taken as it is.
+    """
+
+    def exported(own: dict[Any, Any]) -> dict[Any, Any]:
+        found = {k: v for k, v in own.items() if isinstance(k, str) and k.startswith("step") and type(v) is int}
+        return {**own, **{k: torch.tensor(v) for k, v in found.items()}}
+
+    return {i: exported(own) if isinstance(i, int) else own for i, own in state.items()}
 
 
 def prepare(

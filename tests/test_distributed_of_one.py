@@ -1,4 +1,4 @@
-"""A divided optimizer whose state dict is loaded before it has any state, as Accelerate does when it wraps one."""
+"""A divided optimizer of one rank: loaded before it has any state, as Accelerate does; what hooks keep."""
 
 import copy
 
@@ -34,3 +34,16 @@ def test_an_empty_state_dict_is_loaded_and_training_begins(group):
     wrapped = made()
     wrapped.load_state_dict(copy.deepcopy(wrapped.state_dict()))
     assert all(same_bits(p, q) for p, q in zip(trained(wrapped), trained(made()), strict=True))
+
+
+def test_what_hooks_keep_beside_the_weights_goes_along(group):
+    p = torch.nn.Parameter(normal(6, 9, seed=1))
+    optimizer = PRO([p], rank=3, process_group=group)
+    trained(optimizer)
+    optimizer.state["mark"] = 1
+    assert optimizer.gather_state_dict()["state"]["mark"] == 1
+    saved = optimizer.state_dict()
+    assert saved["state"]["mark"] == 1
+    del optimizer.state["mark"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["mark"] == 1 and optimizer.state[p].keys() == saved["state"][0].keys()
