@@ -17,12 +17,10 @@ DOCUMENT = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 
 def scripts(folder):
     """Write the document's scripts into a folder, each under the name that it says; return their names."""
-    names = []
-    for code in re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL):
-        (name,) = re.findall(r'\A"""(\w+\.py): ', code)
+    found = re.findall(r'```python\n("""(\w+\.py): .*?)```', DOCUMENT, re.DOTALL)
+    for code, name in found:
         (folder / name).write_text(code, encoding="utf-8")
-        names.append(name)
-    return names
+    return [name for _, name in found]
 
 
 def free_ports(count):

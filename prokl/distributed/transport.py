@@ -17,9 +17,8 @@ from torch import Tensor
 from prokl.distributed.team import Message, Team
 from prokl.distributed.weights import Slot
 
-_all_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # one warns from torch 2.13 on of its name
+# The older name warns from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 PADDING = 1.25
 """An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
