@@ -71,10 +71,20 @@ def test_what_lies_whole_somewhere_is_owned_there():
     assert loads_of([Weight(6, 1.0)] * 4, parts, 4) == [6.0] * 4
     everywhere = Weight(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
     assert divide([everywhere], [0.0] * 4) == divide([Weight(6, 1.0)], [0.0] * 4)
-    # One rank alone has both runs: it owns two parts.
-    assert divide([Weight(2, 1.0, (Home(0, 1, (1,)), Home(1, 2, (1,))))], [0.0, 0.0]) == [
-        (Part(0, 1, 1), Part(1, 2, 1))
-    ]
+
+
+def test_few_ranks_on_which_everything_lies_are_not_left_alone_with_it():
+    """As of 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
+    homes = tuple(Home(i, i + 1, (i,)) for i in range(4))
+    loads = [0.0] * 16
+    parts = divide([Weight(4, 1.0, homes)] * 12, loads)
+    assert max(loads) <= 4 / 3 * sum(loads) / 16 and min(loads) > 0
+    at_home = [part for own in parts for part in own if part.owner == part.start]
+    assert len(at_home) == 4 * 4  # as many as fit
+    assert all(len({part.owner for part in own}) == 4 for own in parts)
+    # Where nobody has more than a fair share, nothing moves: five experts on four ranks.
+    uneven = (Home(0, 2, (0,)), Home(2, 4, (1,)), Home(4, 5, (2,)))
+    assert divide([Weight(5, 1.0, uneven)], [0.0] * 4) == [(Part(0, 2, 0), Part(2, 4, 1), Part(4, 5, 2))]
 
 
 def test_weights_that_come_later_change_no_owner():

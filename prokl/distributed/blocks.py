@@ -36,6 +36,10 @@ class Block:
         pairs = zip(self.bounds, other.bounds, strict=True)
         return Block(tuple((low := max(a, c), max(low, min(b, d))) for (a, b), (c, d) in pairs))
 
+    def overlaps(self, other: Block) -> bool:
+        """Return True if both have some element."""
+        return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(self.bounds, other.bounds, strict=True))
+
     def within(self, outer: Block) -> tuple[slice, ...]:
         """Return the index of this block in a tensor that holds ``outer``."""
         pairs = zip(self.bounds, outer.bounds, strict=True)
@@ -92,6 +96,14 @@ def blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tupl
     return tuple(found)
 
 
+def holders(held: Sequence[Block]) -> dict[Block, tuple[int, ...]]:
+    """Return who has each block; those of one weight are the same or have nothing in common."""
+    found: dict[Block, list[int]] = {}
+    for place, block in enumerate(held):
+        found.setdefault(block, []).append(place)
+    return {block: tuple(places) for block, places in found.items()}
+
+
 def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[Home, ...]:
     """Return where the matrices of a weight lie whole; empty unless all of them do.
 
@@ -100,14 +112,11 @@ def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[H
     """
     count = shape[0] if stacked else 1
     sides = whole(shape).bounds[1 if stacked else 0 :]
-    holders = [
-        (block.bounds[0] if stacked else (0, 1), rank)
-        for rank, block in enumerate(held)
+    found = sorted(
+        Home(*(block.bounds[0] if stacked else (0, 1)), ranks)
+        for block, ranks in holders(held).items()
         if not block.empty and block.bounds[1 if stacked else 0 :] == sides
-    ]
-    found = []
-    for start, stop in sorted({bounds for bounds, _ in holders}):
-        found.append(Home(start, stop, tuple(rank for bounds, rank in holders if bounds == (start, stop))))
+    )
     ends = [0, *(home.stop for home in found)]
     complete = [home.start for home in found] == ends[:-1] and ends[-1] == count
     return tuple(found) if complete else ()

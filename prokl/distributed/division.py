@@ -173,7 +173,7 @@ class Division:
                     matrix = group["algorithm"] == "matrix"
                     keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)} if matrix else None
                     self.waves.add(weight, keys)
-        self.waves.connect()
+        self.waves.connect(self.teams)
 
     def _compare(self, outer: MatrixOptimizer, failure: Exception | None) -> None:
         """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""

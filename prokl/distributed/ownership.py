@@ -3,7 +3,8 @@
 Every matrix has one owner, who steps it and holds its state. Costs are dealt out the longest first, each to the rank
 with the least so far (Graham's LPT rule, at most 4/3 - 1/(3 world) of the best possible largest load), group after
 group, so that a group that is added later changes no owner. Equal shapes have equal costs and follow each other: every
-rank gets its share of each shape, which it steps as one batch.
+rank gets its share of each shape, which it steps as one batch. What lies whole on some ranks stays with these, unless
+they would have much more to do than others.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Weight:
     Attributes:
         count: matrices of a stack, which may have several owners; 1 for any other weight.
         cost: of stepping one matrix, in any unit.
-        homes: where its matrices lie whole, in order and without gaps; empty where none does. These ranks alone are
-            candidates then, as nothing has to be sent to them.
+        homes: where its matrices lie whole, in order and without gaps; empty where none does. These ranks are asked
+            first, as nothing has to be sent to them.
     """
 
     count: int
@@ -53,10 +54,14 @@ class Weight:
         return [Home(start, stop, everyone) for start, stop in zip(bounds, bounds[1:], strict=False)]
 
 
+CROWDED = 4 / 3
+"""Share of work, in those of an even division, from which on a rank owns no more of what lies on it: LPT's bound."""
+
+
 def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ...]]:
     """Return the parts of each weight.
 
-    No rank owns two parts of one weight, unless it alone is a candidate for both.
+    No rank owns two parts of one weight.
 
     Args:
         weights: of one group, in its order.
@@ -66,10 +71,13 @@ def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ..
     runs = [
         (weight.cost * (run.stop - run.start), i, run) for i, weight in enumerate(weights) for run in weight.runs(world)
     ]
+    costs = [cost for cost, _, _ in runs]
+    limit = CROWDED * max([(sum(loads) + sum(costs)) / world, *costs])
     parts: list[list[Part]] = [[] for _ in weights]
     for cost, i, run in sorted(runs, key=lambda entry: (-entry[0], entry[1], entry[2].start)):
         taken = {part.owner for part in parts[i]}
-        free = [rank for rank in run.ranks if rank not in taken] or run.ranks
+        free = [rank for rank in run.ranks if rank not in taken and loads[rank] + cost <= limit]
+        free = free or [rank for rank in range(world) if rank not in taken]
         owner = min(free, key=lambda rank: (loads[rank], rank))
         loads[owner] += cost
         parts[i].append(Part(run.start, run.stop, owner))

@@ -52,6 +52,7 @@ class Teams:
 
     def __init__(self) -> None:
         self._teams: dict[tuple[int, ...], Team] = {}
+        self._copies: dict[tuple[int, ...], Team] = {}
 
     def of_group(self, group: ProcessGroup) -> Team:
         """Return the team of a process group."""
@@ -72,6 +73,16 @@ class Teams:
                 group = dist.new_group(list(ranks), use_local_synchronization=True)
             self._teams[ranks] = Team(group)
         return self._teams[ranks]
+
+    def of_copies(self, team: Team, places: Sequence[int], p: Tensor) -> Team:
+        """Return those ranks of a team that have copies of one block of a DTensor, of whom this is one."""
+        ranks, mesh = tuple(team.ranks[place] for place in places), p.device_mesh  # type: ignore[attr-defined]
+        if ranks not in self._copies:
+            groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+            alike = [group for group in groups if tuple(dist.get_process_group_ranks(group)) == ranks]
+            group = alike[0] if alike else dist.new_group(list(ranks), use_local_synchronization=True)
+            self._copies[ranks] = Team(group)
+        return self._copies[ranks]
 
     def __iter__(self) -> Any:
         return iter(self._teams.values())

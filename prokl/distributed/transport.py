@@ -2,7 +2,8 @@
 
 A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. Of a sharded one
 the owner collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one
-process's, and a weight that has been changed by hand counts.
+process's, and a weight that has been changed by hand counts. Where shards have copies (HSDP) both go between the owner
+and one copy of each, which is then sent from there to the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.distributed.team import Message, Team
-from prokl.distributed.weights import Slot
+from prokl.distributed.weights import Copy, Slot
 
 # The older name warns from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,15 +31,15 @@ def gathers(sizes: Sequence[int]) -> bool:
 
 
 class Replicas:
-    """Sends stepped weights, of which all ranks have copies, from their owners to the others.
+    """Sends stepped weights, or blocks of them, of which all ranks of a team have copies, from one to the others.
 
     Args:
         team: whose. slots: all of the team's, in the same order on every rank. device: of the weights.
     """
 
-    def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
+    def __init__(self, team: Team, slots: Sequence[Slot | Copy], device: torch.device) -> None:
         self.team, self.device = team, device
-        self.slots: list[list[Slot]] = [[] for _ in range(team.size)]
+        self.slots: list[list[Slot | Copy]] = [[] for _ in range(team.size)]
         for slot in slots:
             self.slots[slot.owner].append(slot)
         self.messages = [Message([(slot.shape, slot.dtype) for slot in own]) for own in self.slots]
@@ -91,7 +92,7 @@ def _messages(rows: Sequence[Sequence[Slot]], copies: int) -> list[Message]:
 
 
 class Shards:
-    """Collects gradients and weights at their owners, and sends stepped weights back to all who hold a part.
+    """Collects gradients and weights at their owners, and sends stepped weights back to where they came from.
 
     Args:
         team: whose. slots: those of this rank, in an order that is the same on all. device: of the weights.
@@ -103,28 +104,16 @@ class Shards:
         places = range(team.size)
         self.lent: list[list[Slot]] = [[] for _ in places]
         self.owned: list[list[Slot]] = [[] for _ in places]
-        self.back: list[list[Slot]] = [[] for _ in places]
-        self.due: list[list[Slot]] = [[] for _ in places]
         self.own: list[Slot] = []
-        self.kept: list[Slot] = []
         for slot in slots:
-            if slot.owner != me:
-                if slot.sender == me:
-                    self.lent[slot.owner].append(slot)
-                if me in slot.holders:
-                    self.due[slot.owner].append(slot)
-                continue
-            if slot.sender == me:
+            if slot.sender == slot.owner == me:
                 self.own.append(slot)
-            else:
+            elif slot.sender == me:
+                self.lent[slot.owner].append(slot)
+            elif slot.owner == me:
                 self.owned[slot.sender].append(slot)
-            for place in slot.holders:
-                if place != me:
-                    self.back[place].append(slot)
-            if me in slot.holders:
-                self.kept.append(slot)
         self._lending, self._owning = (_messages(rows, 2) for rows in (self.lent, self.owned))
-        self._giving, self._taking = (_messages(rows, 1) for rows in (self.back, self.due))
+        self._giving, self._taking = (_messages(rows, 1) for rows in (self.owned, self.lent))
         self._there: tuple[Tensor, Any] | None = None
         self._returning: tuple[Tensor, Any] | None = None
 
@@ -178,7 +167,7 @@ class Shards:
         """Begin to send stepped weights back."""
         buffer = self._buffer(self._giving)
         pieces = torch.split(buffer, [m.size for m in self._giving])
-        for slots, message, piece in zip(self.back, self._giving, pieces, strict=True):
+        for slots, message, piece in zip(self.owned, self._giving, pieces, strict=True):
             for slot, part in zip(slots, message.parts(piece), strict=True):
                 part.copy_(slot.standing())
         self._returning = self._exchange(self._giving, self._taking, buffer)
@@ -189,8 +178,8 @@ class Shards:
         (buffer, work), self._returning = self._returning, None
         work.wait()
         pieces = torch.split(buffer, [m.size for m in self._taking])
-        for slots, message, piece in zip(self.due, self._taking, pieces, strict=True):
+        for slots, message, piece in zip(self.lent, self._taking, pieces, strict=True):
             for slot, part in zip(slots, message.parts(piece), strict=True):
                 slot.here().copy_(part)
-        for slot in self.kept:
+        for slot in self.own:
             slot.here().copy_(slot.standing())

@@ -1,7 +1,7 @@
 """The order of a divided step: weights in waves, each with what is sent before and after it.
 
 Weights whose buckets have common shapes form a wave. While one is stepped, what the next one needs is on its way, and
-what the last one brought is on its way back.
+what the last one brought is on its way back, and from there to who has copies.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prokl.distributed.team import Team
+from prokl.distributed.team import Team, Teams
 from prokl.distributed.transport import Replicas, Shards
-from prokl.distributed.weights import Divided, Slot
+from prokl.distributed.weights import Copy, Divided, Slot
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import Bucket
 
@@ -38,12 +38,21 @@ class Wave:
         self.keys: set[Any] = set()
         self.replicas: list[Replicas] = []
         self.shards: list[Shards] = []
+        self.copies: list[Replicas] = []
 
-    def connect(self) -> None:
+    def connect(self, teams: Teams) -> None:
         """Lay out the messages."""
         found: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
+        copied: dict[tuple[Team, torch.device], list[Copy]] = {}
         for weight in self.weights:
-            found.setdefault((weight.team, weight.p.device, weight.replicated), []).extend(weight.slots())
+            slots, device = weight.slots(), weight.p.device
+            found.setdefault((weight.team, device, weight.replicated), []).extend(slots)
+            for slot in slots if not weight.replicated else ():
+                if len(slot.holders) > 1 and weight.team.index in slot.holders:
+                    team = teams.of_copies(weight.team, slot.holders, weight.p)
+                    source = team.ranks.index(weight.team.ranks[slot.sender])
+                    copied.setdefault((team, device), []).append(Copy(slot, source))
+        self.copies = [Replicas(team, copies, device) for (team, device), copies in copied.items()]
         for (team, device, replicated), slots in found.items():
             if replicated and slots:
                 self.replicas.append(Replicas(team, slots, device))
@@ -67,17 +76,24 @@ class Wave:
         for replicas in self.replicas:
             replicas.start()
 
-    def finish(self) -> None:
-        """Wait for what was stepped elsewhere."""
+    def pass_on(self) -> None:
+        """Wait for what was stepped elsewhere, and begin to send it to who has copies."""
         for shards in self.shards:
             shards.finish()
         for replicas in self.replicas:
             replicas.finish()
+        for copies in self.copies:
+            copies.start()
+
+    def finish(self) -> None:
+        """Wait for copies."""
+        for copies in self.copies:
+            copies.finish()
 
     @property
     def received(self) -> int:
         """Bytes that this rank receives in a step."""
-        return sum(way.received for way in self.shards) + sum(way.received for way in self.replicas)
+        return sum(way.received for ways in (self.shards, self.replicas, self.copies) for way in ways)
 
     def agree(self) -> None:
         """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
@@ -123,10 +139,10 @@ class Waves:
         if met[0] not in self.waves:
             self.waves.append(met[0])
 
-    def connect(self) -> None:
+    def connect(self, teams: Teams) -> None:
         """Lay out the messages; no weight comes after."""
         for wave in (*self.waves, self.adamw):
-            wave.connect()
+            wave.connect(teams)
 
     @property
     def received(self) -> int:
@@ -157,10 +173,13 @@ class Waves:
                 messages += local._advance(bucket, plan)
             wave.give()
             if i > 0:
-                waves[i - 1].finish()
-        if waves:
-            waves[-1].finish()
-        self.adamw.finish()
+                waves[i - 1].pass_on()
+            if i > 1:
+                waves[i - 2].finish()
+        for wave in (*waves[-1:], self.adamw):
+            wave.pass_on()
+        for wave in (*waves[-2:], self.adamw):
+            wave.finish()
         return messages
 
     def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:

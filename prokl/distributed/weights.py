@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.shapes import MatrixShape
-from prokl.distributed.blocks import Block, rows, whole
+from prokl.distributed.blocks import Block, holders, rows, whole
 from prokl.distributed.ownership import Part
 from prokl.distributed.team import Team
 
@@ -31,7 +31,7 @@ def local(t: Tensor) -> Tensor:
 
 
 class Route(NamedTuple):
-    """A block of a part on its way to its owner and back: from whom, and who has a copy of it."""
+    """A block of a part on its way to its owner and back: from whom and to whom, and who has a copy of it."""
 
     block: Block
     part: Part
@@ -94,6 +94,8 @@ class Divided:
     held: Sequence[Block]
     stacked: bool
     shapes: tuple[MatrixShape, ...] = ()
+    places: dict[Block, tuple[int, ...]] = field(init=False)
+    """Who has each block."""
     mine: Part | None = field(init=False)
     here: bool = field(init=False, default=False)
     """True if what this rank owns lies whole on it."""
@@ -104,6 +106,7 @@ class Divided:
     """What of the gradient is on this rank, in the weight's dtype, while it is lent."""
 
     def __post_init__(self) -> None:
+        self.places = holders(self.held)
         self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
         if self.mine is not None:
             own, self.here = self.block(self.mine), self.whole_at(self.mine, self.team.index)
@@ -121,8 +124,10 @@ class Divided:
         It collects what lies on several ranks, or is one part of a weight of which others have copies: that weight
         changes at once, when all of it has come.
         """
-        others = (held.meet(self.block(part)) for place, held in enumerate(self.held) if place != part.owner)
-        return not self.whole_at(part, part.owner) or (len(self.parts) > 1 and not all(block.empty for block in others))
+        if not self.whole_at(part, part.owner):
+            return True
+        copies = any(places != (part.owner,) for _, places in self._pieces(part))
+        return len(self.parts) > 1 and copies
 
     def block(self, part: Part) -> Block:
         """Return the block that a part is."""
@@ -145,7 +150,7 @@ class Divided:
     @property
     def replicated(self) -> bool:
         """True if every rank has the whole weight."""
-        return all(block == whole(self.p.shape) for block in self.held)
+        return [*self.places] == [whole(self.p.shape)]
 
     def view(self, mine: Tensor, block: Block) -> Tensor:
         """Return a block of what is on this rank."""
@@ -199,19 +204,23 @@ class Divided:
             if replicated and not block.empty:
                 yield Route(block, part, part.owner, tuple(range(self.team.size)))
             elif not block.empty:
-                for piece, holders in self._pieces(part):
-                    _, sender = min((abs(place - part.owner), place) for place in holders)  # 0: the owner itself
-                    if holders != (part.owner,) or self.apart(part):
-                        yield Route(piece, part, sender, holders)
+                for piece, places in self._pieces(part):
+                    sender = self._beside(part.owner, places)
+                    if places != (part.owner,) or self.apart(part):
+                        yield Route(piece, part, sender, places)
+
+    def _beside(self, owner: int, places: tuple[int, ...]) -> int:
+        """Return which of the ranks that have a block is of the owner's own copy of the weight, as near as may be."""
+        own = self.places[self.held[owner]]
+        return owner if owner in places else places[own.index(owner) * len(places) // len(own)]
 
     def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
         """Return the blocks in which a part lies on the ranks, each with its holders."""
-        holders: dict[Block, list[int]] = {}
-        for place, held in enumerate(self.held):
-            piece = held.meet(self.block(part))
-            if not piece.empty:
-                holders.setdefault(piece, []).append(place)
-        return [(piece, tuple(places)) for piece, places in holders.items()]
+        block, found = self.block(part), []
+        for held, places in self.places.items():
+            if held.overlaps(block):
+                found.append((held.meet(block), places))
+        return found
 
     def _slot(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Slot:
         me = self.team.index
@@ -227,7 +236,8 @@ class Slot:
     Attributes:
         weight: whose. shape: of what is sent.
         here_at: its index in what this rank has of the weight. standing_at: in the stand-in, where it is this rank's.
-        sender: place of who has it. owner: of who steps it. holders: of all who have it.
+        sender: place of who lends it to the owner, and gets it back. owner: of who steps it.
+        holders: of all who have it, to whom the sender passes it on.
     """
 
     weight: Divided
@@ -261,3 +271,31 @@ class Slot:
         """Return the gradient of :meth:`standing`, a view, or None."""
         g = None if self.weight.stand_in is None else self.weight.stand_in.grad
         return None if g is None else g[self.standing_at]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A block that has come back to one of the ranks which have it, on its way to the others.
+
+    Attributes:
+        slot: what it is. owner: place, among those ranks, of who has the new one.
+    """
+
+    slot: Slot
+    owner: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What is sent."""
+        return self.slot.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's."""
+        return self.slot.dtype
+
+    def here(self) -> Tensor:
+        """Return it where this rank keeps the weight, a view."""
+        return self.slot.here()
+
+    standing = here
