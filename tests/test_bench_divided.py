@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import divided, rows
+from bench import divided, rows, timing_tables
 from bench.steps.traffic import Traffic
 from tests.distributed.pool import (
     pools,  # noqa: F401  (a fixture)
@@ -73,6 +73,10 @@ def test_ranks_have_the_state_once_together_and_get_what_they_do_not_own(tmp_pat
     matrices = of("fsdp2", 2, "owned weights")
     assert sum(matrices) == 4 * (8 * 24 * 24 + 6 * 24 * 64) and of("fsdp2", 2, "room for these") == matrices
     assert sum(of("fsdp2", 2, "received")) == 3 * sum(matrices) / 2
+    lines = timing_tables.divided(rows.frame(out)).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines]
+    assert [name for name, _ in cells] == ["DDP, 1 rank", "DDP, 2 ranks", "FSDP2, 1 rank", "FSDP2, 2 ranks"]
+    assert [state.split()[1] for _, state in cells] == ["(1.00)", "(0.50)"] * 2
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--ranks", "2", "2"], ["--periods", "0"], ["--width", "9"]])
