@@ -39,6 +39,8 @@ KEYS = {
     # A run, or an operation on a model's matrices; "case" is an operation with its shapes, the machine, or what happens
     # to gradients.
     **_columns("model case optimizer clip_threshold backend start", "rank"),
+    # One process of several, or all together.
+    **_columns(whole="ranks place"),
     # Compiled code.
     **_columns("source kernel config arch"),
     # Part of a modelled step.
@@ -149,9 +151,9 @@ def text(value: Any) -> str:
 
 def describe(row: Mapping[str, Any]) -> str:
     """Return a row of a measurement as a line: what it is of, the figures, or the note why there is none."""
-    keys = ("model", "case", "value", "optimizer", "clip_threshold", "backend", "rank", "metric")
-    given = {"rank": "r=", "clip_threshold": "clip_threshold="}
-    who = " ".join(f"{given.get(key, '')}{row[key]}" for key in keys if row.get(key))
+    keys = ("model", "case", "value", "ranks", "place", "optimizer", "clip_threshold", "backend", "rank", "metric")
+    given = {"rank": "r=", "clip_threshold": "clip_threshold=", "ranks": "ranks=", "place": "place="}
+    who = " ".join(f"{given.get(key, '')}{row[key]}" for key in keys if row.get(key) not in (None, ""))
     if row.get("median") is None:
         return f"{who}: {row['note']}"
     line = f"{who}: {row['median']:{'' if isinstance(row['median'], int) else '.5g'}} {row['unit']}"

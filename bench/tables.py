@@ -39,6 +39,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("micro", "micro-cpu.csv", partial(timing_tables.primitives, shapes=PRIMITIVES)),
             ("state", "memory.csv", partial(timing_tables.memory, metric="state")),
             ("workspace", "memory.csv", partial(timing_tables.memory, metric="workspace")),
+            ("divided", "divided.csv", timing_tables.divided),
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
             ("disturbances-steps", "disturbances.csv", disturbances.steps_table),
             ("disturbances-losses", "disturbances.csv", disturbances.losses_table),

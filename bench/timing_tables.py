@@ -11,6 +11,7 @@ from bench.optimizers import OPTIMIZERS, label
 from bench.shapes import ASPECTS, PAPER, SMALL
 from bench.steps.entries import EAGER
 
+LAUNCHERS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 PLAIN = "plain"
 """In the place of the optimizer: a primitive's formula as it is printed."""
 MAIN = ("Muon", "AdamW", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
@@ -122,6 +123,23 @@ def memory(rows: DataFrame, metric: str, models: Sequence[str] = PAPER) -> str:
     rows = rows[rows["model"].isin(models)]
     named = rows.assign(name=[name(row) for _, row in rows.iterrows()], cell=[f"{b / 1e6:.0f}" for b in rows["median"]])
     return pivot(named, f"{metric}, MB", named["name"].unique(), models)
+
+
+def divided(rows: DataFrame) -> str:
+    """Return what ranks have, take and send, by launcher and number of ranks: the most that one of them does."""
+    units = {"state": 1e6, "step": 1, "CPU time of a step": 1, "sent": 1e6, "received": 1e6}
+    found = []
+    for (case, ranks), own in rows.groupby(["case", "ranks"]):
+        most = own.groupby("metric")[["median", "ratio"]].max()
+        over_mean = [figure(most["median"][f"largest {what} over mean"], 2) for what in ("work", "state")]
+        state, *others = (
+            figure(most["median"][metric] / unit, int(unit > 1)) + f" ({figure(most['ratio'][metric], 2)})"
+            for metric, unit in units.items()
+        )
+        cells = [cell.removesuffix(" (-)") for cell in (state, *over_mean, *others)]
+        found.append([f"{LAUNCHERS[case]}, {ranks} rank{'s' if ranks > 1 else ''}", *cells])
+    head = ["largest of a rank (ratio)", "state, MB", "work over mean", "state over mean"]
+    return table(DataFrame(found, columns=[*head, "ms a step", "CPU's ms", "MB sent", "MB received"]), 1)
 
 
 def plot_steps(rows: DataFrame, path: Path) -> None:
