@@ -22,7 +22,10 @@ from bench.rows import RESULTS, frame
 from bench.tasks import tables as tasks
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "findings", "gpu", "peers")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "distributed", "findings", "gpu", "peers")),
+)
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -55,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("ablation-orderings", "ablation-orderings.csv", experiments.orderings_table),
             ("step-model", "step_model.csv", model.totals),
             ("step-model-parts", "step_model.csv", model.parts),
+            ("scale", "scale.csv", model.scaled),
             ("tasks", "tasks.csv", tasks.outcomes),
             ("tasks-details", "tasks.csv", tasks.details),
             *(

@@ -67,7 +67,8 @@ def test_stacks_with_few_matrices_do_not_all_go_to_the_first_ranks():
 def test_what_lies_whole_somewhere_is_owned_there():
     homes = (Home(0, 3, (0, 2)), Home(3, 6, (1, 3)))
     parts = divide([Weight(6, 1.0, homes)] * 4, [0.0] * 4)
-    assert all(own[0].owner in (0, 2) and own[1].owner in (1, 3) for own in parts)
+    assert all({part.owner for part in own} == {0, 1, 2, 3} for own in parts)
+    assert all(part.owner in ((0, 2), (1, 3))[part.start >= 3] for own in parts for part in own)
     assert loads_of([Weight(6, 1.0)] * 4, parts, 4) == [6.0] * 4
     everywhere = Weight(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
     assert divide([everywhere], [0.0] * 4) == divide([Weight(6, 1.0)], [0.0] * 4)

@@ -158,7 +158,7 @@ print("report", compile_report.main(["--only", "aot"]))
 """
 TAKE_TRITON = re.compile(
     r"prokl\.(kernels\.|backends\.triton_ops)"
-    r"|bench\.(first|step_model|micro\.|model\.(occupancy|rates|trace)|compiled\.(ahead|launches|triton_kernels))"
+    r"|bench\.(first|scale|step_model|micro\.|model\.(occupancy|rates|trace)|compiled\.(ahead|launches|triton_kernels))"
 )
 
 

@@ -1,5 +1,6 @@
 """The documents' tables of the modelled step."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,3 +66,23 @@ def parts(rows: DataFrame) -> str:
         for part, own in wide.iterrows()
     ]
     return table(DataFrame(lines), 1)
+
+
+WORLDS = (1, 8, 64, 256, 1024)
+"""Numbers of ranks that are shown."""
+SCALED = {"owners": ("owners", 1, 0), "balance": ("largest work over mean", 1, 2), "state": ("state, GB", 1e9, 2)}
+SCALED |= {"received": ("received, GB", 1e9, 2), "sent": ("sent, GB", 1e9, 2)}
+SCALED |= {"work": ("work, ms", 1, 1), "step": ("step, ms", 1, 1)}
+"""Heading, divisor and decimals of a divided step's figures."""
+
+
+def scaled(rows: DataFrame) -> str:
+    """Return the predicted figures of divided steps, of the rank that has the most."""
+    lines = []
+    for (model, case, ranks), own in rows[rows["ranks"].isin(WORLDS)].groupby(["model", "case", "ranks"], sort=False):
+        found = dict(zip(own["metric"], own["median"], strict=True))
+        cells = {"model": model, "launcher": case, "GPUs": f"{ranks:,}"}
+        for metric, (heading, unit, digits) in SCALED.items():
+            cells[heading] = figure(found.get(metric, math.nan) / unit, digits)
+        lines.append(cells)
+    return table(DataFrame(lines), 2)

@@ -47,11 +47,12 @@ class Weight:
 
     def runs(self, world: int) -> list[Home]:
         """Return the matrices in runs, each of which gets one owner, with the candidates."""
-        if self.homes and not (len(self.homes) == 1 and len(self.homes[0].ranks) == world):
-            return list(self.homes)
-        cuts, everyone = min(self.count, world), tuple(range(world))
-        bounds = [i * self.count // cuts for i in range(cuts + 1)]
-        return [Home(start, stop, everyone) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        found = []
+        for first, stop, ranks in self.homes or (Home(0, self.count, tuple(range(world))),):
+            count, cuts = stop - first, min(stop - first, len(ranks))
+            bounds = [first + i * count // cuts for i in range(cuts + 1)]
+            found += [Home(start, end, ranks) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return found
 
 
 CROWDED = 4 / 3
