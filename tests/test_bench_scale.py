@@ -54,7 +54,8 @@ def test_of_sharded_weights_twice_the_bytes_come_and_once_they_go():
 def test_each_rank_of_hsdp_sends_about_what_others_do():
     """An owner gives each shard to one of its copies, which passes it on."""
     model = Published("even", 64, ((64, 64),), ())
-    sent = [sum(total(own)) for own in zip(*(way.sent for way in ranks.plan(model, 64, "hsdp", 8).waves[0].traffic))]
+    (wave,) = ranks.plan(model, 64, "hsdp", 8).waves
+    sent = [sum(total(own)) for own in zip(*(way.sent for way in wave.traffic), strict=True)]
     assert max(sent) <= 1.05 * sum(sent) / len(sent)
 
 
