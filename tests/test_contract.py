@@ -386,7 +386,7 @@ LIVE = {
     "precondition_frequency": 2,
     "maximize": True,
 }
-LIVE_PRO = {"alpha_kl": 0.7, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "ns_dtype": torch.float32}
+LIVE_PRO = {"alpha_kl": 0.7, "ns_steps": 2, "ns_coefficients": (2.0, -1.5, 0.5), "ns_dtype": torch.float64}
 CHANGES = [(cls, k, v) for cls, table in ((PRO, LIVE | LIVE_PRO), (KL, LIVE)) for k, v in table.items()]
 
 
