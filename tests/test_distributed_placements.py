@@ -128,5 +128,5 @@ def test_what_cannot_be_divided_is_refused_with_the_remedy(pools):  # noqa: F811
 
 
 def test_a_process_group_is_asked_for_its_kind_without_any_rank():
-    with pytest.raises(TypeError, match="process_group must be .* got str: pass torch.distributed.group.WORLD"):
+    with pytest.raises(TypeError, match="process_group must be .* got str 'dp': pass torch.distributed.group.WORLD"):
         prokl.KLShampoo([], process_group="dp")

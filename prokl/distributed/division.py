@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,8 @@ from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.pieces import DEFAULTS, Piece, named, pieces, readings
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, named, pieces, readings
+from prokl.engine.storage import blank_state
 from prokl.engine.validation import check_memory
 
 
@@ -58,13 +60,16 @@ class Division:
         self.local = Local(outer)
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
+        self.readings: dict[Tensor, Reading] = {}
         self.broken: str | None = None
         self._layout: Any = None
 
     def update(self, outer: MatrixOptimizer) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
-            [(id(p), p.requires_grad, p.dtype, p.device) for p in group["params"]] for group in outer.param_groups
+            [_plain(group.get(key)) for key in DEFAULTS]
+            + [(id(p), stepped(p), p.dtype, p.device) for p in group["params"]]
+            for group in outer.param_groups
         ]
         if layout != self._layout:
             self._divide(outer)
@@ -80,21 +85,61 @@ class Division:
     def _divide(self, outer: MatrixOptimizer) -> None:
         present = {p for group in outer.param_groups for p in group["params"]}
         self.weights = {p: weight for p, weight in self.weights.items() if p in present}
-        for p, weight in self.weights.items():
-            if isinstance(weight, Divided) and not weight.fits:
-                self.weights[p] = weight.renewed()
-                before, after = weight.stand_in, self.weights[p].stand_in
-                if before is not None and after is not None and before in self.local.state:
-                    self.local.state[after] = self.local.state.pop(before)
+        for weight in self.divided():
+            weight.follow()
+        for p in (p for group in outer.param_groups for p in group["params"]):
+            self._team(p)  # all of them, whatever fails on one rank
         failure = None
         try:
             for index, group in enumerate(outer.param_groups):
+                self._check_readings(index, group)
                 self._assign(index, group, outer.method)
             self._make_local_groups(outer)
-            self._make_waves(outer)
         except Exception as error:  # the others wait for a word
             failure = error
         self._compare(outer, failure)
+        self._make_waves(outer)
+
+    def _check_readings(self, index: int, group: Group) -> None:
+        """Raise ValueError where matrices are not read as they were when owners were found."""
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
+            if how != (made := self.readings.setdefault(p, how)):
+                raise ValueError(
+                    f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its work was divided with "
+                    f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
+                )
+
+    def blank_state(self, index: int, p: Tensor, name: str, how: Reading) -> dict[str, Any]:
+        """Return, and keep, the state of a weight that this rank owns and that has not begun."""
+        stand_in, group = self.weights[p].stand_in, self.local.param_groups[index]
+        assert stand_in is not None
+        own = self.local.state[stand_in]
+        for piece in self.local._pieces_of(stand_in, name, how):
+            own.update(blank_state(piece, self.local.method, self.local._rank(group, piece), group))
+        return own
+
+    def replace_state(self, p: Tensor, own: dict[str, Any] | None) -> None:
+        """Take over an entry that somebody has put in the place of this rank's own; without one it begins anew."""
+        stand_in = self.weights[p].stand_in if p in self.weights else None
+        if stand_in is not None and own is None:
+            self.local.state.pop(stand_in, None)
+        elif stand_in is not None:
+            self.local.state[stand_in] = own
+
+    def tell(self, failure: Exception | None) -> Exception | None:
+        """Tell all ranks of a failure, and return it, or what another rank told."""
+        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        for team in self.teams:
+            for rank, other in zip(team.ranks, team.gathered(said), strict=True):
+                if other is not None and failure is None:
+                    failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
+        return failure
+
+    def agree(self, failure: Exception | None) -> None:
+        """Raise a failure on all ranks of whichever has one."""
+        failure = self.tell(failure)
+        if failure is not None:
+            raise failure
 
     def _team(self, p: Tensor) -> Team | None:
         return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
@@ -113,6 +158,7 @@ class Division:
             if group["algorithm"] == "adamw":
                 self.weights[p] = Divided(p, team, _row_parts(p.shape[0], team.size), held, stacked=True)
                 continue
+            check_reading(p, name, how)
             stacked = p.ndim == 3
             cost = sum(matrix_cost(piece, method, group) for piece in pieces(p, name, how))  # of one matrix of a stack
             count = p.shape[0] if stacked else 1
@@ -169,7 +215,7 @@ class Division:
         for index, group in enumerate(outer.param_groups):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight = self.weights[p]
-                if isinstance(weight, Divided) and p.requires_grad:
+                if isinstance(weight, Divided) and stepped(p):
                     matrix = group["algorithm"] == "matrix"
                     keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)} if matrix else None
                     self.waves.add(weight, keys)
@@ -178,30 +224,35 @@ class Division:
     def _compare(self, outer: MatrixOptimizer, failure: Exception | None) -> None:
         """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""
         for team in self.teams:
-            told = hashlib.sha256()
-            for index, group in enumerate(outer.param_groups) if failure is None else ():
-                for p, name in named(group, index):
-                    weight = self.weights[p]
-                    if isinstance(weight, Divided) and weight.team is team:
-                        own = index, name, tuple(p.shape), p.dtype, p.requires_grad, weight.parts
-                        told.update(repr(own).encode())
-            found = team.gathered(
-                (told.hexdigest(), None if failure is None else f"{type(failure).__name__}: {failure}")
-            )
+            mine = [] if failure is not None else self._shared_by(team, outer)
+            digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+            said = None if failure is None else f"{type(failure).__name__}: {failure}"
+            found = team.gathered((digest, said))
             for rank, (_, other) in zip(team.ranks, found, strict=True):
                 if other is not None and failure is None:
                     failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")
-            if failure is not None:
-                continue
-            if other := next((place for place, digest in enumerate(found) if digest != found[0]), None):
-                failure = RuntimeError(
-                    f"Ranks {team.ranks[0]} and {team.ranks[other]} gave this optimizer other weights: names, shapes, "
-                    "dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper "
-                    "that gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without "
-                    "process_group=."
-                )
+            if not any(other for _, other in found) and len({told for told, _ in found}) > 1:
+                failure = failure or _difference(team, team.gathered(mine))
+        # A team's other ranks may not have been told what another team found.
+        for team in self.teams:
+            for other in team.gathered(None if failure is None else str(failure)):
+                if other is not None and failure is None:
+                    failure = RuntimeError(other)
         if failure is not None:
             raise failure
+
+    def _shared_by(self, team: Team, outer: MatrixOptimizer) -> list[str]:
+        """Return what the ranks of a team must have alike, a line for each weight."""
+        lines = []
+        for index, group in enumerate(outer.param_groups):
+            for (p, name), how in zip(named(group, index), readings(group), strict=True):
+                weight = self.weights[p]
+                if isinstance(weight, Divided) and weight.team is team:
+                    moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if stepped(p) else "")
+                    read = "" if how == (False, None) else f", {how}"
+                    owners = sorted({part.owner for part in weight.parts})
+                    lines.append(f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}, of {owners}")
+        return lines
 
     def step(self) -> list[str]:
         """Step everything; return warnings."""
@@ -240,6 +291,27 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     rank = method.rank(group, m, n)
     terms = pro_klshampoo(m, n, rank, group["ns_steps"]) if rank else klshampoo(m, n)
     return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
+
+
+def stepped(p: Tensor) -> bool:
+    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
+    return p.requires_grad or p.grad is not None
+
+
+def _difference(team: Team, lines: Sequence[list[str]]) -> RuntimeError:
+    """Return the error that names the first weight of which two ranks have given something else."""
+    place = next(place for place, own in enumerate(lines) if own != lines[0])
+    pairs = zip_longest(lines[0], lines[place], fillvalue="nothing")
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    return RuntimeError(
+        f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one}; {other}. Names, "
+        "shapes, dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper that "
+        "gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without process_group=."
+    )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _row_parts(count: int, world: int) -> tuple[Part, ...]:

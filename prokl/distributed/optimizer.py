@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -30,11 +30,14 @@ class DividedOptimizer(MatrixOptimizer):
 
     _process_group: Any = None
     _division: Division | None = None
+    _told = False
+    """True while a state is loaded once all ranks know whether each of them can."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], process_group: Any) -> None:
         if process_group is not None:
             check_group(process_group)
         self._process_group = process_group
+        self._shown: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
         super().__init__(params, defaults)
 
     def _divides(self) -> bool:
@@ -55,9 +58,9 @@ class DividedOptimizer(MatrixOptimizer):
         """The optimizer that has the state of what this rank steps: this one, or one of its stand-ins."""
         return self if self._division is None else self._division.local
 
-    def _check_new_matrix_group(self, group: Group) -> None:
-        super()._check_new_matrix_group(group)
-        for p, name in named(group, len(self.param_groups) - 1):
+    def _add_group(self, param_group: Group) -> None:
+        super()._add_group(param_group)
+        for p, name in named(self.param_groups[-1], len(self.param_groups) - 1):
             if is_dtensor(p):
                 check_placements(name, p.placements)  # type: ignore[attr-defined]
 
@@ -68,11 +71,15 @@ class DividedOptimizer(MatrixOptimizer):
     def _step(self) -> list[str]:
         if not self._divides():
             return super()._step()
-        for index, group in enumerate(self.param_groups):
+        for index, group in enumerate(self.param_groups):  # what all ranks refuse alike, and before any waits
             for p, name in named(group, index):
                 check_gradient(p, name)
+            self._check_settings(index, group)
         self._check_unbroken("step")
         division = self._divide()
+        for p, own in self._shown.items():
+            if self.state.get(p) is not own:
+                division.replace_state(p, self.state.get(p))
         messages = division.step()
         self._show(division)
         return messages
@@ -84,20 +91,29 @@ class DividedOptimizer(MatrixOptimizer):
                 "state are of this step and some of the one before. Load the last checkpoint of model and optimizer."
             )
 
-    def _show(self, division: Division) -> None:
-        """Give every weight its entry in ``state``: this rank's own, or what says where it is."""
+    def _show(self, division: Division, loaded: Collection[Tensor] = ()) -> None:
+        """Give every weight its entry in ``state``: this rank's own, or what says where it is.
+
+        Args:
+            division: who owns what. loaded: weights of which a state was loaded, which all ranks have entries for.
+        """
+        self._shown = {}
         for index, group in enumerate(self.param_groups):
+            if group["algorithm"] == "matrix":
+                self._fix(group)
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight, own = division.weights[p], division.state_of(p)
+                entered = group["algorithm"] == "matrix" and (p.requires_grad or p in loaded)
+                if entered and isinstance(weight, Divided) and not own:
+                    if weight.mine is not None:
+                        own = division.blank_state(index, p, name, how)
+                    elif p not in self.state:
+                        layout = states.layout_of_weight(p, name, how, group, self.method)
+                        self.state[p] = states.parts_of_state(weight, {}, layout)
                 if own:
                     if self.state.get(p) is not own:  # what a wrapper keeps there stays
                         own.update({key: value for key, value in self.state.get(p, {}).items() if key not in own})
-                    self.state[p] = own
-                elif (
-                    p.requires_grad and isinstance(weight, Divided) and weight.stand_in is None and p not in self.state
-                ):
-                    layout = states.layout_of_weight(p, name, how, group, self.method)
-                    self.state[p] = states.parts_of_state(weight, {}, layout)
+                    self.state[p] = self._shown[p] = own
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict: of a divided optimizer this rank's part of it. Never waits for another rank.
@@ -145,9 +161,11 @@ class DividedOptimizer(MatrixOptimizer):
                 if i in found and weight is not None:
                     if group["algorithm"] == "adamw":
                         found[i] = states.shards_of_state(weight, found[i])
-                    elif isinstance(weight, Divided) and weight.mine is not None:
+                    elif isinstance(weight, Divided):
+                        # Anew also of what others own: another dtype of a weight is another one of its state.
                         layout = states.layout_of_weight(p, name, how, group, self.method)
-                        found[i] = states.parts_of_state(weight, found[i], layout)
+                        own = {key: v for key, v in found[i].items() if weight.mine is not None or not is_dtensor(v)}
+                        found[i] = states.parts_of_state(weight, own, layout)
                 i += 1
         return {**packed, "state": found}
 
@@ -158,7 +176,16 @@ class DividedOptimizer(MatrixOptimizer):
             ValueError: the groups do not match, or the state does not fit a weight, on this rank or another. Nothing
                 has changed then, on any of them.
         """
-        super().load_state_dict(state_dict)
+        if not self._divides():
+            super().load_state_dict(state_dict)
+            return
+        division, self._told = self._divide(), False
+        try:
+            super().load_state_dict(state_dict)
+        except Exception as error:
+            if not self._told:  # the others wait for a word
+                division.tell(error)
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         if self._division is not None or self._process_group is not None:
@@ -173,20 +200,20 @@ class DividedOptimizer(MatrixOptimizer):
             self._check_whole(state)
             return super()._checked(state)
         division = self._divide()
+        check_names(state["param_groups"])
+        for index, group in enumerate(state["param_groups"]):
+            for p, name in named(group, index):
+                for key, value in state["state"].get(p, {}).items():
+                    states.check_part(division.weights[p], key, checkpoint.unwrapped(value), name)
+        self._told = True
+        division.agree(None)  # all go on to what takes them all
         found, failure = None, None
         try:
-            check_names(state["param_groups"])
             theirs = self._for_stand_ins(division, state)
             found = theirs, division.local._checked(theirs)
         except Exception as error:
             failure = error
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        for team in division.teams:
-            for rank, other in zip(team.ranks, team.gathered(said), strict=True):
-                if other is not None and failure is None:
-                    failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
-        if failure is not None:
-            raise failure
+        division.agree(failure)
         return found
 
     @staticmethod
@@ -212,7 +239,7 @@ class DividedOptimizer(MatrixOptimizer):
                 elif isinstance(weight, Divided):
                     layout = states.layout_of_weight(p, name, how, group, self.method)
                     # All ranks look at all of it: making a DTensor whole takes them all.
-                    values = self._parts(weight, loaded, layout, name)
+                    values = self._parts(weight, loaded, layout)
                 else:
                     values = {key: checkpoint.unwrapped(v) for key, v in loaded.items()}
                 if stand_in is not None:
@@ -221,14 +248,14 @@ class DividedOptimizer(MatrixOptimizer):
         return {"defaults": self.defaults, "state": own, "param_groups": groups}
 
     @staticmethod
-    def _parts(weight: Divided, loaded: dict[str, Any], layout: states.Layout, name: str) -> dict[str, Any]:
+    def _parts(weight: Divided, loaded: dict[str, Any], layout: states.Layout) -> dict[str, Any]:
         found = {}
         for key, value in loaded.items():
             value = checkpoint.unwrapped(value)
             if is_dtensor(value) and not hasattr(value, "parts"):
                 value = value.full_tensor()
             if weight.mine is not None:
-                found[key] = states.own_part(weight, key, value, layout.get(key, (None,))[0], name)
+                found[key] = states.own_part(weight, key, value, layout.get(key, (None,))[0])
         return found
 
     def _adopt(self, state: dict[str, Any], made: Any) -> None:
@@ -238,6 +265,7 @@ class DividedOptimizer(MatrixOptimizer):
         theirs, own_made = made
         division = self._divide()
         division.local._adopt(theirs, own_made)
+        self._shown.clear()
         shown = type(self.state)(dict)
         shown.update({p: own for p, own in state["state"].items() if not isinstance(p, Tensor)})  # what hooks keep
         Optimizer.__setstate__(self, {**state, "state": shown})
@@ -245,7 +273,7 @@ class DividedOptimizer(MatrixOptimizer):
         division.broken = None
         division.relayout()
         division.update(self)
-        self._show(division)
+        self._show(division, state["state"])
 
     def _counts(self, key: str) -> dict[str, int]:
         return super()._counts(key) if self._division is None else self._division.local._counts(key)

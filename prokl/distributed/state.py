@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
@@ -66,23 +67,20 @@ def shards_of_state(weight: Divided | Undivided, own: dict[str, Any]) -> dict[st
     else:
         mesh, placements = weight.team.mesh(p.device), [Shard(0)]
     stride = torch.empty(p.shape, device="meta").stride()
-    return {
-        key: DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
-        if isinstance(value, Tensor) and value.ndim and value.shape == shape
-        else value
-        for key, value in own.items()
-    }
+    found = dict(own)
+    for key, value in own.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape == shape:
+            found[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
+            found[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
+    return found
 
 
-def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None, name: str) -> Any:
+def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None) -> Any:
     """Return this rank's part of loaded state of a matrix weight, as far as it fits.
 
     Args:
         weight: of which this rank owns a part. key: of the state. value: what was loaded. shape: of the whole; None of
-            what the state does not know. name: of the weight.
-
-    Raises:
-        ValueError: another rank's part, or another part than this rank has.
+            what the state does not know.
     """
     mine = weight.mine
     assert mine is not None
@@ -90,10 +88,8 @@ def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | Non
         held = getattr(value, "parts", None)
         if held is None:  # a whole that torch has distributed
             value = value.full_tensor()
-        elif _here(value) == ((mine.start, mine.stop) if _stacked(weight, key) else (0, 1)):
-            return value.loaded()
         else:
-            raise ValueError(partial_message(name, value))
+            return value.loaded()
     if shape is None or not _stacked(weight, key):
         return value
     if isinstance(value, (list, tuple)) and len(value) == shape[0]:
@@ -102,9 +98,18 @@ def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | Non
     return value[mine.start : mine.stop] if fits else value
 
 
-def _here(value: Any) -> tuple[int, int] | None:
-    here: tuple[int, int] | None = value.mine
-    return here
+def check_part(weight: Divided | Undivided, key: str, value: Any, name: str) -> None:
+    """Raise ValueError for loaded state that is another rank's part; waits for nobody."""
+    if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
+        return
+    if isinstance(weight, Divided):
+        mine, mesh = weight.mine, weight.team.mesh(weight.p.device)
+        rows_here = None if mine is None else (mine.start, mine.stop) if _stacked(weight, key) else (0, 1)
+        fits = value.device_mesh == mesh and getattr(value, "mine", rows_here) == rows_here
+    else:
+        fits = not hasattr(value, "parts") and value.device_mesh == getattr(weight.p, "device_mesh", None)
+    if not fits or getattr(value, "of_rank", dist.get_rank()) != dist.get_rank():
+        raise ValueError(partial_message(name, value))
 
 
 def partial_message(name: str, value: Any) -> str:

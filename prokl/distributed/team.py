@@ -92,8 +92,9 @@ def check_group(given: Any) -> None:
     """Raise TypeError for what is neither a process group nor a mesh."""
     if not (dist.is_available() and isinstance(given, dist.ProcessGroup)) and not hasattr(given, "get_group"):
         raise TypeError(
-            f"process_group must be a torch.distributed.ProcessGroup or a DeviceMesh, got {type(given).__name__}: pass "
-            "torch.distributed.group.WORLD to divide the work among all ranks, or None to leave it undivided."
+            f"process_group must be a torch.distributed.ProcessGroup or a DeviceMesh that this rank is in, got "
+            f"{type(given).__name__} {given!r}: pass torch.distributed.group.WORLD to divide the work among all ranks, "
+            "or None to leave it undivided."
         )
 
 

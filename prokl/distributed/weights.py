@@ -137,15 +137,15 @@ class Divided:
         """Return True if a part lies whole at a place."""
         return self.held[place].meet(self.block(part)) == self.block(part)
 
-    def renewed(self) -> Divided:
-        """Return the same for what the weight has become, in another dtype or on another device."""
-        return Divided(self.p, self.team, self.parts, self.held, self.stacked, self.shapes)
-
-    @property
-    def fits(self) -> bool:
-        """True if the stand-in still is as the weight."""
-        one, other = self.stand_in, self.p
-        return one is None or (one.dtype, one.device) == (other.dtype, other.device)
+    def follow(self) -> None:
+        """Follow the weight into another dtype, or onto another device."""
+        one, p = self.stand_in, self.p
+        if one is None or self.mine is None or (one.dtype, one.device) == (p.dtype, p.device):
+            return
+        one.grad = None
+        one.data = torch.zeros_like(one, dtype=p.dtype, device=p.device)
+        if not self.own_memory:
+            one.data = self.view(local(p), self.block(self.mine))
 
     @property
     def replicated(self) -> bool:
@@ -167,7 +167,9 @@ class Divided:
         if self.gradient is None:
             stand_in.grad = None
         elif self.here:
-            stand_in.grad = self.view(self.gradient, self.block(mine))
+            gradient = self.view(self.gradient, self.block(mine))
+            # A copy where agreeing may write into it: the gradient is the caller's.
+            stand_in.grad = gradient.clone() if self.stacked and len(self.parts) > 1 else gradient
         else:
             stand_in.grad = torch.empty_like(stand_in)
         if not self.own_memory:

@@ -244,6 +244,9 @@ class MatrixOptimizer(Optimizer):
                     "back, or start a new optimizer."
                 )
             adamw.check_state(p, name, state or {})
+        self._check_settings(index, group)
+
+    def _check_settings(self, index: int, group: Group) -> None:
         if group["algorithm"] == "adamw":
             check_adamw(group)
             return
@@ -316,7 +319,7 @@ class MatrixOptimizer(Optimizer):
 
     def _remember(self, group: Group) -> None:
         """Remember the settings that this group's state is made with."""
-        self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
+        self._fix(group)
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
                 self._made_for[p] = how, p.shape
@@ -324,6 +327,9 @@ class MatrixOptimizer(Optimizer):
                 self._masters.add(p)
             elif p in self._placed:
                 self._masters.discard(p)
+
+    def _fix(self, group: Group) -> None:
+        self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for buckets in self._buckets.values():

@@ -149,7 +149,8 @@ def param_groups(
     if ("matrix", True) not in members and not any(_would_be_matrix(p, owners[p], heads) for p in later):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
-            f"name weights with matrix=[...], or route before a wrapper flattens them.\n{table(routes)}"
+            "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
+            f"fully_shard.\n{table(routes)}"
         )
     hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr, "weight_decay": weight_decay}
     hyper |= {} if rank is None else {"rank": rank}

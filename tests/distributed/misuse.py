@@ -1,0 +1,198 @@
+"""What users do between steps of a divided optimizer, and what ranks do that are not alike."""
+
+import io
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from tests.inputs import KL, PRO, normal  # noqa: F401  (by name)
+
+SHAPES = [(8, 12), (8, 12)]
+
+
+def weights_of(how, shapes=SHAPES, dtype=torch.float64):
+    """Make weights for "alone", "ddp" or "fsdp"."""
+    found = [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        found = [distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None) for W in found]
+    return [torch.nn.Parameter(W) for W in found]
+
+
+def optimizer_of(how, groups, **settings):
+    group = dist.group.WORLD if how == "ddp" else None
+    return PRO(groups, lr=0.01, rank=2, process_group=group, **settings)
+
+
+def give(weights, call, but=()):
+    """Give every weight its gradient of a call, but for some."""
+    for i, p in enumerate(weights):
+        if i not in but:
+            g = normal(*p.shape, seed=1000 * call + i).to(p.dtype)
+            fsdp = isinstance(p, DTensor)
+            p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None) if fsdp else g
+
+
+def values(weights):
+    found = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in weights]
+    return [W.double().numpy() for W in found]
+
+
+def raised(function, *args):
+    """Return the class's name and the text of what a call raises, or None."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def frozen(how, gradient):
+    """Freeze a weight that keeps its last gradient, gets a zero one, or none."""
+    weights = weights_of(how)
+    optimizer = optimizer_of(how, weights)
+    for call in range(7):
+        weights[0].requires_grad_(call < 4)
+        give(weights, call, but=() if call < 4 else (0,))
+        if call >= 4 and gradient != "kept":
+            weights[0].grad = torch.zeros_like(weights[0].detach()) if gradient == "zero" else None
+        optimizer.step()
+    return values(weights)
+
+
+def widened(how):
+    """Make float32 of bfloat16 weights that have masters, and narrow others."""
+    weights = weights_of(how, dtype=torch.bfloat16)
+    optimizer = optimizer_of(how, weights, bf16_weights="master")
+    for call in range(6):
+        if call == 5:
+            for p in weights:
+                p.grad, p.data = None, p.data.float()
+        give(weights, call)
+        optimizer.step()
+    kept = {key for own in optimizer.stepped.state.values() for key in own}
+    return values(weights), "master" in kept
+
+
+def state_taken_out(how):
+    weights = weights_of(how)
+    optimizer = optimizer_of(how, weights)
+    for call in range(5):
+        if call == 3:
+            for p in weights:
+                optimizer.state.pop(p)
+        give(weights, call)
+        optimizer.step()
+    return values(weights)
+
+
+def gathered_after(what):
+    """Return the keys that a gathered state has after something was done."""
+    weights = weights_of("ddp", dtype=torch.float32)
+    optimizer = optimizer_of("ddp", weights, bf16_weights="master")
+    if what == "loading a fresh state":
+        optimizer.load_state_dict(optimizer.state_dict())
+    elif what == "a cast":
+        give(weights, 0)
+        optimizer.step()
+        for p in weights:
+            p.grad, p.data = None, p.data.bfloat16()
+        give(weights, 1)
+        optimizer.step()
+    elif what == "freezing and loading":
+        give(weights, 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        weights[0].requires_grad_(False)
+        weights[0].grad = weights[1].grad = None
+        optimizer.load_state_dict(saved)
+    found = optimizer.gather_state_dict()
+    return sorted((i, key) for i, own in found.get("state", {}).items() for key in own)
+
+
+def ranks_that_differ(what):
+    """Return what this rank is told when one of them has, or loads, something else."""
+    odd = dist.get_rank() == 1
+    weights = weights_of("fsdp" if what == "split" else "ddp", [(8, 12), (8, 13 if odd and what == "shape" else 12)])
+    groups = [{"params": weights[:1]}, {"params": weights[1:]}]
+    optimizer = optimizer_of("fsdp" if what == "split" else "ddp", groups)
+    if what == "split":
+        if odd:
+            optimizer.param_groups[0]["split"] = 5
+    if what in ("split", "shape"):
+        give(weights, 0)
+        return raised(optimizer.step)
+    give(weights, 0)
+    optimizer.step()
+    found = [optimizer.gather_state_dict()]
+    dist.broadcast_object_list(found, 0)
+    (state,) = found
+    if odd:
+        state = {**state, "param_groups": state["param_groups"][:1]}
+    return raised(optimizer.load_state_dict, state)
+
+
+def changed_after_the_start(key, value):
+    """Change a setting that state depends on, on all ranks: of which some own nothing."""
+    weights = weights_of("ddp")
+    optimizer = optimizer_of("ddp", weights)
+    give(weights, 0)
+    optimizer.step()
+    optimizer.param_groups[0][key] = value
+    give(weights, 1)
+    return raised(optimizer.step)
+
+
+def with_adamw(how, first=False):
+    weights = weights_of(how, [(8, 12), (8, 4)])
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.01}]
+    return weights, optimizer_of(how, groups[::-1] if first else groups)
+
+
+def file_of_the_first_rank(how):
+    """Let every rank load the first one's part."""
+    weights, optimizer = with_adamw(how)
+    for call in range(2):
+        give(weights, call)
+        optimizer.step()
+    own = io.BytesIO()
+    torch.save(optimizer.state_dict(), own)
+    sent = [own.getvalue()]
+    dist.broadcast_object_list(sent, 0)
+    _, other = with_adamw(how)
+    return raised(other.load_state_dict, torch.load(io.BytesIO(sent[0]), weights_only=False))
+
+
+def save_part(folder):
+    weights, optimizer = with_adamw("ddp", first=True)
+    for call in range(2):
+        give(weights, call)
+        optimizer.step()
+    torch.save(optimizer.state_dict(), folder / str(dist.get_rank()))
+
+
+def load_part(folder):
+    _, optimizer = with_adamw("ddp", first=True)
+    return raised(optimizer.load_state_dict, torch.load(folder / str(dist.get_rank()), weights_only=False))
+
+
+def a_sum_for_adamw():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = torch.nn.Parameter(DTensor.from_local(normal(4, 4), mesh, [Partial()], run_check=False))
+    groups = [{"params": weights_of("alone")}, {"params": [p], "algorithm": "adamw", "lr": 0.1}]
+    return raised(optimizer_of, "fsdp", groups)
+
+
+def gradients_stay(how):
+    """Return True if an infinite gradient of an expert changes nobody's gradients."""
+    p = torch.nn.Parameter(normal(4, 8, 10))
+    optimizer = optimizer_of("ddp", [p])
+    for call in range(2):
+        p.grad = normal(*p.shape, seed=call)
+        if call == 1:
+            p.grad[1, 2, 3] = float("inf")
+        before = p.grad.clone()
+        optimizer.step()
+    return torch.equal(p.grad, before)
