@@ -85,7 +85,9 @@ class PartOfState(DTensor):
     def full_tensor(self, **_: Any) -> Tensor:
         """Return the whole on every rank; needs all ranks of the mesh."""
         group, device = self.device_mesh.get_group(), torch.device(self.device_mesh.device_type)
-        if device.type == "cuda":
+        if device.type == self._local_tensor.device.type:
+            device = self._local_tensor.device
+        elif device.type == "cuda":  # a count of steps, which lies on the CPU
             device = torch.device("cuda", torch.cuda.current_device())
         whole = torch.empty(self.shape, dtype=self.dtype, device=device)
         for part in self.parts:
