@@ -68,7 +68,7 @@ class Division:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
             [_plain(group.get(key)) for key in DEFAULTS]
-            + [(id(p), stepped(p), p.dtype, p.device) for p in group["params"]]
+            + [(id(p), may_move(p), p.dtype, p.device) for p in group["params"]]
             for group in outer.param_groups
         ]
         if layout != self._layout:
@@ -83,11 +83,12 @@ class Division:
         self._layout = None
 
     def _divide(self, outer: MatrixOptimizer) -> None:
-        present = {p for group in outer.param_groups for p in group["params"]}
-        self.weights = {p: weight for p, weight in self.weights.items() if p in present}
+        weights = [p for group in outer.param_groups for p in group["params"]]
+        self.weights = {p: self.weights[p] for p in weights if p in self.weights}
+        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.readings)
         for weight in self.divided():
             weight.follow()
-        for p in (p for group in outer.param_groups for p in group["params"]):
+        for p in weights:
             self._team(p)  # all of them, whatever fails on one rank
         failure = None
         try:
@@ -97,7 +98,11 @@ class Division:
             self._make_local_groups(outer)
         except Exception as error:  # the others wait for a word
             failure = error
-        self._compare(outer, failure)
+        try:
+            self._compare(outer, failure)
+        except Exception:
+            self.weights, self.loads, self.readings = before
+            raise
         self._make_waves(outer)
 
     def _check_readings(self, index: int, group: Group) -> None:
@@ -215,7 +220,7 @@ class Division:
         for index, group in enumerate(outer.param_groups):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight = self.weights[p]
-                if isinstance(weight, Divided) and stepped(p):
+                if isinstance(weight, Divided) and may_move(p):
                     matrix = group["algorithm"] == "matrix"
                     keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)} if matrix else None
                     self.waves.add(weight, keys)
@@ -248,7 +253,7 @@ class Division:
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight = self.weights[p]
                 if isinstance(weight, Divided) and weight.team is team:
-                    moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if stepped(p) else "")
+                    moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
                     read = "" if how == (False, None) else f", {how}"
                     owners = sorted({part.owner for part in weight.parts})
                     lines.append(f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}, of {owners}")
@@ -293,7 +298,7 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
 
 
-def stepped(p: Tensor) -> bool:
+def may_move(p: Tensor) -> bool:
     """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
     return p.requires_grad or p.grad is not None
 

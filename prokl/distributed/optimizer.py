@@ -30,6 +30,7 @@ class DividedOptimizer(MatrixOptimizer):
 
     _process_group: Any = None
     _division: Division | None = None
+    _shown: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state; never changed in place
     _told = False
     """True while a state is loaded once all ranks know whether each of them can."""
 
@@ -37,7 +38,6 @@ class DividedOptimizer(MatrixOptimizer):
         if process_group is not None:
             check_group(process_group)
         self._process_group = process_group
-        self._shown: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
         super().__init__(params, defaults)
 
     def _divides(self) -> bool:
@@ -265,7 +265,7 @@ class DividedOptimizer(MatrixOptimizer):
         theirs, own_made = made
         division = self._divide()
         division.local._adopt(theirs, own_made)
-        self._shown.clear()
+        self._shown = {}
         shown = type(self.state)(dict)
         shown.update({p: own for p, own in state["state"].items() if not isinstance(p, Tensor)})  # what hooks keep
         Optimizer.__setstate__(self, {**state, "state": shown})
