@@ -1,0 +1,169 @@
+"""Handwritten digits instead of text: ``python -m bench.digits [--out bench/results/digits.csv]``.
+
+Trains a small MLP-Mixer (arXiv:2105.01601) on scikit-learn's 1,797 digits of 8x8 pixels with every optimizer, at the
+rate that it has by default and at rates beside it, on a grid that is fixed here. A task beyond language models for
+defaults that were chosen on these. Seeds share the division into training and test images, the start and the batches.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import torch
+from pandas import DataFrame
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench import command, rows
+from bench.markdown import table, with_error
+from bench.optimizers import Hyper, build, label
+from bench.training.schedules import linear
+
+PATCH, PATCHES, WIDTH, LAYERS = 2, 16, 64, 3
+TEST, BATCH = 500, 64
+ADAMW_LR = 3e-3
+"""Of biases, norms and the output beside the matrices' optimizers: README's."""
+DEFAULTS = {"adamw": 1e-3, "muon": 0.02, "kl-shampoo": 0.005, "pro-klshampoo": 0.02}
+"""Those of the README, AdamW's of its class; Muon's, for which torch has AdamW's, as its author gives it."""
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""What the rates are multiplied with."""
+
+
+class Mixer(nn.Module):
+    """One block: patches mixed channel by channel, then channels patch by patch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token_norm, self.channel_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.tokens = nn.Sequential(nn.Linear(PATCHES, 4 * PATCHES), nn.GELU(), nn.Linear(4 * PATCHES, PATCHES))
+        self.channels = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, patches, width) to the same."""
+        x = x + self.tokens(self.token_norm(x).mT).mT
+        return x + self.channels(self.channel_norm(x))
+
+
+class Model(nn.Module):
+    """Patches, blocks, their mean, and ten logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(PATCH * PATCH, WIDTH)
+        self.blocks = nn.ModuleList(Mixer() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, 8, 8) images to (batch, 10) logits."""
+        patches = images.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).flatten(3).flatten(1, 2)
+        x = self.patches(patches)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train on digits with every optimizer and rate."""
+
+    out: Path = rows.RESULTS / "digits.csv"  # Results file
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+    steps: int = 400  # Of every run
+
+    def __post_init__(self) -> None:
+        command.at_least(1, steps=self.steps)
+        command.distinct(seeds=self.seeds)
+
+
+@cache
+def data() -> tuple[Tensor, Tensor]:
+    """Return images (1797, 8, 8) with mean 0 and deviation 1, and what they show."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32)
+    return (images - images.mean()) / images.std(), torch.tensor(found.target)
+
+
+def shifted(images: Tensor, g: torch.Generator) -> Tensor:
+    """Return images moved by up to a pixel in each direction, each by its own; what comes in is background."""
+    n, background = len(images), float(images.min())
+    padded = F.pad(images, (1, 1, 1, 1), value=background)
+    down, right = (torch.randint(3, (n, 1, 1), generator=g) for _ in range(2))
+    at = torch.arange(8)
+    return padded[torch.arange(n)[:, None, None], down + at[:, None], right + at]
+
+
+def trained(method: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
+    """Return loss, in nats, and share of errors on the test images after training."""
+    images, targets = data()
+    g = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(images), generator=g)
+    test, training = order[:TEST], order[TEST:]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Model()
+    optimizers = build(model, Hyper(method, lr, None if method == "adamw" else ADAMW_LR, rank=_rank(method)), None)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: linear(step, steps)) for o in optimizers]
+    for _ in range(steps):
+        batch = training[torch.randint(len(training), (BATCH,), generator=g)]
+        loss = F.cross_entropy(model(shifted(images[batch], g)), targets[batch])
+        model.zero_grad()
+        loss.backward()
+        for it in (*optimizers, *schedules):
+            it.step()
+    with torch.no_grad():
+        logits = model(images[test])
+    return F.cross_entropy(logits, targets[test]).item(), (logits.argmax(1) != targets[test]).float().mean().item()
+
+
+def _rank(method: str) -> int | None:
+    return 128 if method == "pro-klshampoo" else None
+
+
+def run(o: Options) -> Iterator[rows.Row]:
+    """Train everything and yield the rows."""
+    for seed, (method, default), factor in product(o.seeds, DEFAULTS.items(), FACTORS):
+        lr = default * factor
+        own = {"model": "mixer", "optimizer": method, "rank": _rank(method), "seed": seed, "steps": o.steps, "lr": lr}
+        own |= {"adamw_lr": None if method == "adamw" else ADAMW_LR, "factor": f"{factor:g}"}
+        loss, errors = trained(method, lr, seed, o.steps)
+        yield own | {"metric": "test loss", "unit": "nats", "median": loss}
+        yield own | {"metric": "test errors", "unit": "share", "median": errors}
+
+
+def losses_table(found: DataFrame) -> str:
+    """Return the test losses by factor of the rate, means over seeds with standard errors, and errors at the best."""
+    lines = []
+    for method, its in found.groupby("optimizer", sort=False):
+        losses = its[its["metric"] == "test loss"]
+        by_seed = losses.pivot(index="seed", columns="factor", values="median")
+        best = by_seed.mean().idxmin()
+        lost = by_seed["1"] - by_seed[best]
+        errors = its[(its["metric"] == "test errors") & (its["factor"] == best)]["median"]
+        cells = {"optimizer": label(method)}
+        cells |= {f"lr × {factor:g}": f"{by_seed[f'{factor:g}'].mean():.3f}" for factor in FACTORS}
+        cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)
+        cells["errors at the best, %"] = with_error(100 * errors.mean(), 100 * errors.sem(), 1)
+        lines.append(cells)
+    return table(DataFrame(lines), 1)
+
+
+@command.command
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    o = command.options(Options, argv, "bench.digits")
+    here, found = rows.environment(torch.device("cpu")), []
+    for row in run(o):
+        found.append(row | here)
+        print(f"seed {row['seed']}, lr {row['lr']:g} {rows.describe(row)}", flush=True)
+        rows.write(o.out, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
