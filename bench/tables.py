@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import one_rate, precision, timing_tables
+from bench import digits, one_rate, precision, timing_tables
 from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("disturbances-steps", "disturbances.csv", disturbances.steps_table),
             ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
             ("one-rate", "one-rate.csv", one_rate.losses_table),
+            ("digits", "digits.csv", digits.losses_table),
             ("update-sizes", "one-rate.csv", one_rate.sizes_table),
             ("precision", "precision.csv", precision.losses_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
