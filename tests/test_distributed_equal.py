@@ -19,8 +19,8 @@ EXACT = 1e-9
 SPREAD = 4.0
 GIVEN = 8
 ORDERS = ((), (0, 1, 2, 3), (3, 1, 0, 2))
-BETWEEN = [(4, "ddp", "pro"), (4, "fsdp", "pro"), (4, "hsdp", "pro"), (2, "ddp", "pro"), (2, "fsdp-kept", "pro")]
-BETWEEN += [(4, "ddp", "kl"), (4, "fsdp", "kl")]
+BETWEEN = [(4, "ddp", "pro"), (4, "fsdp", "pro"), (4, "hsdp", "pro"), (2, "fsdp-kept", "pro"), (2, "ddp", "kl")]
+BETWEEN += [(4, "fsdp", "kl")]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_thirty_steps_on_ranks_are_one_processs(world, how, method, pools):  # n
     assert all(outcome.skipped for outcome in outcomes)  # no rank without work
 
 
-@pytest.mark.parametrize(("world", "how", "method"), [(4, "ddp", "pro"), (2, "fsdp", "pro"), (2, "ddp", "kl")])
+@pytest.mark.parametrize(("world", "how", "method"), [(4, "ddp", "pro"), (2, "fsdp", "kl")])
 def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, method, pools):  # noqa: F811
     runs = [by_one_process(method, torch.float32, order) for order in ORDERS]
     spread = [apart(one, other) for one, other in combinations(runs, 2)]
