@@ -66,8 +66,9 @@ def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_to
 
 
 @HOWS
-def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, pools):  # noqa: F811
-    found = pools[2].run(misuse.file_of_the_first_rank, how)
+@pytest.mark.parametrize("alone", [False, True], ids=["", "adamw alone"])
+def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, alone, pools):  # noqa: F811
+    found = pools[2].run(misuse.file_of_the_first_rank, how, alone)
     assert all(error[0] == "ValueError" and "gather_state_dict" in error[1] for error in found), found
 
 

@@ -237,7 +237,7 @@ class Division:
                 if other is not None and failure is None:
                     failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")
             if not any(other for _, other in found) and len({told for told, _ in found}) > 1:
-                failure = failure or _difference(team, team.gathered(mine))
+                failure = _difference(team, team.gathered(mine))
         # A team's other ranks may not have been told what another team found.
         for team in self.teams:
             for other in team.gathered(None if failure is None else str(failure)):
@@ -255,8 +255,8 @@ class Division:
                 if isinstance(weight, Divided) and weight.team is team:
                     moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
                     read = "" if how == (False, None) else f", {how}"
-                    owners = sorted({part.owner for part in weight.parts})
-                    lines.append(f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}, of {owners}")
+                    owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
+                    lines.append(f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}, {owned}")
         return lines
 
     def step(self) -> list[str]:

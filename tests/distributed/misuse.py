@@ -149,15 +149,15 @@ def changed_after_the_start(key, value):
     return raised(optimizer.step)
 
 
-def with_adamw(how, first=False):
+def with_adamw(how, first=False, alone=False):
     weights = weights_of(how, [(8, 12), (8, 4)])
     groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.01}]
-    return weights, optimizer_of(how, groups[::-1] if first else groups)
+    return weights, optimizer_of(how, groups[1:] if alone else groups[::-1] if first else groups)
 
 
-def file_of_the_first_rank(how):
-    """Let every rank load the first one's part."""
-    weights, optimizer = with_adamw(how)
+def file_of_the_first_rank(how, alone):
+    """Let every rank load the first one's part, of AdamW's weights alone or not."""
+    weights, optimizer = with_adamw(how, alone=alone)
     for call in range(2):
         give(weights, call)
         optimizer.step()
@@ -165,7 +165,7 @@ def file_of_the_first_rank(how):
     torch.save(optimizer.state_dict(), own)
     sent = [own.getvalue()]
     dist.broadcast_object_list(sent, 0)
-    _, other = with_adamw(how)
+    _, other = with_adamw(how, alone=alone)
     return raised(other.load_state_dict, torch.load(io.BytesIO(sent[0]), weights_only=False))
 
 
