@@ -4,6 +4,7 @@ The protocol is the paper's: every optimizer but AdamW handles the hidden matric
 and norms get AdamW with one learning rate, the same for all.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +14,13 @@ import torch
 from torch import nn
 
 import prokl
+from bench import rivals
 from bench.training.cosmos import Cosmos
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
+CLIP = inspect.signature(prokl.ProKLShampoo).parameters["clip_threshold"].default
+PAPER: dict[str, Any] = {"momentum": 0.95, "beta2": 0.95, "rank": 128, "alpha_kl": 0.01}
+"""Settings of the paper's ablations, for which nobody has found others."""
 COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
 
 
@@ -31,8 +36,10 @@ class Hyper:
     rank: int | None = None  # of the tracked subspace
     alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
     init_eigenvalue: str | float | None = None  # start of the preconditioner's eigenvalues, a number or "auto"
-    bounded: bool = True  # whether prokl's own keep their clip_threshold; the paper has none
+    preset: str | None = None  # of prokl's own
+    bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
     adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
+    momentum: float | None = None  # of the matrices where it is not the method's own
 
 
 @dataclass(frozen=True)
@@ -60,9 +67,16 @@ OPTIMIZERS = {
     "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, _MIXED),
     # not swept on the default run: what the paper chose on LLaMA 134M
     "cosmos": Entry("COSMOS", "tab:olive", 1e-3, partial(Cosmos, gamma=COSMOS_GAMMA), ("rank",)),
+    # not swept: their packages' own, Muon's those of torch's
+    "soap": Entry("SOAP", "tab:pink", 3e-3, rivals.soap),
+    "normuon": Entry("NorMuon", "tab:cyan", 2e-2, partial(rivals.muon, "NorMuon")),
+    "muon-polar-express": Entry(
+        "Muon, Polar Express", "gold", 2e-2, partial(rivals.muon, "Muon", ns_coeffs="polar_express")
+    ),
+    "adamw-cautious": Entry("AdamW, cautious decay", "black", 1e-3, rivals.cautious_adamw),
     # not swept: the paper's for LLaMA 134M, and for the ablations 1.5 times Pro-KLShampoo's as in the paper
     **{
-        name: Entry(label, colour, lr, partial(prokl.ProKLShampoo, variant=name), hyper)
+        name: Entry(label, colour, lr, partial(prokl.ProKLShampoo, variant=name, **PAPER), hyper)
         for name, label, colour, lr, hyper in (
             ("smok-hop", "Smok-Hop", "tab:green", 3e-3, _STARTED),
             ("subspace-only", "subspace only", "tab:purple", 4.5e-2, _MIXED),
@@ -97,14 +111,19 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     if h.method == "adamw":
         return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)), h.lr)]
     entry, groups = OPTIMIZERS[h.method], split(model, h)
-    settings = {name: getattr(h, name) for name in entry.settings if getattr(h, name) is not None}
+    settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
-        settings |= {"adjust_lr_fn": h.adjust_lr_fn} | ({} if h.bounded else {"clip_threshold": None})
+        settings |= {"adjust_lr_fn": h.adjust_lr_fn, "preset": h.preset, "clip_threshold": CLIP if h.bounded else None}
         return [entry.make(groups, state_dtype=state_dtype, **settings)]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
-    settings |= {"adjust_lr_fn": h.adjust_lr_fn} if entry.make is torch.optim.Muon else {}
-    return [entry.make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
+    make = entry.make
+    if make is torch.optim.Muon:
+        settings["adjust_lr_fn"] = h.adjust_lr_fn
+        make = rivals.Float32Muon if rivals.emulated(weights) else make
+    if h.method == "cosmos" and rivals.emulated(weights):
+        settings["ns_dtype"] = torch.float32
+    return [make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
 
 
 def _adamw(groups: list[dict[str, Any]], lr: float | None) -> torch.optim.Optimizer:

@@ -89,7 +89,7 @@ class Options(Training):
             for lr in values:
                 kind = replace(kind_of(name, self.rank, self.init_eigenvalue), lr=lr if len(values) > 1 else None)
                 alpha = self.alpha_kl if "alpha_kl" in OPTIMIZERS[name].settings else None
-                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
+                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start, "paper")
         return found
 
     def settings(self, curve: bool) -> Settings:

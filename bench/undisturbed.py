@@ -61,7 +61,9 @@ def hyper(row: dict[str, str]) -> Hyper:
         return float(row[name]) if row.get(name) else None
 
     rank = int(row["rank"]) if row["rank"] else None
-    return Hyper(row["optimizer"], float(row["lr"]), number("adamw_lr"), 0.0, 0.0, rank, number("alpha_kl"), AUTO)
+    return Hyper(
+        row["optimizer"], float(row["lr"]), number("adamw_lr"), 0.0, 0.0, rank, number("alpha_kl"), AUTO, "paper"
+    )
 
 
 def count_from(first: int, counts: dict[str, int]) -> Callable[[Trainee], Callable[[int], None]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -10,12 +13,32 @@ from torch import Tensor
 from prokl.algorithm.initial import InitEigenvalue
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import AdjustLrFn, Variant
+from prokl.algorithm.settings import PRESETS, AdjustLrFn, AlphaKL, Preset, Variant, check_choice
+from prokl.algorithm.shapes import Rank
 from prokl.distributed.optimizer import DividedOptimizer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+P = ParamSpec("P")
+
+
+def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
+    """Let ``preset`` choose what a constructor's arguments are by default; those that are given win over it."""
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def filled(*args: P.args, **kwargs: P.kwargs) -> None:
+        preset = kwargs.get("preset")
+        check_choice("preset", preset, (None, *PRESETS))
+        if preset is not None:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            values = PRESETS[str(preset)].items()
+            kwargs.update({k: v for k, v in values if k in signature.parameters and k not in given})
+        init(*args, **kwargs)
+
+    return filled
 
 
 class ProKLShampoo(DividedOptimizer):
@@ -52,11 +75,13 @@ class ProKLShampoo(DividedOptimizer):
             weights with names, as trainers reorder others (ZeroRedundancyOptimizer): these need one group per value.
         lr: step size, in units of the operator norm of the complement's update, as Muon's.
         weight_decay: decoupled, multiplied by lr.
-        momentum: mu of the Nesterov momentum M <- mu M + G.
-        rank: r of the tracked subspace, per weight at most min(m, n - 1).
-        beta2: weight of all EMAs of the preconditioner.
-        alpha_kl: weight of the subspace part (the paper tunes it in 0.005..0.015); with "match_rms_adamw" against NS
-            without c_a, and scaled with it.
+        momentum: mu of the Nesterov momentum M <- mu M + G; the paper's and Muon's is 0.95.
+        rank: r of the tracked subspace, per weight at most min(m, n - 1). "auto" is m / 6, at most 128: what the paper
+            has for a width of 768, where it also found 32 and 64 little different.
+        beta2: weight of all EMAs of the preconditioner; the paper's is 0.95.
+        alpha_kl: weight of the subspace part; with "match_rms_adamw" against NS without c_a, and scaled with it. "auto"
+            is k^(1/4) / sqrt(m (n - r)) with k = min(m, n - r), per weight: the geometric mean of the paper's bracket
+            (:func:`prokl.diagnostics.alpha_kl_bracket`) over c_a. The paper tunes a number in 0.005..0.015.
         eps: damping of inverse square roots, 1/(sqrt(lambda) + eps).
         precondition_frequency: tau, steps between refreshes of the eigenbases.
         ns_steps: Newton-Schulz iterations.
@@ -102,6 +127,8 @@ class ProKLShampoo(DividedOptimizer):
             group or a mesh, whose ranks all have these weights and, as DDP sees to, the same gradients. Each matrix is
             stepped by one of them, which alone has its state; ``step`` and ``load_state_dict`` need them all then.
             None: every rank steps everything. DTensors are divided among the ranks of their own mesh.
+        preset: "paper" is Algorithm 2 as printed, with the paper's settings: momentum=0.95, beta2=0.95, alpha_kl=0.01,
+            init_eigenvalue=0.1, clip_threshold=None, where these are not given. None: the defaults above.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), U (n,r), L, Q_L (m,m),
     S, Q_S (r,r), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_S (r,), inv_sqrt_mu (), and lambda_0 () for "auto"; a 3-D
@@ -118,16 +145,17 @@ class ProKLShampoo(DividedOptimizer):
 
     method = ProKLShampooMethod()
 
+    @_with_presets
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 0.02,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
+        momentum: float = 0.9,
         *,
-        rank: int = 128,
-        beta2: float = 0.95,
-        alpha_kl: float = 0.01,
+        rank: Rank = "auto",
+        beta2: float = 0.9,
+        alpha_kl: AlphaKL = "auto",
         eps: float = 1e-8,
         precondition_frequency: int = 10,
         ns_steps: int = 5,
@@ -145,6 +173,7 @@ class ProKLShampoo(DividedOptimizer):
         adjust_lr_fn: AdjustLrFn = "original",
         cuda_graphs: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
+        preset: Preset | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -194,6 +223,7 @@ class KLShampoo(DividedOptimizer):
         cautious_weight_decay: as in :class:`ProKLShampoo`, by the stepped weight.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
         cuda_graphs, process_group: as in :class:`ProKLShampoo`.
+        preset: "paper" is the authors' form: init_eigenvalue=0.1, clip_threshold=None, where these are not given.
 
     State of a weight, oriented (m <= n): step, skipped, clipped, trust, stale, M (m,n), L, Q_L (m,m), R, Q_R (n,n),
     inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,), and lambda_0 () for "auto".
@@ -206,6 +236,7 @@ class KLShampoo(DividedOptimizer):
 
     method = KLShampooMethod()
 
+    @_with_presets
     def __init__(
         self,
         params: Any,
@@ -227,6 +258,7 @@ class KLShampoo(DividedOptimizer):
         adjust_lr_fn: AdjustLrFn = "original",
         cuda_graphs: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
+        preset: Preset | None = None,
     ) -> None:
         defaults = {
             "lr": lr,

@@ -92,7 +92,7 @@ def _settings(rng: random.Random, pro: bool, unique: bool) -> dict[str, Any]:
     if pro:
         settings["rank"] = rng.choice([rng.randint(1, 4), rng.randint(1, 40), 40])
         settings["variant"] = rng.choice([VARIANTS[0], *VARIANTS])
-        settings["alpha_kl"] = rng.choice([0.01, 0.01, 0.0, 0.1, 1.0, 10.0])
+        settings["alpha_kl"] = rng.choice(["auto", 0.01, 0.0, 0.1, 1.0, 10.0])
         settings["ns_steps"] = rng.choice([5, 5, 1, 2, 3, 4, 6, 8])
         if not unique:
             settings["ns_dtype"] = rng.choice([None, None, torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -237,7 +237,7 @@ def longest_direction(a: History) -> float:
     r = a.values["U"].shape[-1]
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
-        total += h.subspace_weight * COHERENT * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
+        total += h.subspace_weight(m, n, r) * COHERENT * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
     elif h.variant == "smok-hop":

@@ -74,12 +74,15 @@ def errors_of(parameter, state, signs, paper, start):
     return errors
 
 
-def follow(backend, shapes, gradients, **hyperparameters):
-    """Step one optimizer over weights of `shapes` beside their transcriptions, compare, return the latter."""
+def follow(backend, shapes, gradients, preset=None, **hyperparameters):
+    """Step one optimizer over weights of `shapes` beside their transcriptions, compare, return the latter.
+
+    The transcription does not know presets: its defaults are the paper's.
+    """
     starts = [starting_weight(shape) for shape in shapes]
     papers = [ProTranscription(start, **hyperparameters) for start in starts]
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = prokl.ProKLShampoo(parameters, backend=backend, **hyperparameters)
+    optimizer = prokl.ProKLShampoo(parameters, backend=backend, preset=preset, **hyperparameters)
     signs = {}
     for t in range(len(gradients[0])):
         for parameter, paper, sequence in zip(parameters, papers, gradients, strict=True):
@@ -115,6 +118,44 @@ def test_step_follows_algorithm_2(backend, variant, start_value, scale, shape, r
     )
     clipped = bool((paper.s_short == paper.C_short).any())
     assert clipped == (start_value == 0.1 and scale == 1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1e-4, 1.0])
+def test_the_papers_preset_alone_is_algorithm_2(backend, scale):
+    """An outlier of 1,000 times and a silence among the gradients: nothing bounds and nothing is kept."""
+    shapes = [(12, 20), (20, 12), (14, 14)]
+    gradients = [low_rank_plus_noise(shape, STEPS + 1, scale=scale, seed=i) for i, shape in enumerate(shapes)]
+    for sequence in gradients:
+        sequence[12] = sequence[12] * 1000
+        sequence[15:18] = [G * 1e-6 for G in sequence[15:18]]
+    follow(backend, shapes, gradients, preset="paper", lr=0.02, rank=5)
+
+
+def test_what_is_given_wins_over_the_preset_and_another_one_is_refused():
+    W = torch.nn.Parameter(torch.randn(4, 5))
+    group = prokl.ProKLShampoo([W], preset="paper", alpha_kl=0.015).param_groups[0]
+    assert (group["init_eigenvalue"], group["clip_threshold"], group["alpha_kl"]) == (0.1, None, 0.015)
+    assert "preset" not in group
+    assert prokl.ProKLShampoo([W], preset="paper", clip_threshold=5.0).param_groups[0]["clip_threshold"] == 5.0
+    group = prokl.KLShampoo([W], preset="paper").param_groups[0]
+    assert (group["init_eigenvalue"], group["clip_threshold"]) == (0.1, None) and "alpha_kl" not in group
+    for cls in (prokl.ProKLShampoo, prokl.KLShampoo):
+        assert cls([W], preset=None).param_groups == cls([W]).param_groups
+        with pytest.raises(ValueError, match=r"Invalid preset='muon': must be one of \(None, 'paper'\)"):
+            cls([W], preset="muon")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("variant", "adjust_lr_fn"),
+    [*((variant, "original") for variant in VARIANTS), ("pro-klshampoo", "match_rms_adamw")],
+)
+def test_automatic_alpha_kl_is_the_brackets_geometric_mean_for_each_shape(backend, variant, adjust_lr_fn):
+    shapes = [(12, 20), (20, 12), (14, 14), (5, 64), (1, 8), (2, 2)]
+    gradients = [low_rank_plus_noise(shape, 8, seed=i) for i, shape in enumerate(shapes)]
+    settings = HYPERPARAMETERS | {"alpha_kl": "auto", "variant": variant, "adjust_lr_fn": adjust_lr_fn, "rank": 4}
+    follow(backend, shapes, gradients, init_eigenvalue="auto", **settings)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

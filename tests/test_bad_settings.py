@@ -41,8 +41,8 @@ BAD_COMMON = {
     "adjust_lr_fn": ("match_rms", None, True, 0.2),
 }
 BAD_PRO = {
-    "rank": COUNT,
-    "alpha_kl": AT_LEAST_0,
+    "rank": (*COUNT, "full"),
+    "alpha_kl": (*AT_LEAST_0, "automatic"),
     "ns_steps": COUNT,
     "ns_coefficients": ((1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, INF), (1.0, 2.0, True), "abc", 3.0, None),
     "variant": ("muon", "Pro-KLShampoo", 1, None),

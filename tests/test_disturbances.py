@@ -14,8 +14,9 @@ import torch
 from bench import rows
 from bench.disturbances import experts, gpt, steps
 from bench.disturbances.__main__ import CASES
-from bench.disturbances.forms import DEFAULT, FORMS, OWN, Form, bounded, paper
+from bench.disturbances.forms import FORMS, OWN, Form, bounded, paper
 from bench.disturbances.steps import Case
+from bench.optimizers import CLIP
 
 LONGEST = 3.0  # usual steps
 VARIANTS = ("smok-hop", "subspace-only", "complement-only")
@@ -101,7 +102,7 @@ def test_idle_experts_return_as_they_left_where_muons_do_not_and_the_papers_expl
 def test_both_optimizers_have_the_bound_that_is_disturbed():
     for method in OWN:
         optimizer = bounded(method).build([torch.nn.Parameter(torch.ones(2, 3))], 0.1)
-        assert optimizer.defaults["clip_threshold"] == DEFAULT
+        assert optimizer.defaults["clip_threshold"] == CLIP
         optimizer = paper(method).build([torch.nn.Parameter(torch.ones(2, 3))], 0.1)
         assert optimizer.defaults["clip_threshold"] is None
 

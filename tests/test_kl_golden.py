@@ -205,12 +205,11 @@ def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
         "beta2": 0.8,
         "eps": 1e-2,
         "precondition_frequency": 10,
-        "init_eigenvalue": start_value,
-        "clip_threshold": None,
     }
     W = 0.1 * gaussian(1, shape, torch.float64, seed=7)[0]
-    paper, p = KLTranscription(W, **settings), torch.nn.Parameter(W.clone())
-    optimizer = prokl.KLShampoo([p], backend=backend, **settings)
+    paper, p = KLTranscription(W, **settings, init_eigenvalue=start_value), torch.nn.Parameter(W.clone())
+    form = {"preset": "paper"} if start_value == 0.1 else {"init_eigenvalue": start_value, "clip_threshold": None}
+    optimizer = prokl.KLShampoo([p], backend=backend, **settings, **form)
     for t, G in enumerate(low_rank_plus_noise(shape, 26, scale=scale)):
         p.grad = G.clone()
         optimizer.step()

@@ -129,7 +129,7 @@ def test_the_table_shows_every_parameter_its_destination_and_the_reason():
     )
     model.lm_head.weight = model.tok.weight
     model.old.weight.requires_grad_(False)
-    groups = param_groups(model, **RATES)
+    groups = param_groups(model, **RATES, rank=128)
     expected = """\
 parameter           shape    algorithm  rank  reason
 experts             4x16x32  matrix     16    stack of 4, experts of Module
@@ -150,6 +150,20 @@ def test_groups_and_table_survive_copying_and_pickling():
     for twin in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert str(twin) == str(groups)
         assert [len(g["params"]) for g in twin] == [len(g["params"]) for g in groups]
+
+
+@pytest.mark.parametrize(
+    "shape, rank",
+    [((1, 9), 1), ((5, 9), 1), ((11, 12), 1), ((12, 12), 2), ((96, 384), 16), ((384, 96), 16), ((192, 192), 32)]
+    + [((768, 768), 128), ((768, 3072), 128), ((1024, 1024), 128), ((4096, 4096), 128), ((2, 2), 1)],
+)
+def test_an_automatic_rank_is_a_sixth_of_the_short_side_and_the_papers_at_its_widths(shape, rank):
+    with torch.device("meta"):
+        model = holding(w=torch.zeros(shape))
+    assert routes(model, matrix=["it.w"])["w"].rank == rank
+    optimizer = prokl.ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 3))])
+    assert optimizer.param_groups[0]["rank"] == "auto"
+    assert optimizer.method.rank(optimizer.param_groups[0], min(shape), max(shape)) == rank
 
 
 @pytest.mark.parametrize("shape, rank", [((16, 64), 16), ((64, 16), 16), ((16, 16), 15), ((1, 9), 1), ((40, 50), 32)])
@@ -334,13 +348,13 @@ def test_fused_projections_are_matrices_and_the_table_says_so():
 def test_expert_stacks_are_matrices_and_their_biases_are_not():
     found = routes(holding(layers=nn.ModuleList([holding(experts=Experts(), gate=nn.Linear(16, 4))])))
     assert {name.removeprefix("layers.0."): (r.algorithm, r.rank) for name, r in found.items()} == {
-        "experts.up": ("matrix", 16),
+        "experts.up": ("matrix", 2),
         "experts.up_bias": ("adamw", None),
-        "experts.down": ("matrix", 16),
+        "experts.down": ("matrix", 2),
         "experts.b2": ("adamw", None),
-        "gate.weight": ("matrix", 4),
+        "gate.weight": ("matrix", 1),
         "gate.bias": ("adamw", None),
-        "own.weight": ("matrix", 3),
+        "own.weight": ("matrix", 1),
         "own.bias": ("adamw", None),
     }
 
@@ -467,7 +481,8 @@ def test_frozen_parameters_are_left_out_whatever_the_patterns_say():
             r"Invalid adamw_betas=\(0.9, 1.0\): must be two numbers in \[0, 1\)",
         ),
         ({"adamw_betas": 0.9}, ValueError, r"Invalid adamw_betas=0.9: must be two numbers"),
-        ({"rank": 0}, ValueError, r"Invalid rank=0: must be an integer of at least 1, or None"),
+        ({"rank": 0}, ValueError, r"Invalid rank=0: must be \"auto\" or an integer of at least 1, or None"),
+        ({"rank": "full"}, ValueError, r"Invalid rank='full'"),
         ({"rank": 8.0}, ValueError, r"Invalid rank=8.0"),
     ],
 )

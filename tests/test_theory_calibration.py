@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+import prokl
 from prokl.algorithm import reference
+from prokl.algorithm.settings import ProHyper
 from prokl.diagnostics import alpha_kl_bracket
 from tests.theory import normal, orthogonal, population, restricted_optimum, wishart
 
@@ -60,6 +62,18 @@ def test_calibration_the_intersection_of_all_rows_as_the_appendix_prints_it():
     # The main text's [1e-3, 2e-2] is no intersection: it is wider at both ends.
     assert low > 1e-3 and high < 2e-2
     assert all(low < alpha < high for alpha in (0.005, 0.01, 0.015))
+
+
+def test_the_automatic_alpha_kl_lies_in_the_brackets_of_the_papers_shapes():
+    """Without c_a it is the geometric mean of square weights' ends, and stays above the lower end of tall ones'."""
+    h = ProHyper.of(prokl.ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
+    assert h.alpha_kl == "auto"
+    for _, rows, cols, *_ in TABLE:
+        m, n = sorted((rows, cols))
+        low, high = alpha_kl_bracket(rows, cols, RANK)
+        c_a = max(1.0, rows / cols) ** 0.5
+        alpha = h.subspace_weight(m, n, RANK)
+        assert alpha == pytest.approx((low * high) ** 0.5 / c_a, rel=1e-14) and low < alpha < high
 
 
 @pytest.mark.parametrize("n", [16, 768])

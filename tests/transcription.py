@@ -130,6 +130,8 @@ class ProTranscription:
         self.r = min(rank, self.m, self.n - 1)
         self.lr, self.weight_decay, self.mu, self.beta2 = lr, weight_decay, momentum, beta2
         self.eps, self.tau = eps, precondition_frequency
+        if alpha_kl == "auto":  # sqrt(low high), low = 1/sqrt(m (n - r)) and high = sqrt(k) low
+            alpha_kl = min(self.m, self.n - self.r) ** 0.25 / (self.m * (self.n - self.r)) ** 0.5
         self.alpha = 1.0 if variant == "smok-hop" else alpha_kl
         self.ns_steps, self.ns_coefficients = ns_steps, ns_coefficients
         self.init_eigenvalue, self.variant = init_eigenvalue, variant

@@ -32,18 +32,23 @@ IDLE = (200, 500)
 SEED = 0
 
 
-def losses(form: Form, before: int, idle: int) -> list[float]:
-    """Train at the learning rate of :mod:`bench.optimizers`; return the loss of every step, of experts with tokens."""
+def rate(method: str) -> float:
+    """Return the learning rate of a method, that of :mod:`bench.optimizers`."""
+    return OPTIMIZERS[method].lr
+
+
+def losses(form: Form, before: int, idle: int, tokens: int = TOKENS) -> list[float]:
+    """Train, with so many ``tokens`` for each expert; return the loss of every step, of experts with tokens."""
     g = torch.Generator().manual_seed(SEED)
     first, second = _drawn(g, EXPERTS, TEACHER, INPUTS), _drawn(g, EXPERTS, OUTPUTS, TEACHER)
     start = [_drawn(g, EXPERTS, HIDDEN, INPUTS), _drawn(g, EXPERTS, OUTPUTS, HIDDEN)]
     parts = [list(layer) if form.optimizer == "muon" else [layer] for layer in start]
     layers = [[torch.nn.Parameter(part.clone()) for part in layer] for layer in parts]
-    optimizer = form.build([part for layer in layers for part in layer], OPTIMIZERS[form.optimizer].lr, RANK)
+    optimizer = form.build([part for layer in layers for part in layer], rate(form.optimizer), RANK)
     spread = torch.linspace(*SPREAD, INPUTS)
     found = []
     for step in range(before + idle + AFTER):
-        x = torch.randn(EXPERTS, TOKENS, INPUTS, generator=g) * spread
+        x = torch.randn(EXPERTS, tokens, INPUTS, generator=g) * spread
         y = torch.tanh(x @ first.mT) @ second.mT
         y += NOISE * torch.randn(y.shape, generator=g)
         busy = torch.ones(EXPERTS)
@@ -76,7 +81,7 @@ def figures(form: Form, before: int, idle: int) -> tuple[float, float]:
 
 def measure(form: Form) -> Iterator[Row]:
     """Yield the rows."""
-    more = {"lr": OPTIMIZERS[form.optimizer].lr, "seed": SEED}
+    more = {"lr": rate(form.optimizer), "seed": SEED}
     for idle in IDLE:
         before, worst = figures(form, BEFORE, idle)
         if idle == IDLE[0]:  # the same before all

@@ -1,6 +1,5 @@
 """The optimizers that are disturbed: this package's with their bound and in the paper's form, Muon and AdamW."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench.experiments.protocol import RANKED
-from bench.optimizers import ADAMW_BETAS, OPTIMIZERS
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS
 from bench.rows import Row
-from prokl import ProKLShampoo
 
 OWN = ("pro-klshampoo", "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 """The methods that ``clip_threshold`` bounds."""
-DEFAULT = inspect.signature(ProKLShampoo).parameters["clip_threshold"].default
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Form:
 
 def bounded(method: str) -> Form:
     """Return a method of this package as it is by default."""
-    return Form(method, f"{DEFAULT:g}")
+    return Form(method, f"{CLIP:g}")
 
 
 def paper(method: str) -> Form:

@@ -75,7 +75,8 @@ def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[
     adamw = Kind("adamw")
     _search({adamw: Search(Hyper("adamw", 0.0), _range(adamw, scale))}, tuning, measure)
     rest = tuning.selected[adamw]
-    base = Hyper("", 0.0, adamw_lr=rest.lr, adamw_weight_decay=rest.weight_decay, bounded=not scale.is_paper)
+    base = Hyper("", 0.0, adamw_lr=rest.lr, adamw_weight_decay=rest.weight_decay, preset="paper")
+    base = replace(base, bounded=not scale.is_paper)
 
     searched = [k for k in kinds if k.method not in ("adamw", *ABLATIONS)]
     largest = {k: replace(k, method=PRO, rank=scale.largest) for k in kinds if k.method in (PRO, *ABLATIONS)}
@@ -146,4 +147,4 @@ def _range(k: Kind, scale: Scale) -> Range:
 def _of_paper(k: Kind, scale: Scale) -> Hyper:
     found = preset(k.method, scale.name, k.rank)
     decay = found.weight_decay, found.adamw_weight_decay
-    return Hyper(k.method, found.lr, found.adamw_lr, *decay, k.rank, found.alpha_kl, k.start, bounded=False)
+    return Hyper(k.method, found.lr, found.adamw_lr, *decay, k.rank, found.alpha_kl, k.start, "paper", bounded=False)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench.optimizers import OPTIMIZERS
+from bench.rivals import Float32Muon
 from bench.shapes import ParameterSet
 from prokl import ops
 
@@ -59,30 +60,6 @@ class Entry:
         """Name the dtype of the weights, and that of Newton-Schulz where it differs."""
         half = self.polar not in (None, torch.float32)
         return f"float32, Newton-Schulz {str(self.polar).removeprefix('torch.')}" if half else "float32"
-
-
-class Float32Muon(torch.optim.Muon):
-    """torch's Muon with its Newton-Schulz in float32: torch has it in bfloat16 and no setting."""
-
-    def step(self, closure: Any = None) -> Any:
-        module = torch.optim._muon
-        before = module._zeropower_via_newtonschulz
-        module._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]
-        try:
-            return super().step(closure)
-        finally:
-            module._zeropower_via_newtonschulz = before
-
-
-def orthogonalised(G: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Orthogonalise a matrix by the operators that torch's function calls, in its own dtype."""
-    a, b, c = coefficients
-    X = G if G.shape[0] <= G.shape[1] else G.mT
-    X = X / X.norm().clamp_min(eps)
-    for _ in range(steps):
-        A = X @ X.mT
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X if G.shape[0] <= G.shape[1] else X.mT
 
 
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -118,10 +118,18 @@ class Trainee:
     def snapshot(self) -> Record:
         """Return the record, with the optimizer state's size as it is now."""
         if self.optimizers:  # a finished run's checkpoint has the size in the record already
-            states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-            tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            tensors = [t for optimizer in self.optimizers for t in _tensors(list(optimizer.state.values()))]
             self.record.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return self.record
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state, in which some packages nest lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 Watch = Callable[[Trainee], Callable[[int], None]]

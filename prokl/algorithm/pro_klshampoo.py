@@ -156,9 +156,9 @@ def direction(
     """
     G_par, residual, U = lookahead
     usual = evidence.COHERENT * h.gain
-    m, r = G_par.shape[-2:]
-    whole = h.direction_scale(U.shape[-2])
-    weight = whole * h.subspace_weight
+    (m, r), n = G_par.shape[-2:], U.shape[-2]
+    whole = h.direction_scale(n)
+    weight = whole * h.subspace_weight(m, n, r)
     P = ops.spectral_operand(state["Q_L"], roots.L)
     X = Q = scale = left = right = None
     if residual is not None and h.variant in POLAR_VARIANTS:

@@ -186,8 +186,10 @@ def direction(
         cuts.append(cut)
     if h.variant in SUBSPACE_VARIANTS:
         part, cut = subspace_direction(G_par, state, a_L, a_S, h)
-        total = total + h.subspace_weight * part
-        cuts.append(cut and h.subspace_weight > 0)
+        (m, r), n = G_par.shape, G_perp.shape[1]
+        weight = h.subspace_weight(m, n, r)
+        total = total + weight * part
+        cuts.append(cut and weight > 0)
     return h.direction_scale(G_perp.shape[1]) * total, any(cuts)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from prokl.algorithm.shapes import alpha_kl_bracket
+
 Variant = Literal["pro-klshampoo", "smok-hop", "subspace-only", "complement-only"]
 VARIANTS: tuple[str, ...] = get_args(Variant)
 SUBSPACE_VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only")
@@ -32,8 +34,16 @@ BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
 STATE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 NS_DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+AlphaKL = float | Literal["auto"]
+"""Type of ``alpha_kl``."""
 AdjustLrFn = Literal["original", "match_rms_adamw"]
 """Values of ``adjust_lr_fn``, named as torch.optim.Muon's."""
+Preset = Literal["paper"]
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"momentum": 0.95, "beta2": 0.95, "alpha_kl": 0.01, "init_eigenvalue": 0.1, "clip_threshold": None}
+}
+"""What arguments are by default under a ``preset``. "paper": the step as printed, without a bound, lambda_0 of its
+experiments, and the alpha_kl that it selected for three of its four models."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over lr, as torch.optim.Muon takes it: independent gradients give
 sqrt((1 - beta_1) / (1 + beta_1)), 0.23 with beta_1 = 0.9 and 0.16 with 0.95."""
@@ -94,7 +104,7 @@ class Hyper:
 class ProHyper(Hyper):
     """Pro-KLShampoo's own: mixing weight, Newton-Schulz and the variant."""
 
-    alpha_kl: float
+    alpha_kl: AlphaKL
     ns_steps: int
     ns_coefficients: tuple[float, float, float]
     ns_dtype: torch.dtype | None
@@ -106,10 +116,15 @@ class ProHyper(Hyper):
         own = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
         return cls(*(own[field.name] for field in fields(cls)))
 
-    @property
-    def subspace_weight(self) -> float:
-        """alpha_kl; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2)."""
-        return 1.0 if self.variant == "smok-hop" else self.alpha_kl
+    def subspace_weight(self, m: int, n: int, rank: int) -> float:
+        """Return alpha_kl of a weight; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2).
+
+        "auto" is the geometric mean of the bracket over c_a. With c_a, which makes the part larger where rows outnumber
+        columns, losses were higher (docs/experiments.md).
+        """
+        if self.variant == "smok-hop":
+            return 1.0
+        return math.sqrt(math.prod(alpha_kl_bracket(m, n, rank))) if self.alpha_kl == "auto" else self.alpha_kl
 
     @property
     def gradient_weights(self) -> tuple[float, float, float]:
@@ -159,6 +174,12 @@ def check_integer(name: str, value: Any, bound: str = "an integer of at least 1"
     """Raise ValueError unless ``value`` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise _invalid(name, value, bound)
+
+
+def check_rank(rank: Any, bound: str = "an integer of at least 1") -> None:
+    """Raise ValueError unless ``rank`` is "auto" or an integer of at least 1."""
+    if rank != "auto":
+        check_integer("rank", rank, f'"auto" or {bound}')
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
@@ -222,8 +243,9 @@ def check_common(group: dict[str, Any]) -> None:
 def check_pro(group: dict[str, Any]) -> None:
     """Raise ValueError when a hyper-parameter of Pro-KLShampoo is out of bounds."""
     check_common(group)
-    check_integer("rank", group["rank"])
-    check_nonnegative("alpha_kl", group["alpha_kl"])
+    check_rank(group["rank"])
+    if group["alpha_kl"] != "auto":
+        _number("alpha_kl", group["alpha_kl"], '"auto" or a finite number of at least 0', 0.0)
     check_integer("ns_steps", group["ns_steps"])
     check_choice("variant", group["variant"], VARIANTS)
     if group["adjust_lr_fn"] != "original" and group["variant"] == "subspace-only":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +23,27 @@ def ceiling(dim: int) -> float:
     return float(max(10, min(dim, 4000)))
 
 
-def effective_rank(rank: int, m: int, n: int) -> int:
-    """Return ``min(rank, m, n - 1)``: U is read off a thin SVD and its complement is never empty."""
-    return min(rank, m, n - 1)
+Rank = int | Literal["auto"]
+"""Type of ``rank``."""
+LARGEST_RANK, SHARE = 128, 6
+"""Of an automatic rank: the paper's largest, and the part of the short side that this is of its smallest models'."""
+
+
+def effective_rank(rank: Rank, m: int, n: int) -> int:
+    """Return ``min(rank, m, n - 1)``: U is read off a thin SVD and its complement is never empty.
+
+    "auto" is a sixth of the short side, at least 1 and at most LARGEST_RANK. Nearly full ranks leave no tail to
+    orthogonalise, and ended far above (docs/experiments.md).
+    """
+    wanted = min(LARGEST_RANK, max(1, m // SHARE)) if rank == "auto" else rank
+    return min(wanted, m, n - 1)
+
+
+def alpha_kl_bracket(m: int, n: int, rank: int) -> tuple[float, float]:
+    """Return 1/sqrt(m (n - r)) and sqrt(k) times that, k = min(m, n - r): the paper's eq. lambda_star_app over c_a."""
+    beyond = n - rank
+    low = 1 / math.sqrt(m * beyond)
+    return low, low * math.sqrt(min(m, beyond))
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import get_args
 
 from torch import Tensor
 
+from prokl.algorithm import shapes
 from prokl.algorithm.settings import AdjustLrFn, check_choice
 from prokl.algorithm.shapes import MatrixShape, effective_rank
 
@@ -35,10 +35,10 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int, *, adjust_lr_fn: AdjustLrF
     if rows * cols < 2:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
-    beyond = shape.n - effective_rank(rank, shape.m, shape.n)
     check_choice("adjust_lr_fn", adjust_lr_fn, get_args(AdjustLrFn))
-    low = (shape.aspect_scale if adjust_lr_fn == "original" else 1.0) / math.sqrt(shape.m * beyond)
-    return low, low * math.sqrt(min(shape.m, beyond))
+    c_a = shape.aspect_scale if adjust_lr_fn == "original" else 1.0
+    low, high = shapes.alpha_kl_bracket(shape.m, shape.n, effective_rank(rank, shape.m, shape.n))
+    return c_a * low, c_a * high
 
 
 def over_tail(eigenvalues: Tensor, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from prokl.algorithm.settings import check_choice
-from prokl.algorithm.shapes import MatrixShape, Split, effective_rank
+from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import Route
 from prokl.routing.rules import Owner
@@ -133,7 +133,7 @@ class Readings:
         self._by_hand = {f"split={pattern!r}": _checked(pattern, value) for pattern, value in split.items()}
         self._unused = {*self._transposed, *self._split}
 
-    def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: int | None) -> Route:
+    def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank | None) -> Route:
         """Return the route of a matrix weight with its reading, its rank, and the reason that says so.
 
         Raises:

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.algorithm.settings import check_betas, check_integer, check_learning_rate, check_nonnegative
+from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, check_rank
+from prokl.algorithm.shapes import Rank
 from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
 from prokl.routing.patterns import first_match, quoted
@@ -29,7 +30,7 @@ def param_groups(
     adamw_weight_decay: float = 0.0,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
-    rank: int | None = 128,
+    rank: Rank | None = "auto",
     matrix: Sequence[str] = (),
     adamw: Sequence[str] = (),
     split_fused: bool = True,
@@ -87,7 +88,7 @@ def param_groups(
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
         rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
-            long side n; None for a method that has none (KLShampoo).
+            long side n; "auto" is m / 6, at most 128; None for a method that has none (KLShampoo).
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
@@ -117,7 +118,7 @@ def param_groups(
     check_nonnegative("adamw_eps", adamw_eps)
     check_betas("adamw_betas", adamw_betas)
     if rank is not None:
-        check_integer("rank", rank, "an integer of at least 1, or None for a method without a rank")
+        check_rank(rank, "an integer of at least 1, or None for a method without a rank")
 
     owners = owners_of(model)
     if owners and not any(p.requires_grad for p in owners):

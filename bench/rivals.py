@@ -1,0 +1,87 @@
+"""Optimizers of other packages for matrices, as they are trained beside this one's: ``pip install -e .[peers]``.
+
+Each has its package's own settings but for the rate; those with a period refresh every tenth step, as prokl's do. The
+package is imported when one is built. On a CPU that would emulate bfloat16, in twenty times the time of a step, their
+Newton-Schulz multiplies in float32, as prokl's does there.
+"""
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bench.command import UsageError
+from prokl.algorithm.settings import cpu_has_bfloat16
+
+CAUTIOUS_DECAY = 0.1
+"""Weight decay of AdamW with cautious decay: AdamW's usual one for language models; without decay it would be AdamW."""
+
+
+def package(name: str, distribution: str) -> Any:
+    """Import a package.
+
+    Raises:
+        UsageError: it is not installed, or fails.
+    """
+    try:
+        return import_module(name)
+    except Exception as error:  # another package may fail in any way
+        raise UsageError(f"{name} cannot be imported ({error}); pip install {distribution}, or -e .[peers]") from error
+
+
+def soap(weights: list[Tensor], lr: float, weight_decay: float) -> Optimizer:
+    """Return pytorch_optimizer's SOAP."""
+    made = package("pytorch_optimizer", "pytorch-optimizer").SOAP
+    return made(weights, lr=lr, weight_decay=weight_decay, precondition_frequency=10)
+
+
+def muon(name: str, weights: list[Tensor], lr: float, weight_decay: float, **more: Any) -> Optimizer:
+    """Return one of pytorch_optimizer's Muons."""
+    made = getattr(package("pytorch_optimizer", "pytorch-optimizer"), name)
+    module, its = (
+        package("pytorch_optimizer.optimizer.muon.base", "pytorch-optimizer"),
+        "zero_power_via_newton_schulz_5",
+    )
+    if emulated(weights) and not isinstance(getattr(module, its), partial):
+        setattr(module, its, partial(getattr(module, its), dtype=torch.float32))
+    return made([{"params": weights, "use_muon": True}], lr=lr, weight_decay=weight_decay, **more)
+
+
+def cautious_adamw(weights: list[Tensor], lr: float, weight_decay: float) -> Optimizer:
+    """Return heavyball's AdamW with cautious decay (arXiv:2510.12402), of CAUTIOUS_DECAY where none is given."""
+    heavyball = package("heavyball", "heavyball")
+    heavyball.utils.compile_mode = None  # else it compiles each of its functions, for minutes
+    decay = weight_decay or CAUTIOUS_DECAY
+    return heavyball.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=decay, cautious_weight_decay=True)
+
+
+def emulated(weights: list[Tensor]) -> bool:
+    """Return True if products in bfloat16 would be emulated where these weights are."""
+    return weights[0].device.type == "cpu" and not cpu_has_bfloat16()
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon with its Newton-Schulz in float32: torch has it in bfloat16 and no setting."""
+
+    def step(self, closure: Any = None) -> Any:
+        module = torch.optim._muon
+        before = module._zeropower_via_newtonschulz
+        module._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]
+        try:
+            return super().step(closure)
+        finally:
+            module._zeropower_via_newtonschulz = before
+
+
+def orthogonalised(G: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Orthogonalise a matrix by the operators that torch's function calls, in its own dtype."""
+    a, b, c = coefficients
+    X = G if G.shape[0] <= G.shape[1] else G.mT
+    X = X / X.norm().clamp_min(eps)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X if G.shape[0] <= G.shape[1] else X.mT
