@@ -7,10 +7,11 @@ defaults that were chosen on these. Seeds share the division into training and t
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pandas import DataFrame
@@ -18,18 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import command, rows
+from bench.lengths.protocol import FORMS
 from bench.markdown import table, with_error
-from bench.optimizers import Hyper, build, label
+from bench.optimizers import build
 from bench.training.schedules import linear
 
 PATCH, PATCHES, WIDTH, LAYERS = 2, 16, 64, 3
 TEST, BATCH = 500, 64
-ADAMW_LR = 3e-3
-"""Of biases, norms and the output beside the matrices' optimizers: README's."""
-DEFAULTS = {"adamw": 1e-3, "muon": 0.02, "kl-shampoo": 0.005, "pro-klshampoo": 0.02}
-"""Those of the README, AdamW's of its class; Muon's, for which torch has AdamW's, as its author gives it."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""What the rates are multiplied with."""
+"""What the default rates are multiplied with."""
+KEY = ("optimizer", "factor", "seed", "metric")
 
 
 class Mixer(nn.Module):
@@ -70,13 +69,14 @@ class Model(nn.Module):
 class Options:
     """Train on digits with every optimizer and rate."""
 
-    out: Path = rows.RESULTS / "digits.csv"  # Results file
+    out: Path = rows.RESULTS / "digits.csv"  # Results file; what is in it is not trained again
+    forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = 400  # Of every run
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
-        command.distinct(seeds=self.seeds)
+        command.distinct(seeds=self.seeds, forms=self.forms)
 
 
 @cache
@@ -98,7 +98,7 @@ def shifted(images: Tensor, g: torch.Generator) -> Tensor:
     return padded[torch.arange(n)[:, None, None], down + at[:, None], right + at]
 
 
-def trained(method: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
+def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
     """Return loss, in nats, and share of errors on the test images after training."""
     images, targets = data()
     g = torch.Generator().manual_seed(seed)
@@ -107,7 +107,7 @@ def trained(method: str, lr: float, seed: int, steps: int) -> tuple[float, float
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Model()
-    optimizers = build(model, Hyper(method, lr, None if method == "adamw" else ADAMW_LR, rank=_rank(method)), None)
+    optimizers = build(model, replace(FORMS[form].default, lr=lr), None)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: linear(step, steps)) for o in optimizers]
     for _ in range(steps):
         batch = training[torch.randint(len(training), (BATCH,), generator=g)]
@@ -121,17 +121,17 @@ def trained(method: str, lr: float, seed: int, steps: int) -> tuple[float, float
     return F.cross_entropy(logits, targets[test]).item(), (logits.argmax(1) != targets[test]).float().mean().item()
 
 
-def _rank(method: str) -> int | None:
-    return 128 if method == "pro-klshampoo" else None
-
-
 def run(o: Options) -> Iterator[rows.Row]:
-    """Train everything and yield the rows."""
-    for seed, (method, default), factor in product(o.seeds, DEFAULTS.items(), FACTORS):
-        lr = default * factor
-        own = {"model": "mixer", "optimizer": method, "rank": _rank(method), "seed": seed, "steps": o.steps, "lr": lr}
-        own |= {"adamw_lr": None if method == "adamw" else ADAMW_LR, "factor": f"{factor:g}"}
-        loss, errors = trained(method, lr, seed, o.steps)
+    """Train everything that the file has not and yield the rows."""
+    known = {(row["optimizer"], row["factor"], row["seed"]) for row in rows.read(o.out)}
+    for seed, form, factor in product(o.seeds, o.forms, FACTORS):
+        if (form, f"{factor:g}", str(seed)) in known:
+            continue
+        default = FORMS[form].default
+        lr = default.lr * factor
+        own = {"model": "mixer", "optimizer": form, "rank": default.rank, "seed": seed, "steps": o.steps, "lr": lr}
+        own |= {"adamw_lr": default.adamw_lr, "factor": f"{factor:g}"}
+        loss, errors = trained(form, lr, seed, o.steps)
         yield own | {"metric": "test loss", "unit": "nats", "median": loss}
         yield own | {"metric": "test errors", "unit": "share", "median": errors}
 
@@ -139,13 +139,14 @@ def run(o: Options) -> Iterator[rows.Row]:
 def losses_table(found: DataFrame) -> str:
     """Return the test losses by factor of the rate, means over seeds with standard errors, and errors at the best."""
     lines = []
-    for method, its in found.groupby("optimizer", sort=False):
+    for form in (name for name in FORMS if name in set(found["optimizer"])):
+        its = found[found["optimizer"] == form]
         losses = its[its["metric"] == "test loss"]
         by_seed = losses.pivot(index="seed", columns="factor", values="median")
         best = by_seed.mean().idxmin()
         lost = by_seed["1"] - by_seed[best]
         errors = its[(its["metric"] == "test errors") & (its["factor"] == best)]["median"]
-        cells = {"optimizer": label(method)}
+        cells = {"optimizer": FORMS[form].label}
         cells |= {f"lr × {factor:g}": f"{by_seed[f'{factor:g}'].mean():.3f}" for factor in FACTORS}
         cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)
         cells["errors at the best, %"] = with_error(100 * errors.mean(), 100 * errors.sem(), 1)
@@ -157,11 +158,10 @@ def losses_table(found: DataFrame) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.digits")
-    here, found = rows.environment(torch.device("cpu")), []
+    here = rows.environment(torch.device("cpu"))
     for row in run(o):
-        found.append(row | here)
         print(f"seed {row['seed']}, lr {row['lr']:g} {rows.describe(row)}", flush=True)
-        rows.write(o.out, found)
+        rows.upsert(o.out, [row | here], KEY)
     return 0
 
 

@@ -17,6 +17,7 @@ from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
+from bench.lengths import tables as lengths
 from bench.model import tables as model
 from bench.rows import RESULTS, frame
 from bench.tasks import tables as tasks
@@ -24,7 +25,10 @@ from bench.tasks import tables as tasks
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "distributed", "findings", "gpu", "peers")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "peers")
+    ),
 )
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
@@ -48,6 +52,10 @@ TABLES: dict[str, Callable[[], str]] = {
             ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
             ("one-rate", "one-rate.csv", one_rate.losses_table),
             ("digits", "digits.csv", digits.losses_table),
+            ("hypotheses", "hypotheses.csv", lengths.hypotheses_table),
+            ("lengths", "lengths.csv", lengths.losses_table),
+            ("lengths-settings", "lengths.csv", lengths.settings_table),
+            ("lengths-reached", "lengths.csv", lengths.reached_table),
             ("update-sizes", "one-rate.csv", one_rate.sizes_table),
             ("precision", "precision.csv", precision.losses_table),
             ("alpha-kl", "alpha-kl.csv", alpha.table),

@@ -5,6 +5,8 @@ import torch
 from pandas import DataFrame
 
 from bench import digits
+from bench.lengths.protocol import FORMS
+from bench.rows import read
 
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
 
@@ -26,12 +28,27 @@ def test_patches_are_squares_of_the_image():
     assert seen[0].shape == (1, 16, 4) and seen[0][0, 1].tolist() == [2, 3, 10, 11]
 
 
-@pytest.mark.parametrize("method", digits.DEFAULTS)
-def test_every_optimizer_learns_the_same_again(method):
-    begun = digits.trained(method, digits.DEFAULTS[method], 0, 1)
-    loss, errors = digits.trained(method, digits.DEFAULTS[method], 0, 30)
+OF_OTHER_PACKAGES = ("soap", "normuon", "muon-polar-express", "adamw-cautious")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in OF_OTHER_PACKAGES])
+def test_every_optimizer_learns_the_same_again(form):
+    lr = FORMS[form].default.lr
+    begun = digits.trained(form, lr, 0, 1)
+    loss, errors = digits.trained(form, lr, 0, 30)
     assert loss < begun[0] and errors < 0.9
-    assert digits.trained(method, digits.DEFAULTS[method], 0, 30) == (loss, errors)
+    assert digits.trained(form, lr, 0, 30) == (loss, errors)
+
+
+def test_what_the_file_has_is_not_trained_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(digits, "trained", lambda form, lr, seed, steps: (lr, 0.5))
+    arguments = [f"--out={tmp_path / 'rows.csv'}", "--forms", "muon", "adamw", "--seeds", "0", "1"]
+    assert digits.main(arguments) == 0
+    found = read(tmp_path / "rows.csv")
+    assert len(found) == 2 * 2 * 2 * len(digits.FACTORS)
+    assert {row["median"] for row in found if row["optimizer"] == "muon" and row["factor"] == "0.5"} == {"0.01", "0.5"}
+    monkeypatch.setattr(digits, "trained", lambda *_: pytest.fail("trained again"))
+    assert digits.main(arguments) == 0 and read(tmp_path / "rows.csv") == found
 
 
 def test_the_table_pairs_the_default_with_the_best_by_seed():

@@ -1,0 +1,184 @@
+"""What is trained, fixed before it is: methods, their rates, and how the best of these is found at every length.
+
+A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
+the best of the next shorter length, else around the method's ``centre``, and further ones while the best lies at an
+edge; then alpha_kl in the same way where a method has one to tune. AdamW comes first: its best rate is then that of
+embedding, head and norms beside every other method. The best is trained on all seeds, and so are the defaults as they
+are, with README's rate for embedding, head and norms.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from bench.optimizers import OPTIMIZERS, Hyper
+
+STEP = 1.5
+ADAMW_LR = 3e-3
+"""Of embedding, head and norms beside the defaults: README's."""
+RANK = 16
+"""Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
+FIRST_SEED = 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """A method as it is compared.
+
+    Attributes:
+        label: in tables.
+        default: its settings as they are, with the rate that powers of STEP are multiplied with.
+        centre: powers of STEP around which the search begins, by family of models.
+        alpha: whether alpha_kl is tuned, too.
+    """
+
+    label: str
+    default: Hyper
+    centre: Mapping[str, int]
+    alpha: bool = False
+
+
+def _form(method: str, lr: float, gpt2: int, llama: int, label: str = "", alpha: bool = False, **more: object) -> Form:
+    adamw_lr = None if method == "adamw" else ADAMW_LR
+    default = Hyper(method, lr, adamw_lr, **more)  # type: ignore[arg-type]
+    return Form(label or OPTIMIZERS[method].label, default, {"gpt2": gpt2, "llama": llama}, alpha)
+
+
+FORMS: dict[str, Form] = {
+    "adamw": _form("adamw", 1e-3, 2, 2),
+    "muon": _form("muon", 2e-2, -2, 0),
+    "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
+    "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
+    "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
+    "pro-klshampoo-paper": _form(
+        "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
+        rank=RANK, alpha_kl=0.01, preset="paper", bounded=False,
+    ),
+    "soap": _form("soap", 3e-3, 0, 0),
+    "normuon": _form("normuon", 2e-2, -2, 0),
+    "muon-polar-express": _form("muon-polar-express", 2e-2, -2, 0),
+    "cosmos": _form("cosmos", 1e-3, 1, 1, rank=RANK),
+    "adamw-cautious": _form("adamw-cautious", 1e-3, 2, 2),
+}  # fmt: skip
+"""By name, in the order in which they are trained and shown. Rates are README's of this package, the class's of torch's
+AdamW, Muon's author's of all Muons, and of the others those of the packages' classes; centres were chosen after the
+runs of 400 steps that findings.md has, and for methods without one by analogy."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One run."""
+
+    model: str
+    steps: int
+    form: str
+    lr: float
+    adamw_lr: float | None
+    alpha_kl: float | None
+    seed: int
+
+    def hyper(self) -> Hyper:
+        """Return what it is built with."""
+        return replace(FORMS[self.form].default, lr=self.lr, adamw_lr=self.adamw_lr, alpha_kl=self.alpha_kl)
+
+
+Losses = Mapping[Unit, float]
+"""Final losses of what has been trained, infinite for what diverged."""
+
+
+def rounded(value: float) -> float:
+    """Return a rate as it is trained and recorded, with four digits."""
+    return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Search:
+    """The best power of STEP, or the units that are still to be trained to know it."""
+
+    best: int | None
+    wanted: tuple[Unit, ...] = ()
+
+
+def climb(unit: Unit, name: str, base: float, start: int, losses: Losses) -> Search:
+    """Search for the best value of one setting: three neighbours, and on while the best is at an edge."""
+    low, high = start - 1, start + 1
+    while True:
+        units = {k: replace(unit, **{name: rounded(base * STEP**k)}) for k in range(low, high + 1)}
+        if missing := tuple(one for one in units.values() if one not in losses):
+            return Search(None, missing)
+        best = min(units, key=lambda k: losses[units[k]])
+        if low < best < high:
+            return Search(best)
+        low, high = min(low, best - 1), max(high, best + 1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method tuned at one length: the unit on the first seed, and what is still to be trained before it is known."""
+
+    unit: Unit | None
+    wanted: tuple[Unit, ...] = ()
+
+
+def tuned(model: str, steps: int, form: str, losses: Losses, lengths: Sequence[int]) -> Tuned:
+    """Return the best settings of a form on the first seed, or what is to be trained next."""
+    own = FORMS[form]
+    adamw_lr = None
+    if form != "adamw":
+        first = tuned(model, steps, "adamw", losses, lengths)
+        if first.unit is None:
+            return first
+        adamw_lr = first.unit.lr
+    family = model.partition("-")[0]
+    unit = Unit(model, steps, form, own.default.lr, adamw_lr, own.default.alpha_kl, FIRST_SEED)
+    shorter = max((length for length in lengths if length < steps), default=None)
+    start, alpha = own.centre[family], 1
+    if shorter is not None:
+        before = tuned(model, shorter, form, losses, lengths)
+        if before.unit is None:
+            return before
+        start = power(before.unit.lr, own.default.lr)
+        if own.alpha:
+            unit = replace(unit, alpha_kl=before.unit.alpha_kl)
+            alpha = power(before.unit.alpha_kl, own.default.alpha_kl)
+    found = climb(unit, "lr", own.default.lr, start, losses)
+    if found.best is None:
+        return Tuned(None, found.wanted)
+    unit = replace(unit, lr=rounded(own.default.lr * STEP**found.best))
+    if own.alpha:
+        assert own.default.alpha_kl is not None
+        found = climb(unit, "alpha_kl", own.default.alpha_kl, alpha, losses)
+        if found.best is None:
+            return Tuned(None, found.wanted)
+        unit = replace(unit, alpha_kl=rounded(own.default.alpha_kl * STEP**found.best))
+    return Tuned(unit)
+
+
+def power(value: float | None, base: float | None) -> int:
+    """Return the power of STEP that a tried value is of its base."""
+    assert value and base
+    k = 0
+    while value > rounded(base * STEP**k):
+        k += 1
+    while value < rounded(base * STEP**k):
+        k -= 1
+    return k
+
+
+def at_default(model: str, steps: int, form: str, seed: int) -> Unit:
+    """Return the unit of a form's defaults as they are."""
+    h = FORMS[form].default
+    return Unit(model, steps, form, h.lr, h.adamw_lr, h.alpha_kl, seed)
+
+
+def wanted(
+    models: Sequence[str], lengths: Sequence[int], forms: Sequence[str], seeds: Sequence[int], losses: Losses
+) -> Iterator[Unit]:
+    """Yield what can be trained now, in the order in which it is: shorter runs, and searches, first."""
+    for steps in lengths:
+        found = {(m, form): tuned(m, steps, form, losses, lengths) for form in forms for m in models}
+        for its in found.values():
+            yield from (unit for unit in its.wanted if unit not in losses)
+        for seed in seeds:
+            for (model, form), its in found.items():
+                units = (at_default(model, steps, form, seed), *((replace(its.unit, seed=seed),) if its.unit else ()))
+                yield from (unit for unit in units if unit not in losses)

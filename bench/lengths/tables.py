@@ -1,0 +1,199 @@
+"""The tables of :mod:`bench.lengths` from its rows: losses by method and length, and what the defaults lose."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from pandas import DataFrame, Series
+
+from bench.lengths.protocol import FIRST_SEED, FORMS, Tuned, Unit, at_default, tuned
+from bench.markdown import figure, table, with_error
+from bench.rows import RESULTS, frame
+
+CURVES = RESULTS / "lengths-curves.csv"
+REFERENCES = ("muon", "kl-shampoo")
+"""Whose final losses the others' steps are counted to."""
+
+
+class Compared:
+    """The runs of one model at one length: every method at its defaults and, where its search has ended, tuned."""
+
+    def __init__(self, losses: dict[Unit, float], model: str, steps: int) -> None:
+        self.losses, self.model, self.steps = losses, model, steps
+        self.lengths = sorted({unit.steps for unit in losses})
+        self.tuned: dict[str, Tuned] = {form: self._tuned(form) for form in FORMS}
+
+    def _tuned(self, form: str) -> Tuned:
+        return tuned(self.model, self.steps, form, self.losses, self.lengths)
+
+    def at_default(self, form: str) -> Series:
+        """Return the final losses by seed at the defaults as they are."""
+        first = at_default(self.model, self.steps, form, FIRST_SEED)
+        return self._by_seed(first)
+
+    def at_best(self, form: str) -> Series:
+        """Return the final losses by seed at the best settings; empty where they are not known."""
+        unit = self.tuned[form].unit
+        return Series(dtype=float) if unit is None else self._by_seed(unit)
+
+    def _by_seed(self, unit: Unit) -> Series:
+        found = {one.seed: loss for one, loss in self.losses.items() if replace(one, seed=unit.seed) == unit}
+        return Series(found, dtype=float).sort_index()
+
+    def tried(self, form: str) -> list[float]:
+        """Return the rates of the search."""
+        unit = self.tuned[form].unit
+        if unit is None:
+            return []
+        same = (one for one in self.losses if replace(one, lr=unit.lr, alpha_kl=unit.alpha_kl) == unit)
+        return sorted({one.lr for one in same})
+
+
+def units(found: DataFrame) -> dict[Unit, float]:
+    """Return the losses of a file's rows by unit, infinite where a run diverged."""
+
+    def number(value: float) -> float | None:
+        return None if math.isnan(value) else float(value)
+
+    losses = {}
+    for row in found.to_dict("records"):
+        alpha = number(row.get("alpha_kl", math.nan))
+        unit = Unit(
+            row["model"],
+            int(row["steps"]),
+            row["optimizer"],
+            row["lr"],
+            number(row["adamw_lr"]),
+            alpha,
+            int(row["seed"]),
+        )
+        loss = float(row["validation_loss"])
+        losses[unit] = math.inf if math.isnan(loss) else loss
+    return losses
+
+
+def _compared(found: DataFrame) -> Iterator[Compared]:
+    losses = units(found)
+    for model in dict.fromkeys(unit.model for unit in losses):
+        for steps in sorted({unit.steps for unit in losses if unit.model == model}):
+            yield Compared(losses, model, steps)
+
+
+def losses_table(found: DataFrame) -> str:
+    """Return what a user gets: mean final loss at the defaults and tuned, by model and length; step and state."""
+    every = list(_compared(found))
+    lines = []
+    for form, own in FORMS.items():
+        its = found[found["optimizer"] == form]
+        if its.empty:
+            continue
+        cells: dict[str, object] = {"optimizer": own.label, "to tune": "lr, α_kl" if own.alpha else "lr"}
+        for one in every:
+            both = (one.at_default(form), one.at_best(form))
+            shown = (f"{losses.mean():.3f}" if len(losses) else "-" for losses in both)
+            cells[f"{one.model}, {one.steps:,}"] = " / ".join(shown)
+        cells["step, ms"] = f"{its['optimizer_ms'].median():.0f}"
+        cells["state, MB"] = f"{its['state_mb'].median():.1f}"
+        lines.append(cells)
+    return table(DataFrame(lines), 2)
+
+
+def settings_table(found: DataFrame) -> str:
+    """Return, by model and length, what was tried and selected, and what the defaults lose to it, paired by seed."""
+    lines = []
+    for one in _compared(found):
+        for form, own in FORMS.items():
+            unit, best, default = one.tuned[form].unit, one.at_best(form), one.at_default(form)
+            if unit is None:
+                continue
+            cells: dict[str, object] = {"model": one.model, "steps": f"{one.steps:,}", "optimizer": own.label}
+            cells["lr tried"] = ", ".join(f"{lr:.3g}" for lr in one.tried(form))
+            cells["lr"] = f"{unit.lr:.3g}" + (f", α_kl {unit.alpha_kl:.3g}" if own.alpha else "")
+            cells["tuned"] = _mean(best)
+            cells["defaults − tuned"] = _difference(default, best)
+            for reference in REFERENCES:
+                cells[f"− {FORMS[reference].label}, tuned"] = (
+                    "-" if form == reference else _difference(best, one.at_best(reference))
+                )
+            cells["seeds"] = len(best)
+            lines.append(cells)
+    return table(DataFrame(lines), 3)
+
+
+def _mean(losses: Series) -> str:
+    return with_error(losses.mean(), losses.sem(), 3)
+
+
+def _difference(losses: Series, minus: Series) -> str:
+    """Return the mean difference over the seeds that both have, with its standard error where there are several."""
+    seeds = losses.index.intersection(minus.index)
+    if seeds.empty:
+        return "-"
+    difference = losses[seeds] - minus[seeds]
+    return with_error(difference.mean(), difference.sem(), 3, sign="+")
+
+
+def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
+    """Return after which share of a reference's steps and seconds tuned methods have its final loss."""
+    curve = frame(curves)
+    lines = []
+    for one in _compared(found):
+        own = {form: _curves(curve, tuned_.unit) for form, tuned_ in one.tuned.items() if tuned_.unit is not None}
+        for form, its in own.items():
+            cells: dict[str, object] = {"model": one.model, "steps": f"{one.steps:,}", "optimizer": FORMS[form].label}
+            for reference in REFERENCES:
+                if reference not in own:
+                    continue
+                shares = [_reached(its[seed], own[reference][seed]) for seed in its.keys() & own[reference].keys()]
+                steps, seconds = (np.mean([share[i] for share in shares]) for i in (0, 1))
+                known = form != reference and not math.isnan(steps)
+                cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
+                cells[f"seconds to {FORMS[reference].label}'s"] = f"{seconds:.2f}" if known else "-"
+            lines.append(cells)
+    return table(DataFrame(lines), 3)
+
+
+def _curves(curve: DataFrame, unit: Unit) -> dict[int, DataFrame]:
+    """Return the curves of a unit's settings by seed."""
+    same = (curve["model"] == unit.model) & (curve["steps"] == unit.steps) & (curve["optimizer"] == unit.form)
+    same &= curve["lr"] == unit.lr
+    for name, value in (("adamw_lr", unit.adamw_lr), ("alpha_kl", unit.alpha_kl)):
+        if name in curve:
+            same &= curve[name].isna() if value is None else curve[name] == value
+    return {int(seed): its.sort_values("step") for seed, its in curve[same].groupby("seed")}
+
+
+def _reached(its: DataFrame, reference: DataFrame) -> tuple[float, float]:
+    """Return the shares of the reference's steps and seconds after which its final loss is reached; nan if never."""
+    target = reference["validation_loss"].iloc[-1]
+    losses = its["validation_loss"].to_numpy()
+    below = np.flatnonzero(losses <= target)
+    if not len(below):
+        return math.nan, math.nan
+    part = slice(max(0, below[0] - 1), below[0] + 1)
+    steps, seconds = (
+        np.interp(-target, -losses[part], its[name].to_numpy(dtype=float)[part]) / float(reference[name].iloc[-1])
+        for name in ("step", "seconds")
+    )
+    return float(steps), float(seconds)
+
+
+BASE = "alpha_kl auto, r = 16"
+"""What a hypothesis is compared with."""
+
+
+def hypotheses_table(found: DataFrame) -> str:
+    """Return what single changes did: mean difference from the base over the rates that both were trained with."""
+    runs = found.groupby(["model", "steps"])
+    lines = []
+    for case in sorted(found["case"].unique(), key=lambda name: (name != BASE, name)):
+        cells: dict[str, object] = {"case": case}
+        for (model, steps), its in runs:
+            by_rate = its.pivot(index="lr", columns="case", values="validation_loss")
+            own = by_rate.get(case, Series(dtype=float))
+            text = figure(own.mean(), 3) if case == BASE else figure((own - by_rate[BASE]).mean(), 3, "+")
+            cells[f"{model}, {steps:,}"] = text
+        lines.append(cells)
+    return table(DataFrame(lines), 1)

@@ -1,0 +1,202 @@
+"""``bench.lengths``: what is trained is fixed before it is, and found by rules."""
+
+import math
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from pandas import DataFrame
+
+from bench.lengths import __main__ as lengths
+from bench.lengths import runs, tables
+from bench.lengths.protocol import ADAMW_LR, FORMS, STEP, Unit, at_default, power, rounded, tuned, wanted
+from bench.rows import frame
+from bench.training.run import Record
+
+MODEL = "gpt2-tiny"
+
+
+def loss_of(unit, best=0.01, alpha=0.02):
+    """A loss with one minimum in the rate, which halves where runs are four times as long, and one in alpha_kl."""
+    at = math.log(unit.lr / (best * (400 / unit.steps) ** 0.5))
+    return at**2 + (math.log(unit.alpha_kl / alpha) ** 2 if unit.alpha_kl else 0) + 0.01 * unit.seed
+
+
+def trained(lengths_, forms, seeds, models=(MODEL,)):
+    """Train by a formula until nothing is wanted."""
+    losses, order = {}, []
+    while batch := list(dict.fromkeys(wanted(models, lengths_, forms, seeds, losses))):
+        for unit in batch[:2]:
+            assert unit not in losses
+            losses[unit] = loss_of(unit)
+            order.append(unit)
+    return losses, order
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_best_is_a_minimum_among_neighbours_at_every_length(form):
+    losses, _ = trained((400, 1600), ("adamw", form), (0, 1))
+    for steps in (400, 1600):
+        unit = tuned(MODEL, steps, form, losses, (400, 1600)).unit
+        base = FORMS[form].default.lr
+        k = power(unit.lr, base)
+        beside = [replace(unit, lr=rounded(base * STEP**i)) for i in (k - 1, k + 1)]
+        if FORMS[form].alpha:
+            start = FORMS[form].default.alpha_kl
+            alphas = [rounded(start * STEP**i) for i in (power(unit.alpha_kl, start) + j for j in (-1, 1))]
+            beside = [replace(unit, alpha_kl=value) for value in alphas]
+        assert all(losses[one] > losses[unit] for one in beside)
+        assert abs(math.log(unit.lr / (0.01 if steps == 400 else 0.005))) <= math.log(STEP) / 2 + 1e-3
+
+
+def test_the_best_and_the_defaults_are_trained_on_all_seeds_and_nothing_twice():
+    losses, order = trained((400,), ("adamw", "muon"), (0, 1, 2))
+    assert len(order) == len(set(order))
+    for form in ("adamw", "muon"):
+        unit = tuned(MODEL, 400, form, losses, (400,)).unit
+        for seed in (0, 1, 2):
+            assert replace(unit, seed=seed) in losses and at_default(MODEL, 400, form, seed) in losses
+    others = {unit.adamw_lr for unit in losses if unit.form == "muon"}
+    assert others == {tuned(MODEL, 400, "adamw", losses, (400,)).unit.lr, ADAMW_LR}
+
+
+def test_a_search_begins_at_the_best_of_the_shorter_length():
+    losses, order = trained((400, 1600), ("adamw",), (0,))
+    shorter = tuned(MODEL, 400, "adamw", losses, (400, 1600)).unit
+    first = [unit.lr for unit in order if unit.steps == 1600][:3]
+    assert shorter.lr in first
+
+
+def test_a_diverged_run_is_never_the_best():
+    losses, _ = trained((400,), ("adamw",), (0,))
+    best = tuned(MODEL, 400, "adamw", losses, (400,)).unit
+    again = tuned(MODEL, 400, "adamw", losses | {best: math.inf}, (400,))
+    assert again.unit != best
+
+
+def test_powers_are_those_of_recorded_rates():
+    assert [power(rounded(0.003 * STEP**k), 0.003) for k in range(-4, 5)] == list(range(-4, 5))
+
+
+def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatch):
+    def record(unit):
+        losses = [(0, 5.0), (unit.steps, loss_of(unit))]
+        return Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
+                      validation=losses), {"data": "text"}  # fmt: skip
+
+    monkeypatch.setattr(lengths, "ProcessPoolExecutor", lambda jobs, *_, **__: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(lengths, "train", record)
+    arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "muon", "--seeds", "0"]
+    assert lengths.main([*arguments, "--jobs", "2"]) == 0
+    found = tables.units(frame(tmp_path / "lengths.csv"))
+    assert not list(wanted((MODEL,), (400,), ("adamw", "muon"), (0,), found))
+    assert found == {unit: pytest.approx(loss_of(unit), rel=1e-6) for unit in found}
+    curve = lengths.rows.read(tmp_path / "lengths-curves.csv")
+    assert len(curve) == 2 * len(found) and curve[1]["seconds"] == "80"
+    monkeypatch.setattr(lengths, "train", lambda unit: pytest.fail("trained again"))
+    assert lengths.main(arguments) == 0
+
+
+def row_of(unit, loss):
+    named = {"model": unit.model, "steps": unit.steps, "optimizer": unit.form, "seed": unit.seed, "lr": unit.lr}
+    named |= {"adamw_lr": unit.adamw_lr, "alpha_kl": unit.alpha_kl, "validation_loss": loss}
+    return named | {"optimizer_ms": 20.0, "state_mb": 2.0}
+
+
+def test_the_tables_pair_seeds_and_show_only_what_is_known(tmp_path):
+    losses, _ = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1))
+    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in losses.items()])
+    found = frame(tmp_path / "rows.csv")
+    muon = tuned(MODEL, 400, "muon", losses, (400,)).unit
+    shown = tables.losses_table(found).splitlines()
+    (line,) = (line for line in shown if "| Muon " in line)
+    mean = (losses[muon] + losses[replace(muon, seed=1)]) / 2
+    default = (losses[at_default(MODEL, 400, "muon", 0)] + losses[at_default(MODEL, 400, "muon", 1)]) / 2
+    assert f"{default:.3f} / {mean:.3f}" in line
+    assert not any("SOAP" in line for line in shown)
+    (line,) = (line for line in tables.settings_table(found).splitlines() if "| Muon " in line)
+    # The formula's seeds differ by 0.01 everywhere, so that paired differences have no error.
+    assert f"{default - mean:+.3f} ± 0.000" in line and f"{mean:.3f} ± 0.005" in line and line.endswith(" 2 |")
+    short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]
+    lengths.rows.write(tmp_path / "short.csv", short)
+    assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"))
+
+
+def test_shares_of_steps_and_seconds_to_a_loss_are_interpolated(tmp_path):
+    losses, _ = trained((400,), ("adamw", "muon"), (0,))
+    curves = []
+    for unit in losses:
+        per_step = 0.2 if unit.form == "adamw" else 0.1
+        for step, loss in ((0, 4.0), (200, 2.0), (400, 1.0 if unit.form == "adamw" else 1.5)):
+            curves.append(row_of(unit, loss) | {"step": step, "seconds": per_step * step})
+    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in losses.items()])
+    lengths.rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
+    shown = tables.reached_table(frame(tmp_path / "rows.csv"), tmp_path / "curves.csv").splitlines()
+    (line,) = (line for line in shown if "AdamW" in line)
+    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 1.5 after 300 steps of twice the time
+    (line,) = (line for line in shown if "| Muon " in line)
+    assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+
+
+def test_hypotheses_are_compared_with_the_base_at_the_rates_that_both_have():
+    named = {"model": MODEL, "steps": 400}
+    runs = [
+        (tables.BASE, 0.01, 2.0),
+        (tables.BASE, 0.02, 3.0),
+        ("r = 8", 0.02, 3.5),
+        ("r = 8", 0.04, 9.0),
+        ("r = 4", 1, 1),
+    ]
+    found = DataFrame([named | {"case": case, "lr": lr, "validation_loss": loss} for case, lr, loss in runs])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.hypotheses_table(found).splitlines()]
+    assert lines[2:] == [[tables.BASE, "2.500"], ["r = 4", "-"], ["r = 8", "+0.500"]]
+
+
+@pytest.mark.slow
+def test_the_command_trains_in_processes_of_its_own(tmp_path):
+    """As users start it, where all but one run are done: what processes import is not the command itself."""
+    missing = at_default(MODEL, 1, "adamw", 0)
+    losses, _ = trained((1,), ("adamw",), (0,))
+    lengths.rows.write(tmp_path / "lengths.csv", [row_of(*one) for one in losses.items() if one[0] != missing])
+    names = ["--models", MODEL, "--lengths", "1", "--forms", "adamw", "--seeds", "0", "--jobs", "2"]
+    command = [sys.executable, "-m", "bench.lengths", f"--out={tmp_path}", *names]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=lengths.rows.ROOT)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("gpt2-tiny, 1 steps, adamw lr 0.001, seed 0: ") and found.stdout.count("\n") == 1
+    assert tables.units(frame(tmp_path / "lengths.csv")).keys() == losses.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["adamw", "muon", "pro-klshampoo-paper", "cosmos"])
+def test_a_unit_is_trained_with_its_settings(form):
+    threads = torch.get_num_threads()
+    unit = replace(at_default(MODEL, 1, form, 0), lr=1e-3)
+    try:
+        record, where = runs.train(unit)
+    finally:
+        torch.set_num_threads(threads)
+    row, curve = runs.rows_of(unit, record, where)
+    assert row["lr"] == 1e-3 and row["optimizer"] == form and row["state_mb"] > 0 and where["threads"] == "1"
+    assert [one["step"] for one in curve] == [0, 1] and row["validation_loss"] == curve[-1]["validation_loss"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--lengths", "0"], "--lengths 0: must be a whole number >= 1"),
+        (["--seeds", "1", "1"], "--seeds names one twice"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(arguments, says, capsys):
+    assert lengths.main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
+    unit = Unit(MODEL, 400, "pro-klshampoo-paper", 0.01333, 0.00225, 0.015, 1)
+    row = {"model": unit.model, "steps": 400, "optimizer": unit.form, "seed": 1, "validation_loss": 2.0}
+    lengths.rows.write(tmp_path / "rows.csv", [row | {"lr": unit.lr, "adamw_lr": unit.adamw_lr, "alpha_kl": 0.015}])
+    assert tables.units(frame(tmp_path / "rows.csv")) == {unit: 2.0}
