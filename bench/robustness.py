@@ -5,10 +5,9 @@ README gives them, and again with one thing changed: rate, rank, batch, scale of
 at zero; and experts that see fewer tokens than r. One seed, one run a process, nothing tuned.
 """
 
-import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from bench.markdown import figure, table
 from bench.optimizers import Hyper, label
 from bench.training.run import Run, Trainee
 from bench.training.settings import Settings
+from bench.workers import one_run_each
 
 (SCALE,) = (scale for scale in SCALES["tiny"] if scale.name == "llama-tiny")
 METHODS = ("pro-klshampoo", "muon")
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     o = command.options(Options, argv, "bench.robustness")
     done = {(one["case"], one["optimizer"]) for one in rows.read(o.out)}
     wanted = [(method, name) for name in o.cases for method in CASES[name].methods if (name, method) not in done]
-    with ProcessPoolExecutor(o.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with one_run_each(o.jobs) as pool:
         futures = {pool.submit(trained, *one): one for one in wanted}
         for future in as_completed(futures):
             found = row(*futures[future], future.result())

@@ -87,7 +87,7 @@ def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatc
         return Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
                       validation=losses), {"data": "text"}  # fmt: skip
 
-    monkeypatch.setattr(lengths, "ProcessPoolExecutor", lambda jobs, *_, **__: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(lengths, "one_run_each", ThreadPoolExecutor)
     monkeypatch.setattr(lengths, "train", record)
     arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "muon", "--seeds", "0"]
     assert lengths.main([*arguments, "--jobs", "2"]) == 0

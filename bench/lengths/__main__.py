@@ -6,10 +6,9 @@ runs, ``lengths-curves.csv`` their validation losses along the way.
 """
 
 import math
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +18,7 @@ from bench.lengths.protocol import FORMS, Losses, Unit, wanted
 from bench.lengths.runs import MODELS, rows_of, train
 from bench.lengths.tables import units
 from bench.training.run import Record
+from bench.workers import one_run_each
 
 KEY = ("model", "steps", "optimizer", "lr", "adamw_lr", "alpha_kl", "seed")
 
@@ -43,8 +43,7 @@ def run(o: Options) -> None:
     """Train what is wanted until nothing is."""
     path, curves = o.out / "lengths.csv", o.out / "lengths-curves.csv"
     losses = units(rows.frame(path))
-    # One run a process: what a package has changed in torch for its own sake is gone with it.
-    with ProcessPoolExecutor(o.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with one_run_each(o.jobs) as pool:
         under_way: dict[Future[tuple[Record, rows.Row]], Unit] = {}
         while True:
             for unit in _next(o, losses, set(under_way.values()), o.jobs - len(under_way)):
