@@ -155,7 +155,7 @@ def row(method: str, name: str, loss: float) -> rows.Row:
             "adamw_lr": None,
         }
         own |= {"rank": experts.RANK if method != "muon" else None}
-    return own | {"median": loss} | rows.environment(torch.device("cpu"))
+    return own | {"median": loss} | rows.environment(torch.device("cpu")) | {"threads": "1"}
 
 
 def losses_table(found: DataFrame) -> str:

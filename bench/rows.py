@@ -37,8 +37,8 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
 
 KEYS = {
     # A run, or an operation on a model's matrices; "case" is an operation with its shapes, the machine, or what happens
-    # to gradients.
-    **_columns("model case optimizer clip_threshold backend start", "rank"),
+    # to gradients; "base" the case that another is a change of.
+    **_columns("model case base optimizer clip_threshold backend start", "rank"),
     # One process of several, or all together.
     **_columns(whole="ranks place"),
     # Compiled code.

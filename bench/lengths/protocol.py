@@ -3,8 +3,9 @@
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
 the best of the next shorter length, else around the method's ``centre``, and further ones while the best lies at an
 edge; then alpha_kl in the same way where a method has one to tune. AdamW comes first: its best rate is then that of
-embedding, head and norms beside every other method. The best is trained on all seeds, and so are the defaults as they
-are, with README's rate for embedding, head and norms.
+embedding, head and norms beside every other method; when the rest is known README's is tried in its place, and the
+better one stays. The best is trained on all seeds, and so are the defaults as they are, with README's rate for
+embedding, head and norms.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from bench.optimizers import OPTIMIZERS, Hyper
 
 STEP = 1.5
 ADAMW_LR = 3e-3
-"""Of embedding, head and norms beside the defaults: README's."""
+"""Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
 RANK = 16
 """Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
 FIRST_SEED = 0
@@ -150,7 +151,12 @@ def tuned(model: str, steps: int, form: str, losses: Losses, lengths: Sequence[i
         if found.best is None:
             return Tuned(None, found.wanted)
         unit = replace(unit, alpha_kl=rounded(own.default.alpha_kl * STEP**found.best))
-    return Tuned(unit)
+    if adamw_lr is None:
+        return Tuned(unit)
+    other = replace(unit, adamw_lr=ADAMW_LR)
+    if other not in losses:
+        return Tuned(None, (other,))
+    return Tuned(min(unit, other, key=lambda one: losses[one]))
 
 
 def power(value: float | None, base: float | None) -> int:

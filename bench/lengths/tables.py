@@ -9,7 +9,7 @@ import numpy as np
 from pandas import DataFrame, Series
 
 from bench.lengths.protocol import FIRST_SEED, FORMS, Tuned, Unit, at_default, tuned
-from bench.markdown import figure, table, with_error
+from bench.markdown import table, with_error
 from bench.rows import RESULTS, frame
 
 CURVES = RESULTS / "lengths-curves.csv"
@@ -47,7 +47,8 @@ class Compared:
         unit = self.tuned[form].unit
         if unit is None:
             return []
-        same = (one for one in self.losses if replace(one, lr=unit.lr, alpha_kl=unit.alpha_kl) == unit)
+        free = ("lr", "alpha_kl", "adamw_lr")
+        same = (one for one in self.losses if replace(one, **{name: getattr(unit, name) for name in free}) == unit)
         return sorted({one.lr for one in same})
 
 
@@ -111,6 +112,7 @@ def settings_table(found: DataFrame) -> str:
             cells: dict[str, object] = {"model": one.model, "steps": f"{one.steps:,}", "optimizer": own.label}
             cells["lr tried"] = ", ".join(f"{lr:.3g}" for lr in one.tried(form))
             cells["lr"] = f"{unit.lr:.3g}" + (f", α_kl {unit.alpha_kl:.3g}" if own.alpha else "")
+            cells["AdamW's"] = "" if unit.adamw_lr is None else f"{unit.adamw_lr:.3g}"
             cells["tuned"] = _mean(best)
             cells["defaults − tuned"] = _difference(default, best)
             for reference in REFERENCES:
@@ -152,7 +154,7 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
                 cells[f"seconds to {FORMS[reference].label}'s"] = f"{seconds:.2f}" if known else "-"
             lines.append(cells)
-    return table(DataFrame(lines), 3)
+    return table(DataFrame(lines).fillna("-"), 3)
 
 
 def _curves(curve: DataFrame, unit: Unit) -> dict[int, DataFrame]:
@@ -178,22 +180,3 @@ def _reached(its: DataFrame, reference: DataFrame) -> tuple[float, float]:
         for name in ("step", "seconds")
     )
     return float(steps), float(seconds)
-
-
-BASE = "alpha_kl auto, r = 16"
-"""What a hypothesis is compared with."""
-
-
-def hypotheses_table(found: DataFrame) -> str:
-    """Return what single changes did: mean difference from the base over the rates that both were trained with."""
-    runs = found.groupby(["model", "steps"])
-    lines = []
-    for case in sorted(found["case"].unique(), key=lambda name: (name != BASE, name)):
-        cells: dict[str, object] = {"case": case}
-        for (model, steps), its in runs:
-            by_rate = its.pivot(index="lr", columns="case", values="validation_loss")
-            own = by_rate.get(case, Series(dtype=float))
-            text = figure(own.mean(), 3) if case == BASE else figure((own - by_rate[BASE]).mean(), 3, "+")
-            cells[f"{model}, {steps:,}"] = text
-        lines.append(cells)
-    return table(DataFrame(lines), 1)
