@@ -26,9 +26,11 @@ from bench.training.schedules import linear
 
 PATCH, PATCHES, WIDTH, LAYERS = 2, 16, 64, 3
 TEST, BATCH = 500, 64
+STEPS = 400
+"""Of the runs that tables show."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """What the default rates are multiplied with."""
-KEY = ("optimizer", "factor", "seed", "metric")
+KEY = ("optimizer", "factor", "seed", "steps", "metric")
 
 
 class Mixer(nn.Module):
@@ -72,7 +74,7 @@ class Options:
     out: Path = rows.RESULTS / "digits.csv"  # Results file; what is in it is not trained again
     forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
     seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 400  # Of every run
+    steps: int = STEPS  # Of every run
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
@@ -123,9 +125,9 @@ def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
 
 def run(o: Options) -> Iterator[rows.Row]:
     """Train everything that the file has not and yield the rows."""
-    known = {(row["optimizer"], row["factor"], row["seed"]) for row in rows.read(o.out)}
+    known = {(row["optimizer"], row["factor"], row["seed"], row["steps"]) for row in rows.read(o.out)}
     for seed, form, factor in product(o.seeds, o.forms, FACTORS):
-        if (form, f"{factor:g}", str(seed)) in known:
+        if (form, f"{factor:g}", str(seed), str(o.steps)) in known:
             continue
         default = FORMS[form].default
         lr = default.lr * factor
@@ -137,19 +139,25 @@ def run(o: Options) -> Iterator[rows.Row]:
 
 
 def losses_table(found: DataFrame) -> str:
-    """Return the test losses by factor of the rate, means over seeds with standard errors, and errors at the best."""
+    """Return test losses by factor of the rate, means over the seeds with every rate, and errors at the best one."""
     lines = []
     for form in (name for name in FORMS if name in set(found["optimizer"])):
-        its = found[found["optimizer"] == form]
+        its = found[(found["optimizer"] == form) & (found["steps"] == STEPS)]
         losses = its[its["metric"] == "test loss"]
         by_seed = losses.pivot(index="seed", columns="factor", values="median")
+        by_seed = by_seed.reindex(columns=[f"{factor:g}" for factor in FACTORS]).dropna()
+        if by_seed.empty:
+            continue
         best = by_seed.mean().idxmin()
         lost = by_seed["1"] - by_seed[best]
-        errors = its[(its["metric"] == "test errors") & (its["factor"] == best)]["median"]
+        errors = its[(its["metric"] == "test errors") & (its["factor"] == best) & its["seed"].isin(by_seed.index)][
+            "median"
+        ]
         cells = {"optimizer": FORMS[form].label}
-        cells |= {f"lr × {factor:g}": f"{by_seed[f'{factor:g}'].mean():.3f}" for factor in FACTORS}
+        cells |= {f"lr × {factor}": f"{mean:.3f}" for factor, mean in by_seed.mean().items()}
         cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)
         cells["errors at the best, %"] = with_error(100 * errors.mean(), 100 * errors.sem(), 1)
+        cells["seeds"] = len(by_seed)
         lines.append(cells)
     return table(DataFrame(lines), 1)
 

@@ -47,18 +47,22 @@ def test_what_the_file_has_is_not_trained_again(tmp_path, monkeypatch):
     found = read(tmp_path / "rows.csv")
     assert len(found) == 2 * 2 * 2 * len(digits.FACTORS)
     assert {row["median"] for row in found if row["optimizer"] == "muon" and row["factor"] == "0.5"} == {"0.01", "0.5"}
-    monkeypatch.setattr(digits, "trained", lambda *_: pytest.fail("trained again"))
-    assert digits.main(arguments) == 0 and read(tmp_path / "rows.csv") == found
+    with monkeypatch.context() as within:
+        within.setattr(digits, "trained", lambda *_: pytest.fail("trained again"))
+        assert digits.main(arguments) == 0 and read(tmp_path / "rows.csv") == found
+    assert digits.main([*arguments, "--steps", "7"]) == 0  # other runs, which replace none
+    assert read(tmp_path / "rows.csv")[: len(found)] == found and len(read(tmp_path / "rows.csv")) == 2 * len(found)
 
 
-def test_the_table_pairs_the_default_with_the_best_by_seed():
-    rows = [
+def test_the_table_pairs_the_default_with_the_best_over_the_seeds_with_every_rate():
+    unfinished = {"seed": 2, "factor": "1", "metric": "test loss", "median": 9.0}
+    rows = [{"optimizer": "muon"} | unfinished, {"optimizer": "adamw"} | unfinished] + [
         {"optimizer": "muon", "seed": seed, "factor": f"{factor:g}", "metric": metric, "median": value}
         for seed, offset in ((0, 0.0), (1, 0.5))
         for factor in digits.FACTORS
         for metric, value in (("test loss", offset + abs(factor - 2)), ("test errors", 0.01))
     ]
-    line = digits.losses_table(DataFrame(rows)).splitlines()[2]
+    (line,) = digits.losses_table(DataFrame(rows).assign(steps=digits.STEPS)).splitlines()[2:]
     assert line.split("|")[1].strip() == "Muon"
     assert [cell.strip() for cell in line.split("|")[2:-1]] == [
         "2.000",
@@ -68,4 +72,5 @@ def test_the_table_pairs_the_default_with_the_best_by_seed():
         "2.250",
         "1.000 ± 0.000",
         "1.0 ± 0.0",
+        "2",
     ]

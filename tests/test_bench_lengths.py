@@ -11,7 +11,7 @@ import torch
 
 from bench.lengths import __main__ as lengths
 from bench.lengths import runs, tables
-from bench.lengths.protocol import ADAMW_LR, FORMS, STEP, Unit, at_default, power, rounded, tuned, wanted
+from bench.lengths.protocol import ADAMW_LR, FORMS, FURTHEST, STEP, Unit, at_default, power, rounded, tuned, wanted
 from bench.rows import frame
 from bench.training.run import Record
 
@@ -25,7 +25,7 @@ def loss_of(unit, best=0.01, alpha=0.02):
 
 
 def trained(lengths_, forms, seeds, models=(MODEL,)):
-    """Train by a formula until nothing is wanted."""
+    """Return the losses by a formula of all that is wanted, and the order in which it was."""
     losses, order = {}, []
     while batch := list(dict.fromkeys(wanted(models, lengths_, forms, seeds, losses))):
         for unit in batch[:2]:
@@ -39,7 +39,7 @@ def trained(lengths_, forms, seeds, models=(MODEL,)):
 def test_the_best_is_a_minimum_among_neighbours_at_every_length(form):
     losses, _ = trained((400, 1600), ("adamw", form), (0, 1))
     for steps in (400, 1600):
-        unit = tuned(MODEL, steps, form, losses, (400, 1600)).unit
+        unit = tuned(MODEL, steps, form, losses).unit
         base = FORMS[form].default.lr
         k = power(unit.lr, base)
         beside = [replace(unit, lr=rounded(base * STEP**i)) for i in (k - 1, k + 1)]
@@ -55,34 +55,63 @@ def test_the_best_and_the_defaults_are_trained_on_all_seeds_and_nothing_twice():
     losses, order = trained((400,), ("adamw", "muon"), (0, 1, 2))
     assert len(order) == len(set(order))
     for form in ("adamw", "muon"):
-        unit = tuned(MODEL, 400, form, losses, (400,)).unit
+        unit = tuned(MODEL, 400, form, losses).unit
         for seed in (0, 1, 2):
             assert replace(unit, seed=seed) in losses and at_default(MODEL, 400, form, seed) in losses
     others = {unit.adamw_lr for unit in losses if unit.form == "muon"}
-    assert others == {tuned(MODEL, 400, "adamw", losses, (400,)).unit.lr, ADAMW_LR}
+    assert others == {tuned(MODEL, 400, "adamw", losses).unit.lr, ADAMW_LR}
 
 
 @pytest.mark.parametrize("better", [True, False])
 def test_readmes_rate_beside_the_matrices_stays_where_it_is_better(better):
     losses, _ = trained((400,), ("adamw", "muon"), (0,))
-    first = tuned(MODEL, 400, "adamw", losses, (400,)).unit.lr
-    found = tuned(MODEL, 400, "muon", losses, (400,)).unit
+    first = tuned(MODEL, 400, "adamw", losses).unit.lr
+    found = tuned(MODEL, 400, "muon", losses).unit
     assert found.adamw_lr == first != ADAMW_LR
     losses[replace(found, adamw_lr=ADAMW_LR)] += -1.0 if better else 1.0
-    assert tuned(MODEL, 400, "muon", losses, (400,)).unit == replace(found, adamw_lr=ADAMW_LR if better else first)
+    assert tuned(MODEL, 400, "muon", losses).unit == replace(found, adamw_lr=ADAMW_LR if better else first)
 
 
-def test_a_search_begins_at_the_best_of_the_shorter_length():
-    losses, order = trained((400, 1600), ("adamw",), (0,))
-    shorter = tuned(MODEL, 400, "adamw", losses, (400, 1600)).unit
-    first = [unit.lr for unit in order if unit.steps == 1600][:3]
-    assert shorter.lr in first
+@pytest.mark.parametrize("form", ["adamw", "pro-klshampoo-paper"])
+def test_a_search_begins_at_the_best_of_the_shorter_length(form):
+    losses, order = trained((400, 1600), dict.fromkeys(("adamw", form)), (0,))
+    shorter = tuned(MODEL, 400, form, losses).unit
+    default = at_default(MODEL, 1600, form, 0)
+    first = [unit for unit in order if unit.steps == 1600 and unit.form == form and unit != default][:3]
+    assert shorter.lr in {unit.lr for unit in first} and {unit.alpha_kl for unit in first} == {shorter.alpha_kl}
+    assert shorter.alpha_kl != default.alpha_kl or form == "adamw"
+
+
+def test_a_command_of_other_lengths_or_models_leaves_what_is_tuned():
+    losses, _ = trained((400,), ("adamw", "muon"), (0,), ("gpt2-tiny", "llama-tiny"))
+    known = {model: tuned(model, 400, "muon", losses).unit for model in ("gpt2-tiny", "llama-tiny")}
+    for steps, unfinished in ((100, 5), (1600, None)):
+        for _ in range(unfinished or 100):
+            if batch := list(wanted((MODEL,), (steps,), ("adamw", "muon"), (0,), losses)):
+                losses[batch[0]] = loss_of(batch[0])
+        assert {model: tuned(model, 400, "muon", losses).unit for model in known} == known
+    assert tuned(MODEL, 1600, "muon", losses).unit is not None
+
+
+def test_the_defaults_are_the_best_where_nothing_that_was_tried_is_lower():
+    losses, _ = trained((400,), ("adamw", "muon"), (0,))
+    default = at_default(MODEL, 400, "muon", 0)
+    assert tuned(MODEL, 400, "muon", losses).unit != default
+    assert tuned(MODEL, 400, "muon", losses | {default: -1.0}).unit == default
+
+
+def test_a_search_without_a_minimum_ends():
+    losses, count = {}, 0
+    while batch := list(wanted((MODEL,), (400,), ("adamw",), (0,), losses)):
+        losses[batch[0]] = batch[0].lr
+        count += 1
+    assert count <= 2 * FURTHEST and tuned(MODEL, 400, "adamw", losses).unit.lr == min(unit.lr for unit in losses)
 
 
 def test_a_diverged_run_is_never_the_best():
     losses, _ = trained((400,), ("adamw",), (0,))
-    best = tuned(MODEL, 400, "adamw", losses, (400,)).unit
-    again = tuned(MODEL, 400, "adamw", losses | {best: math.inf}, (400,))
+    best = tuned(MODEL, 400, "adamw", losses).unit
+    again = tuned(MODEL, 400, "adamw", losses | {best: math.inf})
     assert again.unit != best
 
 
@@ -115,23 +144,32 @@ def row_of(unit, loss):
     return named | {"optimizer_ms": 20.0, "state_mb": 2.0}
 
 
-def test_the_tables_pair_seeds_and_show_only_what_is_known(tmp_path):
-    losses, _ = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1))
-    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in losses.items()])
+def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is_known(tmp_path):
+    losses, _ = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1, 2))
+    of_one_seed, _ = trained((400,), ("adamw", "soap"), (0,))
+    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in (of_one_seed | losses).items()])
     found = frame(tmp_path / "rows.csv")
-    muon = tuned(MODEL, 400, "muon", losses, (400,)).unit
-    shown = tables.losses_table(found).splitlines()
+    muon = tuned(MODEL, 400, "muon", losses).unit
+    default = at_default(MODEL, 400, "muon", 0)
+    for selecting, more, error, seeds in ((True, 0.0, "", 1), (False, 0.015, " ± 0.005", 2)):
+        shown = tables.losses_table(found, selecting).splitlines()
+        (line,) = (line for line in shown if "| Muon " in line)
+        assert f"{losses[default] + more:.3f}{error} / {losses[muon] + more:.3f}{error}" in line
+        assert line.endswith(f" {seeds} |")
+        assert any("SOAP" in line for line in shown) is selecting and not any("COSMOS" in line for line in shown)
+    shown = tables.settings_table(found).splitlines()
     (line,) = (line for line in shown if "| Muon " in line)
-    mean = (losses[muon] + losses[replace(muon, seed=1)]) / 2
-    default = (losses[at_default(MODEL, 400, "muon", 0)] + losses[at_default(MODEL, 400, "muon", 1)]) / 2
-    assert f"{default:.3f} / {mean:.3f}" in line
-    assert not any("SOAP" in line for line in shown)
-    (line,) = (line for line in tables.settings_table(found).splitlines() if "| Muon " in line)
     # The formula's seeds differ by 0.01 everywhere, so that paired differences have no error.
-    assert f"{default - mean:+.3f} ± 0.000" in line and f"{mean:.3f} ± 0.005" in line and line.endswith(" 2 |")
+    assert f"{losses[default] - losses[muon]:+.3f} ± 0.000" in line and line.endswith(" 2 |")
+    (line,) = (line for line in shown if "| SOAP " in line)  # on the seed that it shares with Muon
+    assert f"{loss_of_soap(of_one_seed) - losses[muon]:+.3f} |" in line and line.endswith(" 1 |")
     short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]
     lengths.rows.write(tmp_path / "short.csv", short)
     assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"))
+
+
+def loss_of_soap(losses):
+    return losses[tuned(MODEL, 400, "soap", losses).unit]
 
 
 def test_shares_of_steps_and_seconds_to_a_loss_are_interpolated(tmp_path):

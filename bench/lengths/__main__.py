@@ -55,8 +55,8 @@ def run(o: Options) -> None:
                 unit = under_way.pop(future)
                 row, curve = rows_of(unit, *future.result())
                 losses[unit] = row["validation_loss"] if math.isfinite(row["validation_loss"]) else math.inf
+                rows.upsert(curves, curve, KEY)  # before the row, which says that the run is done
                 rows.upsert(path, [row], KEY)
-                rows.upsert(curves, curve, KEY)
                 rate = f"lr {unit.lr:g}" + (f" alpha_kl {unit.alpha_kl:g}" if unit.alpha_kl else "")
                 print(
                     f"{unit.model}, {unit.steps} steps, {unit.form} {rate}, seed {unit.seed}: {losses[unit]:.4f}",
@@ -66,7 +66,7 @@ def run(o: Options) -> None:
 
 def _next(o: Options, losses: Losses, busy: set[Unit], count: int) -> list[Unit]:
     found: list[Unit] = []
-    for unit in wanted(o.models, sorted(o.lengths), o.forms, o.seeds, losses):
+    for unit in wanted(o.models, o.lengths, o.forms, o.seeds, losses):
         if len(found) == count:
             break
         if unit not in busy and unit not in found:

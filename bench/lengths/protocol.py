@@ -1,11 +1,11 @@
 """What is trained, fixed before it is: methods, their rates, and how the best of these is found at every length.
 
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
-the best of the next shorter length, else around the method's ``centre``, and further ones while the best lies at an
-edge; then alpha_kl in the same way where a method has one to tune. AdamW comes first: its best rate is then that of
-embedding, head and norms beside every other method; when the rest is known README's is tried in its place, and the
-better one stays. The best is trained on all seeds, and so are the defaults as they are, with README's rate for
-embedding, head and norms.
+the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
+the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes
+first: its best rate is then that of embedding, head and norms beside every other method, and when the rest is known
+README's is tried in its place. The best of all these and of the defaults as they are, which have README's rate for
+embedding, head and norms, is trained on all seeds, and so are the defaults.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +19,8 @@ ADAMW_LR = 3e-3
 RANK = 16
 """Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
 FIRST_SEED = 0
+FURTHEST = 8
+"""Powers of STEP that a search goes from where it began, a factor of 26."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def climb(unit: Unit, name: str, base: float, start: int, losses: Losses) -> Sea
         if missing := tuple(one for one in units.values() if one not in losses):
             return Search(None, missing)
         best = min(units, key=lambda k: losses[units[k]])
-        if low < best < high:
+        if low < best < high or abs(best - start) >= FURTHEST:
             return Search(best)
         low, high = min(low, best - 1), max(high, best + 1)
 
@@ -120,27 +122,22 @@ class Tuned:
     wanted: tuple[Unit, ...] = ()
 
 
-def tuned(model: str, steps: int, form: str, losses: Losses, lengths: Sequence[int]) -> Tuned:
+def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     """Return the best settings of a form on the first seed, or what is to be trained next."""
     own = FORMS[form]
     adamw_lr = None
     if form != "adamw":
-        first = tuned(model, steps, "adamw", losses, lengths)
+        first = tuned(model, steps, "adamw", losses)
         if first.unit is None:
             return first
         adamw_lr = first.unit.lr
-    family = model.partition("-")[0]
     unit = Unit(model, steps, form, own.default.lr, adamw_lr, own.default.alpha_kl, FIRST_SEED)
-    shorter = max((length for length in lengths if length < steps), default=None)
-    start, alpha = own.centre[family], 1
-    if shorter is not None:
-        before = tuned(model, shorter, form, losses, lengths)
-        if before.unit is None:
-            return before
-        start = power(before.unit.lr, own.default.lr)
+    start, alpha = own.centre[model.partition("-")[0]], 1
+    if before := _shorter(model, steps, form, losses):
+        start = power(before.lr, own.default.lr)
         if own.alpha:
-            unit = replace(unit, alpha_kl=before.unit.alpha_kl)
-            alpha = power(before.unit.alpha_kl, own.default.alpha_kl)
+            unit = replace(unit, alpha_kl=before.alpha_kl)
+            alpha = power(before.alpha_kl, own.default.alpha_kl)
     found = climb(unit, "lr", own.default.lr, start, losses)
     if found.best is None:
         return Tuned(None, found.wanted)
@@ -151,12 +148,18 @@ def tuned(model: str, steps: int, form: str, losses: Losses, lengths: Sequence[i
         if found.best is None:
             return Tuned(None, found.wanted)
         unit = replace(unit, alpha_kl=rounded(own.default.alpha_kl * STEP**found.best))
-    if adamw_lr is None:
-        return Tuned(unit)
-    other = replace(unit, adamw_lr=ADAMW_LR)
-    if other not in losses:
-        return Tuned(None, (other,))
-    return Tuned(min(unit, other, key=lambda one: losses[one]))
+    others = [] if adamw_lr is None else [replace(unit, adamw_lr=ADAMW_LR)]
+    others.append(at_default(model, steps, form, FIRST_SEED))
+    if missing := tuple(one for one in others if one not in losses):
+        return Tuned(None, missing)
+    return Tuned(min(unit, *others, key=lambda one: losses[one]))
+
+
+def _shorter(model: str, steps: int, form: str, losses: Losses) -> Unit | None:
+    """Return the best of the longest shorter runs whose search has ended."""
+    lengths = {one.steps for one in losses if one.model == model and one.form == form and one.steps < steps}
+    units = (tuned(model, length, form, losses).unit for length in sorted(lengths, reverse=True))
+    return next((unit for unit in units if unit is not None), None)
 
 
 def power(value: float | None, base: float | None) -> int:
@@ -180,11 +183,16 @@ def wanted(
     models: Sequence[str], lengths: Sequence[int], forms: Sequence[str], seeds: Sequence[int], losses: Losses
 ) -> Iterator[Unit]:
     """Yield what can be trained now, in the order in which it is: shorter runs, and searches, first."""
-    for steps in lengths:
-        found = {(m, form): tuned(m, steps, form, losses, lengths) for form in forms for m in models}
-        for its in found.values():
-            yield from (unit for unit in its.wanted if unit not in losses)
+    searched: set[tuple[str, str]] = set()  # a longer search waits for the end of a shorter one
+    for steps in sorted(lengths):
+        found: dict[tuple[str, str], Unit | None] = {}
+        for form in forms:
+            for model in models:
+                its = Tuned(None) if (model, form) in searched else tuned(model, steps, form, losses)
+                found[model, form] = its.unit
+                yield from its.wanted
+        searched |= {key for key, unit in found.items() if unit is None}
         for seed in seeds:
-            for (model, form), its in found.items():
-                units = (at_default(model, steps, form, seed), *((replace(its.unit, seed=seed),) if its.unit else ()))
+            for (model, form), best in found.items():
+                units = (at_default(model, steps, form, seed), *((replace(best, seed=seed),) if best else ()))
                 yield from (unit for unit in units if unit not in losses)

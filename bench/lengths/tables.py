@@ -1,7 +1,7 @@
 """The tables of :mod:`bench.lengths` from its rows: losses by method and length, and what the defaults lose."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +22,11 @@ class Compared:
 
     def __init__(self, losses: dict[Unit, float], model: str, steps: int) -> None:
         self.losses, self.model, self.steps = losses, model, steps
-        self.lengths = sorted({unit.steps for unit in losses})
-        self.tuned: dict[str, Tuned] = {form: self._tuned(form) for form in FORMS}
-
-    def _tuned(self, form: str) -> Tuned:
-        return tuned(self.model, self.steps, form, self.losses, self.lengths)
+        self.tuned: dict[str, Tuned] = {form: tuned(model, steps, form, losses) for form in FORMS}
 
     def at_default(self, form: str) -> Series:
         """Return the final losses by seed at the defaults as they are."""
-        first = at_default(self.model, self.steps, form, FIRST_SEED)
-        return self._by_seed(first)
+        return self._by_seed(at_default(self.model, self.steps, form, FIRST_SEED))
 
     def at_best(self, form: str) -> Series:
         """Return the final losses by seed at the best settings; empty where they are not known."""
@@ -43,13 +38,20 @@ class Compared:
         return Series(found, dtype=float).sort_index()
 
     def tried(self, form: str) -> list[float]:
-        """Return the rates of the search."""
+        """Return the rates that the best was chosen from."""
         unit = self.tuned[form].unit
         if unit is None:
             return []
         free = ("lr", "alpha_kl", "adamw_lr")
         same = (one for one in self.losses if replace(one, **{name: getattr(unit, name) for name in free}) == unit)
         return sorted({one.lr for one in same})
+
+
+def judged(seeds: Iterable[int], selecting: bool | None = None) -> list[int]:
+    """Return which seeds count: not the one that rates are selected on, unless ``selecting`` or, if None, no other."""
+    found = sorted(seeds)
+    first, others = ([seed for seed in found if (seed == FIRST_SEED) is one] for one in (True, False))
+    return first if selecting else others if selecting is False else others or first
 
 
 def units(found: DataFrame) -> dict[Unit, float]:
@@ -82,23 +84,29 @@ def _compared(found: DataFrame) -> Iterator[Compared]:
             yield Compared(losses, model, steps)
 
 
-def losses_table(found: DataFrame) -> str:
-    """Return what a user gets: mean final loss at the defaults and tuned, by model and length; step and state."""
+def losses_table(found: DataFrame, selecting: bool) -> str:
+    """Return what a user gets: final losses at the defaults and tuned, by model and length; step and state.
+
+    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these.
+    """
+    has = found["seed"] == FIRST_SEED if selecting else found["seed"] != FIRST_SEED
+    shown = [form for form in FORMS if form in set(found["optimizer"][has])]
     every = list(_compared(found))
-    lines = []
-    for form, own in FORMS.items():
+    lines, seeds = [], {}
+    for form in shown:
         its = found[found["optimizer"] == form]
-        if its.empty:
-            continue
+        own = FORMS[form]
         cells: dict[str, object] = {"optimizer": own.label, "to tune": "lr, α_kl" if own.alpha else "lr"}
         for one in every:
-            both = (one.at_default(form), one.at_best(form))
-            shown = (f"{losses.mean():.3f}" if len(losses) else "-" for losses in both)
-            cells[f"{one.model}, {one.steps:,}"] = " / ".join(shown)
+            both = [losses[judged(losses.index, selecting)] for losses in (one.at_default(form), one.at_best(form))]
+            if any(map(len, both)):
+                cells[f"{one.model}, {one.steps:,}"] = " / ".join(map(_mean, both))
+                seeds[form] = max(map(len, both))
         cells["step, ms"] = f"{its['optimizer_ms'].median():.0f}"
         cells["state, MB"] = f"{its['state_mb'].median():.1f}"
+        cells["seeds"] = seeds[form]
         lines.append(cells)
-    return table(DataFrame(lines), 2)
+    return table(DataFrame(lines).fillna("-"), 2)
 
 
 def settings_table(found: DataFrame) -> str:
@@ -113,25 +121,25 @@ def settings_table(found: DataFrame) -> str:
             cells["lr tried"] = ", ".join(f"{lr:.3g}" for lr in one.tried(form))
             cells["lr"] = f"{unit.lr:.3g}" + (f", α_kl {unit.alpha_kl:.3g}" if own.alpha else "")
             cells["AdamW's"] = "" if unit.adamw_lr is None else f"{unit.adamw_lr:.3g}"
-            cells["tuned"] = _mean(best)
+            cells["tuned"] = _mean(best[judged(best.index)])
             cells["defaults − tuned"] = _difference(default, best)
             for reference in REFERENCES:
                 cells[f"− {FORMS[reference].label}, tuned"] = (
                     "-" if form == reference else _difference(best, one.at_best(reference))
                 )
-            cells["seeds"] = len(best)
+            cells["seeds"] = len(judged(best.index))
             lines.append(cells)
     return table(DataFrame(lines), 3)
 
 
 def _mean(losses: Series) -> str:
-    return with_error(losses.mean(), losses.sem(), 3)
+    return with_error(losses.mean(), losses.sem(), 3) if len(losses) else "-"
 
 
 def _difference(losses: Series, minus: Series) -> str:
-    """Return the mean difference over the seeds that both have, with its standard error where there are several."""
-    seeds = losses.index.intersection(minus.index)
-    if seeds.empty:
+    """Return the mean difference over the judged seeds that both have, with its standard error where it has one."""
+    seeds = judged(losses.index.intersection(minus.index))
+    if not seeds:
         return "-"
     difference = losses[seeds] - minus[seeds]
     return with_error(difference.mean(), difference.sem(), 3, sign="+")
@@ -148,8 +156,9 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
             for reference in REFERENCES:
                 if reference not in own:
                     continue
-                shares = [_reached(its[seed], own[reference][seed]) for seed in its.keys() & own[reference].keys()]
-                steps, seconds = (np.mean([share[i] for share in shares]) for i in (0, 1))
+                both = judged(its.keys() & own[reference].keys())
+                shares = [_reached(its[seed], own[reference][seed]) for seed in both]
+                steps, seconds = np.mean(shares, axis=0) if shares else (math.nan, math.nan)
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
                 cells[f"seconds to {FORMS[reference].label}'s"] = f"{seconds:.2f}" if known else "-"
