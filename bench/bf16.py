@@ -42,8 +42,10 @@ class Options:
 
     out: Path = rows.RESULTS / "bf16.csv"  # Results file
     data: Path | None = None  # Text to train on; Python's standard library by default
-    optimizers: tuple[Literal[tuple(LR)], ...] = tuple(LR)  # type: ignore[valid-type]  # To train with
-    forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]  # Of weights; the first always
+    optimizers: tuple[Literal[tuple(LR)], ...] = tuple(LR)  # type: ignore[valid-type]
+    """To train with."""
+    forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
+    """Of weights; the first always."""
     seeds: tuple[int, ...] = (0, 1, 2)  # Of weights and batches
     steps: int = SCALE.steps  # Of every run
 
@@ -116,6 +118,7 @@ def row_of(h: Hyper, form: str, o: Options, losses: Sequence[float], usual: Sequ
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.bf16")
+    command.make_file(o.out)
     source = open_source(o.data, CONFIG.context, BYTES)
     for method in o.optimizers:
         found: list[rows.Row] = []

@@ -94,8 +94,10 @@ def positive(**values: float | str | Sequence[float | str] | None) -> None:
 
 
 def distinct(**values: Sequence[object]) -> None:
-    """Raise UsageError unless options have each of their values once."""
+    """Raise UsageError unless options have values, each of them once."""
     for name, value in _given({name: [given] for name, given in values.items()}):
+        if not value:
+            raise UsageError(f"{name} has no value; give one at least, or leave it out")
         if len(set(value)) < len(value):
             raise UsageError(f"{name} names one twice: {' '.join(map(str, value))}; give each once")
 
@@ -111,6 +113,19 @@ def make_folder(out: Path) -> None:
     except OSError as error:
         raise UsageError(f"--out {out} cannot be made a folder: {error.strerror}; choose another") from None
     if not os.access(out, os.W_OK):
+        raise UsageError(f"--out {out} cannot be written to; choose another")
+
+
+def make_file(out: Path) -> None:
+    """Make the folder of a file for results where it is not there.
+
+    Raises:
+        UsageError: If the file is a folder, or cannot be written.
+    """
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder; name a file in it")
+    make_folder(out.parent)
+    if out.exists() and not os.access(out, os.W_OK):
         raise UsageError(f"--out {out} cannot be written to; choose another")
 
 

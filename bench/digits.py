@@ -73,6 +73,7 @@ class Options:
 
     out: Path = rows.RESULTS / "digits.csv"  # Results file; what is in it is not trained again
     forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
+    """Some of them."""
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: int = STEPS  # Of every run
 
@@ -123,8 +124,8 @@ def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
     return F.cross_entropy(logits, targets[test]).item(), (logits.argmax(1) != targets[test]).float().mean().item()
 
 
-def run(o: Options) -> Iterator[rows.Row]:
-    """Train everything that the file has not and yield the rows."""
+def run(o: Options) -> Iterator[list[rows.Row]]:
+    """Train everything that the file has not and yield the rows of each run."""
     known = {(row["optimizer"], row["factor"], row["seed"], row["steps"]) for row in rows.read(o.out)}
     for seed, form, factor in product(o.seeds, o.forms, FACTORS):
         if (form, f"{factor:g}", str(seed), str(o.steps)) in known:
@@ -134,8 +135,8 @@ def run(o: Options) -> Iterator[rows.Row]:
         own = {"model": "mixer", "optimizer": form, "rank": default.rank, "seed": seed, "steps": o.steps, "lr": lr}
         own |= {"adamw_lr": default.adamw_lr, "factor": f"{factor:g}"}
         loss, errors = trained(form, lr, seed, o.steps)
-        yield own | {"metric": "test loss", "unit": "nats", "median": loss}
-        yield own | {"metric": "test errors", "unit": "share", "median": errors}
+        both = (("test loss", "nats", loss), ("test errors", "share", errors))
+        yield [own | {"metric": metric, "unit": unit, "median": value} for metric, unit, value in both]
 
 
 def losses_table(found: DataFrame) -> str:
@@ -166,10 +167,12 @@ def losses_table(found: DataFrame) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.digits")
+    command.make_file(o.out)
     here = rows.environment(torch.device("cpu"))
-    for row in run(o):
-        print(f"seed {row['seed']}, lr {row['lr']:g} {rows.describe(row)}", flush=True)
-        rows.upsert(o.out, [row | here], KEY)
+    for its in run(o):
+        rows.upsert(o.out, [row | here for row in its], KEY)
+        for row in its:
+            print(f"seed {row['seed']}, lr {row['lr']:g} {rows.describe(row)}", flush=True)
     return 0
 
 

@@ -89,6 +89,7 @@ def compared(found: Sequence[rows.Row], alone: Sequence[rows.Row], gradients: in
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.divided")
+    command.make_file(o.out)
     (text, gradients), config = weights_of(o.config), o.config
     same = {"model": "llama", "optimizer": "pro-klshampoo", "backend": "torch", "rank": RANK, "dtype": "float32"}
     same |= {name: getattr(config, name) for name in ("layers", "width", "mlp_width", "vocabulary")}

@@ -72,6 +72,7 @@ def train(method: str, form: str, o: Options, source: Source) -> Iterator[rows.R
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.drift")
+    command.make_file(o.out)
     source = open_source(o.data, CONFIG.context, BYTES)
     found: list[rows.Row] = []
     for method in ("pro-klshampoo", "kl-shampoo"):

@@ -110,6 +110,7 @@ def losses(scale: Scale, h: Hyper, seed: int) -> dict[str, float]:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.fused")
+    command.make_file(o.out)
     torch.set_num_threads(o.threads)
     scales = {scale.name: scale for scale in SCALES["tiny"]}
     if unknown := set(o.models) - scales.keys():

@@ -133,6 +133,7 @@ def sizes_table(found: DataFrame) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.one_rate")
+    command.make_file(o.out)
     found: list[rows.Row] = []
     for seed in o.seeds:
         for row in train(seed, o):

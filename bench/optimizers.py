@@ -16,10 +16,11 @@ from torch import nn
 import prokl
 from bench import rivals
 from bench.training.cosmos import Cosmos
+from prokl.algorithm.settings import PRESETS
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
 CLIP = inspect.signature(prokl.ProKLShampoo).parameters["clip_threshold"].default
-PAPER: dict[str, Any] = {"momentum": 0.95, "beta2": 0.95, "rank": 128, "alpha_kl": 0.01}
+PAPER: dict[str, Any] = {"rank": 128} | {name: PRESETS["paper"][name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
 COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
 

@@ -125,6 +125,7 @@ def losses_table(found: DataFrame) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.precision")
+    command.make_file(o.out)
     torch.set_num_threads(o.threads)
     scales = {scale.name: scale for scale in SCALES["tiny"]}
     if unknown := set(o.models) - scales.keys():

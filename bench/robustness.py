@@ -120,7 +120,8 @@ def trained(method: str, name: str, steps: int = STEPS) -> float:
     torch.set_num_threads(1)
     if name == EXPERTS:
         form = bounded(method) if method != "muon" else Form(method)
-        return sum(experts.losses(form, steps, 0, EXPERT_TOKENS)[-LAST:]) / LAST
+        found = experts.losses(form, steps, 0, 0, EXPERT_TOKENS, hyper(method, CASES[name]).lr)
+        return sum(found[-LAST:]) / LAST
     case, source = CASES[name], SCALE.open(None)
     settings = SCALE.settings({method: hyper(method, case)}, source.vocabulary, "cpu", curve=False)
 
@@ -151,7 +152,6 @@ def row(method: str, name: str, loss: float) -> rows.Row:
             "model": "experts",
             "metric": "training loss",
             "unit": "1",
-            "lr": experts.rate(method),
             "adamw_lr": None,
         }
         own |= {"rank": experts.RANK if method != "muon" else None}
@@ -179,6 +179,7 @@ def losses_table(found: DataFrame) -> str:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.robustness")
+    command.make_file(o.out)
     done = {(one["case"], one["optimizer"]) for one in rows.read(o.out)}
     wanted = [(method, name) for name in o.cases for method in CASES[name].methods if (name, method) not in done]
     with one_run_each(o.jobs) as pool:

@@ -124,6 +124,7 @@ def row_of(
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
     o = command.options(Options, argv, "bench.undisturbed")
+    command.make_file(o.out)
     torch.set_num_threads(o.threads)
     scales = {name: (file, scale) for file, named in RECORDS.items() for name, scale in named.items()}
     if unknown := set(o.models) - scales.keys():

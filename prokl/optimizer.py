@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
         check_choice("preset", preset, (None, *PRESETS))
         if preset is not None:
             given = signature.bind_partial(*args, **kwargs).arguments
-            values = PRESETS[str(preset)].items()
+            values = PRESETS[cast(str, preset)].items()
             kwargs.update({k: v for k, v in values if k in signature.parameters and k not in given})
         init(*args, **kwargs)
 

@@ -5,6 +5,7 @@ against the tensor itself. Gradients carry enough noise that no eigenbasis is le
 """
 
 import math
+from enum import Enum
 
 import pytest
 import torch
@@ -138,6 +139,7 @@ def test_what_is_given_wins_over_the_preset_and_another_one_is_refused():
     assert (group["init_eigenvalue"], group["clip_threshold"], group["alpha_kl"]) == (0.1, None, 0.015)
     assert "preset" not in group
     assert prokl.ProKLShampoo([W], preset="paper", clip_threshold=5.0).param_groups[0]["clip_threshold"] == 5.0
+    assert prokl.ProKLShampoo([W], preset=Enum("Name", {"A": "paper"}, type=str).A).param_groups[0]["beta2"] == 0.95
     group = prokl.KLShampoo([W], preset="paper").param_groups[0]
     assert (group["init_eigenvalue"], group["clip_threshold"]) == (0.1, None) and "alpha_kl" not in group
     for cls in (prokl.ProKLShampoo, prokl.KLShampoo):

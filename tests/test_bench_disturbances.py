@@ -78,13 +78,12 @@ def test_experts_without_tokens_have_gradients_of_zero_and_stay_where_they_are(m
             seen.append([p.grad.flatten(1).any(dim=1) for group in self.param_groups for p in group["params"]])
 
     monkeypatch.setattr(Form, "build", lambda self, weights, lr, rank: Watched(weights, lr))
-    monkeypatch.setattr(experts, "AFTER", 1)
-    found = experts.losses(ADAMW, before=1, idle=1)
+    found = experts.losses(ADAMW, before=1, idle=1, after=1)
     half = experts.EXPERTS // 2
     for layer in range(2):
         before, idle, after = (step[layer] for step in seen)
         assert before.all() and after.all() and idle[:half].all() and not idle[half:].any()
-    assert len(found) == 3 and experts.losses(MUON, before=1, idle=1) == pytest.approx(found)
+    assert len(found) == 3 and experts.losses(MUON, before=1, idle=1, after=1) == pytest.approx(found)
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def test_their_newton_schulz_is_in_float32_only_where_bfloat16_would_be_emulated
     if not instructions:
         assert not isinstance(base.zero_power_via_newton_schulz_5.func, partial)
     assert type(built("muon")) is (torch.optim.Muon if instructions else rivals.Float32Muon)
+    assert built("cosmos", rank=2).defaults["ns_dtype"] == (torch.bfloat16 if instructions else torch.float32)
     assert built("muon", momentum=0.9).param_groups[0]["momentum"] == 0.9
     assert built("muon").param_groups[0]["momentum"] == 0.95
 

@@ -19,7 +19,7 @@ CHANGED = {  # what of a run each case changes, beside the usual one
     "loss × 1e3": {"gradients": 1e3},
     "width 192": {"width": 2.0},
     "width 384": {"width": 4.0},
-    "projections start at zero": {"zero": True},
+    "projections start at zero": {"zero": {"o_proj", "down_proj"}},
     "rank 4": {"rank": 4},
 }
 
@@ -43,7 +43,10 @@ def observed(monkeypatch, text, name):
         weights = dict(trainee.model.named_parameters())
         group = trainee.optimizers[0].param_groups[0]
         seen.update(lr=group["lr"], rank=group["rank"], batch=run.settings.batch, width=run.settings.model.width)
-        seen.update(zero=not bool(weights["blocks.0.o_proj.weight"].any()), loss=float(loss.detach()))
+        zero = {
+            name.split(".")[2] for name, weight in weights.items() if name.startswith("blocks.") and not weight.any()
+        }
+        seen.update(zero=zero, loss=float(loss.detach()))
         seen.update(gradients=float(weights["blocks.0.q_proj.weight"].grad.norm()))
         raise StopIteration
 
@@ -62,7 +65,7 @@ def test_a_case_changes_what_it_says_and_nothing_else(monkeypatch, text, name):
     changed = dict(CHANGED[name])
     for key in ("lr", "batch", "width"):
         assert own[key] == usual[key] * changed.pop(key, 1.0)
-    assert own["zero"] == changed.pop("zero", False) and own["rank"] == changed.pop("rank", usual["rank"])
+    assert own["zero"] == changed.pop("zero", set()) and own["rank"] == changed.pop("rank", usual["rank"])
     if "batch" not in CHANGED[name] and "width" not in CHANGED[name] and not own["zero"]:
         assert own["loss"] == usual["loss"]  # the model and its data are the same
         assert own["gradients"] == pytest.approx(usual["gradients"] * changed.pop("gradients", 1.0), rel=1e-5)
@@ -96,6 +99,7 @@ def test_the_table_has_changes_beside_losses(tmp_path):
     assert read(tmp_path / "rows.csv")[1]["lr"] == "0.04"
     lines = robustness.losses_table(frame(tmp_path / "rows.csv")).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert robustness.row("muon", robustness.EXPERTS, 1.0)["lr"] == 0.02
     assert ["lr × 2", "1.400", "2.250", "-0.100", "+0.250"] in cells
     assert ["rank 4", "inf", "-", "+inf", "-"] in cells
 

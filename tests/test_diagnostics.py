@@ -166,7 +166,7 @@ def test_a_factor_without_eigenvalues_beyond_the_rank_has_no_tail():
     _, optimizer = run(KL, gradient_stream([(4, 9)], 3))
     keys = diagnostics.scalars(optimizer, rank=4).keys()
     assert "prokl/group0.0/gap_bound_R" in keys and "prokl/group0.0/gap_bound_L" not in keys
-    assert not [key for key in diagnostics.scalars(optimizer) if "tail" in key or "gap" in key]
+    assert not [key for key in diagnostics.scalars(optimizer, rank=9) if "tail" in key or "gap" in key]
 
 
 @pytest.mark.parametrize("function", ["scalars", "eigenvalues", "spectra", "phi", "plot"])
@@ -283,10 +283,17 @@ def test_accelerate_s_wrapper_gives_the_figures_of_what_is_inside():
     assert diagnostics.scalars(outer).keys() == diagnostics.scalars(optimizer).keys() != set()
 
 
+def test_the_tail_of_kl_shampoos_factors_begins_where_pro_klshampoos_does_by_default():
+    _, optimizer = run(KL, gradient_stream([(12, 30)], 4))
+    assert diagnostics.scalars(optimizer) == diagnostics.scalars(optimizer, rank=2)
+    (found,), (own,) = diagnostics.spectra(optimizer).values(), diagnostics.spectra(optimizer, rank=2).values()
+    assert all(torch.equal(found[factor], own[factor]) for factor in ("L", "R"))
+
+
 @pytest.mark.parametrize("rank", [0, 8.5, "8", None])
 @pytest.mark.parametrize("function", ["scalars", "spectra", "plot"])
 def test_a_rank_that_is_none_is_refused(function, rank):
-    with pytest.raises(ValueError, match=f"Invalid rank={rank!r}: must be an int of at least 1"):
+    with pytest.raises(ValueError, match=f'Invalid rank={rank!r}: must be "auto" or an integer of at least 1'):
         getattr(diagnostics, function)(KL([weight(2, 3)]), rank=rank)
 
 

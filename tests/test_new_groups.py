@@ -84,6 +84,18 @@ def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm, 
     assert groups_are(optimizer, [w])
 
 
+@both
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+@pytest.mark.parametrize("key, value", [("preset", "paper"), ("process_group", None)])
+def test_what_only_a_constructor_takes_is_refused_in_a_group(cls, algorithm, key, value):
+    w = weight(4, 6)
+    group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: value}
+    optimizer = cls([w])
+    with pytest.raises(ValueError, match=rf"^Invalid {key}={value!r} of a new group: .* Pass it to the constructor"):
+        optimizer.add_param_group(group)
+    assert groups_are(optimizer, [w])
+
+
 # Of PyTorch's schedulers and averages, timm, Megatron, mmengine, Lightning, and of other optimizers' groups.
 THEIRS = [
     *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "lr_scale", "lr_mult", "pre_lr_mult", "lr_max", "d_lr"),

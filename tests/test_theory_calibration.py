@@ -106,8 +106,8 @@ def test_calibration_the_ends_are_what_operator_norm_matching_gives():
         ((0, 5, 1), "Invalid rows=0: must be an int >= 1"),
         ((5, -1, 1), "Invalid cols=-1: must be an int >= 1"),
         ((1, 1, 1), r"Invalid rows \* cols=1: must be at least 2"),
-        ((5, 5, 0), "Invalid rank=0: must be an int >= 1"),
-        ((5, 5, None), "Invalid rank=None: must be an int >= 1"),
+        ((5, 5, 0), 'Invalid rank=0: must be "auto" or an integer of at least 1'),
+        ((5, 5, None), 'Invalid rank=None: must be "auto" or an integer'),
         ((5.0, 5, 1), "Invalid rows=5.0: must be an int >= 1"),
     ],
 )
@@ -118,4 +118,5 @@ def test_calibration_sizes_out_of_bounds_raise(arguments, message):
 
 def test_calibration_a_rank_above_what_the_weight_allows_counts_as_in_the_optimizer():
     assert alpha_kl_bracket(6, 4, 100) == alpha_kl_bracket(6, 4, 4)
+    assert alpha_kl_bracket(96, 384, "auto") == alpha_kl_bracket(96, 384, 16)
     assert alpha_kl_bracket(4, 4, 100) == alpha_kl_bracket(4, 4, 3)

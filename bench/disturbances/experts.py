@@ -37,17 +37,19 @@ def rate(method: str) -> float:
     return OPTIMIZERS[method].lr
 
 
-def losses(form: Form, before: int, idle: int, tokens: int = TOKENS) -> list[float]:
+def losses(
+    form: Form, before: int, idle: int, after: int = AFTER, tokens: int = TOKENS, lr: float | None = None
+) -> list[float]:
     """Train, with so many ``tokens`` for each expert; return the loss of every step, of experts with tokens."""
     g = torch.Generator().manual_seed(SEED)
     first, second = _drawn(g, EXPERTS, TEACHER, INPUTS), _drawn(g, EXPERTS, OUTPUTS, TEACHER)
     start = [_drawn(g, EXPERTS, HIDDEN, INPUTS), _drawn(g, EXPERTS, OUTPUTS, HIDDEN)]
     parts = [list(layer) if form.optimizer == "muon" else [layer] for layer in start]
     layers = [[torch.nn.Parameter(part.clone()) for part in layer] for layer in parts]
-    optimizer = form.build([part for layer in layers for part in layer], rate(form.optimizer), RANK)
+    optimizer = form.build([part for layer in layers for part in layer], lr or rate(form.optimizer), RANK)
     spread = torch.linspace(*SPREAD, INPUTS)
     found = []
-    for step in range(before + idle + AFTER):
+    for step in range(before + idle + after):
         x = torch.randn(EXPERTS, tokens, INPUTS, generator=g) * spread
         y = torch.tanh(x @ first.mT) @ second.mT
         y += NOISE * torch.randn(y.shape, generator=g)

@@ -29,8 +29,10 @@ class Options:
 
     out: Path = rows.RESULTS  # Folder of the results files
     models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)  # type: ignore[valid-type]
+    """Some of them."""
     lengths: tuple[int, ...] = (400, 1600)  # Steps of a run; a method's search begins at its best of the shorter one
     forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
+    """Some of them; AdamW's search is part of every other."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     jobs: int = command.cores()  # Runs at a time, each on one thread
 

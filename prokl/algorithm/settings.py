@@ -178,7 +178,7 @@ def check_integer(name: str, value: Any, bound: str = "an integer of at least 1"
 
 def check_rank(rank: Any, bound: str = "an integer of at least 1") -> None:
     """Raise ValueError unless ``rank`` is "auto" or an integer of at least 1."""
-    if rank != "auto":
+    if not (isinstance(rank, str) and rank == "auto"):
         check_integer("rank", rank, f'"auto" or {bound}')
 
 

@@ -7,11 +7,11 @@ from typing import get_args
 from torch import Tensor
 
 from prokl.algorithm import shapes
-from prokl.algorithm.settings import AdjustLrFn, check_choice
-from prokl.algorithm.shapes import MatrixShape, effective_rank
+from prokl.algorithm.settings import AdjustLrFn, check_choice, check_rank
+from prokl.algorithm.shapes import MatrixShape, Rank, effective_rank
 
 
-def alpha_kl_bracket(rows: int, cols: int, rank: int, *, adjust_lr_fn: AdjustLrFn = "original") -> tuple[float, float]:
+def alpha_kl_bracket(rows: int, cols: int, rank: Rank, *, adjust_lr_fn: AdjustLrFn = "original") -> tuple[float, float]:
     """Return the range of alpha_kl in which the two parts of a weight's update are in Smok-Hop's proportion.
 
     c_a / sqrt(m (n - r)) and sqrt(k) times that, with m and n the short and the long side, k = min(m, n - r) the
@@ -29,9 +29,10 @@ def alpha_kl_bracket(rows: int, cols: int, rank: int, *, adjust_lr_fn: AdjustLrF
     Raises:
         ValueError: a size below 1, a weight of one element, a rank below 1, or another ``adjust_lr_fn``.
     """
-    for name, value in (("rows", rows), ("cols", cols), ("rank", rank)):
+    for name, value in (("rows", rows), ("cols", cols)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"Invalid {name}={value!r}: must be an int >= 1; pass a weight's shape and its rank.")
+    check_rank(rank)
     if rows * cols < 2:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)

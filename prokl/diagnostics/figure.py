@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from prokl.algorithm.shapes import effective_rank
+from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.diagnostics.report import scalars, spectra
 from prokl.diagnostics.weights import Wrapper
 from prokl.engine.base import MatrixOptimizer
@@ -36,7 +36,7 @@ def plot(
     path: str | PathLike[str] | None = None,
     model: nn.Module | None = None,
     *,
-    rank: int = 128,
+    rank: Rank = "auto",
     phi: dict[str, Tensor] | None = None,
 ) -> Figure:
     """Draw :func:`spectra` and :func:`scalars`: a column of spectra for every shape, a panel for every figure.
@@ -101,7 +101,7 @@ def _draw_spectra(
     found: dict[str, dict[str, Tensor]],
     shapes: dict[str, list[str]],
     colours: dict[str, Any],
-    rank: int,
+    rank: Rank,
 ) -> None:
     grid = figure.subplots(2, len(shapes), squeeze=False)
     for (above, below), (shape, names) in zip(grid.T, shapes.items(), strict=True):

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from prokl.algorithm.shapes import effective_rank
+from prokl.algorithm.settings import check_rank
+from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import without_autocast
 from prokl.diagnostics import measures
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
@@ -25,7 +26,7 @@ def scalars(
     optimizer: MatrixOptimizer | Wrapper,
     model: nn.Module | None = None,
     *,
-    rank: int = 128,
+    rank: Rank = "auto",
     phi: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
     """Return figures of every matrix that has begun, as ``{"prokl/<weight>/<figure>": value}``.
@@ -49,7 +50,7 @@ def scalars(
         optimizer: a ProKLShampoo or KLShampoo on any backend, also in Accelerate's or Lightning's wrapper. The coming
             update is computed by PyTorch's primitives.
         model: names the weights of an optimizer that was made without names.
-        rank: where the tail of KL-Shampoo's factors begins; Pro-KLShampoo has its own.
+        rank: where the tail of KL-Shampoo's factors begins, "auto" as ProKLShampoo's; Pro-KLShampoo has its own.
         phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
             ``tail_am_gm_R`` and ``gap_bound_R`` from these; equal to Claim 1's where L is the full optimum's. A
             singular average, over too few, has no such figures. Each is decomposed, which waits for the device.
@@ -60,7 +61,7 @@ def scalars(
             there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
     """
     optimizer = unwrapped(optimizer)
-    _check_rank(rank)
+    check_rank(rank)
     kept, measured, vectors = [], [], []
     for batch in batches(optimizer, model):
         kept.append(replace(batch, gradient=None, state={}))
@@ -83,7 +84,7 @@ def scalars(
                 if phi is not None and name in phi:
                     whitened = _spectrum_of(phi[name], name, batch.n)
                     spectra |= {} if whitened is None else {"R": whitened}
-            begins = batch.rank or rank
+            begins = batch.rank or (effective_rank(rank, batch.m, batch.n) if rank == "auto" else rank)
             for factor, spectrum in spectra.items():
                 if len(spectrum) > begins:
                     other = batch.n if factor == "L" else batch.m
@@ -116,14 +117,14 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
 
 
 def spectra(
-    optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, *, rank: int = 128
+    optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, *, rank: Rank = "auto"
 ) -> dict[str, dict[str, Tensor]]:
     """Return eigenvalues over their tail mean, as in the paper's Figure 1: {weight: {factor: spectrum}}.
 
     "L", (m,), and "R", (n,), over the mean of those beyond the rank; for Pro-KLShampoo "L" and, over mu, "S", (r,).
     Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
     """
-    _check_rank(rank)
+    check_rank(rank)
     found: dict[str, dict[str, Tensor]] = {}
     for name, own in eigenvalues(optimizer, model).items():
         if "S" in own:
@@ -182,8 +183,3 @@ def _on_host(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
             flat.setdefault((t.device, t.dtype), []).append(t.reshape(-1))
     host = {key: iter(torch.split(torch.cat(ts).cpu().double(), [len(t) for t in ts])) for key, ts in flat.items()}
     return [{name: next(host[t.device, t.dtype]).reshape(t.shape) for name, t in tensors.items()} for tensors in found]
-
-
-def _check_rank(rank: int) -> None:
-    if not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"Invalid rank={rank!r}: must be an int of at least 1; the paper's figures use 128.")

@@ -24,8 +24,12 @@ def check_no_module(params: Any) -> None:
         )
 
 
+OF_CONSTRUCTORS = ("preset", "process_group")
+"""Arguments of a constructor that are no settings of groups."""
+
+
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
-    """Raise ValueError for a key that is nearly a setting's: misspelt, that setting would keep its default unsaid.
+    """Raise ValueError for a key that would be ignored unsaid: a constructor's own, or nearly a setting's, misspelt.
 
     A key that is far from all, or has the whole name of its nearest in it as "max_momentum" has, or another number than
     a setting as "beta1" has, is a scheduler's, a trainer's or another optimizer's own.
@@ -39,6 +43,8 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
     for key, value in group.items():
         if key in settings or key in others or not isinstance(key, str):
             continue
+        if key in OF_CONSTRUCTORS:
+            raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none. Pass it to the constructor.")
         if _without_digits(key) in numberless - {key}:
             continue
         for nearest in get_close_matches(key.lower(), settings, n=1, cutoff=0.8):
