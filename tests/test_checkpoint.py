@@ -487,7 +487,7 @@ def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cl
 
     says = (
         rf"^The loaded state of first \(weight \(8, 6\)\) has M of shape \(6, 12\) where {cls.__name__} needs \(6, 8\)"
-        r"; 2 more differ\. Load a state dict of the same optimizer, model, rank and split\.$"
+        r"; 2 more differ\. Load a state dict of the same optimizer, model, rank, init_eigenvalue and split\.$"
     )
     assert_refused(narrow(8), narrow(8), narrow(12).state_dict(), says)
 

@@ -85,9 +85,10 @@ def _compared(found: DataFrame) -> Iterator[Compared]:
 
 
 def losses_table(found: DataFrame, selecting: bool) -> str:
-    """Return what a user gets: final losses at the defaults and tuned, by model and length; step and state.
+    """Return what a user gets: final losses at the defaults and tuned, by model and length; step and state by model.
 
-    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these.
+    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these. A step's time
+    is that of the quickest run: the others shared their core.
     """
     has = found["seed"] == FIRST_SEED if selecting else found["seed"] != FIRST_SEED
     shown = [form for form in FORMS if form in set(found["optimizer"][has])]
@@ -102,8 +103,9 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
             if any(map(len, both)):
                 cells[f"{one.model}, {one.steps:,}"] = " / ".join(map(_mean, both))
                 seeds[form] = max(map(len, both))
-        cells["step, ms"] = f"{its['optimizer_ms'].median():.0f}"
-        cells["state, MB"] = f"{its['state_mb'].median():.1f}"
+        by_model = its.groupby("model", sort=False)
+        cells["step, ms"] = " / ".join(f"{ms:.0f}" for ms in by_model["optimizer_ms"].min())
+        cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
         cells["seeds"] = seeds[form]
         lines.append(cells)
     return table(DataFrame(lines).fillna("-"), 2)

@@ -339,7 +339,7 @@ class MatrixOptimizer(Optimizer):
         return [self.state.get(member.p, {}) for member in bucket.members]
 
     def skipped(self) -> dict[str, int]:
-        """Count the gradients per matrix weight that were not finite and were skipped. Reads from the device.
+        """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
 
         A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step.
         """

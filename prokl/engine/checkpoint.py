@@ -159,7 +159,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         first, *others = misfits.values()
         more = f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'}" if others else ""
         raise ValueError(
-            f"The loaded state of {first}{more}. Load a state dict of the same optimizer, model, rank and split."
+            f"The loaded state of {first}{more}. Load a state dict of the same optimizer, model, rank, "
+            "init_eigenvalue and split."
         )
     return made
 
