@@ -50,7 +50,7 @@ class Options(Training):
     """Side by side."""
     adamw_lr: float = OPTIMIZERS["adamw"].lr  # Of AdamW, and of embedding, head and norms under every optimizer
     rank: int = DEMO.largest  # Of the tracked subspace
-    alpha_kl: float = 0.01  # Pro-KLShampoo's mixing weight
+    alpha_kl: Literal["auto"] | float = AUTO  # Pro-KLShampoo's mixing weight; the paper's is 0.01
     init_eigenvalue: Literal["auto"] | float = AUTO  # Start of the preconditioner's eigenvalues; the paper's is 0.1
     threads: int = command.cores()  # CPU threads
     layers: int = SHAPE.layers  # Transformer layers
@@ -88,8 +88,9 @@ class Options(Training):
             values = own.get(name, (OPTIMIZERS[name].lr,))
             for lr in values:
                 kind = replace(kind_of(name, self.rank, self.init_eigenvalue), lr=lr if len(values) > 1 else None)
-                alpha = self.alpha_kl if "alpha_kl" in OPTIMIZERS[name].settings else None
-                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start, "paper")
+                mixed = self.alpha_kl != AUTO and "alpha_kl" in OPTIMIZERS[name].settings
+                alpha = float(self.alpha_kl) if mixed else None
+                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
         return found
 
     def settings(self, curve: bool) -> Settings:

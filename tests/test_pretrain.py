@@ -8,7 +8,8 @@ import signal
 import pytest
 import torch
 
-from bench import pretrain
+import prokl
+from bench import optimizers, pretrain
 from bench.command import INTERRUPTED
 from bench.models import build, byte_gpt
 from bench.optimizers import OPTIMIZERS
@@ -257,3 +258,16 @@ def test_wrong_input_is_one_line_with_the_remedy(job, text, monkeypatch, capsys,
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert re.search(message, printed.err)
+
+
+@pytest.mark.parametrize(("given", "own"), [({}, {}), ({"alpha_kl": 0.01}, {"alpha_kl": 0.01})])
+def test_pro_klshampoo_is_trained_with_the_packages_defaults_but_for_what_is_given(given, own):
+    (h,) = pretrain.Options(optimizers=("pro-klshampoo",), **given).selected.values()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+    (optimizer,) = optimizers.build(model, h, None)
+    groups = prokl.param_groups(model, lr=h.lr, adamw_lr=h.adamw_lr, adamw_betas=optimizers.ADAMW_BETAS, rank=h.rank)
+    expected = prokl.ProKLShampoo(groups)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in expected.param_groups]
+    assert settings[0]["algorithm"] == "matrix" and settings[0]["beta2"] == 0.9
+    settings[0] |= own
+    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == settings
