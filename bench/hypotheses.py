@@ -35,20 +35,21 @@ def changes_table(found: DataFrame, base: str) -> str:
 
 
 def seeds_table(found: DataFrame) -> str:
-    """Return what was trained on several seeds at one rate: FORMER's mean loss, and differences from a base by seed."""
+    """Return what was trained on further seeds at one rate: FORMER's mean loss, and differences from a base by seed.
+
+    FIRST_SEED, on which changes were chosen, is left out.
+    """
     further = found[found["seed"] != FIRST_SEED]
     base_of = dict(zip(further["case"], further["base"], strict=True))
     lines = []
     for case in sorted(base_of, key=lambda name: (base_of[name] != FORMER, name != FORMER, name)):
         cells: dict[str, object] = {"case": case, "changed from": "" if case == FORMER else base_of[case]}
         for model, runs in further.groupby("model"):
-            rates = dict.fromkeys(runs["lr"])
-            same = found[(found["model"] == model) & found["lr"].isin(rates) & (found["steps"] == min(runs["steps"]))]
-            by_seed = same.pivot(index="seed", columns="case", values="validation_loss")
-            apart = by_seed[case] if case == FORMER else by_seed[case] - by_seed[base_of[case]]
-            cells[f"{model}, lr {', '.join(f'{lr:.3g}' for lr in rates)}"] = with_error(
-                apart.mean(), apart.sem(), 3, sign="" if case == FORMER else "+"
-            )
-            cells["seeds"] = len(apart.dropna())
+            by_seed = runs.pivot(index="seed", columns="case", values="validation_loss")
+            own = by_seed.get(case, Series(dtype=float))
+            apart = (own if case == FORMER else own - by_seed[base_of[case]]).dropna()
+            (rate,) = set(runs["lr"])
+            text = with_error(apart.mean(), apart.sem(), 3, sign="" if case == FORMER else "+")
+            cells[f"{model}, lr {rate:.3g}"] = f"{text} ({len(apart)})" if len(apart) else "-"
         lines.append(cells)
     return table(DataFrame(lines), 2)

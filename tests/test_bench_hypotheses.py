@@ -31,19 +31,20 @@ def test_a_change_is_compared_with_its_own_base_at_the_rates_that_both_have():
     assert cells(changes_table(found, DEFAULTS)) == [[DEFAULTS, "1.500"], ["ns_steps 4", "+0.250"]]
 
 
-def test_seeds_are_paired_at_the_one_rate_that_they_have():
+def test_seeds_but_the_first_are_paired_at_the_one_rate_that_they_have():
     found = rows(
-        (FORMER, FORMER, 0.01, 0, 2.0),
-        (FORMER, FORMER, 0.01, 1, 3.0),
+        (FORMER, FORMER, 0.01, 0, 99.0),
+        (FORMER, FORMER, 0.01, 1, 2.0),
+        (FORMER, FORMER, 0.01, 2, 3.0),
         (FORMER, FORMER, 0.02, 0, 9.0),
-        (FORMER, DEFAULTS, 0.01, 0, 1.5),
-        (FORMER, DEFAULTS, 0.01, 1, 2.7),
+        (FORMER, DEFAULTS, 0.01, 0, 0.0),
+        (FORMER, DEFAULTS, 0.01, 1, 1.5),
+        (FORMER, DEFAULTS, 0.01, 2, 2.7),
         (FORMER, "r = 8", 0.01, 0, 1.0),
-        (DEFAULTS, "ns_steps 4", 0.01, 0, 1.6),
-        (DEFAULTS, "ns_steps 4", 0.01, 1, 3.0),
+        (DEFAULTS, "ns_steps 4", 0.01, 1, 1.6),
     )
     assert cells(seeds_table(found)) == [
-        [FORMER, "", "2.500 ± 0.500", "2"],
-        [DEFAULTS, FORMER, "-0.400 ± 0.100", "2"],
-        ["ns_steps 4", DEFAULTS, "+0.200 ± 0.100", "2"],
+        [FORMER, "", "2.500 ± 0.500 (2)"],
+        [DEFAULTS, FORMER, "-0.400 ± 0.100 (2)"],
+        ["ns_steps 4", DEFAULTS, "+0.100 (1)"],
     ]

@@ -113,6 +113,11 @@ def test_the_bracket_is_that_of_the_weight_as_it_stands():
         bracket = (found[f"prokl/{name}/alpha_kl_low"], found[f"prokl/{name}/alpha_kl_high"])
         assert bracket == diagnostics.alpha_kl_bracket(*shape, 3)
     assert found["prokl/group0.1/alpha_kl_low"] > found["prokl/group0.0/alpha_kl_low"]  # c_a
+    low, high = diagnostics.alpha_kl_bracket(6, 10, 3)
+    for name in ("group0.0", "group0.1"):  # without c_a
+        assert found[f"prokl/{name}/alpha_kl_used"] == pytest.approx(math.sqrt(low * high), rel=1e-12)
+    _, optimizer = run(PRO, gradient_stream([(6, 10)], 2), rank=3, alpha_kl=0.3)
+    assert diagnostics.scalars(optimizer)["prokl/group0.0/alpha_kl_used"] == 0.3
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
@@ -316,7 +321,7 @@ def test_the_figure_shows_every_spectrum_and_every_scalar(tmp_path):
     for panel, figures in {
         "energy captured by U": ["captured_energy"],
         r"$\|Q^\top Q - I\|_F$": ["orthogonality_U", "orthogonality_Q_L", "orthogonality_Q_S"],
-        r"$\alpha_{kl}$ bracket": ["alpha_kl_low", "alpha_kl_high"],
+        r"$\alpha_{kl}$ and its bracket": ["alpha_kl_low", "alpha_kl_high", "alpha_kl_used"],
         "polar error": ["polar_error"],
         "update, operator norm": ["update_norm"],
     }.items():

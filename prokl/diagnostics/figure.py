@@ -25,7 +25,7 @@ PANELS = {
     "clipped": "bounded steps",
     "update_rms": "update, rms",
     "update_norm": "update, operator norm",
-    "alpha_kl": r"$\alpha_{kl}$ bracket",
+    "alpha_kl": r"$\alpha_{kl}$ and its bracket",
 }
 COLUMNS = 4
 LABELS = 80  # weights that are named at most: of more every second, third, ...

@@ -35,9 +35,9 @@ def scalars(
 
     From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
     just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
-    rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_low``, ``alpha_kl_high``, the
-    bracket of :func:`alpha_kl_bracket`; ``clipped``, the steps that ``clip_threshold`` has bounded. A factor that has
-    no eigenvalue beyond the rank has no tail.
+    rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_used``, and ``alpha_kl_low`` and
+    ``alpha_kl_high``, the bracket of :func:`alpha_kl_bracket`; ``clipped``, the steps that ``clip_threshold`` has
+    bounded. A factor that has no eigenvalue beyond the rank has no tail.
 
     From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
     ``captured_energy``, ||GU||^2/||G||^2; ``whitened_size``, what ``clip_threshold`` bounds, usually about 1;
@@ -81,6 +81,7 @@ def scalars(
                 own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(
                     shape.rows, shape.cols, batch.rank, adjust_lr_fn=batch.group["adjust_lr_fn"]
                 )
+                own["alpha_kl_used"] = batch.method.hyper(batch.group).subspace_weight(batch.m, batch.n, batch.rank)
                 if phi is not None and name in phi:
                     whitened = _spectrum_of(phi[name], name, batch.n)
                     spectra |= {} if whitened is None else {"R": whitened}
