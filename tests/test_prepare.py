@@ -209,10 +209,21 @@ def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory
     assert eval(done.stdout) == (0, compiled)
 
 
+AHEAD = """
+from bench.compiled import ahead
+
+found = ahead.launches([ahead.SETS["gpt2-124m/4"]])[::16]
+ahead.launches = lambda sets: found
+print(len(found), [ahead.main(["90", "--sets", "gpt2-124m/4"]) for _ in range(2)])
+"""
+
+
 @pytest.mark.slow
-def test_the_benchmarks_launches_on_a_small_set_compile(tmp_path):
+def test_some_of_the_benchmarks_launches_on_a_small_set_compile_once(tmp_path):
+    """Taken from all over, as there are hundreds: every kernel by itself is compiled in test_compile_report."""
     pytest.importorskip("triton")
-    arguments = ("-m", "bench.compiled.ahead", "90", "--sets", "gpt2-124m/4")
-    for expected in ("0 in the cache already", " 0 kernels compiled"):
-        done = run_python(*arguments, TRITON_CACHE_DIR=str(tmp_path))
-        assert done.returncode == 0 and expected in done.stdout, done.stderr
+    done = run_python("-c", AHEAD, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    first, second, count = done.stdout.splitlines()
+    assert first.endswith(" 0 in the cache already") and " 0 kernels compiled, " in second
+    assert count.endswith(" [0, 0]") and int(count.split()[0]) > 40
