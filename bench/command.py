@@ -94,12 +94,17 @@ def positive(**values: float | str | Sequence[float | str] | None) -> None:
 
 
 def distinct(**values: Sequence[object]) -> None:
-    """Raise UsageError unless options have values, each of them once."""
+    """Raise UsageError unless options have each of their values once."""
+    for name, value in _given({name: [given] for name, given in values.items()}):
+        if len(set(value)) < len(value):
+            raise UsageError(f"{name} names one twice: {' '.join(map(str, value))}; give each once")
+
+
+def some(**values: Sequence[object]) -> None:
+    """Raise UsageError unless options have values."""
     for name, value in _given({name: [given] for name, given in values.items()}):
         if not value:
             raise UsageError(f"{name} has no value; give one at least, or leave it out")
-        if len(set(value)) < len(value):
-            raise UsageError(f"{name} names one twice: {' '.join(map(str, value))}; give each once")
 
 
 def make_folder(out: Path) -> None:

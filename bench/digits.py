@@ -79,6 +79,7 @@ class Options:
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
+        command.some(seeds=self.seeds, forms=self.forms)
         command.distinct(seeds=self.seeds, forms=self.forms)
 
 

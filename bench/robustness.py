@@ -104,6 +104,7 @@ class Options:
 
     def __post_init__(self) -> None:
         command.at_least(1, jobs=self.jobs)
+        command.some(cases=self.cases)
         command.distinct(cases=self.cases)
         if unknown := set(self.cases) - CASES.keys():
             raise command.UsageError(f"--cases: unknown {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")

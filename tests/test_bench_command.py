@@ -9,7 +9,7 @@ from bench.lengths import __main__ as lengths_main
 @pytest.mark.parametrize("values", [{"seeds": ()}, {"forms": ("muon",), "seeds": []}])
 def test_an_option_without_a_value_is_refused(values):
     with pytest.raises(command.UsageError, match="^--seeds has no value; give one at least, or leave it out$"):
-        command.distinct(**values)
+        command.some(**values)
 
 
 def test_a_value_that_is_given_twice_is_refused_and_others_are_not():
