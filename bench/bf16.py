@@ -52,7 +52,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
         command.some(seeds=self.seeds, optimizers=self.optimizers, forms=self.forms)
-        command.distinct(seeds=self.seeds, optimizers=self.optimizers, forms=self.forms)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:

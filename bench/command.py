@@ -101,10 +101,11 @@ def distinct(**values: Sequence[object]) -> None:
 
 
 def some(**values: Sequence[object]) -> None:
-    """Raise UsageError unless options have values."""
+    """Raise UsageError unless options have values, each of them once."""
     for name, value in _given({name: [given] for name, given in values.items()}):
         if not value:
             raise UsageError(f"{name} has no value; give one at least, or leave it out")
+    distinct(**values)
 
 
 def make_folder(out: Path) -> None:

@@ -80,7 +80,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
         command.some(seeds=self.seeds, forms=self.forms)
-        command.distinct(seeds=self.seeds, forms=self.forms)
 
 
 @cache
@@ -152,9 +151,8 @@ def losses_table(found: DataFrame) -> str:
             continue
         best = by_seed.mean().idxmin()
         lost = by_seed["1"] - by_seed[best]
-        errors = its[(its["metric"] == "test errors") & (its["factor"] == best) & its["seed"].isin(by_seed.index)][
-            "median"
-        ]
+        at_best = its[(its["factor"] == best) & its["seed"].isin(by_seed.index)]
+        errors = at_best[at_best["metric"] == "test errors"]["median"]
         cells = {"optimizer": FORMS[form].label}
         cells |= {f"lr × {factor}": f"{mean:.3f}" for factor, mean in by_seed.mean().items()}
         cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)

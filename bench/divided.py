@@ -39,7 +39,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, ranks=self.ranks, layers=self.layers, width=self.width, periods=self.periods)
         command.some(ranks=self.ranks)
-        command.distinct(ranks=self.ranks)
         if self.width % 2:
             raise command.UsageError(f"--width {self.width}: must be even, as rotary positions need")
 

@@ -92,7 +92,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, threads=self.threads, steps=self.steps)
         command.some(models=self.models, seeds=self.seeds, methods=self.methods)
-        command.distinct(models=self.models, seeds=self.seeds, methods=self.methods)
 
 
 def losses(scale: Scale, h: Hyper, seed: int) -> dict[str, float]:

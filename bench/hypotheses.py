@@ -6,12 +6,12 @@ change of.
 
 from pandas import DataFrame, Series, isna
 
+from bench.lengths.protocol import FIRST_SEED
 from bench.markdown import figure, table, with_error
 
 FORMER = "alpha_kl auto, r = 16"
 """The base with momentum and beta2 of 0.95."""
 DEFAULTS = "momentum 0.9, beta2 0.9"
-FIRST_SEED = 0
 
 
 def changes_table(found: DataFrame, base: str) -> str:

@@ -45,7 +45,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps)
         command.some(seeds=self.seeds)
-        command.distinct(seeds=self.seeds)
 
 
 def hypers() -> dict[str, Hyper]:

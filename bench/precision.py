@@ -44,7 +44,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, threads=self.threads, steps=self.steps)
         command.some(models=self.models, seeds=self.seeds)
-        command.distinct(models=self.models, seeds=self.seeds)
         if len(self.seeds) < 2:
             raise command.UsageError("--seeds: a spread takes at least two; give more")
 

@@ -63,7 +63,7 @@ class Options(Training):
         counts = ("rank", "threads", "layers", "width", "heads", "context")
         command.at_least(1, **{name: getattr(self, name) for name in counts})
         command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
-        command.distinct(optimizers=self.optimizers)
+        command.some(optimizers=self.optimizers)
         if self.width % (2 * self.heads):
             nearest = 2 * self.heads * max(1, self.width // (2 * self.heads))
             raise UsageError(

@@ -105,7 +105,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, jobs=self.jobs)
         command.some(cases=self.cases)
-        command.distinct(cases=self.cases)
         if unknown := set(self.cases) - CASES.keys():
             raise command.UsageError(f"--cases: unknown {', '.join(sorted(unknown))}; choose from {', '.join(CASES)}")
 
@@ -156,7 +155,7 @@ def row(method: str, name: str, loss: float) -> rows.Row:
             "adamw_lr": None,
         }
         own |= {"rank": experts.RANK if method != "muon" else None}
-    return own | {"median": loss} | rows.environment(torch.device("cpu")) | {"threads": "1"}
+    return own | {"median": loss} | rows.environment(torch.device("cpu")) | {"threads": "1"}  # not this process's
 
 
 def losses_table(found: DataFrame) -> str:

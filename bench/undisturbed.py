@@ -39,7 +39,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, threads=self.threads, steps=self.steps)
         command.some(models=self.models, seeds=self.seeds)
-        command.distinct(models=self.models, seeds=self.seeds)
 
 
 def recorded(records: Path, file: str, model: str) -> dict[str, dict[str, str]]:

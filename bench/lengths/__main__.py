@@ -39,7 +39,6 @@ class Options:
     def __post_init__(self) -> None:
         command.at_least(1, lengths=self.lengths, jobs=self.jobs)
         command.some(models=self.models, lengths=self.lengths, forms=self.forms, seeds=self.seeds)
-        command.distinct(models=self.models, lengths=self.lengths, forms=self.forms, seeds=self.seeds)
 
 
 def run(o: Options) -> None:
