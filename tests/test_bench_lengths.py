@@ -119,14 +119,16 @@ def test_powers_are_those_of_recorded_rates():
     assert [power(rounded(0.003 * STEP**k), 0.003) for k in range(-4, 5)] == list(range(-4, 5))
 
 
-def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatch):
-    def record(unit):
-        losses = [(0, 5.0), (unit.steps, loss_of(unit))]
-        return Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
-                      validation=losses), {"data": "text"}  # fmt: skip
+def recorded(unit):
+    """What training a unit returns, by the formula."""
+    losses = [(0, 5.0), (unit.steps, loss_of(unit))]
+    return Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
+                  validation=losses), {"data": "text"}  # fmt: skip
 
+
+def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatch):
     monkeypatch.setattr(lengths, "one_run_each", ThreadPoolExecutor)
-    monkeypatch.setattr(lengths, "train", record)
+    monkeypatch.setattr(lengths, "train", recorded)
     arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "muon", "--seeds", "0"]
     assert lengths.main([*arguments, "--jobs", "2"]) == 0
     found = tables.units(frame(tmp_path / "lengths.csv"))
@@ -136,6 +138,22 @@ def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatc
     assert len(curve) == 2 * len(found) and curve[1]["seconds"] == "80"
     monkeypatch.setattr(lengths, "train", lambda unit: pytest.fail("trained again"))
     assert lengths.main(arguments) == 0
+
+
+def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monkeypatch):
+    written = []
+
+    def killed(path, rows, key):
+        if written:
+            raise KeyboardInterrupt
+        written.append(path.name)
+
+    monkeypatch.setattr(lengths, "one_run_each", ThreadPoolExecutor)
+    monkeypatch.setattr(lengths, "train", recorded)
+    monkeypatch.setattr(lengths.rows, "upsert", killed)
+    arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "--seeds", "0"]
+    assert lengths.main([*arguments, "--jobs", "1"]) == 130
+    assert written == ["lengths-curves.csv"]  # lengths.csv says what is done
 
 
 def row_of(unit, loss):
