@@ -108,12 +108,20 @@ def test_groups_carry_the_hyper_parameters_and_only_matrices_a_rank():
     assert "rank" not in param_groups(model, **RATES, rank=None)[0]
 
 
+@pytest.mark.parametrize("names", [True, False])
+def test_what_is_not_given_to_the_groups_is_the_optimizers(names):
+    told = prokl.ProKLShampoo(param_groups(GPT(), **RATES, names=names), rank=3, weight_decay=0.2)
+    assert [(g["rank"], g["weight_decay"]) for g in told.param_groups[:1]] == [(3, 0.2)]
+    assert [g["weight_decay"] for g in told.param_groups if g["algorithm"] == "adamw"] == [0.0, 0.0]
+    groups = param_groups(GPT(), **RATES, names=names, rank=2, weight_decay=0.0)
+    told = prokl.ProKLShampoo(groups, rank=3, weight_decay=0.2)
+    assert (told.param_groups[0]["rank"], told.param_groups[0]["weight_decay"]) == (2, 0.0)
+
+
 def test_empty_groups_are_left_out():
     assert [g["algorithm"] for g in param_groups(nn.Linear(4, 6, bias=False), **RATES)] == ["matrix"]
-    assert [g["weight_decay"] for g in param_groups(nn.Linear(4, 6), **RATES, adamw_weight_decay=0.3)] == [
-        0,
-        0,
-    ]
+    groups = param_groups(nn.Linear(4, 6), **RATES, adamw_weight_decay=0.3)
+    assert [(g["algorithm"], g.get("weight_decay")) for g in groups] == [("matrix", None), ("adamw", 0.0)]
 
 
 def test_the_table_shows_every_parameter_its_destination_and_the_reason():

@@ -26,7 +26,7 @@ def param_groups(
     *,
     lr: float | Tensor,
     adamw_lr: float | Tensor,
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     adamw_weight_decay: float = 0.0,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
@@ -83,12 +83,13 @@ def param_groups(
         model: the model whose parameters to route.
         lr: learning rate of the matrix method.
         adamw_lr: learning rate of AdamW.
-        weight_decay: decoupled weight decay of the matrix method.
+        weight_decay: decoupled weight decay of the matrix method; None is the optimizer's, 0 unless it is told.
         adamw_weight_decay: decoupled weight decay of AdamW; norms, biases, gains and all below 2-D get none.
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
         rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
-            long side n; "auto" is m / 6, at most 128; None for a method that has none (KLShampoo).
+            long side n; "auto" is m / 6, at most 128, unless the optimizer is given another; None for a method that has
+            none (KLShampoo).
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
@@ -113,7 +114,8 @@ def param_groups(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
     check_learning_rate("lr", lr)
     check_learning_rate("adamw_lr", adamw_lr)
-    check_nonnegative("weight_decay", weight_decay)
+    if weight_decay is not None:
+        check_nonnegative("weight_decay", weight_decay)
     check_nonnegative("adamw_weight_decay", adamw_weight_decay)
     check_nonnegative("adamw_eps", adamw_eps)
     check_betas("adamw_betas", adamw_betas)
@@ -153,8 +155,9 @@ def param_groups(
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
             f"fully_shard.\n{table(routes)}"
         )
-    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr, "weight_decay": weight_decay}
-    hyper |= {} if rank is None else {"rank": rank}
+    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr}
+    hyper |= {} if weight_decay is None else {"weight_decay": weight_decay}
+    hyper |= {} if rank in (None, "auto") else {"rank": rank}  # "auto" is the optimizer's own: one given to it wins
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
