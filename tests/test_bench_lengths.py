@@ -11,7 +11,19 @@ import torch
 
 from bench.lengths import __main__ as lengths
 from bench.lengths import runs, tables
-from bench.lengths.protocol import ADAMW_LR, FORMS, FURTHEST, STEP, Unit, at_default, power, rounded, tuned, wanted
+from bench.lengths.protocol import (
+    ADAMW_LR,
+    FORMS,
+    FURTHEST,
+    LONG,
+    STEP,
+    Unit,
+    at_default,
+    power,
+    rounded,
+    tuned,
+    wanted,
+)
 from bench.rows import frame
 from bench.training.run import Record
 
@@ -80,6 +92,31 @@ def test_a_search_begins_at_the_best_of_the_shorter_length(form):
     first = [unit for unit in order if unit.steps == 1600 and unit.form == form and unit != default][:3]
     assert shorter.lr in {unit.lr for unit in first} and {unit.alpha_kl for unit in first} == {shorter.alpha_kl}
     assert shorter.alpha_kl != default.alpha_kl or form == "adamw"
+
+
+def test_long_runs_are_tried_at_the_trends_rate_and_the_next_lower_one_beside_the_defaults():
+    losses, _ = trained((400, 1600), ("adamw", "muon"), (0,))
+    powers = [power(tuned(MODEL, steps, "muon", losses).unit.lr, 0.02) for steps in (400, 1600)]
+    assert powers == [-2, -3]  # 0.01 and 0.005 by the formula
+    default = at_default(MODEL, LONG, "muon", 0)
+    first = tuned(MODEL, LONG, "muon", losses).wanted
+    assert set(first) == {default, *(replace(default, lr=rounded(0.02 * STEP**k)) for k in (-4, -5))}
+    losses |= {unit: loss_of(unit) for unit in first}
+    assert tuned(MODEL, LONG, "muon", losses).unit == min(first, key=losses.get) != default
+    assert tuned(MODEL, LONG, "muon", losses | {default: -1.0}).unit == default
+    seeds = list(wanted((MODEL,), (LONG,), ("muon",), (0, 1), losses))
+    assert {(unit.seed, unit.lr) for unit in seeds} == {(1, 0.02), (1, tuned(MODEL, LONG, "muon", losses).unit.lr)}
+
+
+def test_of_a_trend_no_more_than_one_power_is_followed():
+    losses, _ = trained((400, 1600), ("adamw", "muon"), (0,))
+    best = tuned(MODEL, 1600, "muon", losses).unit
+    far = replace(best, lr=rounded(0.02 * STEP**-7))
+    losses |= {replace(best, lr=rounded(0.02 * STEP**k)): k - 9.0 for k in range(-8, -3)}
+    losses |= {far: -50.0, replace(far, adamw_lr=ADAMW_LR): 0.0}
+    assert tuned(MODEL, 1600, "muon", losses).unit == far
+    rates = {rounded(0.02 * STEP**k) for k in (0, -8, -9)}
+    assert {unit.lr for unit in tuned(MODEL, LONG, "muon", losses).wanted} == rates
 
 
 def test_a_command_of_other_lengths_or_models_leaves_what_is_tuned():

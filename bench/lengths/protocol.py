@@ -6,10 +6,16 @@ the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a 
 first: its best rate is then that of embedding, head and norms beside every other method, and when the rest is known
 README's is tried in its place. The best of all these and of the defaults as they are, which have README's rate for
 embedding, head and norms, is trained on all seeds, and so are the defaults.
+
+A length of LONG steps or more is for few methods and is not searched: tried are the rate that the trend of the two
+longest shorter lengths gives and the next lower one, with README's rate for embedding, head and norms, beside the
+defaults.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from bench.optimizers import OPTIMIZERS, Hyper
 
@@ -21,6 +27,8 @@ RANK = 16
 FIRST_SEED = 0
 FURTHEST = 8
 """Powers of STEP that a search goes from where it began, a factor of 26."""
+
+LONG = 6400
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,8 @@ class Tuned:
 
 def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     """Return the best settings of a form on the first seed, or what is to be trained next."""
+    if steps >= LONG:
+        return _by_trend(model, steps, form, losses)
     own = FORMS[form]
     adamw_lr = None
     if form != "adamw":
@@ -157,9 +167,31 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
 
 def _shorter(model: str, steps: int, form: str, losses: Losses) -> Unit | None:
     """Return the best of the longest shorter runs whose search has ended."""
+    return next(_all_shorter(model, steps, form, losses), None)
+
+
+def _all_shorter(model: str, steps: int, form: str, losses: Losses) -> Iterator[Unit]:
+    """Yield the best of every shorter length whose search has ended, the longest first."""
     lengths = {one.steps for one in losses if one.model == model and one.form == form and one.steps < steps}
     units = (tuned(model, length, form, losses).unit for length in sorted(lengths, reverse=True))
-    return next((unit for unit in units if unit is not None), None)
+    yield from (unit for unit in units if unit is not None)
+
+
+def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
+    """Return the best of the defaults, the trend's rate, at most one power from that of the longest, and the next."""
+    default = at_default(model, steps, form, FIRST_SEED)
+    known = list(islice(_all_shorter(model, steps, form, losses), 2))
+    base = FORMS[form].default.lr
+    k = power(known[0].lr, base) if known else FORMS[form].centre[model.partition("-")[0]]
+    if len(known) == 2:
+        longer, shorter = known
+        further = math.log(steps / longer.steps) / math.log(longer.steps / shorter.steps)
+        k += max(-1, min(1, round(further * (k - power(shorter.lr, base)))))
+    alpha = known[0].alpha_kl if known else default.alpha_kl
+    units = [default, *(replace(default, lr=rounded(base * STEP**i), alpha_kl=alpha) for i in (k, k - 1))]
+    if missing := tuple(dict.fromkeys(one for one in units if one not in losses)):
+        return Tuned(None, missing)
+    return Tuned(min(units, key=lambda one: losses[one]))
 
 
 def power(value: float | None, base: float | None) -> int:
