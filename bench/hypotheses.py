@@ -4,7 +4,7 @@ Each was tried on the tiny scale, most in a working copy that was not kept; a ro
 change of.
 """
 
-from pandas import DataFrame, Series, isna
+from pandas import DataFrame, isna
 
 from bench.lengths.protocol import FIRST_SEED
 from bench.markdown import figure, table, with_error
@@ -12,6 +12,7 @@ from bench.markdown import figure, table, with_error
 FORMER = "alpha_kl auto, r = 16"
 """The base with momentum and beta2 of 0.95."""
 DEFAULTS = "momentum 0.9, beta2 0.9"
+RATES = ["lr", "adamw_lr"]
 
 
 def changes_table(found: DataFrame, base: str) -> str:
@@ -24,8 +25,10 @@ def changes_table(found: DataFrame, base: str) -> str:
     for case in sorted(its["case"].unique(), key=lambda name: (name != base, name)):
         cells: dict[str, object] = {"case": case}
         for (model, steps), runs in its.groupby(["model", "steps"]):
-            by_rate = runs.pivot(index="lr", columns="case", values="validation_loss")
-            own = by_rate.get(case, Series(dtype=float))
+            by_rate = runs.pivot(index=RATES, columns="case", values="validation_loss").reindex(
+                columns=list({base, case})
+            )
+            own = by_rate[case]
             apart = (own - by_rate[base]).mean()
             if isna(apart):
                 apart = own.min() - by_rate[base].min()
@@ -35,21 +38,20 @@ def changes_table(found: DataFrame, base: str) -> str:
 
 
 def seeds_table(found: DataFrame) -> str:
-    """Return what was trained on further seeds at one rate: FORMER's mean loss, and differences from a base by seed.
+    """Return what was trained on further seeds: differences from a base, paired by seed, or a base's mean loss.
 
     FIRST_SEED, on which changes were chosen, is left out.
     """
     further = found[found["seed"] != FIRST_SEED]
     base_of = dict(zip(further["case"], further["base"], strict=True))
     lines = []
-    for case in sorted(base_of, key=lambda name: (base_of[name] != FORMER, name != FORMER, name)):
-        cells: dict[str, object] = {"case": case, "changed from": "" if case == FORMER else base_of[case]}
-        for model, runs in further.groupby("model"):
-            by_seed = runs.pivot(index="seed", columns="case", values="validation_loss")
-            own = by_seed.get(case, Series(dtype=float))
-            apart = (own if case == FORMER else own - by_seed[base_of[case]]).dropna()
-            (rate,) = set(runs["lr"])
-            text = with_error(apart.mean(), apart.sem(), 3, sign="" if case == FORMER else "+")
-            cells[f"{model}, lr {rate:.3g}"] = f"{text} ({len(apart)})" if len(apart) else "-"
-        lines.append(cells)
-    return table(DataFrame(lines), 2)
+    for (model, steps, lr, _), runs in further.groupby(["model", "steps", *RATES]):
+        by_seed = runs.pivot(index="seed", columns="case", values="validation_loss")
+        for case in sorted(by_seed, key=lambda name: (base_of[name] != FORMER, name != FORMER, name != DEFAULTS, name)):
+            base = base_of[case] if base_of[case] in by_seed and case != FORMER else ""
+            apart = (by_seed[case] - by_seed[base] if base else by_seed[case]).dropna()
+            if len(apart):
+                cells: dict[str, object] = {"model": model, "steps": f"{steps:,}", "lr": f"{lr:.3g}"}
+                cells |= {"case": case, "changed from": base, "seeds": len(apart)}
+                lines.append(cells | {"difference": with_error(apart.mean(), apart.sem(), 3, sign="+" if base else "")})
+    return table(DataFrame(lines), 5)

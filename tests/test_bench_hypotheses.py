@@ -7,7 +7,9 @@ from bench.hypotheses import DEFAULTS, FORMER, changes_table, seeds_table
 
 def rows(*runs):
     names = ("base", "case", "lr", "seed", "validation_loss")
-    return DataFrame([{"model": "gpt2-tiny", "steps": 400} | dict(zip(names, run, strict=True)) for run in runs])
+    return DataFrame(
+        [{"model": "gpt2-tiny", "steps": 400, "adamw_lr": 0.002} | dict(zip(names, run, strict=True)) for run in runs]
+    )
 
 
 def cells(text):
@@ -31,7 +33,7 @@ def test_a_change_is_compared_with_its_own_base_at_the_rates_that_both_have():
     assert cells(changes_table(found, DEFAULTS)) == [[DEFAULTS, "1.500"], ["ns_steps 4", "+0.250"]]
 
 
-def test_seeds_but_the_first_are_paired_at_the_one_rate_that_they_have():
+def test_seeds_but_the_first_are_paired_where_rates_are_the_same():
     found = rows(
         (FORMER, FORMER, 0.01, 0, 99.0),
         (FORMER, FORMER, 0.01, 1, 2.0),
@@ -42,9 +44,14 @@ def test_seeds_but_the_first_are_paired_at_the_one_rate_that_they_have():
         (FORMER, DEFAULTS, 0.01, 2, 2.7),
         (FORMER, "r = 8", 0.01, 0, 1.0),
         (DEFAULTS, "ns_steps 4", 0.01, 1, 1.6),
+        (FORMER, DEFAULTS, 0.02, 1, 1.0),
+        (DEFAULTS, "ns_steps 4", 0.02, 1, 0.5),
+        (DEFAULTS, "ns_steps 4", 0.02, 3, 7.0),
     )
     assert cells(seeds_table(found)) == [
-        [FORMER, "", "2.500 ± 0.500 (2)"],
-        [DEFAULTS, FORMER, "-0.400 ± 0.100 (2)"],
-        ["ns_steps 4", DEFAULTS, "+0.100 (1)"],
+        ["gpt2-tiny", "400", "0.01", FORMER, "", "2", "2.500 ± 0.500"],
+        ["gpt2-tiny", "400", "0.01", DEFAULTS, FORMER, "2", "-0.400 ± 0.100"],
+        ["gpt2-tiny", "400", "0.01", "ns_steps 4", DEFAULTS, "1", "+0.100"],
+        ["gpt2-tiny", "400", "0.02", DEFAULTS, "", "1", "1.000"],
+        ["gpt2-tiny", "400", "0.02", "ns_steps 4", DEFAULTS, "1", "-0.500"],
     ]
