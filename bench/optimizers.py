@@ -41,6 +41,7 @@ class Hyper:
     bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
     adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
     momentum: float | None = None  # of the matrices where it is not the method's own
+    float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,18 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
         settings |= {"adjust_lr_fn": h.adjust_lr_fn, "preset": h.preset, "clip_threshold": CLIP if h.bounded else None}
+        if h.float32 and entry.make is not prokl.KLShampoo:
+            settings["ns_dtype"] = torch.float32
         return [entry.make(groups, state_dtype=state_dtype, **settings)]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
-    make = entry.make
+    make, float32 = entry.make, h.float32 or rivals.emulated(weights)
     if make is torch.optim.Muon:
         settings["adjust_lr_fn"] = h.adjust_lr_fn
-        make = rivals.Float32Muon if rivals.emulated(weights) else make
-    if h.method == "cosmos" and rivals.emulated(weights):
+        make = rivals.Float32Muon if float32 else make
+    if h.method in ("normuon", "muon-polar-express"):
+        settings["float32"] = float32
+    if h.method == "cosmos" and float32:
         settings["ns_dtype"] = torch.float32
     return [make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
 

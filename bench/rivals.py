@@ -38,14 +38,14 @@ def soap(weights: list[Tensor], lr: float, weight_decay: float) -> Optimizer:
     return made(weights, lr=lr, weight_decay=weight_decay, precondition_frequency=10)
 
 
-def muon(name: str, weights: list[Tensor], lr: float, weight_decay: float, **more: Any) -> Optimizer:
-    """Return one of pytorch_optimizer's Muons."""
+def muon(name: str, weights: list[Tensor], lr: float, weight_decay: float, float32: bool, **more: Any) -> Optimizer:
+    """Return one of pytorch_optimizer's Muons; ``float32`` holds for all Muons of this process from then on."""
     made = getattr(package("pytorch_optimizer", "pytorch-optimizer"), name)
     module, its = (
         package("pytorch_optimizer.optimizer.muon.base", "pytorch-optimizer"),
         "zero_power_via_newton_schulz_5",
     )
-    if emulated(weights) and not isinstance(getattr(module, its), partial):
+    if float32 and not isinstance(getattr(module, its), partial):
         setattr(module, its, partial(getattr(module, its), dtype=torch.float32))
     return made([{"params": weights, "use_muon": True}], lr=lr, weight_decay=weight_decay, **more)
 

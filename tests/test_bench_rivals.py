@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import prokl
 from bench import optimizers, rivals
 from bench.command import UsageError
 from bench.optimizers import Hyper
@@ -31,9 +32,12 @@ def packages(monkeypatch):
     return base, heavyball
 
 
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
+
+
 def built(method, **settings):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
-    matrices, rest = optimizers.build(model, Hyper(method, 0.01, 0.002, **settings), None)
+    matrices, rest = optimizers.build(model(), Hyper(method, 0.01, 0.002, **settings), None)
     assert isinstance(rest, torch.optim.AdamW) and {group["lr"] for group in rest.param_groups} == {0.002}
     return matrices
 
@@ -64,6 +68,20 @@ def test_their_newton_schulz_is_in_float32_only_where_bfloat16_would_be_emulated
     assert built("cosmos", rank=2).defaults["ns_dtype"] == (torch.bfloat16 if instructions else torch.float32)
     assert built("muon", momentum=0.9).param_groups[0]["momentum"] == 0.9
     assert built("muon").param_groups[0]["momentum"] == 0.95
+
+
+def test_all_newton_schulz_is_in_float32_where_that_is_asked_for(packages, monkeypatch):
+    monkeypatch.setattr(rivals, "cpu_has_bfloat16", lambda: True)
+    base, _ = packages
+    built("normuon", float32=True), built("muon-polar-express", float32=True)
+    assert base.zero_power_via_newton_schulz_5(None) == torch.float32
+    assert type(built("muon", float32=True)) is rivals.Float32Muon
+    assert built("cosmos", rank=2, float32=True).defaults["ns_dtype"] == torch.float32
+    for float32, dtype in ((True, torch.float32), (False, None)):
+        (ours,) = optimizers.build(model(), Hyper("pro-klshampoo", 0.01, 0.002, rank=2, float32=float32), None)
+        assert ours.defaults["ns_dtype"] == dtype
+    (ours,) = optimizers.build(model(), Hyper("kl-shampoo", 0.01, 0.002, float32=True), None)
+    assert type(ours) is prokl.KLShampoo  # which has no such setting
 
 
 def test_cpus_are_asked(monkeypatch):
