@@ -1,17 +1,21 @@
 """What every test shares: the options, the skips, Triton's interpreter and poisoned allocations."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from tests.host_extension import extension_on_cpu, host_module  # noqa: F401  (fixtures)
 from tests.inputs import method, path  # noqa: F401  (fixtures)
+from tests.interpreter import quicken
 from tests.qr_forms import form_of  # noqa: F401  (a fixture)
 
 # Triton reads this when a kernel is defined, so it is set before any test module is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        quicken()
 
 # Matrices of the tests' sizes gain nothing from threads, which on a busy machine, such as one that pytest-xdist uses in
 # full, take ten times as long.
