@@ -196,7 +196,7 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monke
 def row_of(unit, loss):
     named = {"model": unit.model, "steps": unit.steps, "optimizer": unit.form, "seed": unit.seed, "lr": unit.lr}
     named |= {"adamw_lr": unit.adamw_lr, "alpha_kl": unit.alpha_kl, "validation_loss": loss}
-    return named | {"optimizer_ms": 20.0, "state_mb": 2.0}
+    return named | {"model_ms": 30.0, "optimizer_ms": 20.0, "state_mb": 2.0}
 
 
 def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is_known(tmp_path):
@@ -227,18 +227,20 @@ def loss_of_soap(losses):
     return losses[tuned(MODEL, 400, "soap", losses).unit]
 
 
-def test_shares_of_steps_and_seconds_to_a_loss_are_interpolated(tmp_path):
+def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_are_by_the_quickest_runs(tmp_path):
     losses, _ = trained((400,), ("adamw", "muon"), (0,))
-    curves = []
+    curves, found, slower = [], [], {"adamw": 1.0, "muon": 1.0}
     for unit in losses:
-        per_step = 0.2 if unit.form == "adamw" else 0.1
         for step, loss in ((0, 4.0), (200, 2.0), (400, 1.0 if unit.form == "adamw" else 1.5)):
-            curves.append(row_of(unit, loss) | {"step": step, "seconds": per_step * step})
-    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in losses.items()])
+            curves.append(row_of(unit, loss) | {"step": step})
+        own = {"model_ms": 30.0, "optimizer_ms": 70.0 if unit.form == "adamw" else 20.0}
+        found.append(row_of(unit, losses[unit]) | {name: ms * slower[unit.form] for name, ms in own.items()})
+        slower[unit.form] *= 3.0  # as others share the machine
+    lengths.rows.write(tmp_path / "rows.csv", found)
     lengths.rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
     shown = tables.reached_table(frame(tmp_path / "rows.csv"), tmp_path / "curves.csv").splitlines()
     (line,) = (line for line in shown if "AdamW" in line)
-    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 1.5 after 300 steps of twice the time
+    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
     (line,) = (line for line in shown if "| Muon " in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
 

@@ -148,8 +148,13 @@ def _difference(losses: Series, minus: Series) -> str:
 
 
 def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
-    """Return after which share of a reference's steps and seconds tuned methods have its final loss."""
+    """Return after which share of a reference's steps and seconds tuned methods have its final loss.
+
+    Seconds are steps times what a step takes, forward and backward included, in the quickest run: others shared their
+    core, or were made on a slower machine.
+    """
     curve = frame(curves)
+    step_ms = (found["model_ms"] + found["optimizer_ms"]).groupby([found["model"], found["optimizer"]]).min()
     lines = []
     for one in _compared(found):
         own = {form: _curves(curve, tuned_.unit) for form, tuned_ in one.tuned.items() if tuned_.unit is not None}
@@ -159,11 +164,11 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                 if reference not in own:
                     continue
                 both = judged(its.keys() & own[reference].keys())
-                shares = [_reached(its[seed], own[reference][seed]) for seed in both]
-                steps, seconds = np.mean(shares, axis=0) if shares else (math.nan, math.nan)
+                steps = np.mean([_reached(its[seed], own[reference][seed]) for seed in both]) if both else math.nan
+                slower = step_ms[one.model, form] / step_ms[one.model, reference]
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
-                cells[f"seconds to {FORMS[reference].label}'s"] = f"{seconds:.2f}" if known else "-"
+                cells[f"seconds to {FORMS[reference].label}'s"] = f"{steps * slower:.2f}" if known else "-"
             lines.append(cells)
     return table(DataFrame(lines).fillna("-"), 3)
 
@@ -178,16 +183,13 @@ def _curves(curve: DataFrame, unit: Unit) -> dict[int, DataFrame]:
     return {int(seed): its.sort_values("step") for seed, its in curve[same].groupby("seed")}
 
 
-def _reached(its: DataFrame, reference: DataFrame) -> tuple[float, float]:
-    """Return the shares of the reference's steps and seconds after which its final loss is reached; nan if never."""
-    target = reference["validation_loss"].iloc[-1]
+def _reached(its: DataFrame, reference: DataFrame) -> float:
+    """Return the share of the reference's steps after which its final loss is reached; nan if never."""
     losses = its["validation_loss"].to_numpy()
+    target = reference["validation_loss"].iloc[-1]
     below = np.flatnonzero(losses <= target)
     if not len(below):
-        return math.nan, math.nan
+        return math.nan
     part = slice(max(0, below[0] - 1), below[0] + 1)
-    steps, seconds = (
-        np.interp(-target, -losses[part], its[name].to_numpy(dtype=float)[part]) / float(reference[name].iloc[-1])
-        for name in ("step", "seconds")
-    )
-    return float(steps), float(seconds)
+    step = np.interp(-target, -losses[part], its["step"].to_numpy(dtype=float)[part])
+    return float(step / reference["step"].iloc[-1])
