@@ -17,6 +17,7 @@ from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
+from bench.lengths import figure
 from bench.lengths import tables as lengths
 from bench.model import tables as model
 from bench.rows import RESULTS, frame
@@ -105,6 +106,7 @@ def draw() -> None:
     timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
     timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
+    figure.draw(RESULTS / "lengths-loss.png", frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv"))
 
 
 @command

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.lengths import __main__ as lengths
-from bench.lengths import runs, tables
+from bench.lengths import figure, runs, tables
 from bench.lengths.protocol import (
     ADAMW_LR,
     FORMS,
@@ -227,7 +227,7 @@ def loss_of_soap(losses):
     return losses[tuned(MODEL, 400, "soap", losses).unit]
 
 
-def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_are_by_the_quickest_runs(tmp_path):
+def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_are_by_the_quickest_runs(tmp_path, monkeypatch):
     losses, _ = trained((400,), ("adamw", "muon"), (0,))
     curves, found, slower = [], [], {"adamw": 1.0, "muon": 1.0}
     for unit in losses:
@@ -243,6 +243,13 @@ def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_are_by_the_quick
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
     (line,) = (line for line in shown if "| Muon " in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+    drawn = []
+    monkeypatch.setattr(figure, "save", lambda it, path: drawn.extend(axes.get_lines() for axes in it.axes))
+    figure.draw(tmp_path / "loss.png", frame(tmp_path / "rows.csv"), frame(tmp_path / "curves.csv"), 400)
+    assert [[(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines] for lines in drawn] == [
+        [(400, 1.0), (400, 1.5)],  # AdamW, Muon: steps
+        [(pytest.approx(40), 1.0), (pytest.approx(20), 1.5)],  # seconds
+    ]
 
 
 @pytest.mark.slow

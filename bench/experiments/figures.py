@@ -41,15 +41,15 @@ def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
                     style = _style(method, rank, compared)
                     if lr and not isna(lr[0]):
                         style |= {"label": f"{style['label']}, lr {lr[0]:g}", "color": None}
-                    _curve(axes, found, x, y, **style)
+                    curve(axes, found, x, y, **style)
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
-            _fit(axes)
+            fit(axes)
             tidy(axes)
         line[0].legend(frameon=False, fontsize="small")
     save(figure, path)
 
 
-def _curve(axes: Axes, rows: DataFrame, x: str, y: str, **style: Any) -> None:
+def curve(axes: Axes, rows: DataFrame, x: str, y: str, **style: Any) -> None:
     """Draw the mean over the seeds at every evaluation that all of them have."""
     at = rows.dropna(subset=y).groupby("step")
     points = at.agg(x=(x, "mean"), mean=(y, "mean"), error=(y, "sem"), seeds=(y, "size"))
@@ -68,7 +68,7 @@ def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
     return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name}
 
 
-def _fit(axes: Axes) -> None:
+def fit(axes: Axes) -> None:
     """Leave the steep first descent out, which would squeeze the differences that the figure is for."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
     lines = [values for values in lines if len(values)]

@@ -154,10 +154,11 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
     core, or were made on a slower machine.
     """
     curve = frame(curves)
-    step_ms = (found["model_ms"] + found["optimizer_ms"]).groupby([found["model"], found["optimizer"]]).min()
+    quickest = step_ms(found)
     lines = []
     for one in _compared(found):
-        own = {form: _curves(curve, tuned_.unit) for form, tuned_ in one.tuned.items() if tuned_.unit is not None}
+        best = {form: its.unit for form, its in one.tuned.items() if its.unit is not None}
+        own = {form: _by_seed(curves_of(curve, unit)) for form, unit in best.items()}
         for form, its in own.items():
             cells: dict[str, object] = {"model": one.model, "steps": f"{one.steps:,}", "optimizer": FORMS[form].label}
             for reference in REFERENCES:
@@ -165,7 +166,7 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                     continue
                 both = judged(its.keys() & own[reference].keys())
                 steps = np.mean([_reached(its[seed], own[reference][seed]) for seed in both]) if both else math.nan
-                slower = step_ms[one.model, form] / step_ms[one.model, reference]
+                slower = quickest[one.model, form] / quickest[one.model, reference]
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
                 cells[f"seconds to {FORMS[reference].label}'s"] = f"{steps * slower:.2f}" if known else "-"
@@ -173,14 +174,23 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
     return table(DataFrame(lines).fillna("-"), 3)
 
 
-def _curves(curve: DataFrame, unit: Unit) -> dict[int, DataFrame]:
-    """Return the curves of a unit's settings by seed."""
+def step_ms(found: DataFrame) -> Series:
+    """Return what a step takes in the quickest run, forward and backward included, by model and method."""
+    return (found["model_ms"] + found["optimizer_ms"]).groupby([found["model"], found["optimizer"]]).min()
+
+
+def curves_of(curve: DataFrame, unit: Unit) -> DataFrame:
+    """Return the curves of a unit's settings on all seeds."""
     same = (curve["model"] == unit.model) & (curve["steps"] == unit.steps) & (curve["optimizer"] == unit.form)
     same &= curve["lr"] == unit.lr
     for name, value in (("adamw_lr", unit.adamw_lr), ("alpha_kl", unit.alpha_kl)):
         if name in curve:
             same &= curve[name].isna() if value is None else curve[name] == value
-    return {int(seed): its.sort_values("step") for seed, its in curve[same].groupby("seed")}
+    return curve[same].sort_values("step")
+
+
+def _by_seed(curve: DataFrame) -> dict[int, DataFrame]:
+    return {int(seed): its for seed, its in curve.groupby("seed")}
 
 
 def _reached(its: DataFrame, reference: DataFrame) -> float:

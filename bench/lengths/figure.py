@@ -1,0 +1,44 @@
+"""The figure of :mod:`bench.lengths`: validation loss along the runs of one length."""
+
+from pathlib import Path
+
+from pandas import DataFrame
+
+from bench.drawing import plt, save, tidy
+from bench.experiments.figures import curve, fit
+from bench.lengths.protocol import FORMS
+from bench.lengths.tables import Compared, curves_of, judged, step_ms, units
+from bench.optimizers import OPTIMIZERS
+
+STEPS = 1600
+SHOWN = ("adamw", "muon", "muon-0.9", "kl-shampoo", "pro-klshampoo")
+
+
+def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) -> None:
+    """Draw tuned methods' loss against steps and seconds, a line of panels per model; bands are one standard error.
+
+    Seconds are as in the table of shares: steps times what one takes in the quickest run.
+    """
+    losses, quickest = units(found), step_ms(found)
+    models = list(dict.fromkeys(unit.model for unit in losses))
+    figure, grid = plt.subplots(len(models), 2, figsize=(11, 3.8 * len(models)), squeeze=False, layout="constrained")
+    for line, model in zip(grid, models, strict=True):
+        compared = Compared(losses, model, steps)
+        for form in SHOWN:
+            unit = compared.tuned[form].unit
+            if unit is None:
+                continue
+            its = curves_of(curves, unit)
+            its = its[its["seed"].isin(judged(map(int, its["seed"].unique())))]
+            its = its.assign(seconds=its["step"] * quickest[model, form] / 1e3)
+            own = OPTIMIZERS[unit.hyper().method]
+            style = {"color": own.colour, "lw": 1.6, "label": f"{FORMS[form].label}, lr {unit.lr:.2g}"}
+            style["ls"] = "--" if FORMS[form].label != own.label else "-"
+            for axes, x in zip(line, ("step", "seconds"), strict=True):
+                curve(axes, its, x, "validation_loss", **style)
+        for axes, label in zip(line, ("steps", "seconds of training"), strict=True):
+            axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps")
+            fit(axes)
+            tidy(axes)
+        line[0].legend(frameon=False, fontsize="small")
+    save(figure, path)
