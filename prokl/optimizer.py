@@ -149,7 +149,7 @@ class ProKLShampoo(DividedOptimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 0.015,
+        lr: float | Tensor = 0.02,
         weight_decay: float = 0.0,
         momentum: float = 0.9,
         *,

@@ -52,7 +52,7 @@ def test_the_best_is_a_minimum_among_neighbours_at_every_length(form):
     losses, _ = trained((400, 1600), ("adamw", form), (0, 1))
     for steps in (400, 1600):
         unit = tuned(MODEL, steps, form, losses).unit
-        base = FORMS[form].base
+        base = FORMS[form].default.lr
         k = power(unit.lr, base)
         beside = [replace(unit, lr=rounded(base * STEP**i)) for i in (k - 1, k + 1)]
         if FORMS[form].alpha:

@@ -1,11 +1,11 @@
 """What is trained, fixed before it is: methods, their rates, and how the best of these is found at every length.
 
-A method's rates are its ``base`` times powers of STEP. On the first seed three neighbouring ones are tried, around the
-best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while the
-best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes first:
-its best rate is then that of embedding, head and norms beside every other method, and when the rest is known README's
-is tried in its place. The best of all these and of the defaults as they are, which have README's rate for embedding,
-head and norms, is trained on all seeds, and so are the defaults.
+A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
+the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
+the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes
+first: its best rate is then that of embedding, head and norms beside every other method, and when the rest is known
+README's is tried in its place. The best of all these and of the defaults as they are, which have README's rate for
+embedding, head and norms, is trained on all seeds, and so are the defaults.
 
 A length of LONG steps or more is for few methods and is not searched: tried are the rate that the trend of the two
 longest shorter lengths gives and the next lower one, with README's rate for embedding, head and norms, beside the
@@ -37,25 +37,21 @@ class Form:
 
     Attributes:
         label: in tables.
-        default: its settings as they are.
-        base: rate that powers of STEP are multiplied with.
+        default: its settings as they are, with the rate that powers of STEP are multiplied with.
         centre: powers of STEP around which the search begins, by family of models.
         alpha: whether alpha_kl is tuned, too.
     """
 
     label: str
     default: Hyper
-    base: float
     centre: Mapping[str, int]
     alpha: bool = False
 
 
-def _form(
-    method: str, lr: float, gpt2: int, llama: int, label: str = "", alpha: bool = False, base: float = 0, **more: object
-) -> Form:
+def _form(method: str, lr: float, gpt2: int, llama: int, label: str = "", alpha: bool = False, **more: object) -> Form:
     adamw_lr = None if method == "adamw" else ADAMW_LR
     default = Hyper(method, lr, adamw_lr, float32=True, **more)  # type: ignore[arg-type]
-    return Form(label or OPTIMIZERS[method].label, default, base or lr, {"gpt2": gpt2, "llama": llama}, alpha)
+    return Form(label or OPTIMIZERS[method].label, default, {"gpt2": gpt2, "llama": llama}, alpha)
 
 
 FORMS: dict[str, Form] = {
@@ -63,7 +59,7 @@ FORMS: dict[str, Form] = {
     "muon": _form("muon", 2e-2, -2, 0),
     "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
     "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
-    "pro-klshampoo": _form("pro-klshampoo", 1.5e-2, -1, -1, base=2e-2),
+    "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
     "pro-klshampoo-paper": _form(
         "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
         rank=RANK, alpha_kl=0.01, preset="paper", bounded=False,
@@ -148,14 +144,14 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     unit = Unit(model, steps, form, own.default.lr, adamw_lr, own.default.alpha_kl, FIRST_SEED)
     start, alpha = own.centre[model.partition("-")[0]], 1
     if before := _shorter(model, steps, form, losses):
-        start = power(before.lr, own.base)
+        start = power(before.lr, own.default.lr)
         if own.alpha:
             unit = replace(unit, alpha_kl=before.alpha_kl)
             alpha = power(before.alpha_kl, own.default.alpha_kl)
-    found = climb(unit, "lr", own.base, start, losses)
+    found = climb(unit, "lr", own.default.lr, start, losses)
     if found.best is None:
         return Tuned(None, found.wanted)
-    unit = replace(unit, lr=rounded(own.base * STEP**found.best))
+    unit = replace(unit, lr=rounded(own.default.lr * STEP**found.best))
     if own.alpha:
         assert own.default.alpha_kl is not None
         found = climb(unit, "alpha_kl", own.default.alpha_kl, alpha, losses)
@@ -185,7 +181,7 @@ def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     """Return the best of the defaults, the trend's rate, at most one power from that of the longest, and the next."""
     default = at_default(model, steps, form, FIRST_SEED)
     known = list(islice(_all_shorter(model, steps, form, losses), 2))
-    base = FORMS[form].base
+    base = FORMS[form].default.lr
     k = power(known[0].lr, base) if known else FORMS[form].centre[model.partition("-")[0]]
     if len(known) == 2:
         longer, shorter = known

@@ -103,6 +103,8 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
             if any(map(len, both)):
                 cells[f"{one.model}, {one.steps:,}"] = " / ".join(map(_mean, both))
                 seeds[form] = max(map(len, both))
+        if form not in seeds:
+            continue
         by_model = its.groupby("model", sort=False)
         cells["step, ms"] = " / ".join(f"{ms:.0f}" for ms in by_model["optimizer_ms"].min())
         cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
