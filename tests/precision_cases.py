@@ -222,7 +222,8 @@ def captured(method: str) -> Captured:
         torch.manual_seed(0)
         model = build(MODEL)
     h = Hyper(method, OPTIMIZERS[method].lr, OPTIMIZERS["adamw"].lr, rank=RANK)
-    optimizer = CLASSES[method](split(model, h), precision="faithful")
+    own = {"ns_dtype": torch.float32} if method == "pro-klshampoo" else {}  # whatever this CPU's default is
+    optimizer = CLASSES[method](split(model, h), precision="faithful", **own)
     weights = [model.get_parameter(name) for name in WEIGHTS]
     gradients, cases = [], {}
     for t in range(STEPS):

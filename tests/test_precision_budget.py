@@ -116,7 +116,8 @@ def test_100_steps_on_recorded_gradients_end_where_faithful_ones_do(method, roun
     last = [of_step[-1:] for of_step in gradients]
     with mock.patch.object(torch_ops, "_product", cases.one_part):
         broken = over(drifts(method, last, "balanced", exact[-1:]), own[-1:])
-    assert {key for _, key in broken} >= {"L", "S" if method == "pro-klshampoo" else "R", "Q_L"}
+    # At other rates of the recorded run: by 84 to 1,320 times float32's own error, S by 23 to 4,030.
+    assert {key for _, key in broken} >= {"L", "U" if method == "pro-klshampoo" else "R", "Q_L"}
 
 
 @pytest.mark.parametrize("scale", [1e-19, 1e-12, 1e12, 1e17])

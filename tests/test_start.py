@@ -58,7 +58,7 @@ def gradients(case, dtype, which):
 def run(method, case, dtype, which):
     """The state after the start, and the distance moved after some more steps."""
     cls, kwargs = method
-    kwargs = kwargs | ({"rank": 6} if cls is PRO else {})
+    kwargs = kwargs | ({"rank": 6, "ns_dtype": dtype} if cls is PRO else {})  # whatever this CPU's default is
     p = torch.nn.Parameter(normal(*CASES[case][0], seed=99, dtype=dtype))
     optimizer, before = cls([p], **kwargs), p.detach().clone()
     for t, G in enumerate(gradients(case, dtype, which)):
