@@ -227,7 +227,7 @@ def loss_of_soap(losses):
     return losses[tuned(MODEL, 400, "soap", losses).unit]
 
 
-def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_are_by_the_quickest_runs(tmp_path, monkeypatch):
+def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on_the_machine(tmp_path, monkeypatch):
     losses, _ = trained((400,), ("adamw", "muon"), (0,))
     curves, found, slower = [], [], {"adamw": 1.0, "muon": 1.0}
     for unit in losses:

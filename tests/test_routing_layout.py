@@ -191,7 +191,7 @@ def test_ranks_are_those_of_the_pieces():
         "qkv_proj.weight  16x8   matrix     7,4,4  linear layer; split into 8+4+4",
     ]
     assert param_groups(model, **RATES, rank=4).routes[0].rank == 4
-    assert param_groups(model, **RATES, rank=None).routes[0].rank is None
+    assert param_groups(model, **RATES).routes[0].rank == 1  # of "auto"
 
 
 def test_patterns_say_by_hand_what_modules_do_not():

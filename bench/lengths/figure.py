@@ -17,9 +17,9 @@ SHOWN = ("adamw", "muon", "muon-0.9", "kl-shampoo", "pro-klshampoo")
 def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) -> None:
     """Draw tuned methods' loss against steps and seconds, a line of panels per model; bands are one standard error.
 
-    Seconds are as in the table of shares: steps times what one takes in the quickest run.
+    Seconds are steps times what one takes, as in the table of shares.
     """
-    losses, quickest = units(found), step_ms(found)
+    losses, every_ms = units(found), step_ms(found)
     models = list(dict.fromkeys(unit.model for unit in losses))
     figure, grid = plt.subplots(len(models), 2, figsize=(11, 3.8 * len(models)), squeeze=False, layout="constrained")
     for line, model in zip(grid, models, strict=True):
@@ -30,7 +30,7 @@ def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) ->
                 continue
             its = curves_of(curves, unit)
             its = its[its["seed"].isin(judged(map(int, its["seed"].unique())))]
-            its = its.assign(seconds=its["step"] * quickest[model, form] / 1e3)
+            its = its.assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             own = OPTIMIZERS[unit.hyper().method]
             style = {"color": own.colour, "lw": 1.6, "label": f"{FORMS[form].label}, lr {unit.lr:.2g}"}
             style["ls"] = "--" if FORMS[form].label != own.label else "-"

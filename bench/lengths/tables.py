@@ -87,12 +87,11 @@ def _compared(found: DataFrame) -> Iterator[Compared]:
 def losses_table(found: DataFrame, selecting: bool) -> str:
     """Return what a user gets: final losses at the defaults and tuned, by model and length; step and state by model.
 
-    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these. A step's time
-    is that of the quickest run: the others shared their core.
+    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these.
     """
     has = found["seed"] == FIRST_SEED if selecting else found["seed"] != FIRST_SEED
     shown = [form for form in FORMS if form in set(found["optimizer"][has])]
-    every = list(_compared(found))
+    every, times = list(_compared(found)), optimizer_ms(found)
     lines, seeds = [], {}
     for form in shown:
         its = found[found["optimizer"] == form]
@@ -106,7 +105,7 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
         if form not in seeds:
             continue
         by_model = its.groupby("model", sort=False)
-        cells["step, ms"] = " / ".join(f"{ms:.0f}" for ms in by_model["optimizer_ms"].min())
+        cells["step, ms"] = " / ".join(f"{times[model, form]:.0f}" for model in by_model.groups)
         cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
         cells["seeds"] = seeds[form]
         lines.append(cells)
@@ -152,11 +151,10 @@ def _difference(losses: Series, minus: Series) -> str:
 def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
     """Return after which share of a reference's steps and seconds tuned methods have its final loss.
 
-    Seconds are steps times what a step takes, forward and backward included, in the quickest run: others shared their
-    core, or were made on a slower machine.
+    Seconds are steps times :func:`step_ms`.
     """
     curve = frame(curves)
-    quickest = step_ms(found)
+    every_ms = step_ms(found)
     lines = []
     for one in _compared(found):
         best = {form: its.unit for form, its in one.tuned.items() if its.unit is not None}
@@ -168,7 +166,7 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                     continue
                 both = judged(its.keys() & own[reference].keys())
                 steps = np.mean([_reached(its[seed], own[reference][seed]) for seed in both]) if both else math.nan
-                slower = quickest[one.model, form] / quickest[one.model, reference]
+                slower = every_ms[one.model, form] / every_ms[one.model, reference]
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
                 cells[f"seconds to {FORMS[reference].label}'s"] = f"{steps * slower:.2f}" if known else "-"
@@ -176,9 +174,19 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
     return table(DataFrame(lines).fillna("-"), 3)
 
 
+def optimizer_ms(found: DataFrame) -> Series:
+    """Return what an optimizer's step takes, by model and method.
+
+    Runs were made on several machines and shared their cores: each is taken to be as much slower than on the quickest
+    as its forward and backward passes were, which are the same for all; the median of these.
+    """
+    slower = found["model_ms"] / found.groupby("model")["model_ms"].transform("min")
+    return (found["optimizer_ms"] / slower).groupby([found["model"], found["optimizer"]]).median()
+
+
 def step_ms(found: DataFrame) -> Series:
-    """Return what a step takes in the quickest run, forward and backward included, by model and method."""
-    return (found["model_ms"] + found["optimizer_ms"]).groupby([found["model"], found["optimizer"]]).min()
+    """Return the same with forward and backward."""
+    return optimizer_ms(found).add(found.groupby("model")["model_ms"].min(), level="model")
 
 
 def curves_of(curve: DataFrame, unit: Unit) -> DataFrame:

@@ -133,7 +133,7 @@ class Readings:
         self._by_hand = {f"split={pattern!r}": _checked(pattern, value) for pattern, value in split.items()}
         self._unused = {*self._transposed, *self._split}
 
-    def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank | None) -> Route:
+    def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank) -> Route:
         """Return the route of a matrix weight with its reading, its rank, and the reason that says so.
 
         Raises:
@@ -158,13 +158,13 @@ class Readings:
                     f"{error}; give a number that divides it, or sizes that add up to it."
                 ) from None
             split, shapes = None, pieces(p, transposed, None)
-        ranks = None if rank is None else tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
+        ranks = tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
         said = "; stored (in, out)" if transposed else ""
         if split is not None:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         return replace(
             route,
-            rank=ranks[0] if ranks and len(set(ranks)) == 1 else ranks,
+            rank=ranks[0] if len(set(ranks)) == 1 else ranks,
             reason=route.reason + said,
             transposed=transposed,
             split=split,

@@ -30,7 +30,7 @@ def param_groups(
     adamw_weight_decay: float = 0.0,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
-    rank: Rank | None = "auto",
+    rank: Rank | None = None,
     matrix: Sequence[str] = (),
     adamw: Sequence[str] = (),
     split_fused: bool = True,
@@ -88,8 +88,7 @@ def param_groups(
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
         rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
-            long side n; "auto" is m / 6, at most 128, unless the optimizer is given another; None for a method that has
-            none (KLShampoo).
+            long side n; "auto" is m / 6, at most 128; None is the optimizer's, "auto" unless it is told.
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
@@ -120,7 +119,7 @@ def param_groups(
     check_nonnegative("adamw_eps", adamw_eps)
     check_betas("adamw_betas", adamw_betas)
     if rank is not None:
-        check_rank(rank, "an integer of at least 1, or None for a method without a rank")
+        check_rank(rank, "an integer of at least 1, or None for the optimizer's")
 
     owners = owners_of(model)
     if owners and not any(p.requires_grad for p in owners):
@@ -143,7 +142,7 @@ def param_groups(
         choice = _route(p, found, heads, *told)
         route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
         if choice.algorithm == "matrix":
-            route = readings.of(p, found, route, rank)
+            route = readings.of(p, found, route, "auto" if rank is None else rank)
         routes.append(route)
         members.setdefault((choice.algorithm, choice.decays), []).append((route, p))
     readings.check_used()
@@ -156,8 +155,7 @@ def param_groups(
             f"fully_shard.\n{table(routes)}"
         )
     hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr}
-    hyper |= {} if weight_decay is None else {"weight_decay": weight_decay}
-    hyper |= {} if rank in (None, "auto") else {"rank": rank}  # "auto" is the optimizer's own: one given to it wins
+    hyper |= {key: given for key, given in (("weight_decay", weight_decay), ("rank", rank)) if given is not None}
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:

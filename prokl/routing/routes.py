@@ -19,8 +19,8 @@ class Route:
         names: every name that the parameter has, in the model's order; more than one when it is tied.
         shape: its shape.
         algorithm: ``"matrix"``, ``"adamw"``, or ``"frozen"`` when it is in no group.
-        rank: rank after clamping to min(rank, m, n - 1); None outside the matrix method or without a rank; a tuple
-            where the pieces of a split weight have several.
+        rank: rank after clamping to min(rank, m, n - 1), that of "auto" where it is left to the optimizer; None outside
+            the matrix method; a tuple where the pieces of a split weight have several.
         reason: why.
         transposed: True if the matrix method reads it as stored (in, out).
         split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
@@ -47,15 +47,15 @@ class ParamGroups(list[dict[str, Any]]):
         self.routes = tuple(routes)
 
     def __repr__(self) -> str:
-        return table(self.routes)
+        return table(self.routes, "rank" if any("rank" in group for group in self) else "rank if auto")
 
     __str__ = __repr__
 
 
-def table(routes: Sequence[Route]) -> str:
+def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
     """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
     with_rank = any(route.rank is not None for route in routes)
-    rows = [("parameter", "shape", "algorithm", *(["rank"] if with_rank else []), "reason")]
+    rows = [("parameter", "shape", "algorithm", *([rank_title] if with_rank else []), "reason")]
     for route in routes:
         shape = "x".join(map(str, route.shape)) or "scalar"
         ranks = route.rank if isinstance(route.rank, tuple) else (route.rank,)
