@@ -1,8 +1,8 @@
 """Optimizers of other packages for matrices, as they are trained beside this one's: ``pip install -e .[peers]``.
 
 Each has its package's own settings but for the rate; those with a period refresh every tenth step, as prokl's do. The
-package is imported when one is built. On a CPU that would emulate bfloat16, in twenty times the time of a step, their
-Newton-Schulz multiplies in float32, as prokl's does there.
+package is imported when one is built. On a CPU that would emulate bfloat16, in twenty times the time of a step, and
+where a comparison asks for it, their Newton-Schulz multiplies in float32, as prokl's does there.
 """
 
 from functools import partial

@@ -202,7 +202,10 @@ def row_of(unit, loss):
 def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is_known(tmp_path):
     losses, _ = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1, 2))
     of_one_seed, _ = trained((400,), ("adamw", "soap"), (0,))
-    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in (of_one_seed | losses).items()])
+    former = replace(at_default(MODEL, 400, "cosmos", 1), lr=0.0123)  # of defaults that have changed since
+    every = [row_of(*one) for one in (of_one_seed | losses | {former: 1.0}).items()]
+    every += [row | {"model_ms": 90.0, "optimizer_ms": 1e3} for row in every if row["optimizer"] == "muon"][:1]
+    lengths.rows.write(tmp_path / "rows.csv", every)
     found = frame(tmp_path / "rows.csv")
     muon = tuned(MODEL, 400, "muon", losses).unit
     default = at_default(MODEL, 400, "muon", 0)
@@ -210,7 +213,7 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
         shown = tables.losses_table(found, selecting).splitlines()
         (line,) = (line for line in shown if "| Muon " in line)
         assert f"{losses[default] + more:.3f}{error} / {losses[muon] + more:.3f}{error}" in line
-        assert line.endswith(f" {seeds} |")
+        assert line.endswith(f" {seeds} |") and line.split("|")[4].strip() == "20"  # ms, of the quick runs alone
         assert any("SOAP" in line for line in shown) is selecting and not any("COSMOS" in line for line in shown)
     shown = tables.settings_table(found).splitlines()
     (line,) = (line for line in shown if "| Muon " in line)

@@ -24,20 +24,19 @@ def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) ->
     figure, grid = plt.subplots(len(models), 2, figsize=(11, 3.8 * len(models)), squeeze=False, layout="constrained")
     for line, model in zip(grid, models, strict=True):
         compared = Compared(losses, model, steps)
-        for form in SHOWN:
-            unit = compared.tuned[form].unit
-            if unit is None:
-                continue
+        best = {form: unit for form in SHOWN if (unit := compared.tuned[form].unit)}
+        seeds = judged(set.intersection(*(set(compared.at_best(form).index) for form in best)))
+        for form, unit in best.items():
             its = curves_of(curves, unit)
-            its = its[its["seed"].isin(judged(map(int, its["seed"].unique())))]
-            its = its.assign(seconds=its["step"] * every_ms[model, form] / 1e3)
+            its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             own = OPTIMIZERS[unit.hyper().method]
             style = {"color": own.colour, "lw": 1.6, "label": f"{FORMS[form].label}, lr {unit.lr:.2g}"}
             style["ls"] = "--" if FORMS[form].label != own.label else "-"
             for axes, x in zip(line, ("step", "seconds"), strict=True):
                 curve(axes, its, x, "validation_loss", **style)
+        of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
         for axes, label in zip(line, ("steps", "seconds of training"), strict=True):
-            axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps")
+            axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
             fit(axes)
             tidy(axes)
         line[0].legend(frameon=False, fontsize="small")

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 from pandas import DataFrame, Series
 
-from bench.lengths.protocol import FIRST_SEED, FORMS, Tuned, Unit, at_default, tuned
+from bench.lengths.protocol import FIRST_SEED, FORMS, STEP, Tuned, Unit, at_default, power, rounded, tuned
 from bench.markdown import table, with_error
 from bench.rows import RESULTS, frame
 
 CURVES = RESULTS / "lengths-curves.csv"
 REFERENCES = ("muon", "kl-shampoo")
 """Whose final losses the others' steps are counted to."""
+AS_QUICK = 1.5
+"""Of two runs on one machine one may be so much slower; the machines differ by two."""
 
 
 class Compared:
@@ -38,13 +40,13 @@ class Compared:
         return Series(found, dtype=float).sort_index()
 
     def tried(self, form: str) -> list[float]:
-        """Return the rates that the best was chosen from."""
-        unit = self.tuned[form].unit
+        """Return the rates of the grid that the best was chosen from, and the default one."""
+        unit, base = self.tuned[form].unit, FORMS[form].default.lr
         if unit is None:
             return []
         free = ("lr", "alpha_kl", "adamw_lr")
         same = (one for one in self.losses if replace(one, **{name: getattr(unit, name) for name in free}) == unit)
-        return sorted({one.lr for one in same})
+        return sorted({one.lr for one in same if one.lr == rounded(base * STEP ** power(one.lr, base))})
 
 
 def judged(seeds: Iterable[int], selecting: bool | None = None) -> list[int]:
@@ -178,10 +180,13 @@ def optimizer_ms(found: DataFrame) -> Series:
     """Return what an optimizer's step takes, by model and method.
 
     Runs were made on several machines and shared their cores: each is taken to be as much slower than on the quickest
-    as its forward and backward passes were, which are the same for all; the median of these.
+    as its forward and backward passes were, which are the same for all. Returned is the median of a method's runs that
+    were at most AS_QUICK times as slow, or of all where there is none.
     """
     slower = found["model_ms"] / found.groupby("model")["model_ms"].transform("min")
-    return (found["optimizer_ms"] / slower).groupby([found["model"], found["optimizer"]]).median()
+    of, scaled = [found["model"], found["optimizer"]], found["optimizer_ms"] / slower
+    quick = scaled.where(slower <= AS_QUICK)
+    return quick.groupby(of).median().fillna(scaled.groupby(of).median())
 
 
 def step_ms(found: DataFrame) -> Series:

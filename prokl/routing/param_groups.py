@@ -88,7 +88,8 @@ def param_groups(
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
         rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
-            long side n; "auto" is m / 6, at most 128; None is the optimizer's, "auto" unless it is told.
+            long side n; "auto" is m / 6, at most 128; None is the optimizer's, "auto" unless it is told (KLShampoo
+            has none).
         matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
@@ -161,7 +162,7 @@ def param_groups(
         if ("adamw", decays) in members:
             group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": adamw_lr}
             groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
-    return ParamGroups(groups, routes)
+    return ParamGroups(groups, routes, rank is not None)
 
 
 def _params(members: Sequence[tuple[Route, Tensor]], names: bool) -> list[Any]:

@@ -40,14 +40,15 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         routes: one :class:`Route` per parameter of the model, in the model's order.
+        told: whether the routes' ranks were given, not left to the optimizer.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]] = (), routes: Iterable[Route] = ()) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]] = (), routes: Iterable[Route] = (), told: bool = True) -> None:
         super().__init__(groups)
-        self.routes = tuple(routes)
+        self.routes, self.told = tuple(routes), told
 
     def __repr__(self) -> str:
-        return table(self.routes, "rank" if any("rank" in group for group in self) else "rank if auto")
+        return table(self.routes, "rank" if self.told else "rank if auto")
 
     __str__ = __repr__
 
