@@ -76,8 +76,8 @@ def check_names(groups: Sequence[Group]) -> None:
 def check_matrix_parameter(p: Tensor, name: str) -> None:
     """Raise ValueError when the matrix method cannot take ``p``."""
     remedy = (
-        "make the groups by prokl.param_groups(model, lr=..., adamw_lr=...), or put it in a group "
-        '{"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s'
+        'put it in a group {"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s, as '
+        "prokl.param_groups(model, lr=..., adamw_lr=...) does"
     )
     if p.is_complex() or not p.is_floating_point():
         kind = "complex" if p.is_complex() else "not a floating-point tensor"
