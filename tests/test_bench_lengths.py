@@ -226,6 +226,17 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"))
 
 
+def test_lengths_come_in_order_and_the_rest_behind_them_whichever_method_has_which(tmp_path):
+    short, _ = trained((400,), ("adamw", "soap"), (0, 1))
+    longer, _ = trained((400, 1600), ("muon",), (0, 1))
+    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in (short | longer).items()])
+    shown = tables.losses_table(frame(tmp_path / "rows.csv"), True).splitlines()
+    title = [cell.strip() for cell in shown[0].split("|")[1:-1]]
+    assert title == ["optimizer", "to tune", f"{MODEL}, 400", f"{MODEL}, 1,600", "step, ms", "state, MB", "seeds"]
+    (line,) = (line for line in shown if "SOAP" in line)
+    assert line.split("|")[4].strip() == "-"
+
+
 def loss_of_soap(losses):
     return losses[tuned(MODEL, 400, "soap", losses).unit]
 

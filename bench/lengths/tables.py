@@ -89,7 +89,8 @@ def _compared(found: DataFrame) -> Iterator[Compared]:
 def losses_table(found: DataFrame, selecting: bool) -> str:
     """Return what a user gets: final losses at the defaults and tuned, by model and length; step and state by model.
 
-    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these.
+    Of the seed on which rates are selected, or of the mean of all others, for methods with any of these; a length that
+    has fewer seeds than others has less of an error, or none.
     """
     has = found["seed"] == FIRST_SEED if selecting else found["seed"] != FIRST_SEED
     shown = [form for form in FORMS if form in set(found["optimizer"][has])]
@@ -103,7 +104,7 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
             both = [losses[judged(losses.index, selecting)] for losses in (one.at_default(form), one.at_best(form))]
             if any(map(len, both)):
                 cells[f"{one.model}, {one.steps:,}"] = " / ".join(map(_mean, both))
-                seeds[form] = max(map(len, both))
+                seeds[form] = max(seeds.get(form, 0), *map(len, both))
         if form not in seeds:
             continue
         by_model = its.groupby("model", sort=False)
@@ -111,7 +112,9 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
         cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
         cells["seeds"] = seeds[form]
         lines.append(cells)
-    return table(DataFrame(lines).fillna("-"), 2)
+    lengths = [name for one in every if any((name := f"{one.model}, {one.steps:,}") in cells for cells in lines)]
+    columns = ["optimizer", "to tune", *lengths, "step, ms", "state, MB", "seeds"]
+    return table(DataFrame(lines, columns=columns).fillna("-"), 2)
 
 
 def settings_table(found: DataFrame) -> str:
