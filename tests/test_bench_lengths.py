@@ -203,8 +203,9 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     losses, _ = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1, 2))
     of_one_seed, _ = trained((400,), ("adamw", "soap"), (0,))
     former = replace(at_default(MODEL, 400, "cosmos", 1), lr=0.0123)  # of defaults that have changed since
-    every = [row_of(*one) for one in (of_one_seed | losses | {former: 1.0}).items()]
-    every += [row | {"model_ms": 90.0, "optimizer_ms": 1e3} for row in every if row["optimizer"] == "muon"][:1]
+    beside = replace(at_default(MODEL, 400, "muon", 0), lr=0.0123)  # no rate of the grid
+    every = [row_of(*one) for one in (of_one_seed | losses | {former: 1.0, beside: 9.0}).items()]
+    every += 2 * [row | {"model_ms": 90.0, "optimizer_ms": 1e3} for row in every if row["optimizer"] == "muon"]
     lengths.rows.write(tmp_path / "rows.csv", every)
     found = frame(tmp_path / "rows.csv")
     muon = tuned(MODEL, 400, "muon", losses).unit
@@ -219,6 +220,7 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     (line,) = (line for line in shown if "| Muon " in line)
     # The formula's seeds differ by 0.01 everywhere, so that paired differences have no error.
     assert f"{losses[default] - losses[muon]:+.3f} ± 0.000" in line and line.endswith(" 2 |")
+    assert "0.0133" in line and "0.0123" not in line
     (line,) = (line for line in shown if "| SOAP " in line)  # on the seed that it shares with Muon
     assert f"{loss_of_soap(of_one_seed) - losses[muon]:+.3f} |" in line and line.endswith(" 1 |")
     short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]

@@ -25,7 +25,7 @@ def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) ->
     for line, model in zip(grid, models, strict=True):
         compared = Compared(losses, model, steps)
         best = {form: unit for form in SHOWN if (unit := compared.tuned[form].unit)}
-        seeds = judged(set.intersection(*(set(compared.at_best(form).index) for form in best)))
+        seeds = judged(set.intersection(*(set(compared.at_best(form).index) for form in best)) if best else ())
         for form, unit in best.items():
             its = curves_of(curves, unit)
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
