@@ -41,6 +41,7 @@ class Hyper:
     bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
     adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
     momentum: float | None = None  # of the matrices where it is not the method's own
+    beta2: float | None = None  # of prokl's preconditioners, likewise
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
 
 
@@ -56,7 +57,7 @@ class Entry:
     settings: tuple[str, ...] = ()
 
 
-_STARTED, _MIXED = ("init_eigenvalue",), ("init_eigenvalue", "alpha_kl")
+_STARTED, _MIXED = ("init_eigenvalue", "beta2"), ("init_eigenvalue", "beta2", "alpha_kl")
 
 OPTIMIZERS = {
     # swept 1e-3 to 1.2e-2

@@ -84,6 +84,17 @@ def test_all_newton_schulz_is_in_float32_where_that_is_asked_for(packages, monke
     assert type(ours) is prokl.KLShampoo  # which has no such setting
 
 
+@pytest.mark.parametrize("method", ["kl-shampoo", "pro-klshampoo"])
+def test_beta2_and_momentum_are_the_methods_own_unless_they_are_given(method):
+    (own,), (given,) = (
+        optimizers.build(model(), Hyper(method, 0.01, 0.002, **more), None)
+        for more in ({}, {"momentum": 0.8, "beta2": 0.7})
+    )
+    plain = type(own)([torch.ones(2, 2)], lr=0.01)
+    for name, value in (("momentum", 0.8), ("beta2", 0.7)):
+        assert given.defaults[name] == value and own.defaults[name] == plain.defaults[name]
+
+
 def test_cpus_are_asked(monkeypatch):
     assert rivals.emulated([torch.zeros(2, 2)]) != cpu_has_bfloat16()
     assert not rivals.emulated([torch.zeros(2, 2, device="meta")])

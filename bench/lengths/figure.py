@@ -11,7 +11,7 @@ from bench.lengths.tables import Compared, curves_of, judged, step_ms, units
 from bench.optimizers import OPTIMIZERS
 
 STEPS = 1600
-SHOWN = ("adamw", "muon", "muon-0.9", "kl-shampoo", "pro-klshampoo")
+SHOWN = ("adamw", "muon", "muon-0.9", "kl-shampoo", "kl-shampoo-0.9", "pro-klshampoo")
 
 
 def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) -> None:

@@ -59,6 +59,9 @@ FORMS: dict[str, Form] = {
     "muon": _form("muon", 2e-2, -2, 0),
     "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
     "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
+    "kl-shampoo-0.9": _form(
+        "kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
+    ),
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
     "pro-klshampoo-paper": _form(
         "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
