@@ -36,7 +36,7 @@ def damped(s: Tensor, state: State, eps: float) -> Tensor:
 def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | float) -> Tensor:
     """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2 (eq. clamp_practical)."""
     ema = beta2 * s**-2 + (1 - beta2) * statistic
-    return torch.minimum(ema.rsqrt(), torch.as_tensor(limit, dtype=s.dtype))
+    return torch.minimum(ema.rsqrt(), torch.as_tensor(limit, dtype=s.dtype, device=s.device))
 
 
 def newton_schulz(

@@ -55,7 +55,8 @@ def is_host_readable(device: torch.device) -> bool:
 def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy ``values`` to ``device`` as a 1-D tensor without waiting for it: from pinned memory."""
     # The pinned block is not given out again before the copy from it has run: torch's host allocator sees to that.
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    here = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return here.to(device, non_blocking=True)
 
 
 def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

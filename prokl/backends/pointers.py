@@ -86,4 +86,4 @@ class PointerTable:
                 "ones: call update() before capturing."
             )
         # torch's host allocator does not give a pinned block out again before the copy from it has run.
-        self.table.copy_(torch.tensor(rows, dtype=torch.int64, pin_memory=cuda), non_blocking=cuda)
+        self.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=cuda), non_blocking=cuda)

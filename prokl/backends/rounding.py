@@ -88,7 +88,7 @@ class Rounding:
         self.master: Tensor | None = None
         if mode == "stochastic":
             hashes = [blake2b(name.encode(), digest_size=8).digest() for name in names]
-            self._start = torch.tensor([int.from_bytes(h, "little", signed=True) for h in hashes])
+            self._start = torch.tensor([int.from_bytes(h, "little", signed=True) for h in hashes], device="cpu")
             self.keys = torch.zeros_like(self._start, device=weights[0].device)
         elif mode == "master":
             self.master = torch.cat([W.float() for W in weights])
@@ -99,7 +99,7 @@ class Rounding:
         They stay the same tensor, so that a CUDA graph follows them.
         """
         if self.keys is not None:
-            now = self._start + torch.tensor(steps) * GOLDEN
+            now = self._start + torch.tensor(steps, device="cpu") * GOLDEN
             cuda = self.keys.is_cuda
             self.keys.copy_(now.pin_memory() if cuda else now, non_blocking=cuda)
 

@@ -159,7 +159,7 @@ def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
     if phi.shape != (n, n):
         raise ValueError(f"Invalid phi: that of {name!r} is {tuple(phi.shape)}, must be ({n}, {n}).")
     if not bool(phi.isfinite().all()):
-        return torch.full((n,), torch.nan, dtype=torch.float64)
+        return torch.full((n,), torch.nan, dtype=torch.float64, device="cpu")
     values = torch.linalg.eigvalsh(phi).flip(-1).cpu()
     return values if values[-1] > n * torch.finfo(values.dtype).eps * values[0] else None
 

@@ -205,7 +205,7 @@ class Division:
     def _make_local_groups(self, outer: MatrixOptimizer) -> None:
         groups, local = self.local_groups(outer.param_groups), self.local
         for i, ours in enumerate(groups[: len(local.param_groups)]):
-            # The same object, by which the settings are remembered that a state was made with.
+            # The same object, or every bucket would be made anew.
             local.param_groups[i].clear()
             local.param_groups[i].update(ours)
         local.param_groups[:] = local.param_groups[: len(groups)] + groups[len(local.param_groups) :]

@@ -99,8 +99,6 @@ class DividedOptimizer(MatrixOptimizer):
         """
         self._shown = {}
         for index, group in enumerate(self.param_groups):
-            if group["algorithm"] == "matrix":
-                self._fix(group)
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
                 weight, own = division.weights[p], division.state_of(p)
                 entered = group["algorithm"] == "matrix" and (p.requires_grad or p in loaded)
@@ -114,6 +112,8 @@ class DividedOptimizer(MatrixOptimizer):
                     if self.state.get(p) is not own:  # what a wrapper keeps there stays
                         own.update({key: value for key, value in self.state.get(p, {}).items() if key not in own})
                     self.state[p] = self._shown[p] = own
+            if group["algorithm"] == "matrix":
+                self._fix(group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict: of a divided optimizer this rank's part of it. Never waits for another rank.

@@ -61,7 +61,7 @@ class MatrixOptimizer(Optimizer):
         self._placed: set[Tensor] = set()  # in buckets
         self._waiting: set[Tensor] = set()  # without a gradient so far
         self._idle: dict[tuple[Tensor, str], int] = {}
-        self._made_with: dict[int, dict[str, Any]] = {}
+        self._made_with: dict[Tensor, tuple[Any, ...]] = {}  # values of method.fixed
         self._made_for: dict[Tensor, tuple[Reading, torch.Size]] = {}
         self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
@@ -219,8 +219,9 @@ class MatrixOptimizer(Optimizer):
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
             made_with, idle, made_for, masters = self._made_with, self._idle, self._made_for, self._masters
             self._forget()
-            self._made_with, self._masters = made_with, masters
+            self._masters = masters
             self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
+            self._made_with = {p: made for p, made in made_with.items() if self.state.get(p)}
             self._made_for = {p: made for p, made in made_for.items() if self.state.get(p)}
         self._layout = layout
         for i, group in enumerate(self.param_groups):
@@ -251,11 +252,16 @@ class MatrixOptimizer(Optimizer):
             check_adamw(group)
             return
         self.method.check(group)
-        for key, value in self._made_with.get(id(group), {}).items():
-            if group[key] != value:
+        fixed = self._fixed(group)
+        for p, name in named(group, index):
+            made = self._made_with.get(p, fixed)
+            if made != fixed and self.state.get(p):
+                key, value, old = next(
+                    each for each in zip(self.method.fixed, fixed, made, strict=True) if each[1] != each[2]
+                )
                 raise ValueError(
-                    f"Invalid {key}={group[key]!r}: the state of group {index} was made with {key}={value!r} and "
-                    "depends on it. Set it back, or start a new optimizer."
+                    f"Invalid {key}={value!r}: the state of {name} was made with {key}={old!r} and depends on it. Set "
+                    "it back, or start a new optimizer."
                 )
 
     def _check_matrix_weight(self, p: Tensor, name: str, how: Reading) -> None:
@@ -318,7 +324,7 @@ class MatrixOptimizer(Optimizer):
         return index, shape.m, shape.n, self._rank(group, piece), p.dtype, p.device
 
     def _remember(self, group: Group) -> None:
-        """Remember the settings that this group's state is made with."""
+        """Remember what the state of this group's weights is made with."""
         self._fix(group)
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
@@ -329,7 +335,11 @@ class MatrixOptimizer(Optimizer):
                 self._masters.discard(p)
 
     def _fix(self, group: Group) -> None:
-        self._made_with.setdefault(id(group), {key: group[key] for key in self.method.fixed})
+        fixed = self._fixed(group)
+        self._made_with.update((p, fixed) for p in group["params"] if self.state.get(p))
+
+    def _fixed(self, group: Group) -> tuple[Any, ...]:
+        return tuple(group[key] for key in self.method.fixed)
 
     def _all_buckets(self) -> Iterator[Bucket]:
         for buckets in self._buckets.values():

@@ -52,7 +52,7 @@ def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
 
     def exported(own: dict[Any, Any]) -> dict[Any, Any]:
         found = {k: v for k, v in own.items() if isinstance(k, str) and k.startswith("step") and type(v) is int}
-        return {**own, **{k: torch.tensor(v) for k, v in found.items()}}
+        return {**own, **{k: torch.tensor(v, device="cpu") for k, v in found.items()}}
 
     return {i: exported(own) if isinstance(i, int) else own for i, own in state.items()}
 
@@ -212,7 +212,7 @@ def _check_values(own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], 
             f"The loaded state of {piece.name} has step={own['step' + piece.suffix]!r}: must be {bound} of at least "
             "-1, which is before the first gradient. The file is damaged: load an earlier one."
         )
-    begun = torch.tensor(clock(piece, own)) >= 0
+    begun = torch.tensor(clock(piece, own), device="cpu") >= 0
     for key in needed:
         value = own[key][begun.to(own[key].device)] if piece.p.ndim == 3 and own[key].ndim else own[key]
         if not begun.any() or not value.is_floating_point():

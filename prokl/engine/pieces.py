@@ -104,7 +104,9 @@ def pieces(p: Tensor, name: str, how: Reading, first: int = 0) -> list[Piece]:
 def clock(piece: Piece, state: dict[str, Any]) -> list[int]:
     """Return the ``step`` of every matrix of a piece; -1 before its initialising gradient."""
     steps = state.get("step" + piece.suffix, -1)
-    return [steps] * piece.shape.count if isinstance(steps, int) else torch.as_tensor(steps).reshape(-1).tolist()
+    if isinstance(steps, int):
+        return [steps] * piece.shape.count
+    return torch.as_tensor(steps, device="cpu").reshape(-1).tolist()
 
 
 def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
@@ -113,7 +115,7 @@ def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
     Never on the weight's device, where a step would have to wait for it; a list could not be flattened by
     torch.distributed.checkpoint.
     """
-    return torch.tensor(steps) if p.ndim == 3 else steps[0]
+    return torch.tensor(steps, device="cpu") if p.ndim == 3 else steps[0]
 
 
 def _share(left: int, fit: int) -> int:
