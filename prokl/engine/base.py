@@ -253,9 +253,10 @@ class MatrixOptimizer(Optimizer):
             return
         self.method.check(group)
         fixed = self._fixed(group)
-        for p, name in named(group, index):
+        for i, p in enumerate(group["params"]):
             made = self._made_with.get(p, fixed)
             if made != fixed and self.state.get(p):
+                _, name = list(named(group, index))[i]
                 key, value, old = next(
                     each for each in zip(self.method.fixed, fixed, made, strict=True) if each[1] != each[2]
                 )
