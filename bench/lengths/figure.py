@@ -39,5 +39,5 @@ def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) ->
             axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
             fit(axes)
             tidy(axes)
-        line[0].legend(frameon=False, fontsize="small")
+        line[1].legend(frameon=False, fontsize="small", loc="upper right")
     save(figure, path)
