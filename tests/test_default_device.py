@@ -4,11 +4,15 @@
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from prokl import diagnostics
+from prokl.backends.pointers import PointerTable
+from prokl.diagnostics.report import _spectrum_of
+from prokl.distributed.waves import not_finite
 from tests.inputs import KL, PRO, normal, weight
 
 SHAPES = [(6, 9), (9, 6), (3, 4, 5), (6, 4)]
@@ -62,3 +66,18 @@ def test_a_default_device_changes_nothing(setting):
             assert torch.is_tensor(value) == torch.is_tensor(other[key])
             assert torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
     assert seen == theirs
+
+
+def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_there():
+    """Of which no step above comes by."""
+    W, table = normal(2, 3, 4), PointerTable(2, "cpu")
+    phi = torch.full((3, 3), torch.nan)
+    absent = SimpleNamespace(stand_in=None, shapes=[(3, 4), (3, 4)])
+    torch.set_default_device("meta")
+    try:
+        table.update([W], [2])
+        made = [_spectrum_of(phi, "W", 3), not_finite(absent)]
+    finally:
+        torch.set_default_device(None)
+    assert table.table[0].tolist() == [W.data_ptr(), W.data_ptr() + 3 * 4 * W.element_size()]
+    assert [t.device.type for t in made] == ["cpu", "cpu"]

@@ -1,6 +1,7 @@
 """What a weight's state was made with is held to wherever the weight is, and forgotten with the state."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -86,9 +87,20 @@ def test_settings_are_free_again_once_the_state_is_gone(cls, other):
     assert torch.equal(ours, twin)
 
 
+def test_settings_of_a_weight_that_still_waits_are_free_again_once_its_state_is_gone():
+    """A weight without a gradient has a state for checkpoints, and no place in a batch that would notice."""
+    begun, waiting = weight(*SHAPE), weight(*SHAPE, seed=1)
+    optimizer = ProKLShampoo([{"params": [begun]}, {"params": [waiting], "rank": 3}])
+    step(optimizer, begun)
+    optimizer.state.pop(waiting)
+    optimizer.param_groups[1]["rank"] = 2
+    step(optimizer, begun, waiting)
+    assert optimizer.state[waiting]["U"].shape[-1] == 2
+
+
 def test_a_deleted_group_leaves_nothing_to_the_groups_that_come_after_it():
     """Python gives a new group the address of one that is gone."""
-    kept = weight(*SHAPE)
+    kept, gone = weight(*SHAPE), []
     optimizer = ProKLShampoo([{"params": [kept]}])
     for phase in range(60):
         own = weight(*SHAPE, seed=phase)
@@ -98,4 +110,7 @@ def test_a_deleted_group_leaves_nothing_to_the_groups_that_come_after_it():
         assert optimizer.state[own]["U"].shape[-1] == 2 + phase % 2
         del optimizer.param_groups[1], optimizer.state[own]
         step(optimizer, kept)
+        gone.append(weakref.ref(own))
+        del own
         gc.collect()
+        assert gone[-1]() is None
