@@ -250,3 +250,12 @@ def test_rates_of_a_state_space_and_marked_weights_are_not_decayed():
         ("matrix", None, 1),
         ("adamw", 0, 3),
     ]
+
+
+@pytest.mark.parametrize("name", ["loss", "out"])
+def test_every_cluster_of_an_adaptive_softmax_ends_in_a_head(name):
+    softmax = nn.AdaptiveLogSoftmaxWithLoss(12, 200, cutoffs=[20, 60], div_value=2.0)
+    said = "output head, cluster of AdaptiveLogSoftmaxWithLoss"
+    ends = dict.fromkeys((f"{name}.head.weight", f"{name}.tail.0.1.weight", f"{name}.tail.1.1.weight"), said)
+    assert adamw(holding(h=blocks(12), **{name: softmax})) == ends
+    assert adamw(softmax) == {end.removeprefix(f"{name}."): said for end in ends}

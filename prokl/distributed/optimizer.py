@@ -113,7 +113,7 @@ class DividedOptimizer(MatrixOptimizer):
                         own.update({key: value for key, value in self.state.get(p, {}).items() if key not in own})
                     self.state[p] = self._shown[p] = own
             if group["algorithm"] == "matrix":
-                self._fix(group)
+                self._remember(group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict: of a divided optimizer this rank's part of it. Never waits for another rank.

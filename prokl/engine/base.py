@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -43,6 +43,15 @@ BucketKey = tuple[int, int, int, int, torch.dtype, torch.device]
 """(group, m, n, rank, dtype, device)."""
 
 
+class Made(NamedTuple):
+    """What a weight's state was made with and depends on."""
+
+    settings: tuple[Any, ...]
+    """Of its group, those that ``method.fixed`` names."""
+    how: Reading
+    shape: torch.Size
+
+
 class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
@@ -61,8 +70,7 @@ class MatrixOptimizer(Optimizer):
         self._placed: set[Tensor] = set()  # in buckets
         self._waiting: set[Tensor] = set()  # without a gradient so far
         self._idle: dict[tuple[Tensor, str], int] = {}
-        self._made_with: dict[Tensor, tuple[Any, ...]] = {}  # values of method.fixed
-        self._made_for: dict[Tensor, tuple[Reading, torch.Size]] = {}
+        self._made: dict[Tensor, Made] = {}
         self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
         self._layout: list[tuple[int, ...]] = []
         self._adamw = AdamWGroups()
@@ -217,12 +225,11 @@ class MatrixOptimizer(Optimizer):
         whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
         if not whole or layout[: len(self._layout)] != self._layout:
             # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            made_with, idle, made_for, masters = self._made_with, self._idle, self._made_for, self._masters
+            made, idle, masters = self._made, self._idle, self._masters
             self._forget()
             self._masters = masters
             self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
-            self._made_with = {p: made for p, made in made_with.items() if self.state.get(p)}
-            self._made_for = {p: made for p, made in made_for.items() if self.state.get(p)}
+            self._made = {p: its for p, its in made.items() if self.state.get(p)}
         self._layout = layout
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
@@ -254,11 +261,11 @@ class MatrixOptimizer(Optimizer):
         self.method.check(group)
         fixed = self._fixed(group)
         for i, p in enumerate(group["params"]):
-            made = self._made_with.get(p, fixed)
-            if made != fixed and self.state.get(p):
+            made = self._made.get(p)
+            if made is not None and made.settings != fixed and self.state.get(p):
                 _, name = list(named(group, index))[i]
                 key, value, old = next(
-                    each for each in zip(self.method.fixed, fixed, made, strict=True) if each[1] != each[2]
+                    each for each in zip(self.method.fixed, fixed, made.settings, strict=True) if each[1] != each[2]
                 )
                 raise ValueError(
                     f"Invalid {key}={value!r}: the state of {name} was made with {key}={old!r} and depends on it. Set "
@@ -270,15 +277,18 @@ class MatrixOptimizer(Optimizer):
             check_matrix_parameter(p, name)
             check_writable(p, name)
             check_reading(p, name, how)
-        made, shape = self._made_for.get(p, (how, p.shape)) if self.state.get(p) else (how, p.shape)
-        if how != made:
+        made = self._made.get(p)
+        if made is None or not self.state.get(p):
+            return
+        if how != made.how:
             raise ValueError(
                 f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its state was made with "
-                f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
+                f"transposed={made.how.transposed!r}, split={made.how.split!r}. Set them back, or start a new "
+                "optimizer."
             )
-        if p.shape != shape:
+        if p.shape != made.shape:
             raise ValueError(
-                f"{name} has shape {tuple(p.shape)}, and its state was made with {tuple(shape)}: set it back, or "
+                f"{name} has shape {tuple(p.shape)}, and its state was made with {tuple(made.shape)}: set it back, or "
                 "remove its state, optimizer.state.pop(p), to begin anew."
             )
 
@@ -326,18 +336,14 @@ class MatrixOptimizer(Optimizer):
 
     def _remember(self, group: Group) -> None:
         """Remember what the state of this group's weights is made with."""
-        self._fix(group)
+        fixed = self._fixed(group)
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
-                self._made_for[p] = how, p.shape
+                self._made[p] = Made(fixed, how, p.shape)
             if mode_of(group, p.dtype) == MASTER:
                 self._masters.add(p)
             elif p in self._placed:
                 self._masters.discard(p)
-
-    def _fix(self, group: Group) -> None:
-        fixed = self._fixed(group)
-        self._made_with.update((p, fixed) for p in group["params"] if self.state.get(p))
 
     def _fixed(self, group: Group) -> tuple[Any, ...]:
         return tuple(group[key] for key in self.method.fixed)

@@ -69,6 +69,10 @@ class Heads:
                 self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
                 if heads and method == "get_classifier":
                     self._sure.append(path)  # a layer that is only named as a head (conv_head) is none in this model
+            if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+                clusters = [(*path, "head"), *((*path, "tail", str(i)) for i in range(module.n_clusters))]
+                ends = [layers[-1] for cluster in clusters if (layers := self._inside(cluster))]
+                self._stated.update(dict.fromkeys(ends, "output head, cluster of AdaptiveLogSoftmaxWithLoss"))
 
     def _counted(self, p: Tensor, o: Owner) -> str | None:
         """Return what says that this layer has an output per word or label, if that is certain.
