@@ -12,7 +12,7 @@ import pickle
 import pytest
 import torch
 
-from tests.inputs import BACKENDS, KL, PRO, VARIANTS, changed, normal, same_bits
+from tests.inputs import BACKENDS, KL, PRO, VARIANTS, changed, frozen, normal, same_bits
 
 METHODS = {
     **{variant: (PRO, {"variant": variant, "rank": 5}) for variant in VARIANTS},
@@ -509,3 +509,26 @@ def test_a_checkpoint_whose_groups_have_other_algorithms_is_refused(shapes, call
         return optimizer
 
     assert_refused(build((0, 1)), build((0, 1)), build((1, 0)).state_dict(), "algorithm|w|b")
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_state_dict_of_the_same_weights_in_another_order_is_refused_and_changes_nothing(cls):
+    """By their places they would take each other's state without a word."""
+
+    def named(*names):
+        return cls([{"params": [(name, torch.nn.Parameter(normal(4, 6, seed=i))) for i, name in enumerate(names)]}])
+
+    source, target = named("up", "down", "gate"), named("up", "gate", "down")
+    for optimizer in (source, target):
+        for i, p in enumerate(optimizer.param_groups[0]["params"]):
+            p.grad = normal(4, 6, seed=10 + i)
+        optimizer.step()
+    weights = target.param_groups[0]["params"]
+    before = [frozen(target, p) for p in weights]
+    with pytest.raises(ValueError, match=r"group 0.*weight 1 is 'down' there and 'gate' here"):
+        target.load_state_dict(source.state_dict())
+    assert not any(changed(old, frozen(target, p)) for old, p in zip(before, weights, strict=True))
+    named("m.up", "m.down", "m.gate").load_state_dict(source.state_dict())  # other names go by place, as torch's do
+    nameless = source.state_dict()
+    del nameless["param_groups"][0]["param_names"]
+    target.load_state_dict(nameless)

@@ -178,6 +178,21 @@ def test_nothing_divides_when_told_so():
         readings(model, split_fused="no")
 
 
+def test_the_table_says_which_layers_are_whole_though_their_names_say_fused():
+    hint = "linear layer; whole, but named as fused: tell by split="
+    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value", "to_kv", "gate_up_proj", "in_proj", "w12")
+    whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "out_proj", "kvasir", "w1")
+    model = holding(**{name: linear(8, 24) for name in (*fused, *whole)})
+    said = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
+    assert said == dict.fromkeys(fused, hint) | dict.fromkeys(whole, "linear layer")
+    told = {"*.qkv.weight": 3, "*.c_attn.weight": 1}
+    said = {name.removesuffix(".weight"): r.reason for name, r in routes(model, split=told).items()}
+    assert (said["qkv"], said["c_attn"], said["w12"]) == ("linear layer; split into 3", "linear layer", hint)
+    assert {r.reason for r in routes(model, split_fused=False).values()} == {"linear layer"}
+    assert routes(Conv1D(20, 8)).popitem()[1].reason == "2-D, weight of Conv1D; stored (in, out)"
+    assert routes(holding(c_attn=Conv1D(20, 8))).popitem()[1].reason.endswith("tell by split=")
+
+
 def test_pieces_that_would_be_single_numbers_stay_together():
     assert readings(of_class("MptAttention", Wqkv=linear(1, 3))) == {"Wqkv.weight": (False, None)}
 

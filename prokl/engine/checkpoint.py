@@ -68,7 +68,7 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: a group is of another algorithm.
+        ValueError: a group is of another algorithm, or has the same weights in another order.
     """
     saved = state_dict["param_groups"]
     if len(saved) != len(here):
@@ -81,6 +81,7 @@ def prepare(
                 f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {ours['algorithm']!r} here. Build the "
                 "optimizer with the groups that the state dict was saved with."
             )
+        _check_order(i, theirs.get("param_names", []), ours.get("param_names", []))
         if algorithm == "matrix":
             matrix.update(theirs["params"])
             # An lr that does not say is in old units.
@@ -93,6 +94,16 @@ def prepare(
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _check_order(index: int, theirs: list[str], ours: list[str]) -> None:
+    """Raise ValueError where state, which goes by place, would go to other weights than it is of."""
+    if theirs != ours and sorted(theirs) == sorted(ours):
+        i = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=True)) if one != other)
+        raise ValueError(
+            f"Loaded group {index} has its weights in another order: weight {i} is {theirs[i]!r} there and {ours[i]!r} "
+            "here, and state goes by place. Build the model and its groups in the order they were saved in."
+        )
 
 
 def _tuples(theirs: list[Any], ours: Any) -> Any:
@@ -197,7 +208,8 @@ def _misfit(
     for key, (shape, _) in needed.items():
         value = own.get(key)
         if not isinstance(value, Tensor) or value.shape != shape:
-            has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"no tensor {key}"
+            other = f"{', '.join(map(str, list(own)[:3]))}, ... and no tensor {key}"
+            has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else other
             return f"{has} where {optimizer} needs {shape}"
     if "lambda_0" + piece.suffix in own.keys() - needed.keys():
         return f"lambda_0{piece.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"

@@ -75,10 +75,7 @@ def check_names(groups: Sequence[Group]) -> None:
 
 def check_matrix_parameter(p: Tensor, name: str) -> None:
     """Raise ValueError when the matrix method cannot take ``p``."""
-    remedy = (
-        'put it in a group {"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s, as '
-        "prokl.param_groups(model, lr=..., adamw_lr=...) does"
-    )
+    remedy = 'put it in a group {"params": [...], "algorithm": "adamw", "lr": ...} with an lr of AdamW\'s'
     if p.is_complex() or not p.is_floating_point():
         kind = "complex" if p.is_complex() else "not a floating-point tensor"
         cure = "optimize its real view" if p.is_complex() else "leave it out of the optimizer"
@@ -89,9 +86,9 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
         raise ValueError(f"{name} has layout {p.layout}; the matrix method needs a dense weight: use p.to_dense().")
     if p.ndim < 2:
         raise ValueError(
-            f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions: {remedy}. If a trainer "
-            "put it in a matrix's place, it flattens weights, as DeepSpeed's ZeRO and FSDP1 do: use fully_shard "
-            "(FSDP2), or DDP with process_group=."
+            f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model pass "
+            f"prokl.param_groups(model, lr=..., adamw_lr=...); for this weight {remedy}. If a trainer has flattened a "
+            "matrix into it, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), or DDP with process_group=."
         )
     if p.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")

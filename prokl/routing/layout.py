@@ -6,6 +6,7 @@ used. Interleaved pieces (GPT-NeoX's query_key_value by head, GPT-OSS's gate_up_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -54,6 +55,8 @@ FUSED: dict[tuple[str, str], Callable[[nn.Module, int], Split]] = {
     ("timm.models.swin_transformer.WindowAttention", "qkv"): _thirds,
 }
 """(class of the module, its linear layer) -> how the layer's outputs divide; with the file of a common class name."""
+NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13)(_proj)?")
+"""Modules whose outputs are several matrices as a rule, in an order that their name does not say."""
 
 
 def stored_transposed(p: Tensor, o: Owner) -> bool:
@@ -162,6 +165,8 @@ class Readings:
         said = "; stored (in, out)" if transposed else ""
         if split is not None:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
+        elif divided is None and self._split_fused and any(_named_as_fused(p, o) for o in owners):
+            said += "; whole, but named as fused: tell by split="
         return replace(
             route,
             rank=ranks[0] if len(set(ranks)) == 1 else ranks,
@@ -177,6 +182,11 @@ class Readings:
                 f"{min(self._unused)} matches no weight that goes to the matrix method; drop it, or name the weights "
                 "with matrix=[...] too."
             )
+
+
+def _named_as_fused(p: Tensor, o: Owner) -> bool:
+    linear = o.linear or is_conv1d(p, o)
+    return linear and bool(o.path) and NAMED_AS_FUSED.fullmatch(o.path[-1]) is not None
 
 
 def _checked(pattern: str, value: int | Sequence[int]) -> Split:
