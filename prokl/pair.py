@@ -65,10 +65,12 @@ def parts(left: Operand, right: Operand) -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for x, y in found if x is not None and y is not None]
 
 
-def residual_noise(U: Operand, dtype: torch.dtype) -> float:
+def residual_noise(U: Operand, dtype: torch.dtype, stored: torch.dtype) -> float:
     """Return the size of X - (X U) U^T over that of X up to which it may be rounding alone.
 
     A hundred roundings of the dtype. Of pairs U, twice, and X U lose 2^-17 each, and their products 2^-18; where the
-    entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed.
+    entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed. Where U is stored in less,
+    what it loses there, twice, up to half a unit in the last place each.
     """
-    return 2.0**-14 if isinstance(U, Pair) else 100 * torch.finfo(dtype).eps
+    own = 2.0**-14 if isinstance(U, Pair) else 100 * torch.finfo(dtype).eps
+    return max(own, torch.finfo(stored).eps)

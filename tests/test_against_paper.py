@@ -227,6 +227,21 @@ def test_residual_of_rounding_noise_contributes_nothing(backend, shape):
     assert relative_error(parameter.detach(), paper.W) < TOLERANCE
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_rounded_basis_loses_is_no_complement(backend):
+    """All gradients lie in the tracked subspace, which bfloat16 stores to three digits: nothing leaves it."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.linalg.qr(torch.randn(64, 2, generator=generator)).Q.T
+    weight = torch.nn.Parameter(torch.zeros(32, 64))
+    optimizer = prokl.ProKLShampoo([weight], rank=2, state_dtype=torch.bfloat16, backend=backend)
+    for _ in range(40):
+        weight.grad = torch.randn(32, 2, generator=generator) @ rows
+        optimizer.step()
+    inside = weight.detach() @ rows.T @ rows
+    # U is off by 2^-9 in each entry, and so is what the subspace part points to.
+    assert (weight.detach() - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("shape", "rank"), [((20, 12), 5), ((40, 7), 7), ((9, 1), 1)])
 def test_left_projection_is_the_right_projection_of_the_transpose(variant, shape, rank):

@@ -333,5 +333,24 @@ def test_free_memory_is_what_the_machine_and_the_control_group_leave(limit, free
         "/sys/fs/cgroup/memory.current": "400",
         "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 10 kB\n",
     }
+    files["/sys/fs/cgroup/memory.stat"] = "anon 400\n"
     monkeypatch.setattr(validation, "open", lambda name, encoding: io.StringIO(files[name]), raising=False)
     assert validation.available_bytes(torch.device("cpu")) == free
+
+
+def test_what_a_container_caches_of_files_is_free(monkeypatch):
+    files = {
+        "/sys/fs/cgroup/memory.max": "10000",
+        "/sys/fs/cgroup/memory.current": "9990",
+        "/sys/fs/cgroup/memory.stat": "anon 2000\nfile 7990\nshmem 500\ninactive_file 6000\nactive_file 1490\n",
+        "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable: 90 kB\n",
+    }
+    monkeypatch.setattr(validation, "open", lambda name, encoding: io.StringIO(files[name]), raising=False)
+    assert validation.available_bytes(torch.device("cpu")) == 10 + 7490
+
+
+def test_what_torch_holds_of_a_device_and_does_not_use_is_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert validation.available_bytes(torch.device("cuda")) == 500

@@ -259,3 +259,54 @@ def test_every_cluster_of_an_adaptive_softmax_ends_in_a_head(name):
     ends = dict.fromkeys((f"{name}.head.weight", f"{name}.tail.0.1.weight", f"{name}.tail.1.1.weight"), said)
     assert adamw(holding(h=blocks(12), **{name: softmax})) == ends
     assert adamw(softmax) == {end.removeprefix(f"{name}."): said for end in ends}
+
+
+class Cosine(nn.Module):
+    """A layer of somebody's own that compares with a vector per class."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs))
+
+
+NORMED = {
+    "plain": lambda layer: layer,
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "former weight_norm": nn.utils.weight_norm,
+    "former spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("normed", NORMED.values(), ids=NORMED)
+def test_a_normed_layer_is_a_head_where_the_layer_itself_would_be_one(normed):
+    def matrices(model):
+        return [r.shape for r in param_groups(model, **RATES).routes if r.algorithm == "matrix"]
+
+    stated = Answering("get_output_embeddings", lambda m: m.proj, body=linear(8, 9), proj=normed(linear(8, 50)))
+    assert matrices(stated) == [(9, 8)]
+    assert matrices(nn.Sequential(linear(8, 9), nn.ReLU(), normed(linear(9, 50)))) == [(9, 8)]
+    named = holding(body=linear(8, 9), lm_head=normed(linear(9, 50)))
+    assert matrices(named) == [(9, 8)]
+    assert matrices(holding(body=normed(linear(8, 9)), lm_head=linear(9, 50))) == [(9, 8)]
+
+
+HEADS = {
+    "a class of one's own": lambda: Cosine(8, 10),
+    "nested in another": lambda: holding(norm=nn.LayerNorm(8), inner=Cosine(8, 10)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(linear(8, 10)),
+    "a list": lambda: nn.ModuleList([linear(8, 10), linear(8, 5)]),
+    "a dictionary": lambda: nn.ModuleDict({"a": linear(8, 10), "b": nn.Sequential(linear(8, 8), linear(8, 5))}),
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_whatever_get_classifier_returns_is_a_head(head):
+    model = Answering("get_classifier", lambda m: m.words_out, body=linear(8, 8), words_out=head())
+    routes = [r for r in param_groups(model, **RATES).routes if len(r.shape) > 1]
+    said = {r.names[0]: r.algorithm for r in routes if r.names[0] not in ("words_out.b.0.weight",)}
+    assert said.pop("body.weight") == "matrix"
+    assert said and set(said.values()) == {"adamw"}
+    hidden = [r.algorithm for r in routes if r.names[0] == "words_out.b.0.weight"]
+    assert hidden in ([], ["matrix"])

@@ -82,6 +82,16 @@ def test_a_transposed_convolution_is_stored_in_out(kind):
     assert not routes(nn.Conv2d(4, 6, 2, bias=False))["weight"].transposed
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_normed_weight_is_read_as_its_layer_stores_it(norm):
+    for layer in (nn.ConvTranspose2d(4, 16, 3, bias=False), nn.ConvTranspose3d(4, 16, 3, bias=False)):
+        found = [r for r in routes(norm(layer)).values() if r.shape[:2] == (4, 16)]
+        assert [r.transposed for r in found] == [True]
+    assert [r.transposed for r in routes(norm(Conv1D(20, 8))).values() if r.shape == (8, 20)] == [True]
+    assert not any(r.transposed for r in routes(norm(nn.Conv2d(4, 16, 3, bias=False))).values())
+
+
 @pytest.mark.parametrize(
     "experts, expected",
     [

@@ -205,7 +205,7 @@ class KLShampooMethod:
         return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
     def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool
+        self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool, stored: torch.dtype
     ) -> tuple[Tensor, State]:
-        """Do one step of the specification for one matrix; KL-Shampoo has no aspect scale."""
+        """Do one step of the specification for one matrix; KL-Shampoo has no aspect scale, and no basis to project."""
         return reference_kl.step(W, G, state, h, refresh=refresh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from prokl.algorithm.primitives import Direction, Primitives, State
@@ -87,7 +88,7 @@ class Method(Protocol[H]):
         ...
 
     def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool
+        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
     ) -> tuple[Tensor, State]:
         """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
         ...

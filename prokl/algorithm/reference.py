@@ -125,14 +125,17 @@ def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
     return whitened * (bound / norm), True
 
 
-def momentum_and_projection(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, Tensor, Tensor]:
+def momentum_and_projection(
+    G: Tensor, state: State, h: ProHyper, stored: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Do (1): M <- mu M + G, G^ = G + mu M, G^par = G^ U, G^perp = G^ - G^par U^T. Returns M, G^par, G^perp."""
     g, a, b = h.gradient_weights
     M = h.momentum * state["M"] + g * G
     G_hat = a * G + b * M
     G_par = G_hat @ state["U"]
     G_perp = G_hat - G_par @ state["U"].mT
-    if torch.linalg.matrix_norm(G_perp) <= 100 * torch.finfo(G.dtype).eps * torch.linalg.matrix_norm(G_hat):
+    noise = max(100 * torch.finfo(G.dtype).eps, torch.finfo(stored or G.dtype).eps)
+    if torch.linalg.matrix_norm(G_perp) <= noise * torch.linalg.matrix_norm(G_hat):
         G_perp = torch.zeros_like(G_perp)  # rounding noise; Newton-Schulz would inflate it to a full step
     return M, G_par, G_perp
 
@@ -248,7 +251,14 @@ def refresh_eigenbases(state: State) -> State:
 
 
 def step(
-    W: Tensor, G: Tensor, state: State, h: ProHyper, *, aspect_scale: float, refresh: bool
+    W: Tensor,
+    G: Tensor,
+    state: State,
+    h: ProHyper,
+    *,
+    aspect_scale: float,
+    refresh: bool,
+    stored: torch.dtype | None = None,
 ) -> tuple[Tensor, State]:
     """Do one step of Algorithm 2 after the initialising one, on c G for G, for one oriented weight.
 
@@ -260,13 +270,14 @@ def step(
         h: hyper-parameters.
         aspect_scale: c_a, from the weight's original rows and columns.
         refresh: whether the step is divisible by tau.
+        stored: dtype that the state is kept in between steps, if not W's: what U loses there is no complement.
 
     Returns:
         The new weight and the new state. Nothing is modified in place.
     """
     sizes = whitened_sizes(G, state, h)
     c, evident, decided = admit(sizes.whole, rms(G), state, h)
-    M, G_par, G_perp = momentum_and_projection(c * G, state, h)
+    M, G_par, G_perp = momentum_and_projection(c * G, state, h, stored)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c, sizes)
     W = decayed(W, delta, h) - h.lr * delta
     new = state | {"M": M}

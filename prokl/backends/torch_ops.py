@@ -199,6 +199,7 @@ class TorchPrimitives(Primitives):
         G's, M are overwritten.
         """
         g, a, b = weights
+        stored = M.dtype
         if scale is not None and not (self.host_readable and bool((scale == 1).all())):
             G, G_tilde = G.mul_(scale[:, None, None]), G_tilde * scale[:, None, None]
         par = torch.add((a + b * g) * G_tilde, M_tilde, alpha=b * momentum)
@@ -216,7 +217,7 @@ class TorchPrimitives(Primitives):
         size, captured = (
             torch.linalg.vector_norm(t, dim=(-2, -1)).double().square()[:, None] for t in (G_hat_perp, par)
         )
-        noise = residual_noise(U, G.dtype) ** 2
+        noise = residual_noise(U, G.dtype, stored) ** 2
         return M, G_par, Residual(self.operand(G_hat_perp), size, size + captured, noise)
 
     def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:

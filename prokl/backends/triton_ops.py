@@ -168,7 +168,7 @@ class TritonPrimitives(Primitives):
         )
         if G_hat_perp is None or size is None or whole is None:
             return M, G_par, None
-        return M, G_par, Residual(G_hat_perp, size, whole, residual_noise(U, size.dtype) ** 2)
+        return M, G_par, Residual(G_hat_perp, size, whole, residual_noise(U, size.dtype, M.dtype) ** 2)
 
     def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
         """Return alpha P G_par S^-1/2: one launch; products of pairs, and where r x r does not fit one program."""

@@ -288,7 +288,9 @@ class Bucket:
         for b in moving:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale = float(self.aspect_scale[b])
-            W[b], own = self.method.reference_step(W[b], G[b], own, h, aspect_scale=scale, refresh=False)
+            W[b], own = self.method.reference_step(
+                W[b], G[b], own, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
+            )
             roots = [value[None] for key, value in own.items() if key.startswith("inv_sqrt")]
             learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
             for key, value in own.items():

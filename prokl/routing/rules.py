@@ -21,6 +21,8 @@ TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
+NORMED = {"weight_v", "weight_orig", "weight_original1"}
+"""What a weight is called that torch's weight norm or former spectral norm makes the layer's weight of."""
 STATE_SPACE = re.compile(r"a_logs?")  # Mamba's: the logarithms of rates, one per channel and state
 
 
@@ -42,7 +44,7 @@ class Owner:
         module: the module.
         parent: the module that holds this one, whatever wraps it; None for the model itself.
         path: the module's path in lower case, without wrappers.
-        attr: the parameter's own name, in lower case.
+        attr: the parameter's own name, in lower case; "weight" of the one that a norm of weights makes a weight of.
         closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
     """
 
@@ -140,7 +142,8 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
-            owners.setdefault(p, []).append(Owner(name, holder, parent, path, attr.lower(), closes))
+            attr = "weight" if attr in NORMED else attr.lower()
+            owners.setdefault(p, []).append(Owner(name, holder, parent, path, attr, closes))
     return owners
 
 
