@@ -83,7 +83,9 @@ class ProKLShampoo(DividedOptimizer):
             is k^(1/4) / sqrt(m (n - r)) with k = min(m, n - r), per weight: the geometric mean of the paper's bracket
             (:func:`prokl.diagnostics.alpha_kl_bracket`) over c_a. The paper tunes a number in 0.005..0.015.
         eps: damping of inverse square roots, 1/(sqrt(lambda) + eps).
-        precondition_frequency: tau, steps between refreshes of the eigenbases.
+        precondition_frequency: tau, steps between refreshes of the eigenbases. In between Q_S turns with the subspace
+            and shrinks; after a refresh the whitened size of independent gradients was at most 1.2 with 10, 3.0 with
+            100 and 36 with 300, of which ``clip_threshold`` bounds what is above 5.
         ns_steps: Newton-Schulz iterations.
         ns_coefficients: (a, b, c) of the quintic; the default is Muon's (Keller Jordan).
         init_eigenvalue: start of all eigenvalues. A number is the paper's lambda_0 (its experiments use 0.1);

@@ -532,3 +532,22 @@ def test_a_state_dict_of_the_same_weights_in_another_order_is_refused_and_change
     nameless = source.state_dict()
     del nameless["param_groups"][0]["param_names"]
     target.load_state_dict(nameless)
+
+
+def test_a_loaded_state_dict_stays_as_it_is_when_the_optimizer_goes_on():
+    """Of both kinds of groups: who rolls back to it twice finds it whole."""
+    matrix, vector = torch.nn.Parameter(normal(4, 6)), torch.nn.Parameter(normal(5))
+    optimizer = PRO([{"params": [matrix]}, {"params": [vector], "algorithm": "adamw", "lr": 0.1}])
+
+    def steps(count):
+        for i in range(count):
+            matrix.grad, vector.grad = normal(4, 6, seed=i), normal(5, seed=i)
+            optimizer.step()
+
+    steps(3)
+    best = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(best["state"])
+    optimizer.load_state_dict(best)
+    steps(2)
+    for i, own in kept.items():
+        assert not changed(own, best["state"][i])

@@ -57,6 +57,28 @@ def test_a_start_that_its_gradient_has_outgrown_is_foreseen():
     assert found["prokl/group0.0/update_rms"] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("cls, kwargs", METHODS, ids=IDS)
+def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
+    """With a bound a zero gradient moves nothing, momentum or not; one that is not finite stops its whole stack."""
+    (experts,), optimizer = run(
+        cls, gradient_stream([(3, 6, 10)], 4), **kwargs, **({} if bounded else {"clip_threshold": None})
+    )
+    names = [f"group0.0[{b}]" for b in range(3)]
+    idle = gradient_stream([(3, 6, 10)], 5)[-1][0]
+    idle[0] = 0
+    found, directions = moves(optimizer, [experts], [idle])
+    for name in names:
+        assert (found[f"prokl/{name}/update_rms"] > 0) == bool(directions[name].any()), name
+        assert (found[f"prokl/{name}/update_norm"] > 0) == bool(directions[name].any()), name
+    assert bool(directions[names[0]].any()) != bounded
+    torn = idle.clone()
+    torn[0, 0, 0] = torch.nan
+    found, directions = moves(optimizer, [experts], [torn])
+    for name in names:
+        assert math.isnan(found[f"prokl/{name}/update_rms"]) and not directions[name].any()
+
+
 @pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
 def test_whitened_size_says_what_the_step_is_about_to_bound(cls, kwargs):
     (p,), optimizer = run(cls, gradient_stream([(6, 10)], 40), **kwargs)

@@ -80,13 +80,14 @@ def polar_error(X: Tensor, U: Tensor) -> Tensor:
 def of_gradient(batch: Batch) -> dict[str, Tensor]:
     """Measure what takes a gradient, each (B,): captured energy of U, the coming update's sizes and polar error.
 
-    NaN where a gradient is missing, zero (its captured energy), or not finite: such a weight will not move.
+    NaN where a gradient is missing or not finite: such a weight will not move. Nor will one whose gradient is zero,
+    unless nothing bounds its step: its sizes are 0, its captured energy and polar error NaN.
     """
     if batch.gradient is None:
         return {}
     G = batch.gradient
-    usable = torch.linalg.vector_norm(G, dim=(-2, -1)).square().float().isfinite()
-    usable &= on_device(batch.given, torch.bool, G.device)
+    squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square().float()
+    usable = squares.isfinite() & on_device(batch.given, torch.bool, G.device)
     found = {}
     if "U" in batch.state:
         captured, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
@@ -100,6 +101,9 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if isinstance(h, ProHyper) and h.variant in POLAR_VARIANTS:
         output = Direction(direction.X, direction.Q).dense().to(D.dtype)
         found["polar_error"] = polar_error(output, batch.state["U"])
+    if h.clip_threshold is not None:
+        still = {"update_rms": 0.0, "update_norm": 0.0, "polar_error": torch.nan}
+        found |= {key: found[key].masked_fill(squares == 0, value) for key, value in still.items() if key in found}
     return {key: value.masked_fill(~usable, torch.nan) for key, value in found.items()}
 
 

@@ -156,7 +156,9 @@ def _batch(
             gradients.append(torch.zeros(len(begun), shape.m, shape.n, dtype=arithmetic, device=p.device))
         else:
             # As the step reads it: in the weight's dtype first.
-            gradients.append(shape.oriented(p.grad.detach().to(p.dtype))[rows].to(arithmetic))
+            G = shape.oriented(p.grad.detach().to(p.dtype)).to(arithmetic)
+            squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square().float()
+            gradients.append(G[rows].masked_fill(~squares.isfinite().all(), torch.nan))  # one stops its stack
     gradient = torch.cat(gradients) if with_gradients and any(given) else None
     if gradient is not None and group["maximize"]:
         gradient = -gradient

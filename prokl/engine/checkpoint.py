@@ -145,6 +145,9 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
             count_in_tensors(state["state"], group, i)
+            for p in state["state"].keys() & set(group["params"]):  # a copy, as of the matrices' below
+                own = state["state"][p]
+                state["state"][p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
             continue
         for (p, name), how in zip(named(group, i), hows, strict=True):
             own = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
