@@ -294,3 +294,17 @@ def test_weights_of_half_precision_take_balanced_products(cls, kwargs, dtype):
     (p,), _ = run(cls, stream, backend="triton", precision="balanced", **kwargs)
     (q,), _ = run(cls, stream, backend="torch", precision="balanced", **kwargs)
     assert p.isfinite().all() and (p - q).abs().max() <= 2 * torch.finfo(dtype).eps * q.abs().max()
+
+
+def test_what_a_rounded_basis_loses_is_no_complement():
+    """As of the other backends in tests/test_against_paper.py: all gradients lie in the tracked subspace."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.T
+    weight = torch.nn.Parameter(torch.zeros(8, 16, device=DEVICE))
+    optimizer = ProKLShampoo([weight], rank=2, state_dtype=torch.bfloat16, backend="triton")
+    for _ in range(8):
+        weight.grad = (torch.randn(8, 2, generator=generator) @ rows).to(DEVICE)
+        optimizer.step()
+    moved = weight.detach().cpu()
+    inside = moved @ rows.T @ rows
+    assert (moved - inside).norm() < 2**-7 * inside.norm() and inside.norm() > 0
