@@ -525,7 +525,7 @@ def test_a_state_dict_of_the_same_weights_in_another_order_is_refused_and_change
         optimizer.step()
     weights = target.param_groups[0]["params"]
     before = [frozen(target, p) for p in weights]
-    with pytest.raises(ValueError, match=r"group 0.*weight 1 is 'down' there and 'gate' here"):
+    with pytest.raises(ValueError, match=r"weight 1 is 'down' there and 'gate' here"):
         target.load_state_dict(source.state_dict())
     assert not any(changed(old, frozen(target, p)) for old, p in zip(before, weights, strict=True))
     named("m.up", "m.down", "m.gate").load_state_dict(source.state_dict())  # other names go by place, as torch's do
@@ -551,3 +551,23 @@ def test_a_loaded_state_dict_stays_as_it_is_when_the_optimizer_goes_on():
     steps(2)
     for i, own in kept.items():
         assert not changed(own, best["state"][i])
+
+
+def test_groups_of_one_size_in_another_order_are_refused():
+    def named(*names):
+        return PRO([{"params": [(name, torch.nn.Parameter(normal(4, 6)))]} for name in names])
+
+    with pytest.raises(ValueError, match=r"weight 0 is 'up' there and 'down' here"):
+        named("down", "up").load_state_dict(named("up", "down").state_dict())
+
+
+@pytest.mark.parametrize("cls, other, missing", [(PRO, KL, "U"), (KL, PRO, "R")])
+def test_the_state_of_another_method_is_told_by_what_only_it_has(cls, other, missing):
+    optimizers = [made([torch.nn.Parameter(normal(4, 6))]) for made in (cls, other)]
+    for optimizer in optimizers:
+        (p,) = optimizer.param_groups[0]["params"]
+        p.grad = normal(4, 6)
+        optimizer.step()
+    own = {"U": "U, S, Q_S", "R": "R, Q_R"}["R" if missing == "U" else "U"]
+    with pytest.raises(ValueError, match=rf"has {own}.* and no tensor {missing} where"):
+        optimizers[0].load_state_dict(optimizers[1].state_dict())

@@ -79,6 +79,30 @@ def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
         assert math.isnan(found[f"prokl/{name}/update_rms"]) and not directions[name].any()
 
 
+def test_what_the_step_takes_for_rounding_of_a_stored_basis_is_no_update_here_either():
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.linalg.qr(torch.randn(64, 2, generator=generator)).Q.T
+    weight = torch.nn.Parameter(torch.zeros(32, 64))
+    optimizer = PRO([weight], lr=1.0, rank=2, state_dtype=torch.bfloat16)
+    for t in range(12):
+        weight.grad = torch.randn(32, 2, generator=generator) @ rows
+        before = weight.detach().clone()
+        found = diagnostics.scalars(optimizer) if t else {}
+        optimizer.step()
+        moved = float((weight.detach() - before).square().mean().sqrt())
+        if t:
+            assert found["prokl/group0.0/update_rms"] == pytest.approx(moved, rel=1e-4)  # of float32 weights of size 1
+            assert math.isnan(found["prokl/group0.0/polar_error"])
+
+
+@pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
+def test_a_gradient_whose_square_is_no_float32_is_said_to_move_what_it_moves(cls, kwargs):
+    (p,), optimizer = run(cls, gradient_stream([(6, 10)], 4), **kwargs)
+    found, directions = moves(optimizer, [p], [1e-26 * gradient_stream([(6, 10)], 5)[-1][0]])
+    rms = float(directions["group0.0"].square().mean().sqrt())
+    assert rms > 0 and found["prokl/group0.0/update_rms"] == pytest.approx(rms, rel=1e-6)
+
+
 @pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
 def test_whitened_size_says_what_the_step_is_about_to_bound(cls, kwargs):
     (p,), optimizer = run(cls, gradient_stream([(6, 10)], 40), **kwargs)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import prokl
-from tests.inputs import KL, PRO, normal, same_bits
+from tests.inputs import KL, PRO, changed, frozen, normal, same_bits
 
 CALLS, SAVED = 8, 4
 
@@ -27,10 +27,11 @@ class Net(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(normal(*shape, seed=i)))
 
 
-def made(cls, dtype=torch.float32, **settings):
+def made(cls, dtype=torch.float32, order=(0, 1, 2, 3), **settings):
     net = Net().to(dtype)
+    named, splits = list(net.named_parameters()), [None, None, None, (4, 8)]
     groups = [
-        {"params": list(net.named_parameters())[:4], "split": [None, None, None, (4, 8)]},
+        {"params": [named[i] for i in order], "split": [splits[i] for i in order]},
         {"params": list(net.named_parameters())[4:], "algorithm": "adamw", "lr": 0.01},
     ]
     rank = {"rank": 3} if cls is PRO else {}
@@ -143,3 +144,24 @@ def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tupl
         2.0315,
     )
     assert same_bits(resumed.state[other["fused"]]["M.1"], optimizer.state[net["fused"]]["M.1"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_weights_in_another_order_take_their_own_state_and_readings(cls, flatten):
+    """These checkpoints go by names; what a plain state dict has in another order is refused."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    net, optimizer = made(cls)
+    other, resumed = made(cls, order=(3, 1, 0, 2))
+    train(net, optimizer, 0, SAVED)
+    train(other, resumed, 0, 2)
+    other.load_state_dict(copy.deepcopy(net.state_dict()))
+    set_optimizer_state_dict(
+        other, resumed, copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options)), options=options
+    )
+    assert resumed.param_groups[0]["param_names"] == ["fused", "late", "matrix", "stack"]
+    assert resumed.param_groups[0]["split"] == [(4, 8), None, None, None]
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert not changed(frozen(optimizer, p), frozen(resumed, q))
+    train(other, resumed, SAVED, CALLS)

@@ -398,12 +398,12 @@ def test_only_the_weight_of_a_class_named_embedding_is_a_table():
 
 def test_parametrized_modules_are_read_through():
     model = holding(
-        embed=nn.utils.parametrizations.spectral_norm(nn.Embedding(8, 4)),
-        lm_head=nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8, bias=False)),
+        embed=nn.utils.parametrizations.spectral_norm(nn.Embedding(9, 4)),
+        lm_head=nn.utils.parametrizations.spectral_norm(nn.Linear(4, 9, bias=False)),
         body=nn.utils.parametrizations.orthogonal(nn.Linear(4, 8, bias=False)),
         normed=nn.utils.parametrizations.weight_norm(nn.Linear(4, 8, bias=False)),
         conv=nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3, bias=False)),
-        words=nn.utils.parametrizations.weight_norm(nn.Embedding(8, 4)),
+        words=nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4)),
     )
     found = param_groups(model, **RATES).routes
     assert {r.names[0].replace(".parametrizations.weight", ""): r.algorithm for r in found} == {
@@ -555,3 +555,38 @@ def test_the_matrix_optimizers_take_the_groups_and_move_every_weight(kind, name)
         optimizer.step()
     assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
     assert sorted(n for g in optimizer.param_groups for n in g["param_names"]) == sorted(before)
+
+
+class QKV(nn.Module):
+    """Attention whose projections are parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("weight_q", "weight_k", "weight_v"):
+            setattr(self, name, nn.Parameter(torch.zeros(8, 8)))
+
+
+@pytest.mark.parametrize("name", ["pos_attn", "token_mixer", "attn"])
+def test_a_parameter_that_is_only_named_as_a_norms_goes_where_its_like_go(name):
+    model = nn.Sequential(nn.Linear(8, 8), QKV())
+    assert {r.algorithm for r in param_groups(model, **RATES).routes if r.shape == (8, 8)} == {"matrix"}
+    routes = param_groups(holding(**{name: QKV()}), **RATES).routes
+    assert [r.algorithm for r in routes] == ["matrix"] * 3
+
+
+class Product(nn.Module):
+    """A parametrization by two factors, as LoRA's are."""
+
+    def forward(self, A, B):
+        return A @ B
+
+    def right_inverse(self, W):
+        return W[:, :6].clone(), W[:6].clone()
+
+
+def test_the_factors_of_a_parametrization_are_not_taken_for_the_weight():
+    layer = nn.utils.parametrize.register_parametrization(nn.Linear(8, 24, bias=False), "weight", Product())
+    attention = type("MptAttention", (nn.Module,), {})()
+    attention.Wqkv = layer
+    routes = param_groups(holding(attn=attention), **RATES).routes
+    assert all("split into" not in r.reason for r in routes) and {r.split for r in routes} == {None}

@@ -83,6 +83,7 @@ def test_get_classifier_says_what_the_heads_are_and_names_no_longer_count():
     says = "output head, by get_classifier()"
     assert adamw(both) == {"out.weight": says, "out_2.weight": says}
     assert adamw(Answering("get_classifier", lambda m: m.none, none=nn.Identity(), **parts)) == {}
+    assert adamw(Answering("get_classifier", lambda m: m.none, none=nn.ModuleList(), **parts)) == {}
     assert "conv_head.weight" in adamw(holding(**parts))  # by its name, where nothing else is known
     inside = Answering("get_classifier", lambda m: m.out, **parts)
     assert set(adamw(holding(backbone=inside, head=linear(5, 4)))) == {"backbone.out.weight", "head.weight"}
@@ -290,11 +291,16 @@ def test_a_normed_layer_is_a_head_where_the_layer_itself_would_be_one(normed):
     named = holding(body=linear(8, 9), lm_head=normed(linear(9, 50)))
     assert matrices(named) == [(9, 8)]
     assert matrices(holding(body=normed(linear(8, 9)), lm_head=linear(9, 50))) == [(9, 8)]
+    counted = configured(SimpleNamespace(num_labels=50), body=linear(8, 9), to_fifty=normed(linear(8, 50)))
+    assert matrices(counted) == [(9, 8)]
 
 
 HEADS = {
     "a class of one's own": lambda: Cosine(8, 10),
     "nested in another": lambda: holding(norm=nn.LayerNorm(8), inner=Cosine(8, 10)),
+    "after a hidden layer": lambda: nn.Sequential(linear(8, 8), nn.GELU(), Cosine(8, 10)),
+    "after an LSTM": lambda: nn.Sequential(nn.LSTM(8, 8), Cosine(8, 10)),
+    "lists of lists": lambda: nn.ModuleList([nn.ModuleList([linear(8, 10), linear(8, 5)]), linear(8, 7)]),
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(linear(8, 10)),
     "a list": lambda: nn.ModuleList([linear(8, 10), linear(8, 5)]),
     "a dictionary": lambda: nn.ModuleDict({"a": linear(8, 10), "b": nn.Sequential(linear(8, 8), linear(8, 5))}),
@@ -305,8 +311,8 @@ HEADS = {
 def test_whatever_get_classifier_returns_is_a_head(head):
     model = Answering("get_classifier", lambda m: m.words_out, body=linear(8, 8), words_out=head())
     routes = [r for r in param_groups(model, **RATES).routes if len(r.shape) > 1]
-    said = {r.names[0]: r.algorithm for r in routes if r.names[0] not in ("words_out.b.0.weight",)}
-    assert said.pop("body.weight") == "matrix"
-    assert said and set(said.values()) == {"adamw"}
-    hidden = [r.algorithm for r in routes if r.names[0] == "words_out.b.0.weight"]
-    assert hidden in ([], ["matrix"])
+    hidden = {"body.weight", "words_out.b.0.weight", "words_out.0.weight_ih_l0", "words_out.0.weight_hh_l0"}
+    hidden |= {"words_out.0.weight"} if isinstance(model.words_out, nn.Sequential) else set()
+    assert {r.algorithm for r in routes if r.names[0] in hidden} == {"matrix"}
+    said = {r.algorithm for r in routes if r.names[0] not in hidden and r.shape != (10, 1)}  # the gain of weight norm
+    assert said == {"adamw"}

@@ -189,9 +189,9 @@ def test_nothing_divides_when_told_so():
 
 
 def test_the_table_says_which_layers_are_whole_though_their_names_say_fused():
-    hint = "linear layer; whole, but named as fused: tell by split="
-    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value", "to_kv", "gate_up_proj", "in_proj", "w12")
-    whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "out_proj", "kvasir", "w1")
+    hint = "linear layer; whole, though named as fused (split= takes consecutive pieces)"
+    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12")
+    whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "in_proj", "kvasir", "w1", "query_key_value")
     model = holding(**{name: linear(8, 24) for name in (*fused, *whole)})
     said = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
     assert said == dict.fromkeys(fused, hint) | dict.fromkeys(whole, "linear layer")
@@ -200,7 +200,7 @@ def test_the_table_says_which_layers_are_whole_though_their_names_say_fused():
     assert (said["qkv"], said["c_attn"], said["w12"]) == ("linear layer; split into 3", "linear layer", hint)
     assert {r.reason for r in routes(model, split_fused=False).values()} == {"linear layer"}
     assert routes(Conv1D(20, 8)).popitem()[1].reason == "2-D, weight of Conv1D; stored (in, out)"
-    assert routes(holding(c_attn=Conv1D(20, 8))).popitem()[1].reason.endswith("tell by split=")
+    assert routes(holding(c_attn=Conv1D(20, 8))).popitem()[1].reason.endswith("consecutive pieces)")
 
 
 def test_pieces_that_would_be_single_numbers_stay_together():

@@ -93,6 +93,11 @@ class Slot(NamedTuple):
     """(B,) bool each: the matrices that change are those where all are True."""
 
 
+def in_float32(sq_norm: Tensor) -> Tensor:
+    """Return where a squared norm is finite as float32 has it; NaN is not."""
+    return sq_norm <= torch.finfo(torch.float32).max
+
+
 def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``finite`` and ``usable`` of :class:`Gathered`.
 
@@ -101,7 +106,7 @@ def usable(sq_norm: Tensor, owner: Tensor | None, skipped: Tensor) -> tuple[Tens
         owner: (B,) int64, the member of each matrix; None where each member is one matrix.
         skipped: (members,) int64; goes up by one where a member's gradient is not finite.
     """
-    finite = good = sq_norm <= torch.finfo(torch.float32).max  # NaN is not
+    finite = good = in_float32(sq_norm)
     if owner is not None:
         good = torch.zeros_like(skipped).index_add_(0, owner, (~finite).long()) == 0
         finite = good[owner]

@@ -14,6 +14,7 @@ from prokl.algorithm.newton_schulz import gram_factor
 from prokl.algorithm.primitives import Direction
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
 from prokl.backends.device import on_device
+from prokl.backends.io import in_float32
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.diagnostics.weights import Batch
 
@@ -86,8 +87,8 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if batch.gradient is None:
         return {}
     G = batch.gradient
-    squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square().float()
-    usable = squares.isfinite() & on_device(batch.given, torch.bool, G.device)
+    squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+    usable = in_float32(squares) & on_device(batch.given, torch.bool, G.device)
     found = {}
     if "U" in batch.state:
         captured, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))

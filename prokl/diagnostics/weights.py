@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
+from prokl.backends.io import in_float32
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.pieces import Piece, clock, pieces, readings, runs
 from prokl.engine.storage import state_dtype
@@ -149,7 +150,8 @@ def _batch(
             given.append(p.grad is not None)
         for key in state_keys:
             value = own[key + piece.suffix]
-            parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(arithmetic))
+            dtype = value.dtype if key == "M" else arithmetic  # as the step has them
+            parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(dtype))
         if not with_gradients:
             continue
         if p.grad is None:
@@ -157,8 +159,8 @@ def _batch(
         else:
             # As the step reads it: in the weight's dtype first.
             G = shape.oriented(p.grad.detach().to(p.dtype)).to(arithmetic)
-            squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square().float()
-            gradients.append(G[rows].masked_fill(~squares.isfinite().all(), torch.nan))  # one stops its stack
+            squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
+            gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
     gradient = torch.cat(gradients) if with_gradients and any(given) else None
     if gradient is not None and group["maximize"]:
         gradient = -gradient

@@ -12,7 +12,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import check_adamw
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
-from prokl.engine.pieces import Piece, check_reading, clock, named, pieces, readings, stored_clock
+from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
 from prokl.engine.validation import check_names
 
@@ -73,6 +73,8 @@ def prepare(
     saved = state_dict["param_groups"]
     if len(saved) != len(here):
         return state_dict  # torch says what is wrong
+    saved = [_by_name(group) for group in saved]
+    _check_order(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
     groups, matrix = [], set()
     for i, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
         algorithm = theirs.get("algorithm", ours["algorithm"])
@@ -81,7 +83,6 @@ def prepare(
                 f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {ours['algorithm']!r} here. Build the "
                 "optimizer with the groups that the state dict was saved with."
             )
-        _check_order(i, theirs.get("param_names", []), ours.get("param_names", []))
         if algorithm == "matrix":
             matrix.update(theirs["params"])
             # An lr that does not say is in old units.
@@ -96,13 +97,26 @@ def prepare(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _check_order(index: int, theirs: list[str], ours: list[str]) -> None:
+def _by_name(group: Group) -> Group:
+    """Return a loaded group with its names, and the lists that go with them, in the order of its weights.
+
+    torch.distributed.checkpoint gives the weights by name in this optimizer's order, and all else in the saved one.
+    """
+    weights, names = group["params"], group.get("param_names", [])
+    if weights == names or set(weights) != set(names):
+        return group
+    lists = {key: group[key] for key in ("param_names", *DEFAULTS) if isinstance(group.get(key), list)}
+    return {**group, **{key: [values[names.index(w)] for w in weights] for key, values in lists.items()}}
+
+
+def _check_order(theirs: list[str], ours: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to other weights than it is of."""
     if theirs != ours and sorted(theirs) == sorted(ours):
         i = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=True)) if one != other)
         raise ValueError(
-            f"Loaded group {index} has its weights in another order: weight {i} is {theirs[i]!r} there and {ours[i]!r} "
-            "here, and state goes by place. Build the model and its groups in the order they were saved in."
+            f"The loaded state dict has the same weights in another order: weight {i} is {theirs[i]!r} there and "
+            f"{ours[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
+            "saved in."
         )
 
 
@@ -211,7 +225,8 @@ def _misfit(
     for key, (shape, _) in needed.items():
         value = own.get(key)
         if not isinstance(value, Tensor) or value.shape != shape:
-            other = f"{', '.join(map(str, list(own)[:3]))}, ... and no tensor {key}"
+            others = [str(k) for k in own if k not in needed]
+            other = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)} and no tensor {key}"
             has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else other
             return f"{has} where {optimizer} needs {shape}"
     if "lambda_0" + piece.suffix in own.keys() - needed.keys():

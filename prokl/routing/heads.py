@@ -33,7 +33,9 @@ class Heads:
         held = [(p, o) for p, found in owners.items() for o in found]
         modules = [(_path(name), module) for name, module in model.named_modules(remove_duplicate=False)]
         self._layers = dict.fromkeys(o.path for p, o in held if _is_layer(p, o))
-        self._matrices = dict.fromkeys(o.path for p, o in held if p.ndim >= 2)
+        self._matrices = dict.fromkeys(
+            o.path for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding or o.recurrent)
+        )
         self._inputs = {size for p, o in held for size in _inputs(p, o)}
         self._several = sum(p.ndim >= 2 for p in owners) > 1
         self._shared = len(os.path.commonprefix([o.path for _, o in held]))
@@ -62,8 +64,8 @@ class Heads:
         paths = {module: path for path, module in modules}
         for module, path in paths.items():
             for method in ("get_output_embeddings", "get_classifier"):
-                heads = [paths[head] for head in _answers(module, method) if head in paths]
-                ends = [end for head in heads for end in self._ends_of(head)]
+                heads = [head for head in _answers(module, method) if head in paths]
+                ends = [end for head in _members(heads) for end in self._end_of(paths[head])]
                 self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
                 if heads and method == "get_classifier":
                     self._sure.append(path)  # a layer that is only named as a head (conv_head) is none in this model
@@ -72,10 +74,10 @@ class Heads:
                 ends = [layers[-1] for cluster in clusters if (layers := self._inside(cluster))]
                 self._stated.update(dict.fromkeys(ends, "output head, cluster of AdaptiveLogSoftmaxWithLoss"))
 
-    def _ends_of(self, head: Path) -> list[Path]:
-        """Return what gives the output in a head: its last layer, or all that has matrices where none is known."""
-        layers, matrices = self._inside(head), [path for path in self._matrices if path[: len(head)] == head]
-        return [head] if head in layers else layers[-1:] or matrices
+    def _end_of(self, head: Path) -> list[Path]:
+        """Return what gives the output in a head, if anything does: itself, or the last module in it with matrices."""
+        inside = [path for path in self._matrices if path[: len(head)] == head]
+        return [head] if head in inside else inside[-1:]
 
     def _counted(self, p: Tensor, o: Owner) -> str | None:
         """Return what says that this layer has an output per word or label, if that is certain.
@@ -162,7 +164,7 @@ def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
     """Return the numbers of inputs that a parameter stands for; all of its sizes where its module says nothing."""
     if o.norm or o.embedding:
         return p.shape[-1:]
-    if p.ndim < 2:
+    if p.ndim < 2 or o.attr in ("weight_g", "weight_original0"):  # gains of weight norm
         return ()
     if is_conv1d(p, o):
         return p.shape[:1]
@@ -179,8 +181,12 @@ def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
     except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
         return ()
     found = found if isinstance(found, (tuple, list)) else (found,)
-    heads = [m for m in found if isinstance(m, nn.Module)]
-    lists = [list(m.children()) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [m] for m in heads]
+    return [m for m in found if isinstance(m, nn.Module)]
+
+
+def _members(heads: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """Return the heads, those that are listed each by itself."""
+    lists = [_members(list(m.children())) if isinstance(m, (nn.ModuleList, nn.ModuleDict)) else [m] for m in heads]
     return [m for several in lists for m in several]
 
 

@@ -55,8 +55,8 @@ FUSED: dict[tuple[str, str], Callable[[nn.Module, int], Split]] = {
     ("timm.models.swin_transformer.WindowAttention", "qkv"): _thirds,
 }
 """(class of the module, its linear layer) -> how the layer's outputs divide; with the file of a common class name."""
-NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|query_key_value|c_attn|in_proj|gate_up|up_gate|w12|w13)(_proj)?")
-"""Modules whose outputs are several matrices as a rule, in an order that their name does not say."""
+NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|c_attn|gate_up|up_gate|w12|w13)(_proj)?")
+"""Modules whose outputs are several matrices as a rule, mostly one after another."""
 
 
 def stored_transposed(p: Tensor, o: Owner) -> bool:
@@ -166,7 +166,7 @@ class Readings:
         if split is not None:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         elif divided is None and self._split_fused and any(_named_as_fused(p, o) for o in owners):
-            said += "; whole, but named as fused: tell by split="
+            said += "; whole, though named as fused (split= takes consecutive pieces)"
         return replace(
             route,
             rank=ranks[0] if len(set(ranks)) == 1 else ranks,

@@ -53,12 +53,12 @@ def param_groups(
     7. It is not the weight of a linear layer or a convolution, and its name says embedding, position or token
        (``pos_emb``, ``wpe``, ``cls_token``) or bias (``experts.down_bias``): AdamW.
     8. It is an output head: AdamW. Structure comes first: what ``get_output_embeddings()`` or ``get_classifier()``
-       of a model return, what gives the scores in an ``nn.AdaptiveLogSoftmaxWithLoss``, and a layer outside repeated
-       blocks with ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes`` outputs, or as many as the
-       largest embedding has rows, if nothing in the model takes that many inputs; the last linear layer where the
-       model is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken: ``lm_head``,
-       ``output_head``, ``unembed``, ``embed_out`` and the like anywhere; ``head``, ``output``, ``classifier``,
-       ``score``, ``decoder``, ``conv_out`` and the like only outside repeated blocks, so
+       of a model return (of a list every member), what gives the scores in an ``nn.AdaptiveLogSoftmaxWithLoss``, and
+       a layer outside repeated blocks with ``config.vocab_size``, ``config.num_labels`` or ``config.num_classes``
+       outputs, or as many as the largest embedding has rows, if nothing in the model takes that many inputs; the last
+       linear layer where the model is an ``nn.Sequential``. Then names, unless ``get_classifier()`` has spoken:
+       ``lm_head``, ``output_head``, ``unembed``, ``embed_out`` and the like anywhere; ``head``, ``output``,
+       ``classifier``, ``score``, ``decoder``, ``conv_out`` and the like only outside repeated blocks, so
        ``layers.3.attention.output`` is none, or for a whole net in an ``nn.ModuleList`` (``nets.0.head``). Of
        several layers in a head, the last: ``classifier.out_proj``, ``classifier.6``. Routers of mixtures of experts
        are no heads.

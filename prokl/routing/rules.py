@@ -21,8 +21,6 @@ TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
-NORMED = {"weight_v", "weight_orig", "weight_original1"}
-"""What a weight is called that torch's weight norm or former spectral norm makes the layer's weight of."""
 STATE_SPACE = re.compile(r"a_logs?")  # Mamba's: the logarithms of rates, one per channel and state
 
 
@@ -142,9 +140,18 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
-            attr = "weight" if attr in NORMED else attr.lower()
+            attr = "weight" if _normed(module, attr) else attr.lower()
             owners.setdefault(p, []).append(Owner(name, holder, parent, path, attr, closes))
     return owners
+
+
+def _normed(module: nn.Module, attr: str) -> bool:
+    """Return True for what torch's weight norm, former spectral norm or pruning makes the layer's weight of."""
+    if attr == "weight_original1":
+        return type(module[0]).__name__ == "_WeightNorm"  # type: ignore[index]
+    held = module._parameters
+    made = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
+    return made and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:
