@@ -155,7 +155,7 @@ def test_a_tensor_lr_is_not_shared_between_the_groups():
         (
             [],
             {"params": [weight(8)]},
-            r"shape \(8,\); .*at least 2 dimensions: put it in a group "
+            r"shape \(8,\); .*at least 2 dimensions.* for this weight put it in a group "
             r'\{"params": \[\.\.\.\], "algorithm": "adamw", "lr": \.\.\.\} with an lr of AdamW\'s',
         ),
         (
