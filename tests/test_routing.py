@@ -590,3 +590,8 @@ def test_the_factors_of_a_parametrization_are_not_taken_for_the_weight():
     attention.Wqkv = layer
     routes = param_groups(holding(attn=attention), **RATES).routes
     assert all("split into" not in r.reason for r in routes) and {r.split for r in routes} == {None}
+
+
+def test_a_parameter_of_ones_own_may_be_called_as_a_parametrizations():
+    (route,) = param_groups(holding(attn=holding(weight_original1=nn.Parameter(torch.zeros(8, 6)))), **RATES).routes
+    assert (route.algorithm, route.split) == ("matrix", None)

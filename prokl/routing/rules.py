@@ -147,8 +147,8 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
 
 def _normed(module: nn.Module, attr: str) -> bool:
     """Return True for what torch's weight norm, former spectral norm or pruning makes the layer's weight of."""
-    if attr == "weight_original1":
-        return type(module[0]).__name__ == "_WeightNorm"  # type: ignore[index]
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
     held = module._parameters
     made = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
     return made and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
