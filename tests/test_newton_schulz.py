@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prokl.algorithm.newton_schulz import newton_schulz_factors, standard, use_gram
+from prokl.backends import triton_ops
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.backends.triton_ops import TritonPrimitives
 
@@ -135,3 +137,39 @@ def test_the_gram_form_restarts_after_two_iterations(steps, restarts):
 def test_wrong_arguments_raise(X, inverse, message):
     with pytest.raises(ValueError, match=message):
         newton_schulz_factors(X.to(DEVICE), inverse.to(DEVICE), 5, MUON, KERNELS)
+
+
+def calls(function):
+    """The names of PyTorch's operators that a call runs, and what it returns."""
+    with Operators() as seen:
+        result = function()
+    return seen.names, result
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_cublas_multiplies_the_shapes_of_its_table_alone(gram, monkeypatch):
+    X = problem(2, 16, 32, torch.bfloat16)
+
+    def run():
+        return newton_schulz_factors(X, inverse_norm(X).float(), 5, MUON, KERNELS, gram=gram)
+
+    names, kernels = calls(run)
+    assert "baddbmm" not in names and "bmm" not in names  # nothing is in the table before a GPU has decided
+    monkeypatch.setattr(triton_ops, "CUBLAS", frozenset({(16, 16, 32)}))
+    names, cublas = calls(run)
+    # Four updates of X have one scale for all matrices, the first has one for each; of two restarts one has.
+    assert (names.count("baddbmm"), names.count("bmm")) == ((0, 1) if gram else (4, 0))
+    truth = exact(X, 5, MUON)
+    assert error(dense(cublas), truth) <= 1.5 * error(dense(kernels), truth)  # both round to bfloat16 once a product
+    monkeypatch.setattr(triton_ops, "CUBLAS", frozenset({(16, 16, 33)}))
+    assert torch.equal(dense(run()), dense(kernels))

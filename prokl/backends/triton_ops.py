@@ -37,6 +37,24 @@ from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_prod
 from prokl.kernels.usable import usable
 from prokl.pair import Operand, Pair, residual_noise
 
+CUBLAS: frozenset[tuple[int, int, int]] = frozenset()
+"""(m, k, n) of the products of bfloat16 matrices, those of Newton-Schulz that are not symmetric, that go to torch's
+``baddbmm``: by shape alone, so that every rank and every resumed run do the same. It is empty until ``product Q X`` of
+the microbenchmarks, which times both, has been run on a GPU."""
+
+
+def by_cublas(
+    left: Operand, right: Operand, C: Tensor | None, alpha: float | Tensor, beta: float | Tensor
+) -> Tensor | None:
+    """Return alpha left right + beta C where :data:`CUBLAS` has the shape; None elsewhere, and for scales by matrix."""
+    if (left.shape[-2], left.shape[-1], right.shape[-1]) not in CUBLAS:
+        return None
+    if isinstance(left, Pair) or isinstance(right, Pair) or isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        return None
+    if any(t.dtype != torch.bfloat16 for t in (left, right, C) if t is not None):
+        return None
+    return alpha * torch.bmm(left, right) if C is None else torch.baddbmm(C, left, right, alpha=alpha, beta=beta)
+
 
 class TritonPrimitives(Primitives):
     """Fused kernels; QR by the CUDA extension, or by the same methods in PyTorch where that does not run.
@@ -113,7 +131,9 @@ class TritonPrimitives(Primitives):
         beta: float | Tensor = 1.0,
     ) -> Tensor:
         """Return alpha left right + beta C."""
-        return product(*self._factors(left, right), C=C, alpha=alpha, beta=beta)
+        left, right = self._factors(left, right)
+        found = by_cublas(left, right, C, alpha, beta)
+        return product(left, right, C=C, alpha=alpha, beta=beta) if found is None else found
 
     def product_operand(
         self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: float = 1.0
