@@ -274,7 +274,7 @@ def test_the_sizes_are_those_of_the_whitened_gradient():
     a = arguments(2, 6, 9, 4, dtype=torch.float64, kinds=("usual", "row"))
     roots, n = admission.inverse_roots(a["state"]), 9
     ell, rho = admission.row_and_column_energies(a["A"], roots)
-    sizes = admission.whitened_sizes(ell, rho, a["e_res"], roots, n)
+    sizes = admission.whitened_sizes(ell, rho, a["e_res"], torch.ones_like(roots.mu), roots, n)
     inside = (a["A"] * roots.L[:, :, None] * roots.S[:, None, :]).square()
     beside = a["e_res"] * (roots.L * roots.mu[:, None]).square()
     torch.testing.assert_close(sizes.rows.square(), (inside.sum(dim=2) + beside) / n)

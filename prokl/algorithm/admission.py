@@ -3,7 +3,8 @@
 All of it follows from two sums of squares of A = Q_L^T G~ Q_S and from the energies beside the subspace: by its rows,
 ell_i = sum_j A_ij^2 a_S,j^2, and by its columns, rho_j = sum_i a_L,i^2 A_ij^2 / m. The whitened sizes, which the
 decision goes by, are a_L^2 ell and a_S^2 rho; the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of float32 may
-leave its range, so that they are in float64; beside the matrix products that costs little.
+leave its range, so that they are in float64; beside the matrix products that costs little. On a device without float64
+they are in float32, of a gradient in units in which they stay within its range.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -17,12 +18,13 @@ from prokl.algorithm.evidence import Sizes, in_range, judge, norm
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.primitives import Admitted, Roots, State, clipped_ema, damp
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.shapes import ceiling, widest
 
 
 def inverse_roots(state: State) -> Roots:
-    """Return the inverse roots of a state's eigenvalues, undamped, in float64."""
-    return Roots(*(state[f"inv_sqrt_{key}"].double() for key in ("lambda_L", "lambda_S", "mu")))
+    """Return the inverse roots of a state's eigenvalues, undamped, in the widest dtype of their device."""
+    roots = [state[f"inv_sqrt_{key}"] for key in ("lambda_L", "lambda_S", "mu")]
+    return Roots(*(t.to(widest(t.device)) for t in roots))
 
 
 def damped(s: Roots, eps: Tensor) -> Roots:
@@ -31,30 +33,50 @@ def damped(s: Roots, eps: Tensor) -> Roots:
 
 
 def damping(state: State, h: Hyper) -> Tensor:
-    """Return eps (B,) in float64, which follows the start value of an "auto" state as the ceilings do."""
-    return h.eps / ceiling_factor(state).double()
+    """Return eps (B,) in the widest dtype, which follows the start value of an "auto" state as the ceilings do."""
+    factor = ceiling_factor(state)
+    return h.eps / factor.to(widest(factor.device))
+
+
+def in_units(A: Tensor, e_res: Tensor, a: Roots) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A and e_res of a gradient in the dtype of ``a``, and the units (B,) that they are in.
+
+    These are 1 in float64, else the largest whitened entry where that is beyond 1, so that no square overflows.
+    """
+    dtype = a.mu.dtype
+    A, e_res = A.to(dtype), e_res.to(dtype)
+    if dtype == torch.float64:
+        return A, e_res, torch.ones_like(a.mu)
+    inside = (A * a.L[:, :, None] * a.S[:, None, :]).abs().amax(dim=(-2, -1))
+    beside = (a.L * a.mu[:, None] * e_res.sqrt()).amax(dim=-1)
+    unit = torch.maximum(inside, beside).clamp(1, torch.finfo(dtype).max)
+    return A / unit[:, None, None], e_res / unit[:, None] / unit[:, None], unit
 
 
 def row_and_column_energies(A: Tensor, a: Roots) -> tuple[Tensor, Tensor]:
-    """Return ell (B,m) and rho (B,r) of A (B,m,r), whitened on the other side alone, in float64."""
+    """Return ell (B,m) and rho (B,r) of A (B,m,r), whitened on the other side alone, in the dtype of ``a``."""
+    if a.mu.dtype == torch.float32:  # has no room for A^2 by itself
+        return (A * a.S[:, None, :]).square().sum(dim=-1), (A * a.L[:, :, None]).square().mean(dim=-2)
     squares = A.double().square()
     ell = (squares * a.S.square()[:, None, :]).sum(dim=-1)
     return ell, squares.mul_(a.L.square()[:, :, None]).mean(dim=-2)
 
 
-def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, a: Roots, n: int) -> Sizes:
-    """Measure the gradient; the whole is in the subspace or beside it, whichever is larger."""
+def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, unit: Tensor, a: Roots, n: int) -> Sizes:
+    """Measure the gradient in these units; the whole is in the subspace or beside it, whichever is larger."""
     m, r = ell.shape[-1], rho.shape[-1]
     inside, beside = a.L.square() * ell, (a.L * a.mu[:, None]).square() * e_res
     whole = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r)))
-    return Sizes(((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), whole.sqrt())
+    sizes = ((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), whole.sqrt()
+    return Sizes(*(t * (unit if t.ndim == 1 else unit[:, None]) for t in sizes))
 
 
 def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Tensor:
     """Return the whitened size (B,) that the decision goes by."""
     a = damped(inverse_roots(state), damping(state, h))
-    e_res = e_res.double() if e_res.ndim == 2 else e_res.double().sum(dim=1)
-    return whitened_sizes(*row_and_column_energies(A, a), e_res, a, n).whole
+    e_res = e_res.to(a.mu.dtype)
+    A, e_res, unit = in_units(A, e_res if e_res.ndim == 2 else e_res.sum(dim=1), a)
+    return whitened_sizes(*row_and_column_energies(A, a), e_res, unit, a, n).whole
 
 
 def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int) -> Roots:
@@ -80,18 +102,21 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
 def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
     """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.primitives.Primitives.admit`."""
     dtype, m = A.dtype, A.shape[-2]
-    s, e_res, factor, eps = inverse_roots(state), e_res.double(), ceiling_factor(state).double(), damping(state, h)
-    a = damped(s, eps)
+    s, eps = inverse_roots(state), damping(state, h)
+    a, factor = damped(s, eps), ceiling_factor(state).to(eps.dtype)
+    energy = e_res.to(eps.dtype).sum(dim=-1)
+    A, e_res, unit = in_units(A, e_res, a)
     ell, rho = row_and_column_energies(A, a)
     scale = bounded = evident = None
     changed: State = {}
     used, c = a, torch.ones_like(eps)
     if h.clip_threshold is not None:
-        rms = (norm(QtG).square() + e_res.sum(dim=-1)).div(m * n).sqrt()
-        verdict = judge(whitened_sizes(ell, rho, e_res, a, n), rms, state, h)
+        rms = (norm(QtG).square() + energy).div(m * n).sqrt()
+        verdict = judge(whitened_sizes(ell, rho, e_res, unit, a, n), rms, state, h)
         scale, bounded, changed = verdict.scale, verdict.bounded, verdict.changed
-        used, c = Roots(a.L * verdict.rows, a.S * verdict.columns, a.mu), verdict.scale.double()
-        ell, rho, e_res = (t * c[:, None] * c[:, None] for t in (ell, rho, e_res))
+        used, c = Roots(a.L * verdict.rows, a.S * verdict.columns, a.mu), verdict.scale.to(eps.dtype)
+    weight = (c * unit)[:, None]
+    ell, rho, e_res = (t * weight * weight for t in (ell, rho, e_res))
     s = averaged(s, ell, rho, e_res, eps, factor, h, n)
     a = damped(s, eps)
     if h.clip_threshold is not None:

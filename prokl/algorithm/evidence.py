@@ -31,6 +31,7 @@ from torch import Tensor
 
 from prokl.algorithm.primitives import State
 from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import widest
 
 QUIET = 0.01
 """Whitened size below which a gradient is silence. In recorded runs the smallest after 20 steps was 0.014."""
@@ -53,7 +54,7 @@ ALWAYS_MOVE = ("M", "trust", "clipped", "lambda_0")
 
 
 class Sizes(NamedTuple):
-    """Root mean squares of the whitened gradient, by the state before it, in float64."""
+    """Root mean squares of the whitened gradient, by the state before it, in the widest dtype of the device."""
 
     rows: Tensor
     """Of each direction of the short side's factor (B,m)."""
@@ -81,7 +82,7 @@ class Verdict(NamedTuple):
 
 
 def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
-    """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,), float64.
+    """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,).
 
     One whose size is not finite counts as zero, with c = 0 and no evidence. An "auto" start that has not been confirmed
     yet takes c G for its initialising gradient where that is larger, and where it was 1 / QUIET times too large this
@@ -113,9 +114,12 @@ def cut(norm: Tensor, largest: float) -> Tensor:
     return torch.where(norm > largest, largest / norm, 1.0)
 
 
-def norm(t: Tensor) -> Tensor:
-    """Return Frobenius norms (B,) in float64: squares of whitened float32 may overflow."""
-    return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64)
+def norm(t: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:
+    """Return norms, Frobenius ones (B,) by default, in the widest dtype: squares of whitened float32 may overflow."""
+    if widest(t.device) == torch.float64:
+        return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64)
+    unit = t.abs().amax(dim, keepdim=True).clamp(torch.finfo(t.dtype).tiny, torch.finfo(t.dtype).max)
+    return torch.linalg.vector_norm(t / unit, dim=dim) * unit.squeeze(dim)
 
 
 def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:

@@ -55,8 +55,8 @@ def whitened_sizes(A: Tensor, state: State) -> Sizes:
     """Measure the gradient (B,m,n) in the eigenbases."""
     m, n = A.shape[-2:]
     whitened = A * state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-    rows, columns = (torch.linalg.vector_norm(whitened, dim=dim, dtype=torch.float64) for dim in (-1, -2))
-    return Sizes(rows / n**0.5, columns / m**0.5, torch.linalg.vector_norm(rows, dim=-1) / (m * n) ** 0.5)
+    rows, columns = (evidence.norm(whitened, dim) for dim in (-1, -2))
+    return Sizes(rows / n**0.5, columns / m**0.5, evidence.norm(rows, -1) / (m * n) ** 0.5)
 
 
 def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:

@@ -54,7 +54,7 @@ class Method(Protocol[H]):
         ...
 
     def whitened_size(self, G: Tensor, state: State, h: H, ops: Primitives) -> Tensor:
-        """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in float64."""
+        """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
         ...
 
     def direction(

@@ -262,7 +262,7 @@ class Primitives(Protocol):
         """Return t (B,m,k) in ``dtype``, brought down to the norm ``largest`` where it is beyond, and how often it was.
 
         The latter is the count ``clipped`` (B,), one more where t was beyond or ``bounded`` (B,), bool, is set. Norms
-        are in float64: squares of whitened float32 may overflow.
+        are in float64 where there is one: squares of whitened float32 may overflow.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Literal
 
@@ -49,6 +50,22 @@ def alpha_kl_bracket(m: int, n: int, rank: int) -> tuple[float, float]:
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Return the arithmetic dtype: float64 when any of ``dtypes`` is, float32 otherwise."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+WITH_FLOAT64 = ("cpu", "cuda", "meta")
+"""Types of devices that are not asked."""
+
+
+@cache
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device that has no float64, as MPS and some Intel GPUs."""
+    if device.type in WITH_FLOAT64:
+        return torch.float64
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).add_(1)
+    except (RuntimeError, TypeError):
+        return torch.float32
+    return torch.float64
 
 
 Split = int | tuple[int, ...] | None

@@ -13,6 +13,7 @@ import torch
 
 from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.settings import BACKENDS
+from prokl.algorithm.shapes import widest
 from prokl.backends import extension
 from prokl.backends.device import gpu_unsupported_reason, is_host_readable
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
@@ -83,6 +84,8 @@ def select(backend: str | None, device: torch.device, precision: str | None = No
         raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
     readable = is_host_readable(device)
     if backend == "reference":
+        if widest(device) != torch.float64:
+            raise ValueError(f'Invalid backend={backend!r}: it needs float64, which {device} has not. Use "torch".')
         return REFERENCE
     if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
         return _torch_backend(readable, precision == "balanced")

@@ -13,6 +13,7 @@ from torch import Tensor
 from prokl.algorithm import evidence
 from prokl.algorithm.admission import admit
 from prokl.algorithm.primitives import Primitives, Residual, Roots
+from prokl.algorithm.shapes import widest
 from prokl.backends import qr
 from prokl.pair import Operand, Pair, parts, residual_noise
 
@@ -214,8 +215,9 @@ class TorchPrimitives(Primitives):
             G_hat_perp = G_hat.baddbmm_(par, U.mT, alpha=-1)
         else:
             G_hat_perp = G_hat.sub_(_product(G_par, U.mT))
+        wide = widest(par.device)
         size, captured = (
-            torch.linalg.vector_norm(t, dim=(-2, -1)).double().square()[:, None] for t in (G_hat_perp, par)
+            torch.linalg.vector_norm(t, dim=(-2, -1)).to(wide).square()[:, None] for t in (G_hat_perp, par)
         )
         noise = residual_noise(U, G.dtype, stored) ** 2
         return M, G_par, Residual(self.operand(G_hat_perp), size, size + captured, noise)

@@ -25,7 +25,7 @@ from torch import Tensor
 from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
-from prokl.algorithm.shapes import compute_dtype
+from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
@@ -216,13 +216,15 @@ class Bucket:
         return last and not moved
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
-        """Start the matrices ``rows``, so many at a time as the workspace holds in float64."""
+        """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""
+        device = self.layout.device if widest(self.layout.device) == torch.float64 else torch.device("cpu")
         elements = self.method.workspace(self.layout.m, self.layout.n, self.rank)
         most = max(1, workspace(self.layout.device) // (elements * torch.float64.itemsize))
         for first in range(0, len(rows), most):
             some = on_device(rows[first : first + most], torch.int64, self.layout.device)
-            for key, value in self.method.initialise(G[some].to(self.dtype), self.rank, self.group).items():
-                self.stacks[key].index_copy_(0, some, value.to(self.stacks[key].dtype))
+            first_gradients = G[some].to(device, self.dtype)
+            for key, value in self.method.initialise(first_gradients, self.rank, self.group).items():
+                self.stacks[key].index_copy_(0, some, value.to(self.stacks[key]))
         self.schedule.begin(rows)
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:

@@ -1,0 +1,108 @@
+"""Training on a device that has no float64, as MPS and some Intel GPUs: a CPU that refuses it stands in."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm import shapes
+from prokl.backends import select
+from prokl.engine.bucket import Bucket
+from tests.problems import VARIANTS, gradient_stream, relative, state_tensors
+
+METHODS = [(ProKLShampoo, {"variant": v, "rank": 3}) for v in VARIANTS] + [(KLShampoo, {})]
+NAMES = [*VARIANTS, "kl-shampoo"]
+SHAPES = [(8, 20), (20, 8), (2, 6, 9), (8, 20)]
+
+
+class Refuses(TorchDispatchMode):
+    """Raises as MPS does for every operator that makes float64; ``allowed`` while the start is made on the CPU."""
+
+    allowed = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, torch.Tensor)]
+        if not self.allowed and any(t.dtype == torch.float64 for t in made):
+            raise TypeError(f"Cannot convert a MPS Tensor to float64 dtype ({func})")
+        return out
+
+
+@pytest.fixture
+def refuses(monkeypatch):
+    """A mode under which nobody knows what the CPU has; it must be asked."""
+    mode, initialise = Refuses(), Bucket._initialise
+
+    def on_the_cpu(self, rows, G):
+        mode.allowed = True
+        initialise(self, rows, G)
+        mode.allowed = False
+
+    monkeypatch.setattr(Bucket, "_initialise", on_the_cpu)
+    yield mode
+    shapes.widest.cache_clear()
+
+
+def ask(mode, monkeypatch):
+    """Let the CPU be asked whether it has float64."""
+    monkeypatch.setattr(shapes, "WITH_FLOAT64", ("cuda",))
+    shapes.widest.cache_clear()
+    with mode:
+        assert shapes.widest(torch.device("cpu")) == torch.float32
+
+
+def trained(cls, stream, mode, monkeypatch, **settings):
+    """Weights and optimizer after a stream of gradients, every step under a mode, or without one."""
+    if mode is not None:
+        ask(mode, monkeypatch)
+    start = torch.Generator().manual_seed(1)
+    weights = [torch.nn.Parameter(torch.randn(G.shape, generator=start)) for G in stream[0]]
+    ns = {"ns_dtype": torch.float32} if cls is ProKLShampoo else {}
+    optimizer = cls(weights, backend="torch", precondition_frequency=3, **ns, **settings)
+    for gradients in stream:
+        for W, G in zip(weights, gradients, strict=True):
+            W.grad = G.clone()
+        with mode or nullcontext():
+            optimizer.step()
+    return weights, optimizer
+
+
+@pytest.mark.parametrize("cls, settings", METHODS, ids=NAMES)
+@pytest.mark.parametrize("kappa", [5.0, None])
+def test_a_training_equals_that_with_float64_to_rounding(cls, settings, kappa, refuses, monkeypatch):
+    stream = gradient_stream(SHAPES, 8, dtype=torch.float32)
+    stream[5][0] *= 1e4  # bounded
+    stream[6][1].fill_(torch.nan)
+    wide, own = (trained(cls, stream, m, monkeypatch, clip_threshold=kappa, **settings) for m in (None, refuses))
+    for p, q in zip(wide[0], own[0], strict=True):
+        assert relative(q, p) <= 5e-6  # eigenvalues rounded once more, 6e-8, go with each of 8 steps: at most 8e-7 seen
+        for key, value in state_tensors(own[1].state[q]).items():
+            if key in ("skipped", "clipped", "trust", "stale"):
+                torch.testing.assert_close(value, state_tensors(wide[1].state[p])[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls, settings", METHODS, ids=NAMES)
+@pytest.mark.parametrize("first, then", [(1e-15, 1e8), (1.0, 1e-20), (1.5e19, 1.5e19)])
+def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
+    cls, settings, first, then, refuses, monkeypatch
+):
+    drawn = gradient_stream(SHAPES, 6, noise=0.0, signal_rank=1)
+    turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
+    sizes = [first] * 4 + [then] * 2
+    stream = [[(size * G / G.norm()).float() for G in each] for size, each in zip(sizes, turned, strict=True)]
+    wide, own = (trained(cls, stream, m, monkeypatch, **settings) for m in (None, refuses))
+    for p, q in zip(wide[0], own[0], strict=True):
+        assert q.isfinite().all() and relative(q, p) <= 5e-6
+        theirs, ours = (state_tensors(o.state[w]) for o, w in ((wide[1], p), (own[1], q)))
+        for key, value in ours.items():
+            assert value.isfinite().all(), key
+        torch.testing.assert_close(ours["clipped"], theirs["clipped"])
+        torch.testing.assert_close(ours["trust"], theirs["trust"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_reference_is_refused(refuses, monkeypatch):
+    ask(refuses, monkeypatch)
+    with refuses, pytest.raises(ValueError, match="backend='reference': it needs float64, which cpu has not"):
+        select.select("reference", torch.device("cpu"))
