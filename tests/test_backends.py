@@ -90,6 +90,13 @@ def test_cuda_chooses_by_compute_capability(capability, name, monkeypatch):
             select("triton", device)
 
 
+@pytest.mark.parametrize("old, extension, captured", [(True, False, False), (True, True, True), (False, False, True)])
+def test_graphs_leave_out_refreshes_in_pytorch_where_torch_solves_by_magma(old, extension, captured, monkeypatch):
+    monkeypatch.setattr(selection, "MAGMA", old)
+    made = selection._triton_backend.__wrapped__(extension, False, True, True)
+    assert (made.graphs, made.graphs_of_refreshes) == (True, captured)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_explain_names_a_missing_gpu():
     assert explain(None, "cuda") == "torch: torch sees no CUDA device"

@@ -300,13 +300,14 @@ def test_graphs_change_no_bit(cls, device, request):
 
 
 @GPU
-def test_a_capture_that_is_invalidated_leaves_stream_and_allocator_as_they_were():
+def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_numbers_as_they_were():
     device = torch.device("cuda", torch.cuda.current_device())
     x, before = torch.ones(64, device=device), torch.cuda.current_stream(device)
     with pytest.raises(RuntimeError):
         record((x * 2).sum().item, device, Capture.on(device))
     assert torch.cuda.current_stream(device) == before
     torch.cuda.empty_cache()
+    torch.nn.functional.dropout(x)  # which torch up to 2.11 refuses after a capture that could not be ended
     W = torch.nn.Parameter(torch.zeros(96, 160, device=device))
     optimizer = KLShampoo([W], backend="triton", cuda_graphs=False)
     for _ in range(2):

@@ -26,6 +26,7 @@ tenth of an H200 holds."""
 def workspace(device: torch.device) -> int:
     """Return the bytes of temporary memory that one batch's step may take on ``device``.
 
+    CUDA graphs keep so much, all of them together; a step that runs without, beside them, takes it once more meanwhile.
     It follows from the device alone and not from what is free: which weights share a batch decides their rounding, and
     that is to be the same after a resume.
     """

@@ -33,6 +33,13 @@ class Backend:
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
     graphs: bool
     """True if CUDA graphs can capture its steps."""
+    graphs_of_refreshes: bool = True
+    """False if they cannot where a step refreshes."""
+
+
+MAGMA = torch.__version__ < "2.12"  # by version, not by letter
+"""Whether torch has MAGMA solve triangular systems of more than 8 matrices with more than 512 columns, by way of pinned
+memory: nothing that a CUDA graph can capture, and the QR of a refresh in PyTorch."""
 
 
 @cache
@@ -48,7 +55,7 @@ def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, grap
     from prokl.backends.triton_ops import TritonIO, TritonPrimitives  # with kernels.launch the only imports of Triton
 
     ops = TritonPrimitives(use_cuda_qr, host_readable, balanced)
-    return Backend("triton", ops, TritonIO, host_readable, graphs)
+    return Backend("triton", ops, TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
 
 
 def _interpreted() -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from prokl.backends.device import SHARE
 from prokl.engine.bucket import Bucket
 from prokl.engine.rows import Rows
 from prokl.engine.schedule import Plan
@@ -38,18 +39,49 @@ class Capture(NamedTuple):
         return cls(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
+FAILED: list[Any] = []
+"""Graphs whose capture failed, a few hundred bytes each. They are kept: from torch 2.11 on the allocator of pinned
+memory goes on asking them whether a stream is being captured, and would read what is freed."""
+
+
 def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Callable[[], None]:
-    """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed."""
-    # Of an invalidated capture torch leaves the stream as the current one: its context has no finally.
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-        graph = torch.cuda.CUDAGraph()
+    """Return a function that repeats on ``device`` what ``run`` launches; ``run`` itself is recorded, not executed.
+
+    ``torch.cuda.graph`` would wait for the device and empty every cache. Here that is done where the device has less
+    memory left than a batch's step may take, as the allocator gives none back during a capture.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    if free < total // SHARE:
+        torch.cuda.empty_cache()
+    with torch.cuda.device(device):
         try:
-            # Other threads (a data loader that pins memory) may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=capture.pool, stream=capture.stream, capture_error_mode="thread_local"):
-                run()
+            return _captured(run, capture.stream, capture.pool)
         except BaseException:
-            _end_allocation(capture.pool)
+            _end_random_numbers(device)
             raise
+
+
+def _captured(run: Callable[[], Any], stream: Any, pool: Any) -> Callable[[], None]:
+    """Capture what ``run`` launches, on a stream of the current device; stream and allocator are left as they were."""
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads (a data loader that pins memory) may use CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(Exception):  # what run() raised says more than that the capture is invalid
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except BaseException:
+        with suppress(Exception):
+            graph.reset()  # what a capture that did end holds
+        FAILED.append(graph)
+        _end_allocation(pool)
+        raise
     return graph.replay
 
 
@@ -64,6 +96,17 @@ def _end_allocation(pool: Any) -> None:
     with suppress(RuntimeError):  # the capture could be ended, if not kept: there is nothing left to do
         end(torch.cuda.current_device(), pool)
         release(torch.cuda.current_device(), pool)
+
+
+def _end_random_numbers(device: torch.device) -> None:
+    """Let the current device's default generator leave a capture that could not be ended.
+
+    Up to torch 2.11 it refuses every dropout until some capture ends well: a small one does.
+    """
+    with suppress(Exception):
+        t = torch.zeros(1, device=device)  # before: an empty graph would be warned about
+        own = Capture.on(device)
+        _captured(t.zero_, own.stream, own.pool)
 
 
 KEPT = 4
@@ -82,7 +125,7 @@ class Graphs:
     """The graphs of one optimizer.
 
     Args:
-        refused: whether a recording has failed, after which there is no other.
+        refused: whether a recording or a replay has failed, after which there is no other.
     """
 
     def __init__(self, refused: bool = False) -> None:
@@ -115,18 +158,19 @@ class Graphs:
             if len(replays) > KEPT:
                 del replays[next(iter(replays))]
             return plan.stepping, []
-        recorded = replays.pop(key)
-        if recorded is None:
-            try:
-                recorded = self._record(bucket, plan)
-            except Exception as error:  # whatever it is, nothing has moved
-                failure = str(error)  # alone: the error's frames keep the memory of the recording
+        recorded, failure = replays.pop(key), ""
+        try:
             if recorded is None:
-                said = self._refuse(failure)
-                return bucket.execute(plan), [said]  # an error of the step itself is raised here
-        replays[key] = recorded  # the last used is the last to go
-        recorded.replay()
-        return plan.stepping, []
+                recorded = self._record(bucket, plan)
+            recorded.replay()
+        except Exception as error:  # whatever it is, nothing has moved
+            failure = str(error)  # alone: the error's frames keep the memory of the recording
+        else:
+            replays[key] = recorded  # the last used is the last to go
+            return plan.stepping, []
+        del recorded
+        said = self._refuse(failure)
+        return bucket.execute(plan), [said]  # an error of the step itself is raised here
 
     def _refuse(self, failure: str) -> str:
         """Give up every graph, for good, and the memory that they held; return a warning."""
@@ -139,7 +183,7 @@ class Graphs:
                 torch.cuda.empty_cache()
             except RuntimeError as error:
                 more = f" PyTorch's allocator can no longer free its cache ({error})."
-        why = f"as recording one failed: {failure}.{more}"
+        why = f"as recording or replaying one failed: {failure}.{more}"
         return f"Steps run without CUDA graphs, {why} cuda_graphs=False makes no attempt."
 
     def _drop(self, bucket: Bucket) -> None:
@@ -163,6 +207,7 @@ def capturable(bucket: Bucket, plan: Plan) -> bool:
         and plan.steady
         and bucket.backend is not None
         and bucket.backend.graphs
+        and (bucket.backend.graphs_of_refreshes or not plan.refreshing)
         and bucket.io.capturable
     )
 
