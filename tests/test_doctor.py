@@ -110,6 +110,7 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
     versions = {"built_with": lambda: 13000, "driver_knows": lambda: 13000}
     module = SimpleNamespace(architectures="80;90", __file__="_C.so", **versions)
     monkeypatch.setattr(extension, "load", lambda: (module, None))
+    monkeypatch.setattr(extension, "_failure", lambda device: None)
     found = diagnose(capsys)
     assert list(found)[len(INSTALLED) + 1 :] == [
         *("gpu 0", "gpu 1"),

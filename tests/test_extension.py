@@ -105,6 +105,7 @@ def built(monkeypatch, architectures, capability=None, hip=None, driver=13010):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(extension, "_failure", lambda device: None)
 
 
 def test_the_reason_for_its_absence_is_the_obstacle(monkeypatch):
@@ -169,3 +170,39 @@ def test_a_driver_of_an_older_major_version_is_an_obstacle_and_of_an_older_minor
     for driver in (13000, 14000):
         built(monkeypatch, "90", capability=(9, 0), driver=driver)
         assert extension.unsupported_reason(CUDA) is None
+
+
+@pytest.fixture
+def untried():
+    """Forgets what launches have been tried, before and after."""
+    extension._failure.cache_clear()
+    yield
+    extension._failure.cache_clear()
+
+
+def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_says_why(
+    extension_on_cpu, untried, monkeypatch
+):
+    def refused(*_):
+        raise RuntimeError("CUDA: the provided PTX was compiled with an unsupported toolchain.")
+
+    monkeypatch.setattr(extension_on_cpu.float32, "factor", refused)
+    with pytest.warns(
+        UserWarning, match="^QR runs in PyTorch: a launch of the CUDA extension fails on cpu: CUDA: the "
+    ):
+        backend = selection.select("triton", CPU)
+    assert selection.select("triton", CPU) is backend and not backend.ops.use_cuda_qr  # told once
+    assert selection.explain_qr(CPU, "triton").startswith("PyTorch: a launch of the CUDA extension fails on cpu")
+
+
+def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cpu, untried):
+    assert selection.select("triton", CPU).ops.use_cuda_qr
+    assert extension._failure.cache_info().misses == 1
+
+
+def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
+    built(monkeypatch, "90", capability=(9, 0))
+    monkeypatch.setattr(extension, "_failure", lambda device: pytest.fail("a launch"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert extension.unsupported_reason(CUDA) is None

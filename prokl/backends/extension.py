@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -60,10 +61,14 @@ def unsupported_reason(device: torch.device) -> str | None:
     if module is None:
         return reason
     if module.architectures == HOST:
-        return None if device.type == "cpu" else f"the extension was built for the tests: CPU tensors, not {device}"
+        other = f"the extension was built for the tests: CPU tensors, not {device}"
+        return _failure(device) if device.type == "cpu" else other
     if device.type != "cuda":
         return f"the CUDA extension runs on CUDA devices, not on {device}"
-    return gpu_unsupported_reason(device) or _outdated(module) or _uncovered(device, module.architectures)
+    obstacle = gpu_unsupported_reason(device) or _outdated(module) or _uncovered(device, module.architectures)
+    if obstacle is None and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # type: ignore[no-untyped-call]
+        return _failure(device)
+    return obstacle
 
 
 def _outdated(module: ModuleType) -> str | None:
@@ -75,6 +80,33 @@ def _outdated(module: ModuleType) -> str | None:
         f"the CUDA extension was built with CUDA {built // 1000}.{built % 1000 // 10}, the driver knows "
         f"{known // 1000}.{known % 1000 // 10}: update the driver, or build with an older toolkit"
     )
+
+
+@cache
+def _failure(device: torch.device) -> str | None:
+    """Try a launch, once a device, and return why it fails, with a warning: steps go on without the extension.
+
+    Versions do not tell all. PTX, which alone covers a GPU newer than those built for, needs a driver as new as the
+    toolkit that made it, to the minor version.
+    """
+    module = load()[0]
+    try:
+        t = torch.ones(3, device=device)
+        used, (N, F, diagonal) = torch.empty(1, dtype=torch.int32, device=device), (x.data_ptr() for x in t)
+        on_gpu = device.type == "cuda"
+        with torch.cuda.device(device if on_gpu else -1):
+            stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
+            matrix, none = ((N, 1, 1), 1, 1), (0, 0, 0)
+            assert module is not None
+            module.float32.factor(1, 1, matrix, 0, none, (F, 1, 1), True, none, 0, diagonal, 0, used.data_ptr(), stream)
+    except Exception as error:
+        reason = (
+            f"a launch of the CUDA extension fails on {device}: {error}. Update the driver, or build it with "
+            "PROKL_CUDA_ARCHS for this GPU"
+        )
+        warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
+        return reason
+    return None
 
 
 def _uncovered(device: torch.device, architectures: str) -> str | None:
