@@ -188,7 +188,7 @@ def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_
 
     monkeypatch.setattr(extension_on_cpu.float32, "factor", refused)
     with pytest.warns(
-        UserWarning, match="^QR runs in PyTorch: a launch of the CUDA extension fails on cpu: CUDA: the "
+        UserWarning, match=r"^QR runs in PyTorch: a launch of the CUDA extension fails on cpu \(CUDA: the "
     ):
         backend = selection.select("triton", CPU)
     assert selection.select("triton", CPU) is backend and not backend.ops.use_cuda_qr  # told once
@@ -198,6 +198,14 @@ def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_
 def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cpu, untried):
     assert selection.select("triton", CPU).ops.use_cuda_qr
     assert extension._failure.cache_info().misses == 1
+
+
+def test_a_gpu_on_which_a_launch_fails_is_told_with_the_remedies(monkeypatch, untried):
+    failure = extension._failure
+    built(monkeypatch, "90", capability=(12, 0))  # torch has no such device here, and the module no launch
+    monkeypatch.setattr(extension, "_failure", failure)
+    with pytest.warns(UserWarning, match=r"fails on cuda:0 \(.*\); update the driver, or build it with .*ARCHS=120\.$"):
+        assert extension.unsupported_reason(CUDA) == failure(CUDA)
 
 
 def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):

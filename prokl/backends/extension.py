@@ -89,21 +89,18 @@ def _failure(device: torch.device) -> str | None:
     Versions do not tell all. PTX, which alone covers a GPU newer than those built for, needs a driver as new as the
     toolkit that made it, to the minor version.
     """
-    module = load()[0]
+    module, on_gpu = load()[0], device.type == "cuda"
     try:
         t = torch.ones(3, device=device)
         used, (N, F, diagonal) = torch.empty(1, dtype=torch.int32, device=device), (x.data_ptr() for x in t)
-        on_gpu = device.type == "cuda"
         with torch.cuda.device(device if on_gpu else -1):
             stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
             matrix, none = ((N, 1, 1), 1, 1), (0, 0, 0)
             assert module is not None
             module.float32.factor(1, 1, matrix, 0, none, (F, 1, 1), True, none, 0, diagonal, 0, used.data_ptr(), stream)
     except Exception as error:
-        reason = (
-            f"a launch of the CUDA extension fails on {device}: {error}. Update the driver, or build it with "
-            "PROKL_CUDA_ARCHS for this GPU"
-        )
+        remedy = f"; update the driver, or {_rebuild(device)}" if on_gpu else ""
+        reason = f"a launch of the CUDA extension fails on {device} ({str(error).rstrip('.')}){remedy}"
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
         return reason
     return None
@@ -115,6 +112,11 @@ def _uncovered(device: torch.device, architectures: str) -> str | None:
     if toolkit.covers(architectures.split(";"), (major, minor)):
         return None
     return (
-        f"{device} has compute capability {major}.{minor}; the CUDA extension was built for {architectures}: build it "
-        f"with PROKL_CUDA_ARCHS={10 * major + minor}"
+        f"{device} has compute capability {major}.{minor}; the CUDA extension was built for {architectures}: "
+        f"{_rebuild(device)}"
     )
+
+
+def _rebuild(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"build it with PROKL_CUDA_ARCHS={10 * major + minor}"
