@@ -24,7 +24,7 @@ def not_finite(weight: Divided) -> Tensor:
     """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
     g = None if weight.stand_in is None else weight.stand_in.grad
     if g is None:
-        return torch.zeros(len(weight.shapes), device="cpu")
+        return torch.zeros(len(weight.shapes), device=weight.p.device)
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
     return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
@@ -102,8 +102,7 @@ class Wave:
             if weight.stacked and len(weight.parts) > 1:
                 shared.setdefault(weight.team, []).append(weight)
         for team, weights in shared.items():
-            device = weights[0].p.device
-            bad = torch.cat([not_finite(weight).to(device) for weight in weights])
+            bad = torch.cat([not_finite(weight) for weight in weights])
             dist.all_reduce(bad, group=team.group)
             for own, weight in zip(torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True):
                 g = None if weight.stand_in is None else weight.stand_in.grad
