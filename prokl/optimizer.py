@@ -107,7 +107,7 @@ class ProKLShampoo(DividedOptimizer):
             weights or state, it changes nothing, and never Newton-Schulz, whose dtype is ``ns_dtype``.
         maximize: ascend instead of descend.
         ns_dtype: dtype of the Newton-Schulz products; None is bfloat16, float64 for float64 weights, and float32 on a
-            CPU without instructions for bfloat16.
+            CPU without instructions for bfloat16, or a GPU below compute capability 8.0.
         clip_threshold: largest size of a gradient, whitened by the state before it; usual is 1. Beyond it the gradient
             is scaled down to it before momentum and statistics: the step is bounded, and the eigenvalues follow within
             some ten steps. A direction of a factor that is beyond it by itself, as a row that wakes, is

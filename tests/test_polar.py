@@ -1,6 +1,7 @@
 """Newton-Schulz in Gram form against the standard form and the reference."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,3 +137,11 @@ def test_newton_schulz_is_in_float32_where_a_cpu_would_emulate_bfloat16(capable,
         assert replace(h, ns_dtype=torch.bfloat16).polar_dtype(like) == torch.bfloat16
     finally:
         settings.cpu_has_bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_newton_schulz_is_in_float32_where_a_gpu_would_emulate_bfloat16(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    h = settings.ProHyper.of(prokl.ProKLShampoo([torch.nn.Parameter(torch.ones(2, 3))]).param_groups[0])
+    assert h.polar_dtype(SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", 0))) == dtype

@@ -56,6 +56,13 @@ def cpu_has_bfloat16() -> bool:
     return capabilities is None or any(has for name, has in capabilities().items() if "bf16" in name)
 
 
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Return True if ``device`` has no instructions that multiply bfloat16: products in float32 take less time."""
+    if device.type == "cuda":
+        return torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return device.type == "cpu" and not cpu_has_bfloat16()
+
+
 @dataclass(frozen=True)
 class Hyper:
     """Settings of both methods: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
@@ -143,13 +150,13 @@ class ProHyper(Hyper):
     def polar_dtype(self, like: Tensor) -> torch.dtype:
         """Return the dtype of the Newton-Schulz products, for ``like`` in the arithmetic dtype.
 
-        bfloat16 as in Muon, float64 for float64 weights, float32 on a CPU that would emulate bfloat16.
+        bfloat16 as in Muon, float64 for float64 weights, float32 on a device that would emulate bfloat16.
         """
         if self.ns_dtype is not None:
             return self.ns_dtype
         if like.dtype == torch.float64:
             return torch.float64
-        return torch.float32 if like.device.type == "cpu" and not cpu_has_bfloat16() else torch.bfloat16
+        return torch.float32 if emulates_bfloat16(like.device) else torch.bfloat16
 
 
 def _invalid(name: str, value: Any, bound: str) -> ValueError:
