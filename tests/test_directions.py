@@ -131,6 +131,56 @@ def test_nothing_is_read_on_the_host(form):
         singular_directions(normal(3, 6, 10), 4)
 
 
+def grams(*sigmas):
+    return torch.stack([G @ G.mT for G in (of_spectrum(24, 40, sigma, seed=i) for i, sigma in enumerate(sigmas))])
+
+
+GRAMS = {
+    "falling": [0.5 * 2.0**-i for i in range(24)],
+    "equal": [24**-0.5] * 24,
+    "rank one": [1.0],
+    "one and little": [1.0, *[1e-9] * 23],
+}
+
+
+def test_eigenvectors_pass_their_check_by_far():
+    A = grams(*GRAMS.values())
+    found = torch.linalg.eigh(A)
+    assert directions._decomposes(A, *found)
+    assert directions._decomposes(A / 25, *(t / c for t, c in zip(found, (25, 1), strict=True)))
+    # Measured: 1e-15, where 2.7e-13 is allowed; 0.02 eps m at m = 64, 0.001 at 768.
+    assert not directions._decomposes(A + 1e-12 * torch.eye(24, dtype=A.dtype), *found)
+
+
+@pytest.mark.gpu
+def test_eigenvectors_of_a_gpu_pass_their_check():
+    A = grams(*GRAMS.values()).repeat(8, 1, 1).to("cuda")
+    assert directions._decomposes(A, *torch.linalg.eigh(A))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda values, X: (values, X.flip(0)),  # of another matrix
+        lambda values, X: (values, X[..., [*range(23), 22]]),  # not orthogonal
+        lambda values, X: (values, torch.zeros_like(X)),
+        lambda values, X: (values, torch.full_like(X, torch.nan)),
+        lambda values, X: (values.flip(-1), X),
+    ],
+)
+def test_wrong_eigenvectors_of_a_device_are_replaced_by_lapacks(spoil, monkeypatch):
+    A, eigh, called = grams(GRAMS["falling"], GRAMS["one and little"]), torch.linalg.eigh, []
+
+    def wrong_at_first(given):
+        called.append(given)
+        return spoil(*eigh(given)) if len(called) == 1 else eigh(given)
+
+    monkeypatch.setattr(torch.linalg, "eigh", wrong_at_first)
+    found = directions._eigenvectors(A, trusted=False)
+    assert len(called) == 2 and all(map(torch.equal, found, eigh(A)))
+    assert directions._eigenvectors(A, trusted=True) and len(called) == 3
+
+
 def test_undetermined_columns_may_hold_anything():
     A = orthogonal(8, 4, seed=3)[None]
     known = torch.tensor([[True, True, False, False]])

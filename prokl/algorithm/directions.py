@@ -65,11 +65,30 @@ def completed(A: Tensor, determined: Tensor) -> Tensor:
     return positive_qr(A) if A.device.type == "cpu" else cholesky_qr(A)
 
 
+def _decomposes(A: Tensor, eigenvalues: Tensor, X: Tensor) -> bool:
+    """Return True if A (B,m,m), of norm at most 1, is X diag(eigenvalues) X^T to what LAPACK's own tests allow."""
+    error = torch.linalg.vector_norm((X * eigenvalues.unsqueeze(-2)) @ X.mT - A, dim=(-2, -1))
+    return bool((error <= 50 * A.shape[-1] * torch.finfo(A.dtype).eps).all())
+
+
+def _eigenvectors(A: Tensor, trusted: bool) -> tuple[Tensor, Tensor]:
+    """Return the eigenvalues (B,m), ascending, and eigenvectors (B,m,m) of symmetric A (B,m,m), of norm at most 1.
+
+    Unless ``trusted`` they are checked, which reads the device, and LAPACK's take the place of wrong ones: batched
+    solvers of GPUs have returned vectors of another matrix, or not orthogonal ones, without a word.
+    """
+    found = torch.linalg.eigh(A)
+    if trusted or _decomposes(A, *found):
+        return found
+    eigenvalues, X = torch.linalg.eigh(A.cpu())
+    return eigenvalues.to(A.device), X.to(A.device)
+
+
 def _by_gram(G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return X (B,m,m), sigma (B,m) of G over its norm, and Y (B,n,m), whose columns are not quite orthonormal."""
     G = G.double()
     G = G / torch.linalg.vector_norm(G, dim=(-2, -1), keepdim=True)
-    squares, X = torch.linalg.eigh(G @ G.mT)
+    squares, X = _eigenvectors(G @ G.mT, trusted=G.device.type != "cuda")
     X = X.flip(-1)
     Y = G.mT @ X
     return X, squares.flip(-1).clamp(min=0).sqrt(), Y / torch.linalg.vector_norm(Y, dim=-2, keepdim=True)
