@@ -2,9 +2,9 @@
 
 Run for a release before anything of it is rebuilt, with the release in a checkout of its own:
 
-    git worktree add /tmp/released RELEASE
-    PYTHONPATH=/tmp/released python tests/freeze.py tests/data/frozen/RELEASE.pt
-    git worktree remove /tmp/released
+    git worktree add ../released RELEASE
+    PYTHONPATH=../released python tests/freeze.py tests/data/frozen/RELEASE.pt
+    git worktree remove ../released
 
 tests/test_frozen_checkpoints.py takes every file of that folder. This script is the same for all versions: it asks the
 one that it imports what it has, and leaves out the cases whose settings it does not know. A file is read by
