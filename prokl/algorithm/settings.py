@@ -159,6 +159,11 @@ class ProHyper(Hyper):
         return torch.float32 if emulates_bfloat16(like.device) else torch.bfloat16
 
 
+def plain(value: Any) -> Any:
+    """Return a setting for one holder alone: a tensor, which schedulers fill in place, as a copy."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 def _invalid(name: str, value: Any, bound: str) -> ValueError:
     return ValueError(f"Invalid {name}={value!r}: must be {bound}.")
 

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER, mode_of
@@ -62,7 +62,7 @@ class MatrixOptimizer(Optimizer):
         check_no_module(params)
         self.method.check(defaults)
         self._forget()
-        super().__init__(params, {**defaults, "algorithm": "matrix", **DEFAULTS})
+        super().__init__(params, {**defaults, "lr": plain(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
@@ -104,6 +104,8 @@ class MatrixOptimizer(Optimizer):
     def _add_group(self, param_group: dict[str, Any]) -> None:
         group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
         algorithm = group.setdefault("algorithm", "matrix")
+        if "lr" in group or algorithm != "adamw":
+            group["lr"] = plain(group.get("lr", self.defaults["lr"]))
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         defaults = self._adamw.defaults(self.defaults["maximize"])
         of_adamw = defaults.keys() | {"lr", "algorithm"}

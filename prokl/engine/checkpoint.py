@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import check_adamw
+from prokl.algorithm.settings import check_adamw, plain
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
 from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
@@ -91,6 +91,7 @@ def prepare(
             groups.append({**own, **{key: ours[key] for key in OF_THE_MACHINE}})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
+        groups[i]["lr"] = plain(groups[i]["lr"])
     state = {
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }

@@ -47,9 +47,8 @@ def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | No
             f"{what}, and it has its own {', '.join(own)}: say whose by "
             f'"algorithm": "adamw" (whose lr is {rates[0]:g} so far), or leave them out to have AdamW\'s.'
         )
-    lr = adamw[-1]["lr"]
     options = {key: adamw[-1][key] for key in (ARGUMENTS - {"weight_decay"}) & adamw[-1].keys()}
-    options |= {"lr": lr.clone() if isinstance(lr, Tensor) else lr, "weight_decay": 0.0}
+    options["weight_decay"] = 0.0
     groups = [{"params": vectors, "algorithm": "adamw", **options}]
     said = f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."
     return groups + ([{**group, "params": rest}] if rest else []), said

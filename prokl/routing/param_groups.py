@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, check_rank
+from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, check_rank, plain
 from prokl.algorithm.shapes import Rank
 from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
@@ -156,12 +156,12 @@ def param_groups(
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
             f"fully_shard.\n{table(routes)}"
         )
-    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": lr}
+    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": plain(lr)}
     hyper |= {key: given for key, given in (("weight_decay", weight_decay), ("rank", rank)) if given is not None}
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
-            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": adamw_lr}
+            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": plain(adamw_lr)}
             groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
     return ParamGroups(groups, routes, rank is not None)
 
@@ -183,7 +183,8 @@ def _matrix_groups(
     for route, p in members:
         runs.setdefault((route.transposed, route.split), []).append((route, p))
     alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
-    return [{"params": _params(run, names), **hyper, **own} for run, own in zip(runs.values(), alike, strict=True)]
+    shared = zip(runs.values(), alike, strict=True)
+    return [{"params": _params(run, names), **hyper, "lr": plain(hyper["lr"]), **its} for run, its in shared]
 
 
 def _would_be_matrix(p: Tensor, owners: Sequence[Owner], heads: Heads) -> bool:
