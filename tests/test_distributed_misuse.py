@@ -23,6 +23,16 @@ def test_a_frozen_weight_moves_as_in_one_process(gradient, how, pools):  # noqa:
 
 
 @HOWS
+def test_a_weight_that_is_unfrozen_later_trains_as_in_one_process_and_takes_no_memory_before(how, pools):  # noqa: F811
+    alone, memory, _ = misuse.unfrozen("alone")
+    assert memory[3] == 0 < memory[4]
+    for found, memory, owners in pools[2].run(misuse.unfrozen, how):
+        assert_as_alone([found], alone)
+        assert memory[3] == 0 < memory[4]
+        assert set(owners[:2]) == set(owners[2:]) == {0, 1}  # work is even before and after
+
+
+@HOWS
 def test_masters_are_given_up_by_weights_that_became_float32(how, pools):  # noqa: F811
     alone, kept = misuse.widened("alone")
     assert not kept

@@ -18,7 +18,7 @@ from prokl.distributed.blocks import blocks, check_placements, chunk, homes, who
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
-from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.distributed.weights import Divided, Undivided, is_dtensor, may_move
 from prokl.engine.base import MatrixOptimizer
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, named, pieces, readings
 from prokl.engine.storage import blank_state
@@ -171,9 +171,11 @@ class Division:
             new.setdefault(team, []).append((p, Weight(count, cost, homes(p.shape, stacked, held)), held, shapes))
         for team, entries in new.items():
             loads = self.loads.setdefault(team, [0.0] * team.size)
-            found = divide([weight for _, weight, _, _ in entries], loads)
-            for (p, _, held, shapes), parts in zip(entries, found, strict=True):
-                self.weights[p] = Divided(p, team, parts, held, p.ndim == 3, shapes)
+            for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
+                dealt = [entry for entry in entries if may_move(entry[0]) == moves]
+                found = divide([weight for _, weight, _, _ in dealt], loads)
+                for (p, _, held, shapes), parts in zip(dealt, found, strict=True):
+                    self.weights[p] = Divided(p, team, parts, held, p.ndim == 3, shapes)
 
     @staticmethod
     def _held(p: Tensor, name: str, team: Team) -> list[Any]:
@@ -296,11 +298,6 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     rank = method.rank(group, m, n)
     terms = pro_klshampoo(m, n, rank, group["ns_steps"]) if rank else klshampoo(m, n)
     return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
-
-
-def may_move(p: Tensor) -> bool:
-    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
-    return p.requires_grad or p.grad is not None
 
 
 def _difference(team: Team, lines: Sequence[list[str]]) -> RuntimeError:

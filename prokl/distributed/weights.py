@@ -30,6 +30,11 @@ def local(t: Tensor) -> Tensor:
     return there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
 
 
+def may_move(p: Tensor) -> bool:
+    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
+    return p.requires_grad or p.grad is not None
+
+
 class Route(NamedTuple):
     """A block of a part on its way to its owner and back: from whom and to whom, and who has a copy of it."""
 
@@ -113,10 +118,13 @@ class Divided:
             self.own_memory = self.apart(self.mine)
             if self.own_memory:
                 self.stand_in = nn.Parameter(torch.zeros(own.shape, dtype=self.p.dtype, device=self.p.device))
+                if not may_move(self.p):
+                    self.stand_in.untyped_storage().resize_(0)  # until it is lent what may move
             elif is_dtensor(self.p) or own != whole(self.p.shape):
                 self.stand_in = nn.Parameter(self.view(local(self.p), own))
             else:
                 self.stand_in = self.p
+            self.stand_in.requires_grad_(self.p.requires_grad)
 
     def apart(self, part: Part) -> bool:
         """Return True if the stand-in of a part has memory of its own.
@@ -164,6 +172,9 @@ class Divided:
         if stand_in is None or mine is None or stand_in is self.p:
             return
         stand_in.requires_grad_(self.p.requires_grad)
+        if self.own_memory and may_move(self.p) and not stand_in.untyped_storage().nbytes():
+            stand_in.untyped_storage().resize_(stand_in.nbytes)
+            stand_in.detach().zero_()
         if self.gradient is None:
             stand_in.grad = None
         elif self.here:
@@ -174,7 +185,7 @@ class Divided:
             stand_in.grad = torch.empty_like(stand_in)
         if not self.own_memory:
             stand_in.data = self.view(local(self.p), self.block(mine))
-        elif self.here:
+        elif self.here and may_move(self.p):
             with torch.no_grad():
                 stand_in.copy_(self.view(local(self.p), self.block(mine)))
 

@@ -137,10 +137,10 @@ class MatrixOptimizer(Optimizer):
             check_writable(p, name)
 
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
-        """Yield every matrix parameter that has no state yet, its name, and the bytes that its state will take."""
+        """Yield every matrix parameter that trains and has no state yet, its name, and the bytes of its state."""
         for index, group in enumerate(self.param_groups):
             for piece in self._pieces(index) if group["algorithm"] == "matrix" else ():
-                if "M" + piece.suffix not in self.state.get(piece.p, {}):
+                if piece.p.requires_grad and "M" + piece.suffix not in self.state.get(piece.p, {}):
                     layout = layout_of_state(piece, self.method, self._rank(group, piece), group).values()
                     size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
                     if mode_of(group, piece.p.dtype) == MASTER:

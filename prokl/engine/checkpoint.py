@@ -70,7 +70,7 @@ def prepare(
     Raises:
         ValueError: a group is of another algorithm, or has the same weights in another order.
     """
-    saved = state_dict["param_groups"]
+    saved = _with_frozen(state_dict["param_groups"], here)
     if len(saved) != len(here):
         return state_dict  # torch says what is wrong
     saved = [_by_name(group) for group in saved]
@@ -96,6 +96,48 @@ def prepare(
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
+    """Return loaded groups with a place for every weight that is frozen here: until 0.5 such weights were in no group.
+
+    Only where all of them have names, and theirs are some of ours; PyTorch says what is wrong otherwise.
+
+    Raises:
+        ValueError: a weight that they lack requires grad here.
+    """
+    theirs = {name: (g, i) for g in saved for i, name in enumerate(g.get("param_names", []))}
+    ours = {name: p for g in here for name, p in zip(g.get("param_names", []), g["params"], strict=False)}
+    if not theirs or not theirs.keys() < ours.keys() or sum(len(g["params"]) for g in here) > len(ours):
+        return saved
+    trained = next((name for name, p in ours.items() if name not in theirs and p.requires_grad), None)
+    if trained is not None:
+        raise ValueError(
+            f"The loaded state dict has no weight {trained!r}, which requires grad here. If it was saved of a partly "
+            "frozen model, freeze what was frozen then, load, and unfreeze it then."
+        )
+    groups, fresh = [], iter(range(len(theirs), len(ours)))
+    for group in here:
+        names = group["param_names"]
+        sources = [theirs[name][0] for name in names if name in theirs]
+        source = sources[0] if sources else {**group, "params": [0]}
+        if any(other is not source for other in sources):
+            return saved
+        found = {**source, "param_names": names}
+        if not all(
+            isinstance(weight, str) for weight in source["params"]
+        ):  # else of torch.distributed.checkpoint: ours
+            found["params"] = [source["params"][theirs[n][1]] if n in theirs else next(fresh) for n in names]
+        for key, default in DEFAULTS.items():
+            values = [_reading(*(theirs.get(n) or (group, i)), key, default) for i, n in enumerate(names)]
+            found[key] = default if all(value == default for value in values) else values
+        groups.append(found)
+    return groups
+
+
+def _reading(group: Group, place: int, key: str, default: Any) -> Any:
+    value = group.get(key, default)
+    return value[place] if isinstance(value, list) else value
 
 
 def _by_name(group: Group) -> Group:

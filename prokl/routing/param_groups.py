@@ -7,6 +7,7 @@ tables over a vocabulary, norms and biases are vectors: as in the paper's experi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import ParamGroups, Route, table
-from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, unfit
+from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, stays_frozen, unfit
 
 
 def param_groups(
@@ -38,12 +39,13 @@ def param_groups(
     transposed: Sequence[str] = (),
     names: bool = True,
 ) -> ParamGroups:
-    """Split a model's trainable parameters into a matrix group and AdamW groups.
+    """Split a model's parameters into a matrix group and AdamW groups.
 
     Print the result to see what went where and why. A parameter that has several names (a tied or shared one)
     is routed once, by the first of these rules that holds for it under any of its names:
 
-    1. Frozen (``requires_grad`` is False): in no group.
+    1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
+       device): in no group. With ``names=False`` all that is frozen.
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
     4. It is marked ``_no_weight_decay``, or is a state space's ``A_log`` (Mamba): AdamW without weight decay.
@@ -72,6 +74,9 @@ def param_groups(
     14. 2-D: matrix.
     15. Anything left has four dimensions or more and is no convolution: AdamW.
 
+    Other frozen parameters are in their groups: they have no state, and train from the first gradient on that they
+    have once they are unfrozen.
+
     What ``torch.compile``, DDP, FSDP, activation checkpointing or peft put into a name does not count in any rule.
 
     A weight of the matrix method whose module is known to store it (in, out) is read so: transformers' ``Conv1D``, its
@@ -99,6 +104,7 @@ def param_groups(
         transposed: patterns of weights that are stored (in, out).
         names: False for groups of bare parameters, for code that adds groups without names or divides them
             (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``, Lightning's ``BackboneFinetuning``).
+            What is frozen is left out of them, as such code adds what it unfreezes.
 
     Returns:
         The groups: matrix, AdamW with its weight decay, AdamW without. Empty ones are left out. ``params`` are (name,
@@ -141,10 +147,12 @@ def param_groups(
             raise ValueError(
                 f"Parameter {aliases[0]!r} has no shape yet; run one forward pass through its lazy module."
             )
-        choice = _route(p, found, heads, *told)
-        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
+        choice = _route(p, found, heads, *told, names)
+        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason, frozen=not p.requires_grad)
         if choice.algorithm == "matrix":
             route = readings.of(p, found, route, "auto" if rank is None else rank)
+        if route.frozen and choice.algorithm != "frozen":
+            route = replace(route, reason=f"{route.reason}; frozen now")
         routes.append(route)
         members.setdefault((choice.algorithm, choice.decays), []).append((route, p))
     readings.check_used()
@@ -196,11 +204,11 @@ def _head(p: Tensor, owners: Sequence[Owner], heads: Heads) -> str | None:
 
 
 def _route(
-    p: Tensor, owners: Sequence[Owner], heads: Heads, matrix: Mapping[str, str], adamw: Mapping[str, str]
+    p: Tensor, owners: Sequence[Owner], heads: Heads, matrix: Mapping[str, str], adamw: Mapping[str, str], names: bool
 ) -> Choice:
     """Apply rules 1 and 2, then the others."""
-    if not p.requires_grad:
-        return Choice("frozen", "requires_grad is False")
+    if not p.requires_grad and (not names or stays_frozen(p, owners)):
+        return Choice("frozen", "requires_grad is False" + ("; add it once it trains" if not names else ""))
     check_trainable(p, owners)
     name = owners[0].name
     to_matrix, to_adamw = (first_match(patterns, owners) for patterns in (matrix, adamw))

@@ -24,6 +24,7 @@ class Route:
         reason: why.
         transposed: True if the matrix method reads it as stored (in, out).
         split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
+        frozen: True if it did not require grad when the groups were made.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,7 @@ class Route:
     reason: str
     transposed: bool = False
     split: Split = None
+    frozen: bool = False
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -68,6 +70,11 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = []
     for algorithm in get_args(Algorithm):
-        sizes = [math.prod(route.shape) for route in routes if route.algorithm == algorithm]
-        counts.append(f"{algorithm}: {len(sizes)} tensors, {sum(sizes):,} elements")
+        own = [route for route in routes if route.algorithm == algorithm]
+        told, still = algorithm, sum(route.frozen for route in own)
+        if algorithm == "frozen":
+            told, still = "in no group", 0
+        if own or algorithm != "frozen":
+            count = f"{told}: {len(own)} tensors, {sum(math.prod(route.shape) for route in own):,} elements"
+            counts.append(count + (f", {still} of them frozen now" if still else ""))
     return "\n".join([*lines, "; ".join(counts)])

@@ -161,6 +161,15 @@ def _closes(parent: nn.Module, child: nn.Module) -> bool:
     return bool(filled) and filled[-1] is child
 
 
+def stays_frozen(p: Tensor, owners: Sequence[Owner]) -> bool:
+    """Return True for what could not be trained as it is stored, so that only its being frozen lets it be."""
+    try:
+        check_trainable(p, owners)
+    except ValueError:
+        return True
+    return p.is_meta or any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True))
+
+
 def check_trainable(p: Tensor, owners: Sequence[Owner]) -> None:
     """Raise ValueError where neither method can train ``p``."""
     why = None

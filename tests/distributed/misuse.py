@@ -62,6 +62,28 @@ def frozen(how, gradient):
     return values(weights)
 
 
+def unfrozen(how):
+    """Train four weights of which the two large ones are frozen at first; their values, memory and who owns which."""
+    weights = weights_of(how, [(8, 20), (8, 20), (8, 12), (8, 12)])
+    for p in weights[:2]:
+        p.requires_grad_(False)
+    optimizer, memory = optimizer_of(how, weights), []
+    for call in range(7):
+        if call == 4:
+            for p in weights[:2]:
+                p.requires_grad_(True)
+        give(weights, call, but=(0, 1) if call < 4 else ())
+        optimizer.step()
+        stand_ins = [getattr(optimizer._division, "weights", {p: None for p in weights})[p] for p in weights[:2]]
+        own = [w.stand_in for w in stand_ins if w is not None and w.stand_in is not None and w.own_memory]
+        memory.append(
+            sum(t.untyped_storage().nbytes() for t in own) + sum(len(optimizer.state[p]) for p in weights[:2])
+        )
+    division = optimizer._division
+    owners = [division.weights[p].parts[0].owner for p in weights] if division is not None else []
+    return values(weights), memory, owners
+
+
 def widened(how):
     """Make float32 of bfloat16 weights that have masters, and narrow others."""
     weights = weights_of(how, dtype=torch.bfloat16)
