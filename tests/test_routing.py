@@ -150,7 +150,8 @@ norm.weight         16       adamw      -     1-D, weight of LayerNorm
 conv.weight         8x3x3x3  matrix     8     convolution, flattened to 8x27
 old.weight          16x16    matrix     15    linear layer; frozen now
 square.weight       16x16    matrix     15    linear layer
-matrix: 4 tensors, 2,776 elements, 1 of them frozen now; adamw: 3 tensors, 785 elements"""
+matrix: 4 tensors, 2,776 elements, 1 of them frozen now; adamw: 3 tensors, 785 elements
+output head: tok.weight (lm_head.weight tied to embedding tok.weight)"""
     assert str(groups) == repr(groups) == expected
     assert "  rank if auto  " in str(param_groups(model, **RATES)).splitlines()[0]  # the optimizer may be told another
     assert "  rank  " in str(param_groups(model, **RATES, rank="auto")).splitlines()[0]
@@ -304,12 +305,15 @@ class Words(nn.Embedding):
     "part, expected",
     [
         (nn.Linear(4, 8, bias=False), ("matrix", "linear layer")),
-        (nn.Linear(8, 1, bias=False), ("matrix", "linear layer")),
+        (nn.Linear(8, 1, bias=False), ("adamw", "one row or column, weight of Linear")),
+        (nn.Linear(1, 8, bias=False), ("adamw", "one row or column, weight of Linear")),
         (nn.Linear(1, 1, bias=False), ("adamw", "1x1 matrices only, weight of Linear")),
         (ColumnParallelLinear(), ("matrix", "linear layer (ColumnParallelLinear)")),
         (Conv1D(), ("matrix", "2-D, weight of Conv1D")),
         (nn.Conv2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 8x36")),
-        (nn.Conv2d(1, 8, 1, bias=False), ("matrix", "convolution, flattened to 8x1")),
+        (nn.Conv2d(1, 8, 1, bias=False), ("adamw", "one row or column, weight of Conv2d")),
+        (nn.Conv2d(4, 1, 3, bias=False), ("adamw", "one row or column, weight of Conv2d")),
+        (nn.Conv2d(8, 8, 3, groups=8, bias=False), ("matrix", "convolution, flattened to 8x9")),
         (nn.ConvTranspose2d(4, 8, 3, bias=False), ("matrix", "convolution, flattened to 4x72; stored (in, out)")),
         (nn.Conv3d(4, 8, (1, 2, 3), bias=False), ("matrix", "convolution, flattened to 8x24")),
         (

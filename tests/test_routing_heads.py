@@ -106,9 +106,11 @@ def test_a_layer_with_as_many_outputs_as_the_config_says_is_a_head(count, kind):
 
 def test_sizes_of_other_configs_and_settings_that_are_no_counts_say_nothing():
     inner = configured(SimpleNamespace(num_labels=7), h=blocks())
-    assert adamw(holding(inner=inner, to_sevens=linear(8, 7))) == {}
-    assert adamw(configured(SimpleNamespace(num_labels="7", vocab_size=None), h=blocks(), to=linear(8, 7))) == {}
-    assert adamw(configured(SimpleNamespace(num_labels=True), h=blocks(), to_one=linear(8, 1))) == {}
+    assert adamw(holding(inner=inner, to_sevens=linear(8, 7), end=linear(8, 8))) == {}
+    parts = {"h": blocks(), "to": linear(8, 7), "end": linear(8, 8)}
+    assert adamw(configured(SimpleNamespace(num_labels="7", vocab_size=None), **parts)) == {}
+    one = configured(SimpleNamespace(num_labels=True), h=blocks(), to_one=linear(8, 1))
+    assert adamw(one) == {"to_one.weight": "last layer, whose outputs no other takes"}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,8 @@ def test_the_last_linear_layer_of_a_bare_sequential_is_the_head():
     assert adamw(nn.Sequential(linear(8, 9), nn.LayerNorm(9))) == {}  # its output is normalised
     assert adamw(nn.Sequential(linear(8, 9))) == {}  # one layer alone is what there is to train
     assert adamw(holding(net=mlp(8, 9, 3))) == {"net.2.weight": says}  # nothing else is in the model
-    assert adamw(holding(body=mlp(8, 9, 3), more=linear(3, 4))) == {}  # a part of a model, whose outputs go on
+    model = holding(body=mlp(8, 9, 3), more=linear(3, 4))  # a part of a model, whose outputs go on
+    assert adamw(model) == {"more.weight": "last layer, whose outputs no other takes"}
 
 
 def test_rates_of_a_state_space_and_marked_weights_are_not_decayed():
@@ -316,3 +319,111 @@ def test_whatever_get_classifier_returns_is_a_head(head):
     assert {r.algorithm for r in routes if r.names[0] in hidden} == {"matrix"}
     said = {r.algorithm for r in routes if r.names[0] not in hidden and r.shape != (10, 1)}  # the gain of weight norm
     assert said == {"adamw"}
+
+
+CLOSING = {
+    "numbered": (lambda: holding(fc1=linear(12, 9), fc2=linear(9, 5)), {"fc2"}),
+    "numbered layers": (lambda: holding(layer1=linear(12, 9), layer2=linear(9, 5)), {"layer2"}),
+    "after convolutions": (
+        lambda: holding(
+            a=nn.Conv2d(1, 6, 3), b=nn.Conv2d(6, 7, 3), fc1=linear(28, 9), fc2=linear(9, 8), fc3=linear(8, 5)
+        ),
+        {"fc3"},
+    ),
+    "after a flattened convolution alone": (lambda: holding(a=nn.Conv2d(3, 6, 3), to=linear(24, 5)), {"to"}),
+    "after an LSTM": (lambda: holding(rnn=nn.LSTM(3, 6, bidirectional=True), readout=linear(12, 5)), {"readout"}),
+    "after blocks and a norm": (lambda: holding(h=blocks(), norm=nn.LayerNorm(8), final=linear(8, 5)), {"final"}),
+    "out": (lambda: holding(up=linear(5, 8), out=linear(8, 4)), {"out"}),
+    "actor and critic": (
+        lambda: holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)),
+        {"policy", "value"},
+    ),
+    "a list of layers": (
+        lambda: holding(layers=nn.ModuleList([linear(9, 8), linear(8, 6), linear(6, 4)])),
+        {"layers.2"},
+    ),
+    "wrapped": (lambda: nn.DataParallel(holding(fc1=linear(12, 9), fc2=linear(9, 5))), {"module.fc2"}),
+    "as a Sequential": (lambda: nn.Sequential(linear(12, 9), nn.ReLU(), linear(9, 5)), {"2"}),
+    # None of these is the output for certain.
+    "an autoencoder": (lambda: holding(fc1=linear(12, 5), fc2=linear(5, 12)), set()),
+    "a pooler": (lambda: holding(h=blocks(), pooler=linear(8, 8)), set()),
+    "one layer alone": (lambda: holding(own=linear(3, 5)), set()),
+    "one that takes what no other gives": (lambda: holding(it=linear(4, 8), own=linear(3, 5)), set()),
+    "attention": (lambda: holding(q=linear(8, 8), k=linear(8, 4), v=linear(8, 4), out=linear(8, 8)), set()),
+    "a router": (lambda: holding(up=linear(8, 9), router=linear(8, 4)), set()),
+    "deeper in": (lambda: holding(up=linear(8, 9), inner=holding(fc2=linear(9, 5))), set()),
+    "not the last": (lambda: holding(up=linear(8, 9), side=linear(9, 5), back=linear(9, 8)), set()),
+    "where nothing else is left": (lambda: holding(one=linear(1, 5), two=linear(5, 7)), set()),
+}
+
+
+@pytest.mark.parametrize("model, heads", CLOSING.values(), ids=CLOSING)
+def test_layers_that_end_a_model_of_which_nothing_else_is_known_are_heads(model, heads):
+    assert {name.removesuffix(".weight") for name in adamw(model())} - {"one"} == heads
+
+
+def test_where_a_head_is_known_what_comes_last_is_none():
+    parts = {"h": blocks(), "fc2": linear(8, 5)}
+    tied = holding(words=nn.Embedding(9, 8), up=linear(8, 8), back=linear(8, 9), to=linear(8, 5))
+    tied.back.weight = tied.words.weight
+    assert set(adamw(tied)) == {"words.weight"}
+    assert set(adamw(holding(lm_head=linear(8, 31), **parts))) == {"lm_head.weight"}
+    assert adamw(Answering("get_classifier", lambda m: m.none, none=nn.Identity(), **parts)) == {}
+    assert adamw(Answering("get_output_embeddings", lambda m: None, **parts)) == {}  # a model that would tell
+    inside = Answering("get_output_embeddings", lambda m: None, **parts)
+    assert set(adamw(holding(backbone=inside, out=linear(5, 3)))) == {"out.weight"}
+
+
+def test_layers_with_one_output_or_input_go_to_adamw_with_its_weight_decay():
+    model = holding(a=linear(1, 8), b=nn.Conv2d(8, 1, 3, bias=False), h=blocks(), r1=linear(8, 1), end=linear(8, 8))
+    groups = param_groups(model, **RATES, adamw_weight_decay=0.1)
+    decayed = [name for g in groups if g.get("weight_decay") == 0.1 for name, _ in g["params"]]
+    assert decayed == ["a.weight", "b.weight", "r1.weight"] and len(groups) == 2
+    told = param_groups(model, **RATES, matrix=["r1.*"])
+    assert "r1.weight" in [name for name, _ in told[0]["params"]]
+
+
+@pytest.mark.parametrize(
+    "model, options, says",
+    [
+        (
+            holding(fc1=linear(12, 9), fc2=linear(9, 5)),
+            {},
+            "head: fc2.weight (last layer, whose outputs no other takes)",
+        ),
+        (holding(h=blocks(), lm_head=linear(8, 31)), {}, "head: lm_head.weight (named as output head)"),
+        (
+            holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)),
+            {},
+            "heads: policy.weight (last layer, whose outputs no other takes), "
+            "value.weight (last layer, whose outputs no other takes)",
+        ),
+        (
+            holding(h=blocks(), heads=nn.ModuleList(linear(8, 5) for _ in range(5))),
+            {},
+            "heads: "
+            + ", ".join(f"heads.{i}.weight (last layer of heads, named as output head)" for i in range(3))
+            + ", and 2 more",
+        ),
+        (
+            holding(fc1=linear(12, 5), fc2=linear(5, 12)),
+            {},
+            'head: none found; if a layer gives the outputs, name it, as in adamw=["fc2.*"]',
+        ),
+        (
+            holding(fc1=linear(12, 5), fc2=linear(5, 12)),
+            {"adamw": ["fc2.*"]},
+            'head: none found beside what adamw= names; if a layer gives the outputs, name it, as in adamw=["fc2.*"]',
+        ),
+        (holding(h=blocks(), head=linear(8, 31)), {"adamw": ["head.*"]}, "head: head.weight (adamw='head.*')"),
+    ],
+)
+def test_the_tables_last_line_says_which_heads_were_found_by_what_or_what_to_write(model, options, says):
+    assert str(param_groups(model, **RATES, **options)).splitlines()[-1] == f"output {says}"
+
+
+def test_a_tied_head_is_told():
+    model = holding(words=nn.Embedding(9, 8), h=blocks(), lm_head=linear(8, 9))
+    model.lm_head.weight = model.words.weight
+    said = "output head: words.weight (lm_head.weight tied to embedding words.weight)"
+    assert str(param_groups(model, **RATES)).splitlines()[-1] == said

@@ -204,7 +204,8 @@ def test_the_table_says_which_layers_are_whole_though_their_names_say_fused():
 
 
 def test_pieces_that_would_be_single_numbers_stay_together():
-    assert readings(of_class("MptAttention", Wqkv=linear(1, 3))) == {"Wqkv.weight": (False, None)}
+    model = of_class("MptAttention", Wqkv=linear(1, 3))
+    assert readings(model, matrix=["*Wqkv*"]) == {"Wqkv.weight": (False, None)}
 
 
 def test_ranks_are_those_of_the_pieces():

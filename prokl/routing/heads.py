@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from prokl.routing.layout import is_conv1d
-from prokl.routing.rules import Owner, without_wrappers
+from prokl.routing.rules import Owner, choose, without_wrappers
 
 Path = tuple[str, ...]
 
@@ -22,6 +23,7 @@ LAYER = re.compile(
     r"outputs?|output_(layer|proj|projection)|fc|fc_out|decoder|seq_relationship|proj_out(_\d+)?|conv_out|last_linear"
 )
 ROUTER = re.compile(r"(\w+_)?(router|gate)")
+ASKED = ("get_output_embeddings", "get_classifier")
 COUNTS = ("vocab_size", "num_labels", "num_classes")
 """Settings in a model's ``config`` that say how many outputs its head has."""
 
@@ -46,6 +48,11 @@ class Heads:
         rows = max((p.shape[0] for p, o in held if o.embedding and p.ndim == 2), default=0)
         self._counts = {path: counts for path, module in modules if (counts := _counts(module))}
         self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
+        self._closing: dict[Path, str] = {}
+        tied = any(any(o.embedding for o in found) and any(o.linear for o in found) for found in owners.values())
+        tells = any(hasattr(module, method) for path, module in modules if not path for method in ASKED)
+        if not (tells or self._sure or tied or any(_is_layer(p, o) and self.reason(p, o) for p, o in held)):
+            self._closing = self._closing_layers(owners)
 
     def reason(self, p: Tensor, o: Owner) -> str | None:
         """Return why ``p`` is an output head under this name, or None where it is none."""
@@ -57,13 +64,13 @@ class Heads:
             return None
         if o.linear and o.closes == len(o.path) - self._shared > 0 and self._several:
             return "last layer of the Sequential"
-        return self._named(p, o)
+        return self._named(p, o) or (self._closing.get(o.path) if _is_layer(p, o) else None)
 
     def _ask(self, modules: Sequence[tuple[Path, nn.Module]]) -> None:
         """Ask the model, and models inside it, by their own methods which layers are the output."""
         paths = {module: path for path, module in modules}
         for module, path in paths.items():
-            for method in ("get_output_embeddings", "get_classifier"):
+            for method in ASKED:
                 heads = [head for head in _answers(module, method) if head in paths]
                 ends = [end for head in _members(heads) for end in self._end_of(paths[head])]
                 self._stated.update(dict.fromkeys(ends, f"output head, by {method}()"))
@@ -92,6 +99,24 @@ class Heads:
             return None
         said = (c[size] for path, c in self._counts.items() if size in c and o.path[: len(path)] == path)
         return next((f"output head, {what}" for what in said), None)
+
+    def _closing_layers(self, owners: Mapping[Tensor, Sequence[Owner]]) -> dict[Path, str]:
+        """Return the linear layers that end a model of which nothing else says what its head is: fc2, policy and value.
+
+        They lie directly in it and come after all other weights, take what another layer gives, and give what none
+        takes. What gives sizes that the model works with (a projection, the output of an autoencoder) is none, and a
+        model that has a method to tell its head and tells none, as transformers' CLIP, is taken at its word.
+        """
+        closing: dict[Path, str] = {}
+        held = [(p, o) for p, found in owners.items() for o in found]
+        for p, o in reversed([(p, o) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]):
+            given = {size for q, other in held if other.path != o.path for size in _given(q, other, p.shape[-1])}
+            direct = o.linear and len(o.path) - self._shared == 1 and not ROUTER.fullmatch(o.path[-1])
+            if not direct or p.shape[0] in self._inputs or p.shape[-1] not in given:
+                break
+            closing[o.path] = "last layer, whose outputs no other takes"
+        others = ((p, found) for p, found in owners.items() if not any(o.path in closing for o in found))
+        return closing if any(choose(p, found, None).algorithm == "matrix" for p, found in others) else {}
 
     def _named(self, p: Tensor, o: Owner) -> str | None:
         if any(ROUTER.fullmatch(part) for part in o.path):
@@ -171,6 +196,17 @@ def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
     if o.convolution:
         return (getattr(o.module, "in_channels", p.shape[1]),)
     return p.shape[-1:] if o.linear or o.recurrent or o.in_proj else [size for size in p.shape if size > 1]
+
+
+def _given(p: Tensor, o: Owner, wanted: int) -> Sequence[int]:
+    """Return the sizes that a weight may give to a layer with ``wanted`` inputs, flattened maps among them."""
+    if o.recurrent:
+        size: Any = getattr(o.module, "proj_size", 0) or o.module.hidden_size
+        return (size, 2 * size)  # in both directions
+    if not _is_layer(p, o):
+        return p.shape
+    outputs = _outputs(p, o)
+    return (outputs, wanted) if o.convolution and wanted % outputs == 0 else (outputs,)
 
 
 def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:

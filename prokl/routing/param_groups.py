@@ -41,8 +41,8 @@ def param_groups(
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
 
-    Print the result to see what went where and why. A parameter that has several names (a tied or shared one)
-    is routed once, by the first of these rules that holds for it under any of its names:
+    Print the result to see what went where and why, and which output heads were found. A parameter that has several
+    names (a tied or shared one) is routed once, by the first of these rules that holds for it under any of its names:
 
     1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
        device): in no group. With ``names=False`` all that is frozen.
@@ -63,10 +63,12 @@ def param_groups(
        ``classifier``, ``score``, ``decoder``, ``conv_out`` and the like only outside repeated blocks, so
        ``layers.3.attention.output`` is none, or for a whole net in an ``nn.ModuleList`` (``nets.0.head``). Of
        several layers in a head, the last: ``classifier.out_proj``, ``classifier.6``. Routers of mixtures of experts
-       are no heads.
-    9. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
-    10. One row or one column per matrix, and not the weight of a layer (a gain or a bias stored as a matrix):
-        AdamW.
+       are no heads. Last, where none of this finds any head: the linear layers that come after all other weights,
+       directly in the model, each taking what another gives and giving what none takes (``fc2``, ``policy`` and
+       ``value``).
+    9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
+       weight of a layer (a gain or a bias stored as a matrix).
+    10. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
     11. Weight of a convolution: matrix, flattened to (out, rest). A 1-D convolution's 3-D weight goes to
         AdamW, because it would be read as a stack of matrices.
     12. ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
@@ -135,6 +137,8 @@ def param_groups(
             f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "
             "by requires_grad_(True), before making the groups."
         )
+    if lazy := [found[0].name for p, found in owners.items() if is_lazy(p)]:
+        raise ValueError(f"Parameter {lazy[0]!r} has no shape yet; run one forward pass through its lazy module.")
     heads = Heads(model, owners)
     all_names = [o.name for found in owners.values() for o in found]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
@@ -143,12 +147,9 @@ def param_groups(
     members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
     for p, found in owners.items():
         aliases = tuple(o.name for o in found)
-        if is_lazy(p):
-            raise ValueError(
-                f"Parameter {aliases[0]!r} has no shape yet; run one forward pass through its lazy module."
-            )
         choice = _route(p, found, heads, *told, names)
-        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason, frozen=not p.requires_grad)
+        route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
+        route = replace(route, frozen=not p.requires_grad, head=choice.head)
         if choice.algorithm == "matrix":
             route = readings.of(p, found, route, "auto" if rank is None else rank)
         if route.frozen and choice.algorithm != "frozen":
@@ -215,7 +216,8 @@ def _route(
     if to_matrix is not None and to_adamw is not None:
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
     if to_adamw is not None:
-        return Choice("adamw", to_adamw, decays=p.ndim >= 2 and not any(o.norm for o in owners))
+        decays = p.ndim >= 2 and not any(o.norm for o in owners)
+        return Choice("adamw", to_adamw, decays, head=_head(p, owners, heads) is not None)
     if to_matrix is None:
         return choose(p, owners, _head(p, owners, heads))
     if why := unfit(p):

@@ -25,6 +25,7 @@ class Route:
         transposed: True if the matrix method reads it as stored (in, out).
         split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
         frozen: True if it did not require grad when the groups were made.
+        head: True if it is an output head, of which AdamW has the weight.
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,7 @@ class Route:
     transposed: bool = False
     split: Split = None
     frozen: bool = False
+    head: bool = False
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -50,7 +52,7 @@ class ParamGroups(list[dict[str, Any]]):
         self.routes, self.told = tuple(routes), told
 
     def __repr__(self) -> str:
-        return table(self.routes, "rank" if self.told else "rank if auto")
+        return f"{table(self.routes, 'rank' if self.told else 'rank if auto')}\n{_heads(self.routes)}"
 
     __str__ = __repr__
 
@@ -78,3 +80,13 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
             count = f"{told}: {len(own)} tensors, {sum(math.prod(route.shape) for route in own):,} elements"
             counts.append(count + (f", {still} of them frozen now" if still else ""))
     return "\n".join([*lines, "; ".join(counts)])
+
+
+def _heads(routes: Sequence[Route]) -> str:
+    """Say which output heads were found by what, or what to write where none was."""
+    found = [f"{route.names[0]} ({route.reason})" for route in routes if route.head]
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        return f"output head{'s' * (len(found) > 1)}: {', '.join(found[:3])}{more}"
+    beside = " beside what adamw= names" if any(route.reason.startswith("adamw=") for route in routes) else ""
+    return f'output head: none found{beside}; if a layer gives the outputs, name it, as in adamw=["fc2.*"]'

@@ -26,11 +26,12 @@ STATE_SPACE = re.compile(r"a_logs?")  # Mamba's: the logarithms of rates, one pe
 
 @dataclass(frozen=True)
 class Choice:
-    """A parameter's destination, the reason, and True if its group's weight decay applies to it."""
+    """A parameter's destination, the reason, whether its group's weight decay applies, whether it is an output head."""
 
     algorithm: Algorithm
     reason: str
     decays: bool = True
+    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
         return Choice("adamw", f"rates of a state space, {what}", decays=False)
     if o := any_owner(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
-        return Choice("adamw", f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})")
+        said = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
+        return Choice("adamw", said, head=any(other.linear for other in owners))
     if o := any_owner(lambda o: o.norm):
         return Choice("adamw", f"norm ({o.kind})", decays=False)
     if any_owner(lambda o: o.says(TABLE)):
@@ -223,15 +225,17 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
     if any_owner(lambda o: o.says(BIAS)):
         return Choice("adamw", "named as bias", decays=False)
     if head is not None:
-        return Choice("adamw", head)
-    if p.ndim == 2 and (o := any_owner(lambda o: o.linear)):
-        return Choice("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
-    shape = MatrixShape.of(p)
+        return Choice("adamw", head, head=True)
+    shape, convolution = MatrixShape.of(p), any_owner(lambda o: o.convolution)
     if shape.m == 1 and all(o.raw for o in owners):
         return Choice("adamw", f"one row or column, {what}", decays=False)
-    if p.ndim >= 3 and (o := any_owner(lambda o: o.convolution)):
-        if p.ndim == 3:
-            return Choice("adamw", f"3-D weight of {o.kind}, which would be read as a stack of {shape.count}")
+    if p.ndim == 3 and convolution:
+        return Choice("adamw", f"3-D weight of {convolution.kind}, which would be read as a stack of {shape.count}")
+    if shape.m == 1:
+        return Choice("adamw", f"one row or column, {what}")
+    if p.ndim == 2 and (o := any_owner(lambda o: o.linear)):
+        return Choice("matrix", "linear layer" if isinstance(o.module, nn.Linear) else f"linear layer ({o.kind})")
+    if p.ndim > 3 and convolution:
         return Choice("matrix", f"convolution, flattened to {shape.rows}x{shape.cols}")
     if any_owner(lambda o: o.in_proj):
         return Choice("matrix", "q, k and v of MultiheadAttention, fused")

@@ -362,7 +362,7 @@ def lines(name: str, model: nn.Module) -> list[tuple[str, ...]]:
     for route in prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, split_fused=True).routes:
         if len(route.shape) < 2:
             assert route.algorithm != "matrix", route
-        elif route.algorithm != "frozen":
+        elif not route.frozen:
             reason = re.sub(r", flattened to \d+x\d+", ", flattened", route.reason)
             line = (route.names[0], route.algorithm, reason)
             found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", route.names[0]), []).append(line)
