@@ -116,7 +116,10 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
-        settings |= {"adjust_lr_fn": h.adjust_lr_fn, "preset": h.preset, "clip_threshold": CLIP if h.bounded else None}
+        settings |= {"adjust_lr_fn": h.adjust_lr_fn, "preset": h.preset}
+        for group in groups:
+            if group["algorithm"] == "matrix":
+                group["clip_threshold"] = CLIP if h.bounded else None
         if h.float32 and entry.make is not prokl.KLShampoo:
             settings["ns_dtype"] = torch.float32
         return [entry.make(groups, state_dtype=state_dtype, **settings)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from prokl.algorithm.initial import InitEigenvalue
@@ -17,11 +19,17 @@ from prokl.algorithm.settings import PRESETS, AdjustLrFn, AlphaKL, Preset, Varia
 from prokl.algorithm.shapes import Rank
 from prokl.distributed.optimizer import DividedOptimizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the types of arguments
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+else:
+    ProcessGroup = DeviceMesh = None
 
 P = ParamSpec("P")
+
+
+def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
 def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
@@ -34,8 +42,17 @@ def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
         check_choice("preset", preset, (None, *PRESETS))
         if preset is not None:
             given = signature.bind_partial(*args, **kwargs).arguments
-            values = PRESETS[cast(str, preset)].items()
-            kwargs.update({k: v for k, v in values if k in signature.parameters and k not in given})
+            values = {k: v for k, v in PRESETS[cast(str, preset)].items() if k in signature.parameters}
+            kwargs.update({k: v for k, v in values.items() if k not in given})
+            # What differs from the default is meant; what equals it may be a configuration's, which passes all of them.
+            unset = [k for k, v in values.items() if k in given and given[k] != v]
+            unset = [k for k in unset if given[k] == signature.parameters[k].default]
+            if unset:
+                warnings.warn(
+                    f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
+                    f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
+                    stacklevel=2,
+                )
         init(*args, **kwargs)
 
     return filled

@@ -6,6 +6,7 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from numbers import Integral, Real
@@ -160,6 +161,24 @@ class ProHyper(Hyper):
 
 
 def plain(value: Any) -> Any:
+    """Return a setting in Python's own types, as every checkpoint takes it, whatever a configuration or NumPy gave.
+
+    Any sequence is a tuple then. Tensors, and what is no setting, stay as they are.
+    """
+    if type(value) in (bool, int, float, str) or value is None or isinstance(value, Tensor):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's numbers and arrays
+        value = value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Sequence):
+        return tuple(map(plain, value))
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
+def apart(value: Any) -> Any:
     """Return a setting for one holder alone: a tensor, which schedulers fill in place, as a copy."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -213,7 +232,8 @@ def check_learning_rate(name: str, lr: Any) -> None:
 
 def check_betas(name: str, betas: Any) -> None:
     """Raise ValueError unless ``betas`` are AdamW's: two numbers in [0, 1)."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
+    found = plain(betas)
+    if not isinstance(found, tuple) or len(found) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in found):
         raise _invalid(name, betas, "two numbers in [0, 1)")
 
 
@@ -266,13 +286,13 @@ def check_pro(group: dict[str, Any]) -> None:
             "size of that update, which no factor of the shape matches to AdamW's. Use adjust_lr_fn='original'."
         )
     check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
-    coefficients = group["ns_coefficients"]
+    coefficients = plain(group["ns_coefficients"])
     if (
-        not isinstance(coefficients, (tuple, list))
+        not isinstance(coefficients, tuple)
         or len(coefficients) != 3
         or not all(_is_number(c) and math.isfinite(c) for c in coefficients)
     ):
-        raise _invalid("ns_coefficients", coefficients, "three finite numbers (a, b, c)")
+        raise _invalid("ns_coefficients", group["ns_coefficients"], "three finite numbers (a, b, c)")
 
 
 def check_adamw(group: dict[str, Any]) -> None:

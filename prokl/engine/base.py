@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
+from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER, mode_of
@@ -24,7 +24,7 @@ from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
-from prokl.engine.newcomers import divided
+from prokl.engine.newcomers import divided, resolved
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings, runs
 from prokl.engine.schedule import Plan
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
@@ -60,9 +60,10 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_no_module(params)
+        defaults = resolved(defaults, defaults)
         self.method.check(defaults)
         self._forget()
-        super().__init__(params, {**defaults, "lr": plain(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
+        super().__init__(params, {**defaults, "lr": apart(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
@@ -102,10 +103,10 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        group = {k: list(v) if k in DEFAULTS and isinstance(v, list) else v for k, v in param_group.items()}
+        group = resolved(param_group, self.defaults.keys() | adamw.ARGUMENTS)
         algorithm = group.setdefault("algorithm", "matrix")
         if "lr" in group or algorithm != "adamw":
-            group["lr"] = plain(group.get("lr", self.defaults["lr"]))
+            group["lr"] = apart(group.get("lr", self.defaults["lr"]))
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         defaults = self._adamw.defaults(self.defaults["maximize"])
         of_adamw = defaults.keys() | {"lr", "algorithm"}
@@ -390,7 +391,9 @@ class MatrixOptimizer(Optimizer):
 
     def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
-        return {**packed, "state": checkpoint.with_step_tensors(packed["state"])}
+        settings = self.defaults.keys() | adamw.ARGUMENTS
+        groups = [resolved(group, settings) for group in packed["param_groups"]]  # schedulers set numbers of NumPy
+        return {**packed, "state": checkpoint.with_step_tensors(packed["state"]), "param_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}

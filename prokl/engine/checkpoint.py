@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import check_adamw, plain
+from prokl.algorithm.settings import apart, check_adamw
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
+from prokl.engine.newcomers import resolved
 from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
 from prokl.engine.validation import check_names
@@ -91,7 +92,7 @@ def prepare(
             groups.append({**own, **{key: ours[key] for key in OF_THE_MACHINE}})
         else:
             groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
-        groups[i]["lr"] = plain(groups[i]["lr"])
+        groups[i] = resolved(groups[i], defaults.keys() | adamw_defaults.keys()) | {"lr": apart(groups[i]["lr"])}
     state = {
         i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
     }
@@ -108,7 +109,8 @@ def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
     """
     theirs = {name: (g, i) for g in saved for i, name in enumerate(g.get("param_names", []))}
     ours = {name: p for g in here for name, p in zip(g.get("param_names", []), g["params"], strict=False)}
-    if not theirs or not theirs.keys() < ours.keys() or sum(len(g["params"]) for g in here) > len(ours):
+    unique = sum(len(g.get("param_names", [])) for g in saved) == len(theirs)
+    if not unique or not theirs or not theirs.keys() < ours.keys() or sum(len(g["params"]) for g in here) > len(ours):
         return saved
     trained = next((name for name, p in ours.items() if name not in theirs and p.requires_grad), None)
     if trained is not None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from prokl.algorithm.method import Group
+from prokl.algorithm.settings import plain
 from prokl.engine.adamw import ARGUMENTS
+from prokl.engine.pieces import DEFAULTS
+
+
+def resolved(group: Group, settings: Collection[str]) -> Group:
+    """Return a group with its settings in plain types, and lists of one value a weight as lists of its own."""
+    found = {key: plain(value) if key in settings else value for key, value in group.items()}
+    lists = [key for key in DEFAULTS if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple)]
+    return found | {key: list(found[key]) for key in lists}
 
 
 def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:

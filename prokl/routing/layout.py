@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from prokl.algorithm.settings import check_choice
+from prokl.algorithm.settings import check_choice, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import Route
@@ -191,9 +191,10 @@ def _named_as_fused(p: Tensor, o: Owner) -> bool:
 
 def _checked(pattern: str, value: int | Sequence[int]) -> Split:
     """Return a division as told by hand, 1 as None."""
-    sizes = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, (tuple, list)) else ()
+    found = plain(value)
+    sizes = (found,) if isinstance(found, int) else found if isinstance(found, tuple) else ()
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(
             f"Invalid split[{pattern!r}]={value!r}: must be a number of equal pieces, at least 1, or their sizes."
         )
-    return sizes if not isinstance(value, int) else None if value == 1 else value
+    return sizes if not isinstance(found, int) else None if found == 1 else found

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, check_rank, plain
+from prokl.algorithm.settings import apart, check_betas, check_learning_rate, check_nonnegative, check_rank, plain
 from prokl.algorithm.shapes import Rank
 from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
@@ -121,6 +121,8 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
+    lr, adamw_lr, weight_decay, adamw_weight_decay = map(plain, (lr, adamw_lr, weight_decay, adamw_weight_decay))
+    adamw_betas, adamw_eps, rank = map(plain, (adamw_betas, adamw_eps, rank))
     check_learning_rate("lr", lr)
     check_learning_rate("adamw_lr", adamw_lr)
     if weight_decay is not None:
@@ -165,12 +167,12 @@ def param_groups(
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
             f"fully_shard.\n{table(routes)}"
         )
-    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": plain(lr)}
+    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": apart(lr)}
     hyper |= {key: given for key, given in (("weight_decay", weight_decay), ("rank", rank)) if given is not None}
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
-            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": plain(adamw_lr)}
+            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": apart(adamw_lr)}
             groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
     return ParamGroups(groups, routes, rank is not None)
 
@@ -193,7 +195,7 @@ def _matrix_groups(
         runs.setdefault((route.transposed, route.split), []).append((route, p))
     alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
     shared = zip(runs.values(), alike, strict=True)
-    return [{"params": _params(run, names), **hyper, "lr": plain(hyper["lr"]), **its} for run, its in shared]
+    return [{"params": _params(run, names), **hyper, "lr": apart(hyper["lr"]), **its} for run, its in shared]
 
 
 def _would_be_matrix(p: Tensor, owners: Sequence[Owner], heads: Heads) -> bool:
