@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from prokl.algorithm.initial import InitEigenvalue
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import PRESETS, AdjustLrFn, AlphaKL, Preset, Variant, check_choice
+from prokl.algorithm.settings import PRESETS, AdjustLrFn, AlphaKL, Preset, Variant, check_choice, plain
 from prokl.algorithm.shapes import Rank
 from prokl.distributed.optimizer import DividedOptimizer
 
@@ -32,19 +32,36 @@ def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={values[name]!r}" for name in names)
 
 
-def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
-    """Let ``preset`` choose what a constructor's arguments are by default; those that are given win over it."""
+def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str | None:
+    """Return what to say of settings that are given to a constructor, and that all of its matrix groups override."""
+    found = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
+    unreached = [key for key, values in found.items() if groups and len(values) == len(groups)]
+    if not unreached:
+        return None
+    own = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, found[key])))}" for key in unreached)
+    reach, it = ("reaches", "it") if len(unreached) == 1 else ("reach", "them")
+    return (
+        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {own}. Set {it} "
+        f"there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
+    )
+
+
+def _constructor(init: Callable[P, None]) -> Callable[P, None]:
+    """Let ``preset`` choose what arguments are by default: those that are given win. Say so where either has no effect.
+
+    One that equals its default may be a configuration's, which passes all of them.
+    """
     signature = inspect.signature(init)
 
     @wraps(init)
     def filled(*args: P.args, **kwargs: P.kwargs) -> None:
         preset = kwargs.get("preset")
         check_choice("preset", preset, (None, *PRESETS))
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        given = {key: plain(value) for key, value in bound.items() if key not in ("self", "params")}
         if preset is not None:
-            given = signature.bind_partial(*args, **kwargs).arguments
             values = {k: v for k, v in PRESETS[cast(str, preset)].items() if k in signature.parameters}
             kwargs.update({k: v for k, v in values.items() if k not in given})
-            # What differs from the default is meant; what equals it may be a configuration's, which passes all of them.
             unset = [k for k, v in values.items() if k in given and given[k] != v]
             unset = [k for k in unset if given[k] == signature.parameters[k].default]
             if unset:
@@ -54,6 +71,11 @@ def _with_presets(init: Callable[P, None]) -> Callable[P, None]:
                     stacklevel=2,
                 )
         init(*args, **kwargs)
+        optimizer: Any = args[0]
+        defaults = {key: signature.parameters[key].default for key in given.keys() & optimizer.defaults.keys()}
+        meant = {key: value for key, value in given.items() if key in defaults and value != defaults[key]}
+        if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
+            warnings.warn(said, stacklevel=2)
 
     return filled
 
@@ -164,7 +186,7 @@ class ProKLShampoo(DividedOptimizer):
 
     method = ProKLShampooMethod()
 
-    @_with_presets
+    @_constructor
     def __init__(
         self,
         params: Any,
@@ -255,7 +277,7 @@ class KLShampoo(DividedOptimizer):
 
     method = KLShampooMethod()
 
-    @_with_presets
+    @_constructor
     def __init__(
         self,
         params: Any,
