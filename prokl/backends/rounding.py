@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.algorithm.names import unwrapped_name
+
 MASTER = "master"
 """Key of the masters in a weight's state: (m,n) float32, oriented; not in ``state_dtype``."""
 LARGEST = torch.finfo(torch.bfloat16).max
@@ -73,8 +75,8 @@ class Rounding:
 
     Args:
         mode: "stochastic", "master" or "plain".
-        names: one of each matrix; with its number of steps it is the key of its random numbers, whatever else is
-            stepped beside it.
+        names: one of each matrix; without wrappers and with its number of steps it is the key of its random numbers,
+            whatever else is stepped beside it.
         weights: the bucket's, oriented (c,m,n) each; masters start as they are.
 
     Attributes:
@@ -87,7 +89,7 @@ class Rounding:
         self.keys: Tensor | None = None
         self.master: Tensor | None = None
         if mode == "stochastic":
-            hashes = [blake2b(name.encode(), digest_size=8).digest() for name in names]
+            hashes = [blake2b(unwrapped_name(name).encode(), digest_size=8).digest() for name in names]
             self._start = torch.tensor([int.from_bytes(h, "little", signed=True) for h in hashes], device="cpu")
             self.keys = torch.zeros_like(self._start, device=weights[0].device)
         elif mode == "master":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import apart, check_adamw
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.adamw import count_in_tensors
@@ -107,9 +108,9 @@ def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
     Raises:
         ValueError: a weight that they lack requires grad here.
     """
-    theirs = {name: (g, i) for g in saved for i, name in enumerate(g.get("param_names", []))}
-    ours = {name: p for g in here for name, p in zip(g.get("param_names", []), g["params"], strict=False)}
-    unique = sum(len(g.get("param_names", [])) for g in saved) == len(theirs)
+    theirs = {name: (g, i) for g in saved for i, name in enumerate(_names(g))}
+    ours = {name: p for g in here for name, p in zip(_names(g), g["params"], strict=False)}
+    unique = sum(len(_names(g)) for g in saved) == len(theirs)
     if not unique or not theirs or not theirs.keys() < ours.keys() or sum(len(g["params"]) for g in here) > len(ours):
         return saved
     trained = next((name for name, p in ours.items() if name not in theirs and p.requires_grad), None)
@@ -120,12 +121,12 @@ def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
         )
     groups, fresh = [], iter(range(len(theirs), len(ours)))
     for group in here:
-        names = group["param_names"]
+        names = _names(group)
         sources = [theirs[name][0] for name in names if name in theirs]
         source = sources[0] if sources else {**group, "params": [0]}
         if any(other is not source for other in sources):
             return saved
-        found = {**source, "param_names": names}
+        found = {**source, "param_names": group["param_names"]}
         if not all(
             isinstance(weight, str) for weight in source["params"]
         ):  # else of torch.distributed.checkpoint: ours
@@ -147,17 +148,23 @@ def _by_name(group: Group) -> Group:
 
     torch.distributed.checkpoint gives the weights by name in this optimizer's order, and all else in the saved one.
     """
-    weights, names = group["params"], group.get("param_names", [])
+    weights, names = group["params"], _names(group)
     if weights == names or set(weights) != set(names):
         return group
     lists = {key: group[key] for key in ("param_names", *DEFAULTS) if isinstance(group.get(key), list)}
     return {**group, **{key: [values[names.index(w)] for w in weights] for key, values in lists.items()}}
 
 
+def _names(group: Group) -> list[str]:
+    """Return the names of a group's weights, without wrappers; none where it has none."""
+    return list(map(unwrapped_name, group.get("param_names", [])))
+
+
 def _check_order(theirs: list[str], ours: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to other weights than it is of."""
-    if theirs != ours and sorted(theirs) == sorted(ours):
-        i = next(i for i, (one, other) in enumerate(zip(theirs, ours, strict=True)) if one != other)
+    there, here = list(map(unwrapped_name, theirs)), list(map(unwrapped_name, ours))
+    if there != here and sorted(there) == sorted(here):
+        i = next(i for i, (one, other) in enumerate(zip(there, here, strict=True)) if one != other)
         raise ValueError(
             f"The loaded state dict has the same weights in another order: weight {i} is {theirs[i]!r} there and "
             f"{ours[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "

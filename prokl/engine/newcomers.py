@@ -1,4 +1,4 @@
-"""A group without an algorithm, as of a trainer that unfreezes layers, with vectors among its weights."""
+"""New groups: their settings in plain types; one without an algorithm, as of a trainer that unfreezes layers."""
 
 from __future__ import annotations
 

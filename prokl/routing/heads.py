@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from prokl.algorithm.names import unwrapped_name
 from prokl.routing.layout import is_conv1d
-from prokl.routing.rules import Owner, choose, without_wrappers
+from prokl.routing.rules import Owner, choose
 
 Path = tuple[str, ...]
 
@@ -157,7 +158,8 @@ class Heads:
 
 
 def _path(name: str) -> Path:
-    return tuple(part.lower() for part in without_wrappers(name.split("."))) if name else ()
+    bare = unwrapped_name(name).lower()
+    return tuple(bare.split(".")) if bare else ()
 
 
 def _in_copy(path: Path) -> bool:

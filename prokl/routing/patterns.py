@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from prokl.routing.rules import Owner, without_wrappers
+from prokl.algorithm.names import unwrapped_name
+from prokl.routing.rules import Owner
 
 
 def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -> dict[str, str]:
@@ -33,4 +34,4 @@ def first_match(patterns: Mapping[str, str], owners: Sequence[Owner]) -> str | N
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(".".join(without_wrappers(name.split("."))), pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(unwrapped_name(name), pattern)

@@ -10,13 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from prokl.algorithm.names import own_places
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 
 Algorithm = Literal["matrix", "adamw", "frozen"]
 
-# Path components that wrappers (DDP, torch.compile, FSDP, activation checkpointing, peft) put around a module.
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
-WRAPPERS |= {"original_module", "modules_to_save"}
 TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|wpe|wte)s?(_|\d|$)")
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
@@ -109,17 +107,6 @@ class Owner:
         return self.raw and any(pattern.search(part) for part in parts)
 
 
-def without_wrappers(parts: Sequence[str]) -> list[str]:
-    """Return a path's components without those that wrappers put in, and without the name of peft's saved copy."""
-    return [parts[i] for i in _own(parts)]
-
-
-def _own(parts: Sequence[str]) -> list[int]:
-    """Return the places of a path's components that no wrapper put in."""
-    before = ["", *parts]
-    return [i for i, part in enumerate(parts) if part not in WRAPPERS and before[i] != "modules_to_save"]
-
-
 def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
     """Return every parameter with all of its names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -131,7 +118,7 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
         if parametrized:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-        own = _own(parts)
+        own = own_places(parts)
         holder, parent = way[-1], way[own[-1]] if own else None
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
