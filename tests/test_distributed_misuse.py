@@ -68,6 +68,18 @@ def test_the_first_weight_that_ranks_have_not_alike_is_named(pools):  # noqa: F8
         assert kind == "RuntimeError" and "parameter 0 of group 1 (8, 12)" in text and "(8, 13)" in text
 
 
+@pytest.mark.parametrize("what", ["shape", "name", "frozen"])
+def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, pools):  # noqa: F811
+    said = {
+        "shape": ("d (8, 12)", "d (8, 40)"),
+        "name": ("d (8, 12)", "other (8, 12)"),
+        "frozen": ("d (8, 12)", "frozen"),
+    }
+    for kind, text in pools[2].run(misuse.last_weight_differs, what):
+        assert kind == "RuntimeError" and all(word in text for word in said[what]), text
+        assert "of rank" not in text and " a (8, 12)" not in text
+
+
 @pytest.mark.parametrize(("key", "value"), [("rank", 3), ("state_dtype", torch.bfloat16), ("split", 2)])
 def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_too(key, value, pools):  # noqa: F811
     found = pools[4].run(misuse.changed_after_the_start, key, value)

@@ -248,8 +248,8 @@ class Division:
         if failure is not None:
             raise failure
 
-    def _shared_by(self, team: Team, outer: MatrixOptimizer) -> list[str]:
-        """Return what the ranks of a team must have alike, a line for each weight."""
+    def _shared_by(self, team: Team, outer: MatrixOptimizer) -> list[tuple[str, str]]:
+        """Return what the ranks of a team must have alike of each weight: what it is, and who owns what of it."""
         lines = []
         for index, group in enumerate(outer.param_groups):
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
@@ -258,7 +258,7 @@ class Division:
                     moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
                     read = "" if how == (False, None) else f", {how}"
                     owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
-                    lines.append(f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}, {owned}")
+                    lines.append((f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}", owned))
         return lines
 
     def step(self) -> list[str]:
@@ -300,11 +300,16 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
 
 
-def _difference(team: Team, lines: Sequence[list[str]]) -> RuntimeError:
-    """Return the error that names the first weight of which two ranks have given something else."""
+def _difference(team: Team, lines: Sequence[list[tuple[str, str]]]) -> RuntimeError:
+    """Return the error that names the first weight of which two ranks have given something else.
+
+    Owners are asked last: one weight that differs deals out the work of all anew.
+    """
     place = next(place for place, own in enumerate(lines) if own != lines[0])
-    pairs = zip_longest(lines[0], lines[place], fillvalue="nothing")
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    pairs = list(zip_longest(lines[0], lines[place], fillvalue=("nothing", "")))
+    unlike = ((one[0], other[0]) for one, other in pairs if one[0] != other[0])
+    owned = ((", ".join(one), ", ".join(other)) for one, other in pairs if one != other)
+    one, other = next(unlike, None) or next(owned)
     return RuntimeError(
         f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one}; {other}. Names, "
         "shapes, dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper that "

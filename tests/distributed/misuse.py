@@ -160,6 +160,18 @@ def ranks_that_differ(what):
     return raised(optimizer.load_state_dict, state)
 
 
+def last_weight_differs(what):
+    """Return what this rank is told when the last of many weights is another one on one rank, which deals work anew."""
+    odd = dist.get_rank() == 1
+    weights = weights_of("ddp", [(8, 12), (8, 12), (8, 12), (8, 40 if odd and what == "shape" else 12)])
+    if odd and what == "frozen":
+        weights[3].requires_grad_(False)
+    names = ["a", "b", "c", "other" if odd and what == "name" else "d"]
+    optimizer = optimizer_of("ddp", list(zip(names, weights, strict=True)))
+    give(weights, 0, but=(3,))
+    return raised(optimizer.step)
+
+
 def changed_after_the_start(key, value):
     """Change a setting that state depends on, on all ranks: of which some own nothing."""
     weights = weights_of("ddp")
