@@ -1,6 +1,8 @@
 """Pro-KLShampoo and KL-Shampoo: matrix-structured optimizers for PyTorch."""
 
+from prokl import cuda_qr as cuda_qr
 from prokl import diagnostics
+from prokl import ops as ops
 from prokl.optimizer import KLShampoo, ProKLShampoo
 from prokl.routing.param_groups import param_groups
 

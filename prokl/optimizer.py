@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -46,6 +47,12 @@ def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) ->
     )
 
 
+def _waits_for_others() -> bool:
+    """Return True where a launcher has started several ranks, which have no process group so far."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized())
+
+
 def _constructor(init: Callable[P, None]) -> Callable[P, None]:
     """Let ``preset`` choose what arguments are by default: those that are given win. Say so where either has no effect.
 
@@ -71,9 +78,16 @@ def _constructor(init: Callable[P, None]) -> Callable[P, None]:
                     stacklevel=2,
                 )
         init(*args, **kwargs)
+        if "process_group" in given and given["process_group"] is None and _waits_for_others():
+            warnings.warn(
+                "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
+                f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
+                "leave process_group out where this is meant.",
+                stacklevel=2,
+            )
         optimizer: Any = args[0]
-        defaults = {key: signature.parameters[key].default for key in given.keys() & optimizer.defaults.keys()}
-        meant = {key: value for key, value in given.items() if key in defaults and value != defaults[key]}
+        resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
+        meant = {key: value for key, value in resolved.items() if value != signature.parameters[key].default}
         if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
             warnings.warn(said, stacklevel=2)
 
@@ -155,8 +169,8 @@ class ProKLShampoo(DividedOptimizer):
             30 in a row; a zero one moves and teaches nothing. ``clipped()`` counts the bounded steps. None is the
             paper's form, whose steps have no bound.
         cautious_weight_decay: decay only elements whose sign is not opposite to the direction's (arXiv:2510.12402).
-        adjust_lr_fn: units of lr. "original": c_a on the complement alone, as in the paper. "match_rms_adamw": the
-            whole direction times torch.optim.Muon's 0.2 sqrt(max(rows, cols)), with c_a = 1: updates of root mean
+        adjust_lr_fn: units of lr. "original", or None: c_a on the complement alone, as in the paper. "match_rms_adamw":
+            the whole direction times torch.optim.Muon's 0.2 sqrt(max(rows, cols)), with c_a = 1: updates of root mean
             square about 0.2 lr, as AdamW's. Smok-Hop's factor is 0.2 sqrt((1 + momentum) / (1 - momentum));
             "subspace-only" has none. Weight decay uses lr itself.
         cuda_graphs: replay the steps of the "triton" backend on a GPU from CUDA graphs: of every shape one for ordinary
@@ -211,7 +225,7 @@ class ProKLShampoo(DividedOptimizer):
         ns_dtype: torch.dtype | None = None,
         clip_threshold: float | None = 5.0,
         cautious_weight_decay: bool = False,
-        adjust_lr_fn: AdjustLrFn = "original",
+        adjust_lr_fn: AdjustLrFn | None = "original",
         cuda_graphs: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         preset: Preset | None = None,
@@ -296,7 +310,7 @@ class KLShampoo(DividedOptimizer):
         maximize: bool = False,
         clip_threshold: float | None = 5.0,
         cautious_weight_decay: bool = False,
-        adjust_lr_fn: AdjustLrFn = "original",
+        adjust_lr_fn: AdjustLrFn | None = "original",
         cuda_graphs: bool = True,
         process_group: ProcessGroup | DeviceMesh | None = None,
         preset: Preset | None = None,

@@ -38,7 +38,7 @@ BAD_COMMON = {
     "backend": ("triton-please", 1, True),
     "maximize": ("yes", None, NAN, 2),
     "cautious_weight_decay": ("yes", None, NAN, 2),
-    "adjust_lr_fn": ("match_rms", None, True, 0.2),
+    "adjust_lr_fn": ("match_rms", True, 0.2),
 }
 BAD_PRO = {
     "rank": (*COUNT, "full"),

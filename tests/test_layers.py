@@ -18,7 +18,7 @@ LAYERS = {  # folder or module of prokl -> those that it may import
     "ops": {"backends"},
     "cuda_qr": {"backends"},
     "doctor": {"backends", "ops", ""},
-    "": {"diagnostics", "optimizer", "routing"},  # prokl/__init__.py
+    "": {"cuda_qr", "diagnostics", "ops", "optimizer", "routing"},  # prokl/__init__.py
 }
 
 

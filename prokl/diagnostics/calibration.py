@@ -11,7 +11,9 @@ from prokl.algorithm.settings import AdjustLrFn, check_choice, check_rank
 from prokl.algorithm.shapes import MatrixShape, Rank, effective_rank
 
 
-def alpha_kl_bracket(rows: int, cols: int, rank: Rank, *, adjust_lr_fn: AdjustLrFn = "original") -> tuple[float, float]:
+def alpha_kl_bracket(
+    rows: int, cols: int, rank: Rank, *, adjust_lr_fn: AdjustLrFn | None = "original"
+) -> tuple[float, float]:
     """Return the range of alpha_kl in which the two parts of a weight's update are in Smok-Hop's proportion.
 
     c_a / sqrt(m (n - r)) and sqrt(k) times that, with m and n the short and the long side, k = min(m, n - r) the
@@ -36,8 +38,8 @@ def alpha_kl_bracket(rows: int, cols: int, rank: Rank, *, adjust_lr_fn: AdjustLr
     if rows * cols < 2:
         raise ValueError(f"Invalid rows * cols={rows * cols}: must be at least 2; pass a weight's shape and its rank.")
     shape = MatrixShape(1, rows, cols)
-    check_choice("adjust_lr_fn", adjust_lr_fn, get_args(AdjustLrFn))
-    c_a = shape.aspect_scale if adjust_lr_fn == "original" else 1.0
+    check_choice("adjust_lr_fn", adjust_lr_fn, (None, *get_args(AdjustLrFn)))
+    c_a = shape.aspect_scale if adjust_lr_fn in (None, "original") else 1.0
     low, high = shapes.alpha_kl_bracket(shape.m, shape.n, effective_rank(rank, shape.m, shape.n))
     return c_a * low, c_a * high
 

@@ -37,6 +37,7 @@ from prokl.engine.validation import (
     check_names,
     check_no_module,
     check_writable,
+    names_alike,
 )
 
 BucketKey = tuple[int, int, int, int, torch.dtype, torch.device]
@@ -116,7 +117,8 @@ class MatrixOptimizer(Optimizer):
             check_adamw(group)
         else:
             check_keys(group, self.defaults, of_adamw)
-        super().add_param_group(group)
+        with names_alike():
+            super().add_param_group(group)
         check_names(self.param_groups)
         for p, name in named(self.param_groups[-1], len(self.param_groups) - 1):
             check_materialised(p, name)

@@ -16,6 +16,8 @@ from prokl.engine.pieces import DEFAULTS
 def resolved(group: Group, settings: Collection[str]) -> Group:
     """Return a group with its settings in plain types, and lists of one value a weight as lists of its own."""
     found = {key: plain(value) if key in settings else value for key, value in group.items()}
+    if "adjust_lr_fn" in settings and found.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
+        found["adjust_lr_fn"] = "original"
     lists = [key for key in DEFAULTS if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple)]
     return found | {key: list(found[key]) for key in lists}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -71,6 +72,20 @@ def check_names(groups: Sequence[Group]) -> None:
                     f"Invalid name {name!r}: {both} have it, and counts, figures and random numbers go by names. Make "
                     'them unique, as by ("decoder." + name, parameter), or name no parameter.'
                 )
+
+
+@contextmanager
+def names_alike() -> Iterator[None]:
+    """Say what to do where PyTorch raises because some weights have names and others have not."""
+    try:
+        yield
+    except ValueError as error:
+        if "with/without names" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}: give all weights as (name, parameter) pairs, or all without names, as "
+            "prokl.param_groups(..., names=False) does."
+        ) from None
 
 
 def check_matrix_parameter(p: Tensor, name: str) -> None:
