@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from prokl.backends import toolkit
@@ -114,8 +115,10 @@ def lines() -> list[Line]:
     return found
 
 
-def main() -> None:
-    """Print the report."""
+def main(argv: Sequence[str] = ()) -> None:
+    """Print the report; ``argv`` has no options but ``--help``."""
+    about = "What would run here, and why: a line each for what is installed and for every device."
+    argparse.ArgumentParser(prog="python -m prokl.doctor", description=about).parse_args(argv)
     report = [(key, describe(find_out)) for key, find_out in lines()]
     width = max(len(key) for key, _ in report)
     for key, text in report:
@@ -123,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -166,6 +166,7 @@ def test_ctrl_c_ends_with_its_status_and_keeps_the_cases_that_are_done(quick, tm
     [
         (["--cases", "nonsense"], "nonsense"),
         (["--cases", "spike", "spike"], "--cases names one twice"),
+        (["--cases"], "--cases has no value"),
         (["--out", "."], "--out .: must be a file"),
         (["--nonsense"], "--nonsense"),
     ],

@@ -313,6 +313,7 @@ def test_a_checkout_has_the_commit_as_its_version(tmp_path):
     [
         (["--tasks", "nonsense"], "nonsense"),
         (["--peers", "torch.Muon", "torch.Muon"], "--peers names one twice"),
+        (["--peers"], "--peers has no value"),
         (["--checkout", "nonsense=."], "must be NAME=DIR with a NAME of muon, dion"),
         (["--checkout", "dion=/no/such"], "there is no folder /no/such"),
         (["--out", "."], "--out .: must be a file"),

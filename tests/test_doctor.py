@@ -34,6 +34,23 @@ def run(folder=None):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.parametrize("argument", ["--help", "-h"])
+def test_help_says_what_it_does_and_reports_nothing(argument, capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main([argument])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0 and "python -m prokl.doctor" in printed and "What would run here, and why" in printed
+    assert "triton" not in printed
+
+
+@pytest.mark.parametrize("argument", ["--verbose", "cuda"])
+def test_an_unknown_option_is_refused(argument, capsys):
+    with pytest.raises(SystemExit) as stop:
+        doctor.main([argument])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == "" and f"unrecognized arguments: {argument}" in printed.err
+
+
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -282,6 +282,7 @@ def test_alpha_and_memory_need_no_training(experiment, tmp_path, capsys):
         ("spectra --steps 1", "--steps 1: spectra looks at several steps; give at least 2"),
         ("memory --scale tiny", "memory has nothing on --scale tiny; give --scale paper"),
         ("main --seeds 1 1", "--seeds names one twice: 1 1; give each once"),
+        ("main --seed", "--seeds has no value; give one at least, or leave it out"),
         ("main --starts 0", "--starts 0: must be a finite number > 0"),
         ("ablation --lr subspace-only=0.1,0.2", "--lr subspace-only: is not searched; give one rate"),
         ("cosmos --lr muon=0.02", "--lr muon: cosmos trains adamw, cosmos, pro-klshampoo; leave it out"),

@@ -245,6 +245,7 @@ def test_a_crash_while_writing_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         ("--init-eigenvalue large", "--init-eigenvalue.*'large'"),
         ("--init-eigenvalue 0", "--init-eigenvalue 0: must be a finite number > 0"),
         ("--seeds 1 1", "--seeds names one twice"),
+        ("--seed", "--seeds has no value; give one at least, or leave it out"),
         ("--seeds -1", "--seeds -1: must be a whole number >= 0"),
         ("--data nowhere.txt", "nowhere.txt does not exist"),
         ("--context 4000", "smaller context"),

@@ -135,6 +135,31 @@ def test_without_a_job_and_for_help_it_says_what_there_is(script):
     assert script("gpu", "--help") == (0, [], "")
 
 
+@pytest.mark.parametrize("arguments", [["foo"], ["foo", "--help"], ["--part"]], ids=" ".join)
+def test_an_unknown_job_is_named(arguments, script):
+    status, commands, error = script(*arguments)
+    jobs = "pretrain, test, integrations, bench, prepare or gpu"
+    assert (status, commands) == (2, [])
+    assert error == f"./run: there is no job '{arguments[0]}'; it takes {jobs}, see ./run --help\n"
+
+
+@pytest.mark.parametrize("job", ["pretrain", "test", "integrations", "bench"])
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_help_installs_nothing(job, asked, script, tmp_path):
+    python = tmp_path / "clone" / ".venv" / "bin" / "python"
+    python.unlink()
+    python.parent.rmdir()  # a fresh clone
+    status, commands, error = script(job, asked)
+    assert (status, commands, error) == (0, [], "") and "pip" not in (tmp_path / "log").read_text()
+    assert not (tmp_path / "clone" / ".venv" / "installed").exists()
+
+
+def test_help_of_an_installed_job_is_its_own(script, tmp_path):
+    assert script("pretrain")[0] == 0
+    assert script("pretrain", "--steps", "3", "--help") == (0, ["-m bench.pretrain --help"], "")
+    assert script("test", "--help") == (0, [], "")  # its options are pytest's
+
+
 def test_make_bench_is_the_job():
     done = subprocess.run(["make", "-n", "bench", "OUT=rows here"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.rstrip("\n") == './run bench --out "rows here"'

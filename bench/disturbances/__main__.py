@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from bench import rows
-from bench.command import UsageError, command, distinct, options
+from bench.command import UsageError, command, options, some
 from bench.disturbances import experts, gpt, steps
 from bench.disturbances.forms import FORMS, Form
 
@@ -40,7 +40,7 @@ class Options:
     again: bool = False  # Measure also what --out has of this commit and machine
 
     def __post_init__(self) -> None:
-        distinct(cases=self.cases)
+        some(cases=self.cases)
         if self.out is not None and self.out.is_dir():
             raise UsageError(f"--out {self.out}: must be a file; name one in it")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from bench.command import UsageError, at_least, cores, distinct, positive
+from bench.command import UsageError, at_least, cores, distinct, positive, some
 from bench.experiments.protocol import ABLATIONS
 from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
 from bench.optimizers import OPTIMIZERS
@@ -50,7 +50,7 @@ class Training:
         at_least(0, seeds=self.seeds)
         at_least(1, **self.given)
         positive(checkpoint_seconds=self.checkpoint_seconds)
-        distinct(seeds=self.seeds)
+        some(seeds=self.seeds)
         for rates in self.rates.values():
             positive(lr=rates)
             distinct(lr=rates)

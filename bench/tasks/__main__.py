@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from bench import rows
-from bench.command import UsageError, command, distinct, options
+from bench.command import UsageError, command, options, some
 from bench.steps.peers import CannotRun
 from bench.tasks import TASKS
 from bench.tasks.guard import Broken, guarded
@@ -43,7 +43,7 @@ class Options:
     out: Path | None = None  # CSV file; its rows of the same peers and tasks are replaced
 
     def __post_init__(self) -> None:
-        distinct(peers=self.peers, tasks=self.tasks)
+        some(peers=self.peers, tasks=self.tasks)
         if self.out is not None and self.out.is_dir():
             raise UsageError(f"--out {self.out}: must be a file; name one in it")
         for given in self.checkout:
