@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,82 +11,16 @@ from torch import Tensor
 from prokl.algorithm.initial import InitEigenvalue
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import PRESETS, AdjustLrFn, AlphaKL, Preset, Variant, check_choice, plain
+from prokl.algorithm.settings import AdjustLrFn, AlphaKL, Preset, Variant
 from prokl.algorithm.shapes import Rank
 from prokl.distributed.optimizer import DividedOptimizer
+from prokl.engine.arguments import constructor
 
 if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the types of arguments
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 else:
     ProcessGroup = DeviceMesh = None
-
-P = ParamSpec("P")
-
-
-def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={values[name]!r}" for name in names)
-
-
-def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str | None:
-    """Return what to say of settings that are given to a constructor, and that all of its matrix groups override."""
-    found = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
-    unreached = [key for key, values in found.items() if groups and len(values) == len(groups)]
-    if not unreached:
-        return None
-    own = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, found[key])))}" for key in unreached)
-    reach, it = ("reaches", "it") if len(unreached) == 1 else ("reach", "them")
-    return (
-        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {own}. Set {it} "
-        f"there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
-    )
-
-
-def _waits_for_others() -> bool:
-    """Return True where a launcher has started several ranks, which have no process group so far."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized())
-
-
-def _constructor(init: Callable[P, None]) -> Callable[P, None]:
-    """Let ``preset`` choose what arguments are by default: those that are given win. Say so where either has no effect.
-
-    One that equals its default may be a configuration's, which passes all of them.
-    """
-    signature = inspect.signature(init)
-
-    @wraps(init)
-    def filled(*args: P.args, **kwargs: P.kwargs) -> None:
-        preset = kwargs.get("preset")
-        check_choice("preset", preset, (None, *PRESETS))
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        given = {key: plain(value) for key, value in bound.items() if key not in ("self", "params")}
-        if preset is not None:
-            values = {k: v for k, v in PRESETS[cast(str, preset)].items() if k in signature.parameters}
-            kwargs.update({k: v for k, v in values.items() if k not in given})
-            unset = [k for k, v in values.items() if k in given and given[k] != v]
-            unset = [k for k in unset if given[k] == signature.parameters[k].default]
-            if unset:
-                warnings.warn(
-                    f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
-                    f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
-                    stacklevel=2,
-                )
-        init(*args, **kwargs)
-        if "process_group" in given and given["process_group"] is None and _waits_for_others():
-            warnings.warn(
-                "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
-                f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
-                "leave process_group out where this is meant.",
-                stacklevel=2,
-            )
-        optimizer: Any = args[0]
-        resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
-        meant = {key: value for key, value in resolved.items() if value != signature.parameters[key].default}
-        if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
-            warnings.warn(said, stacklevel=2)
-
-    return filled
 
 
 class ProKLShampoo(DividedOptimizer):
@@ -200,7 +129,7 @@ class ProKLShampoo(DividedOptimizer):
 
     method = ProKLShampooMethod()
 
-    @_constructor
+    @constructor
     def __init__(
         self,
         params: Any,
@@ -291,7 +220,7 @@ class KLShampoo(DividedOptimizer):
 
     method = KLShampooMethod()
 
-    @_constructor
+    @constructor
     def __init__(
         self,
         params: Any,

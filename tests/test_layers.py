@@ -14,7 +14,7 @@ LAYERS = {  # folder or module of prokl -> those that it may import
     "routing": {"algorithm"},
     "diagnostics": {"algorithm", "backends", "engine"},
     "distributed": {"algorithm", "backends", "engine"},
-    "optimizer": {"algorithm", "distributed"},
+    "optimizer": {"algorithm", "distributed", "engine"},
     "ops": {"backends"},
     "cuda_qr": {"backends"},
     "doctor": {"backends", "ops", ""},

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 import prokl
 from tests.inputs import KL, PRO, normal, weight
@@ -77,3 +78,42 @@ def test_a_group_with_names_beside_others_without_is_refused_with_the_remedy(cls
         cls([("a", weight(4, 6)), weight(4, 6)])
     with pytest.raises(ValueError, match=remedy):
         cls([{"params": [("a", weight(4, 6))]}, {"params": [weight(6)], "algorithm": "adamw", "lr": 0.1}])
+
+
+@both
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"betas": (0.9, 0.95)}, r"takes no betas: .*adamw_betas of prokl\.param_groups.*momentum and beta2"),
+        ({"adamw_lr": 1e-3}, r"takes no adamw_lr: .*prokl\.param_groups\(model, adamw_lr=\.\.\.\)"),
+        ({"adamw": ["*.head.*"]}, r"takes no adamw: .*prokl\.param_groups\(model, adamw=\.\.\.\)"),
+        ({"split": 3}, r"takes no split: .*prokl\.param_groups\(model, split=\.\.\.\)"),
+        ({"fused": True}, r'takes no fused: .*"algorithm": "adamw"'),
+        ({"lerning_rate": 1}, r"unexpected keyword argument 'lerning_rate'"),
+    ],
+)
+def test_an_argument_of_others_says_where_it_belongs(cls, given, says):
+    with pytest.raises(TypeError, match=says):
+        cls([weight(4, 6)], **given)
+
+
+@pytest.mark.parametrize("names", ["yes", None, 2, ["a"]])
+def test_names_of_param_groups_is_true_or_false(names):
+    with pytest.raises(ValueError, match=r"Invalid names=.*: must be one of \(True, False\)"):
+        prokl.param_groups(nn.Linear(4, 6), lr=0.1, adamw_lr=0.1, names=names)
+
+
+@both
+def test_float16_weights_are_told_once_at_construction(cls):
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8)).half()
+    model[0].bias.requires_grad_(False)
+    model[2].weight.data = model[2].weight.data.float()
+    said = r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32"
+    with pytest.warns(UserWarning, match=said) as caught:
+        cls(prokl.param_groups(model, lr=0.1, adamw_lr=0.1))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1))
+        frozen = nn.Linear(4, 6).half().requires_grad_(False)
+        cls(prokl.param_groups(nn.Sequential(frozen, nn.Linear(6, 8)), lr=0.1, adamw_lr=0.1))

@@ -13,7 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from prokl.algorithm.settings import apart, check_betas, check_learning_rate, check_nonnegative, check_rank, plain
+from prokl.algorithm.settings import (
+    apart,
+    check_betas,
+    check_choice,
+    check_learning_rate,
+    check_nonnegative,
+    check_rank,
+    plain,
+)
 from prokl.algorithm.shapes import Rank
 from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
@@ -121,6 +129,7 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
+    check_choice("names", names, (True, False))
     lr, adamw_lr, weight_decay, adamw_weight_decay = map(plain, (lr, adamw_lr, weight_decay, adamw_weight_decay))
     adamw_betas, adamw_eps, rank = map(plain, (adamw_betas, adamw_eps, rank))
     check_learning_rate("lr", lr)

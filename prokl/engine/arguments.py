@@ -1,0 +1,118 @@
+"""The arguments of a constructor: what a preset makes of them, and what is told of those that have no effect."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, cast
+
+import torch
+import torch.distributed as dist
+
+from prokl.algorithm.method import Group
+from prokl.algorithm.settings import PRESETS, check_choice, plain
+from prokl.engine.adamw import ARGUMENTS
+from prokl.engine.pieces import named
+
+P = ParamSpec("P")
+OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
+OF_PARAM_GROUPS |= {"split", "split_fused", "transposed"}
+OF_ADAMW = ARGUMENTS - {"lr", "weight_decay", "eps", "maximize", "betas", "differentiable"}
+
+
+def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={values[name]!r}" for name in names)
+
+
+def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str | None:
+    """Return what to say of settings that are given to a constructor, and that all of its matrix groups override."""
+    found = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
+    unreached = [key for key, values in found.items() if groups and len(values) == len(groups)]
+    if not unreached:
+        return None
+    own = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, found[key])))}" for key in unreached)
+    reach, it = ("reaches", "it") if len(unreached) == 1 else ("reach", "them")
+    return (
+        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {own}. Set {it} "
+        f"there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
+    )
+
+
+def _check_arguments(title: str, arguments: Collection[str]) -> None:
+    """Raise TypeError for an argument that belongs elsewhere, with where."""
+    for key in arguments:
+        if key == "betas":
+            where = "AdamW's are adamw_betas of prokl.param_groups, the matrix method's momentum and beta2"
+        elif key in OF_PARAM_GROUPS:
+            where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
+        elif key in OF_ADAMW:
+            where = f'it is AdamW\'s, and belongs to a group {{"params": [...], "algorithm": "adamw", "{key}": ...}}'
+        else:
+            continue
+        raise TypeError(f"{title}() takes no {key}: {where}.")
+
+
+def _float16(groups: Sequence[Group]) -> str | None:
+    """Return what to say of weights in float16, in which the smallest normal number is 6e-5."""
+    trained = [(p, name) for i, group in enumerate(groups) for p, name in named(group, i) if p.requires_grad]
+    half = [name for p, name in trained if p.dtype == torch.float16]
+    if not half:
+        return None
+    return (
+        f"{len(half)} of {len(trained)} weights that train are float16, {half[0]} among them: small gradients vanish "
+        "there, AdamW's eps of 1e-8 is 0, and weights become NaN: use bfloat16 or float32 weights, of which "
+        "torch.autocast computes in float16."
+    )
+
+
+def _waits_for_others() -> bool:
+    """Return True where a launcher has started several ranks, which have no process group so far."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized())
+
+
+def constructor(init: Callable[P, None]) -> Callable[P, None]:
+    """Let ``preset`` choose what arguments are by default: those that are given win. Say so where either has no effect.
+
+    One that equals its default may be a configuration's, which passes all of them.
+    """
+    signature = inspect.signature(init)
+
+    @wraps(init)
+    def filled(*args: P.args, **kwargs: P.kwargs) -> None:
+        _check_arguments(type(args[0]).__name__, kwargs.keys() - signature.parameters.keys())
+        preset = kwargs.get("preset")
+        check_choice("preset", preset, (None, *PRESETS))
+        bound = signature.bind_partial(*args, **kwargs).arguments
+        given = {key: plain(value) for key, value in bound.items() if key not in ("self", "params")}
+        if preset is not None:
+            values = {k: v for k, v in PRESETS[cast(str, preset)].items() if k in signature.parameters}
+            kwargs.update({k: v for k, v in values.items() if k not in given})
+            unset = [k for k, v in values.items() if k in given and given[k] != v]
+            unset = [k for k in unset if given[k] == signature.parameters[k].default]
+            if unset:
+                warnings.warn(
+                    f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
+                    f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
+                    stacklevel=2,
+                )
+        init(*args, **kwargs)
+        if "process_group" in given and given["process_group"] is None and _waits_for_others():
+            warnings.warn(
+                "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
+                f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
+                "leave process_group out where this is meant.",
+                stacklevel=2,
+            )
+        optimizer: Any = args[0]
+        resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
+        meant = {key: value for key, value in resolved.items() if value != signature.parameters[key].default}
+        if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
+            warnings.warn(said, stacklevel=2)
+        if said := _float16(optimizer.param_groups):
+            warnings.warn(said, stacklevel=2)
+
+    return filled
