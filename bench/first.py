@@ -28,9 +28,13 @@ from prokl.backends.select import select
 SIZES = Sizes(B=4, m=768, n=3072, r=128)
 STEPS, PERIOD = 13, 4
 """Refreshes are recorded at their second and replayed from the third on."""
-FAR = 0.01
-"""Distance from PyTorch's weights, relative to the distance moved, that rounding does not explain, with Newton-Schulz
-in float32: in bfloat16 it would make 0.02 of a step by itself."""
+FAR = {"faithful": 2.0**-10, "balanced": 2.0**-8}
+"""Distance from the weights of PyTorch's faithful form, relative to the distance moved, that rounding does not explain,
+with Newton-Schulz in float32: in bfloat16 it would make 0.02 of a step by itself.
+
+Balanced, the factors of the subspace's part are stored in bfloat16: each entry is off by up to 2^-8, a factor by 2^-9.2
+in norm and both together by 2^-8.7 (of normal numbers). PyTorch's balanced form was 2.6e-4 away at these sizes, and
+1.6e-3 on weights of 6 x 10 and 16 x 36; faithful with another QR it was 7e-6 away."""
 
 Check = Callable[[], str]
 """Returns what was found; raises if it is wrong."""
@@ -92,12 +96,14 @@ def check_recorded(optimizer: ProKLShampoo) -> None:
         raise RuntimeError("no graph was recorded of some step that was to come from one")
 
 
-def steps(sizes: Sizes, device: torch.device, wanted: Callable[[], list[Tensor]], **settings: object) -> str:
-    """Compare a few steps with PyTorch's."""
-    moved, took, optimizer = trained(sizes, device, backend="triton", **settings)
+def steps(
+    sizes: Sizes, device: torch.device, wanted: Callable[[], list[Tensor]], precision: str, **settings: object
+) -> str:
+    """Compare a few steps with PyTorch's faithful ones."""
+    moved, took, optimizer = trained(sizes, device, backend="triton", precision=precision, **settings)
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(moved, wanted(), strict=True))
-    if not apart <= FAR:
-        raise ArithmeticError(f"{apart:.2g} of the way from PyTorch's")
+    if not apart <= FAR[precision]:
+        raise ArithmeticError(f"{apart:.2g} of the way from PyTorch's, may be {FAR[precision]:.2g}")
     if device.type == "cuda" and settings.get("cuda_graphs"):
         check_recorded(optimizer)
     return f"{apart:.2g} of the way from PyTorch's; the last step took {took:.2f} ms, by the host"
@@ -119,7 +125,7 @@ def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
 
     for precision, graphs in itertools.product(PRECISIONS, (False, True)):
         name = f"steps: {precision}, {'from graphs' if graphs else 'eager'}"
-        yield name, partial(steps, sizes, device, wanted, precision=precision, cuda_graphs=graphs)
+        yield name, partial(steps, sizes, device, wanted, precision, cuda_graphs=graphs)
 
 
 @command.command

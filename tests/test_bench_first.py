@@ -8,9 +8,11 @@ import torch
 from bench import first
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
+from prokl.backends import triton_ops
 from prokl.backends.select import select
 from prokl.engine.graphs import Graphs, Recorded
 from prokl.kernels import launch
+from prokl.pair import Pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Sizes(B=2, m=8, n=12, r=4)
@@ -27,13 +29,18 @@ def some(monkeypatch):
 
 @pytest.mark.slow
 @interpreted
-def test_all_is_asked_and_right_at_small_sizes(some, capsys):
-    assert first.main(GIVEN) == 0
+def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
+    """Every kernel and whole steps of both precisions, as a GPU is asked; a CPU records no graphs, so steps are few."""
+    monkeypatch.setattr(first, "STEPS", 3)
+    monkeypatch.setattr(first, "PERIOD", 2)  # the last of them refreshes
+    assert first.main([*GIVEN, "--seconds", "600"]) == 0
     said = capsys.readouterr().out.splitlines()
-    for what in ("doctor: torch", "doctor: extension", f"kernel: {KERNELS[1].name}: right", "steps: balanced, eager: "):
+    for what in ("doctor: torch", "doctor: extension", "steps: balanced, eager: "):
         assert any(line.startswith(what) for line in said), what
+    right = [line.rpartition(": right")[0] for line in said if line.startswith("kernel: ")]
+    assert right == [f"kernel: {case.name}" for case in KERNELS]
     assert sum(line.startswith("steps: ") for line in said) == 4
-    assert said[-1] == "0 wrong, 0 not begun within 80 s"
+    assert said[-1] == "0 wrong, 0 not begun within 600 s"
 
 
 @interpreted
@@ -67,8 +74,27 @@ def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
     monkeypatch.setattr(type(ops), "product", lambda self, *a, **k: product(self, *a, **k) * 1.01)
     with pytest.raises(ArithmeticError):
         first.kernel(case, SMALL, DEVICE, ops)
-    with pytest.raises(ArithmeticError, match="of the way from PyTorch's"):
-        first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))])
+    for precision, most in (("balanced", "0.0039"), ("faithful", "0.00098")):
+        with pytest.raises(ArithmeticError, match=f"of the way from PyTorch's, may be {most}"):
+            first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))], precision)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["product G_perp", "product G_perp of pairs", "product of pairs"])
+def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
+    """What a kernel stores or takes as a pair is held to what a pair holds, not to what bfloat16 does."""
+    case = next(own for own in KERNELS if own.name == case)
+    ops = select("triton", DEVICE, "balanced").ops
+    for name in ("product", "product_pair"):
+        kernel = getattr(triton_ops, name)
+        monkeypatch.setattr(triton_ops, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
+    with pytest.raises(ArithmeticError, match="error .*e-03 in float32, may be .*e-0[56]"):
+        first.kernel(case, SMALL, DEVICE, ops)
+
+
+def one_half(x):
+    """Without lo, of what is a pair."""
+    return Pair(torch.stack((x.hi, torch.zeros_like(x.hi)))) if isinstance(x, Pair) else x
 
 
 def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
@@ -92,5 +118,5 @@ def test_graphs_are_asked_for_where_they_can_be_recorded(monkeypatch):
     monkeypatch.setattr(first, "check_recorded", asked.append)
     for device in ("cuda", "cpu"):
         for graphs in (True, False):
-            first.steps(SMALL, torch.device(device), lambda: [torch.ones(2)], cuda_graphs=graphs)
+            first.steps(SMALL, torch.device(device), lambda: [torch.ones(2)], "balanced", cuda_graphs=graphs)
     assert asked == [True]

@@ -9,11 +9,14 @@ import torch
 from bench import rows, step
 from bench.rates import Rates, machine_rates
 from bench.shapes import ASPECTS, ParameterSet
-from bench.steps import agreement, kernels, peers
+from bench.steps import agreement, entries, kernels, peers
 from bench.steps.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
 from bench.steps.problem import Problem
 from bench.steps.runs import TimedRun, enter, take_turns
 from prokl import ProKLShampoo
+from prokl.backends import triton_ops
+from prokl.kernels import launch
+from prokl.pair import Pair
 from tests.commands import ROOT, read, run_python
 
 CPU = torch.device("cpu")
@@ -78,6 +81,36 @@ def test_every_optimizer_of_this_package_agrees_with_the_reference(shape):
     own = [entry for entry in model_entries(TINY, CPU, torch.bfloat16) if entry.backend == "torch"]
     assert len(own) == 6
     assert [agreement.complaint(entry, shape, CPU) for entry in own] == [""] * 6
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """The entries of the kernels as CUDA has them by default: balanced."""
+    monkeypatch.setattr(entries, "backends", lambda device: ["torch", "triton"])
+    found = [entry for entry in model_entries(TINY, CPU, torch.bfloat16) if entry.backend == "triton"]
+    return [replace(entry, settings=(*entry.settings, ("precision", "balanced"))) for entry in found]
+
+
+interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("which", range(3, 6))  # those before them have Newton-Schulz in bfloat16, which hides much
+def test_balanced_entries_of_the_kernels_err_as_pytorchs_form_of_the_same_pairs(which, as_on_cuda):
+    assert len(as_on_cuda) == 6
+    entry = as_on_cuda[which]
+    assert entry.precision(CPU) == "balanced"
+    assert agreement.complaint(entry, (12, 8), CPU) == ""
+
+
+@pytest.mark.slow
+@interpreted
+def test_a_balanced_entry_whose_pairs_lost_a_half_does_not_enter(as_on_cuda, monkeypatch):
+    smok_hop = next(entry for entry in as_on_cuda if entry.optimizer == "smok-hop")
+    split = triton_ops.split
+    monkeypatch.setattr(triton_ops, "split", lambda *a: Pair(split(*a).both * torch.tensor([1, 0]).view(2, 1, 1, 1)))
+    assert "in float32, may be" in agreement.complaint.__wrapped__(smok_hop, (12, 8), CPU)  # not what is cached
 
 
 class Off(ProKLShampoo):
@@ -230,10 +263,15 @@ def test_ceilings_of_another_commit_are_measured_anew(tiny, tmp_path):
     assert [r["commit"] for r in read(out)] == ["y"] * 3
 
 
-def test_something_wrong_gives_status_1(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(step, "model_entries", lambda s, device, polar: [muon(polar), made_by(Off)])
-    assert step.main(QUICK) == 1
+def test_something_wrong_gives_status_1_and_the_rows_of_what_is_right_are_kept(tiny, monkeypatch, capsys, tmp_path):
+    out, right = tmp_path / "rows.csv", pro("torch", 2, torch.float32)
+    monkeypatch.setattr(step, "model_entries", lambda s, device, polar: [muon(polar), made_by(Off), right])
+    assert step.main([*QUICK, "--out", str(out)]) == 1
     assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in capsys.readouterr().out
+    found = {(r["optimizer"], r["rank"]): r["median"] for r in read(out) if r["metric"] == "step"}
+    assert [bool(median) for median in found.values()] == [True, True, False]
+    assert list(found) == [("muon", ""), ("pro-klshampoo", "2"), ("pro-klshampoo", "3")]
+    assert step.main([*QUICK, "--out", str(out)]) == 1  # what was wrong is not taken as measured
 
 
 def test_products_that_are_emulated_in_bfloat16_are_left_out_with_the_reason(tiny, monkeypatch, capsys):

@@ -104,15 +104,21 @@ class Case:
         found: tuple[Tile, ...] = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
         return found
 
-    def reference(self, i: Inputs) -> list[Tensor]:
-        """Return the results that the others are compared with."""
-        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i))())
+    def reference(self, i: Inputs, split: bool = False) -> list[Tensor]:
+        """Return the results that the others are compared with; ``split`` says that those have pairs among theirs."""
+        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i, split))())
 
 
-def torch_form(i: Inputs) -> TorchPrimitives:
-    """Return PyTorch's primitives for where the inputs are, balanced if one of them is a pair."""
+def has_pair(x: Any) -> bool:
+    """Return True if inputs or results are, or have among them, a pair."""
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return isinstance(x, Pair) or any(isinstance(value, Pair) for value in values)
+
+
+def torch_form(i: Inputs, split: bool = False) -> TorchPrimitives:
+    """Return PyTorch's primitives for where the inputs are, balanced if one of them is a pair or a result is to be."""
     first = next(t for t in _tensors(i))
-    return TorchPrimitives(first.device.type == "cpu", any(isinstance(x, Pair) for x in i.values()))
+    return TorchPrimitives(first.device.type == "cpu", split or has_pair(i))
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -227,19 +233,20 @@ class Expected:
     wrong: str
 
 
-def expect(case: Case, fresh: Callable[[], Inputs]) -> Expected:
-    """Compute what to compare with; ``fresh`` makes the inputs, always the same."""
+def expect(case: Case, fresh: Callable[[], Inputs], split: bool = False) -> Expected:
+    """Compute what to compare with; ``fresh`` makes the inputs, always the same, ``split`` as of Case.reference."""
     truth, wrong = case.reference(doubled(fresh())), ""
     if case.plain:
         i = doubled(fresh())
         wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
-    return Expected(truth, case.reference(fresh()), wrong)
+    return Expected(truth, case.reference(fresh(), split), wrong)
 
 
 def complaint(case: Case, ops: Primitives | None, fresh: Callable[[], Inputs], expected: Expected | None = None) -> str:
     """Say what is wrong with the case over a backend's primitives, None for its plain form; "" if nothing is."""
-    expected = expected or expect(case, fresh)
-    found = flat(case.bind(fresh(), ops)()) if ops else expected.usual
+    results = case.bind(fresh(), ops)() if ops else None
+    expected = expected or expect(case, fresh, has_pair(results))
+    found = flat(results) if ops else expected.usual
     return gate.complaint(found, expected.usual, expected.truth) or expected.wrong
 
 

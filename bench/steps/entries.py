@@ -12,6 +12,7 @@ from bench.optimizers import OPTIMIZERS
 from bench.rivals import Float32Muon
 from bench.shapes import ParameterSet
 from prokl import ops
+from prokl.backends.select import select
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
@@ -55,6 +56,11 @@ class Entry:
         """Tell it from the others of a set."""
         return self.optimizer, self.backend, self.rank, self.polar, self.eager
 
+    def precision(self, device: torch.device) -> str:
+        """Return which of prokl's precisions its steps have there, by its own setting or by default."""
+        ops = select(self.backend, device, dict(self.settings)["precision"]).ops
+        return "balanced" if ops is not None and ops.balanced else "faithful"
+
     @property
     def dtypes(self) -> str:
         """Name the dtype of the weights, and that of Newton-Schulz where it differs."""
@@ -65,6 +71,7 @@ class Entry:
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
     settings = {"rank": rank, "precondition_frequency": PERIOD, "ns_dtype": polar, "backend": backend}
+    settings["precision"] = None
     whole = name == "pro-klshampoo"
     own = polar if whole else None
     return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own, counted=whole)
@@ -72,7 +79,7 @@ def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo"
 
 def kl(backend: str) -> Entry:
     """Return this package's KL-Shampoo."""
-    settings = (("precondition_frequency", PERIOD), ("backend", backend))
+    settings = (("precondition_frequency", PERIOD), ("backend", backend), ("precision", None))
     return Entry("kl-shampoo", OPTIMIZERS["kl-shampoo"].make, settings, backend, counted=True)
 
 
