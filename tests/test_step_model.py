@@ -24,6 +24,8 @@ from prokl.algorithm.launch_counts import KERNELS, Work
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends.cuda_qr import Kind
 from prokl.kernels import launch
+from prokl.kernels.launch import Tile
+from prokl.kernels.symmetric_product import symmetric_product
 from tests.capture_factors import DATA, INPUTS, PLAN
 from tests.commands import ROOT
 from tests.host_extension import counting
@@ -215,6 +217,15 @@ def test_a_tensor_that_a_launch_is_given_twice_is_read_once():
     gram = [e for e in traced(768, 3072)["ordinary"] if e.launch and e.launch.by_name.get("K") == 3072]
     gram = [e for e in gram if (e.stage, e.kernel) == ("newton_schulz", "symmetric_product")]
     assert len(gram) == 3 and {e.work.bytes for e in gram} == {2.0 * 3 * (768 * 3072 + 768 * 768)}
+
+
+@pytest.mark.parametrize("m", [64, 96, 130])
+def test_the_lower_tiles_of_what_a_symmetric_product_adds_are_read(m):
+    A, C, tile = torch.empty(2, m, 32), torch.empty(2, m, m), Tile(64, 64, 32, 4, 2)
+    lower = sum(min(m, (row // 64 + 1) * 64) for row in range(m))
+    with trace.tracing() as events:
+        symmetric_product(A, C=C, tile=tile)
+    assert [e.work.bytes for e in events if e.launch] == [2 * 4 * (m * 32 + lower + m * m)]
 
 
 # QR.

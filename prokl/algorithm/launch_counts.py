@@ -110,11 +110,10 @@ def _symmetric_product(a: Arguments, programs: int) -> Work:
     triangle = side * (side + 1) // 2
     batch = programs // triangle
     size = _planes(a["LO"]) * batch * M * K
+    last = M - (side - 1) * tile
+    lower = batch * (M * M + (side - 1) * tile**2 + last**2) // 2  # elements of the lower tiles
     read = [(a["A_ptr"], size), (a["B_ptr"], size)]
-    if a["HAS_C"]:  # its lower tiles alone
-        read.append((a["C_ptr"], batch * min(triangle * tile**2, M * M)))
-    if a["HAS_E"]:
-        read.append((a["E_ptr"], batch * min(triangle * tile**2, M * M)))
+    read += [(a[f"{name}_ptr"], lower) for name in ("C", "E") if a[f"HAS_{name}"]]
     depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     return Work(
         _moved(*read) + _moved((a["D_ptr"], (_planes(a["D_LO"]) + a["SECOND"]) * batch * M * M)),
