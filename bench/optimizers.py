@@ -16,6 +16,7 @@ from torch import nn
 import prokl
 from bench import rivals
 from bench.training.cosmos import Cosmos
+from bench.training.online_kl_shampoo import OnlineKLShampoo
 from prokl.algorithm.settings import PRESETS
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
@@ -41,7 +42,7 @@ class Hyper:
     bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
     adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
     momentum: float | None = None  # of the matrices where it is not the method's own
-    beta2: float | None = None  # of prokl's preconditioners, likewise
+    beta2: float | None = None  # of preconditioners, likewise
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
 
 
@@ -70,6 +71,8 @@ OPTIMIZERS = {
     "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, _MIXED),
     # not swept on the default run: what the paper chose on LLaMA 134M
     "cosmos": Entry("COSMOS", "tab:olive", 1e-3, partial(Cosmos, gamma=COSMOS_GAMMA), ("rank",)),
+    # not swept: its authors' own
+    "online-kl-shampoo": Entry("Online KL-Shampoo", "rosybrown", 9.434e-2, OnlineKLShampoo, ("beta2",)),
     # not swept: their packages' own, Muon's those of torch's
     "soap": Entry("SOAP", "tab:pink", 3e-3, rivals.soap),
     "normuon": Entry("NorMuon", "tab:cyan", 2e-2, partial(rivals.muon, "NorMuon")),

@@ -72,10 +72,15 @@ FORMS: dict[str, Form] = {
     "muon-polar-express": _form("muon-polar-express", 2e-2, -2, 0),
     "cosmos": _form("cosmos", 1e-3, 1, 1, rank=RANK),
     "adamw-cautious": _form("adamw-cautious", 1e-3, 2, 2),
+    "online-kl-shampoo": _form("online-kl-shampoo", 9.434e-2, -5, -4),
+    "online-kl-shampoo-0.9": _form(
+        "online-kl-shampoo", 9.434e-2, -5, -4, "Online KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
+    ),
 }  # fmt: skip
 """By name, in the order in which they are trained and shown. Rates are README's of this package, the class's of torch's
-AdamW, Muon's author's of all Muons, and of the others those of the packages' classes; centres were chosen after the
-runs of 400 steps that findings.md has, and for methods without one by analogy."""
+AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors' of both its forms, and of the others those of the
+packages' classes; centres were chosen after the runs of 400 steps that findings.md has, and for methods without one by
+analogy."""
 
 
 @dataclass(frozen=True)
