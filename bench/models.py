@@ -213,6 +213,8 @@ CONFIGS: dict[str, ModelConfig] = {
     # Half and an eighth of the smaller two's widths, on bytes. Heads of width 64 and 16, so that rotation has pairs.
     "gpt2-small": gpt2(6, 384, 6, context=256),
     "llama-small": llama(6, 384, 6, 1024, context=256),
+    # Three times the width of llama-tiny, 5.1M parameters: what a core trains in half an hour.
+    "llama-288": llama(5, 288, 6, 768, context=256),
     "gpt2-tiny": gpt2(4, 96, 6, context=128),
     "llama-tiny": llama(4, 96, 6, 256, context=128),
 }

@@ -1,0 +1,235 @@
+"""Single questions, their runs fixed before they are trained: ``python -m bench.trials [--out bench/results]``.
+
+Two so far. "eigenvalues", into hypotheses.csv: Pro-KLShampoo whose direction takes the eigenvalues of this step, in the
+bases of the last, on the tiny scale at rates that the base has rows of. "size", into size.csv: methods and single
+changes of Pro-KLShampoo on a model three times as wide as the tiny ones, of 5.1M parameters.
+
+What has a row is not trained again; a run that was stopped goes on from its checkpoint in --folder. Losses do not
+depend on how many runs share the machine; times would, and are not kept.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pandas import DataFrame
+
+from bench import command, rows
+from bench.experiments import units
+from bench.experiments.scales import SCALES, Scale
+from bench.hypotheses import DEFAULTS, NewEigenvalues
+from bench.lengths.protocol import ADAMW_LR, FIRST_SEED, FORMS
+from bench.markdown import figure, table
+from bench.models import CONFIGS
+from bench.optimizers import Hyper
+from bench.training.run import Trainee, nothing
+from bench.workers import one_run_each
+
+LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
+"""A step has 2,048 bytes, four times the tiny scale's."""
+MODELS = {scale.name: scale for scale in (*SCALES["tiny"], LARGER)}
+AHEAD = "this step's eigenvalues, the last one's bases"
+PRO = "pro-klshampoo"
+KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
+CHECKPOINT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Attributes:
+        model, steps, seed: of it.
+        case: what it is a run of, as rows name it.
+        base: the case that this one is a change of; "" for none.
+        hyper: what it is built with.
+    """
+
+    model: str
+    steps: int
+    case: str
+    base: str
+    hyper: Hyper
+    seed: int = FIRST_SEED
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What its row has in the columns KEY."""
+        own = (self.model, self.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
+        return tuple(map(rows.text, own))
+
+
+Losses = Mapping[tuple[str, ...], float]
+"""Of what has been trained, by key; infinite for what diverged."""
+
+EIGENVALUES = {
+    ("gpt2-tiny", 400): ((0.02, ADAMW_LR), (0.01, 0.002)),
+    ("llama-tiny", 400): ((0.02, ADAMW_LR), (0.01333, 0.002)),
+    ("gpt2-tiny", 1600): ((0.008889, ADAMW_LR), (0.02, ADAMW_LR)),
+    ("llama-tiny", 1600): ((0.008889, 0.005063), (0.02, ADAMW_LR)),
+}
+"""Rates of matrices and of the rest by model and length: of the defaults and of the best that was recorded."""
+RATES = {
+    PRO: (0.01333, 0.02, 0.008889),
+    "kl-shampoo": (0.005, 0.003333, 0.0075),
+    "muon": (0.01333, 0.008889, 0.02),
+    "adamw": (0.00225, 0.0015, 0.003375),
+    "soap": (0.0045, 0.003, 0.00675),
+    "muon-0.9": (0.01333, 0.008889, 0.02),
+    "pro-klshampoo-paper": (0.01333, 0.008889, 0.02),
+}
+"""On the larger model, the likeliest first: around what lies between llama-tiny's best at 400 steps and at 1,600."""
+RANKS = {PRO: None, "pro-klshampoo-paper": LARGER.largest}
+"""A sixth of the width, as the default is."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "r = 24": {"rank": 24},
+    "alpha_kl 0.01": {"alpha_kl": 0.01},
+    "momentum 0.95, beta2 0.95": {"momentum": 0.95, "beta2": 0.95},
+    "r = 32": {"rank": 32},
+    "momentum 0.95": {"momentum": 0.95},
+    "beta2 0.95": {"beta2": 0.95},
+}
+"""Of Pro-KLShampoo on the larger model at the best of its rates: half of its rank, 48, and so on."""
+
+
+def eigenvalues(known: Losses) -> Iterator[Trial]:
+    """Yield all runs of the question, short ones first."""
+    for (model, steps), rates in EIGENVALUES.items():
+        for lr, adamw_lr in rates:
+            yield Trial(model, steps, AHEAD, DEFAULTS, replace(FORMS[PRO].default, lr=lr, adamw_lr=adamw_lr))
+
+
+def size(known: Losses) -> Iterator[Trial]:
+    """Yield every method at its first rate, then its second, its third; and when all is known, what follows from it.
+
+    That is single changes of Pro-KLShampoo at its best rate, and a second seed of the two best methods at theirs.
+    """
+    by_method = [[_of_method(form, lr) for lr in rates] for form, rates in RATES.items()]
+    methods = [trial for trial in chain(*zip_longest(*by_method)) if trial is not None]
+    yield from methods
+    if any(trial.key not in known for trial in methods):
+        return
+    best = sorted((min(its, key=lambda trial: known[trial.key]) for its in by_method), key=lambda t: known[t.key])
+    pro = min(by_method[0], key=lambda trial: known[trial.key])
+    for case, changes in CHANGES.items():
+        yield replace(pro, case=case, base=pro.case, hyper=replace(pro.hyper, **changes))
+    yield from (replace(trial, seed=FIRST_SEED + 1) for trial in best[:2])
+
+
+def _of_method(form: str, lr: float) -> Trial:
+    own = FORMS[form]
+    hyper = replace(own.default, lr=lr, rank=RANKS.get(form))
+    return Trial(LARGER.name, LARGER.steps, own.label, "", hyper)
+
+
+STUDIES = {"eigenvalues": (eigenvalues, "hypotheses.csv"), "size": (size, "size.csv")}
+"""By name: what is trained, and the file of its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train what is missing, one run a process."""
+
+    out: Path = rows.RESULTS  # Folder of the results files
+    folder: Path = Path("runs/trials")  # Of checkpoints and of what has ended
+    studies: tuple[Literal[tuple(STUDIES)], ...] = tuple(STUDIES)  # type: ignore[valid-type]
+    """Some of them."""
+    jobs: int = command.cores()  # Runs at a time, each on one thread
+
+    def __post_init__(self) -> None:
+        command.at_least(1, jobs=self.jobs)
+        command.some(studies=self.studies)
+
+
+def train(trial: Trial, folder: Path) -> rows.Row:
+    """Train on one thread, from the last checkpoint if there is one, and return the row."""
+    torch.set_num_threads(1)
+    scale = MODELS[trial.model]
+    source = scale.open(None)
+    settings = scale.settings({trial.case: trial.hyper}, source.vocabulary, "cpu", curve=False)
+    settings = replace(settings, steps=trial.steps, eval_every=trial.steps)
+    watch = _with_new_eigenvalues if trial.case == AHEAD else nothing
+    task = units.Task(folder / re.sub(r"\W+", "-", trial.case), settings, trial.seed, watch=watch)
+    found = units.run(task, units.Place(source, lambda: False, CHECKPOINT_SECONDS))
+    assert found is not None
+    return row_of(trial, found[trial.case]) | {"data": source.name, "data_sha256": source.sha256}
+
+
+def _with_new_eigenvalues(trainee: Trainee) -> Callable[[int], None]:
+    for optimizer in trainee.optimizers:
+        optimizer.method = NewEigenvalues()  # type: ignore[attr-defined]
+    return lambda step: None
+
+
+def row_of(trial: Trial, result: units.Result) -> rows.Row:
+    """Return the row of a run."""
+    own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
+    own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
+    return own | {"diverged_at": result.record.diverged_at} | result.environment
+
+
+def losses_of(path: Path) -> dict[tuple[str, ...], float]:
+    """Return the losses of a file's rows by key."""
+    found = {}
+    for row in rows.read(path):
+        found[tuple(row.get(name, "") for name in KEY)] = float(row["validation_loss"] or math.inf)
+    return found
+
+
+def run(o: Options) -> None:
+    """Train what is wanted until nothing is."""
+    under_way: dict[Future[rows.Row], tuple[Trial, Path]] = {}
+    with one_run_each(o.jobs) as pool:
+        while True:
+            busy = {trial.key for trial, _ in under_way.values()}
+            for trial, path in _missing(o):
+                if len(under_way) < o.jobs and trial.key not in busy:
+                    under_way[pool.submit(train, trial, o.folder)] = trial, path
+            if not under_way:
+                return
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                trial, path = under_way.pop(future)
+                row = future.result()
+                rows.upsert(path, [row], KEY)
+                print(f"{', '.join(trial.key)}: {row['validation_loss']:.4f}", flush=True)
+
+
+def _missing(o: Options) -> Iterator[tuple[Trial, Path]]:
+    for name in o.studies:
+        wanted, file = STUDIES[name]
+        known = losses_of(o.out / file)
+        yield from ((trial, o.out / file) for trial in wanted(known) if trial.key not in known)
+
+
+def methods_table(found: DataFrame) -> str:
+    """Return the losses of methods on the larger model by rate, and how far the lowest is from KL-Shampoo's."""
+    its = found[(found["base"] == "") & (found["seed"] == FIRST_SEED)]
+    lowest = its.groupby("case")["validation_loss"].min()
+    rival = lowest.get(FORMS["kl-shampoo"].label, math.nan)
+    lines = []
+    for case in (FORMS[form].label for form in RATES if FORMS[form].label in lowest):
+        by_rate = its[its["case"] == case].set_index("lr")["validation_loss"].sort_index()
+        shown = (f"{lr:.3g}: {figure(loss, 3)}" for lr, loss in by_rate.items())
+        cells = {"optimizer": case, "validation loss by lr": ", ".join(shown), "lowest": figure(lowest[case], 3)}
+        lines.append(cells | {"− KL-Shampoo, lowest": figure(lowest[case] - rival, 3, "+")})
+    return table(DataFrame(lines), 2)
+
+
+@command.command
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    o = command.options(Options, argv, "bench.trials")
+    command.make_folder(o.out)
+    run(o)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

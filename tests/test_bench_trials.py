@@ -1,0 +1,147 @@
+"""``bench.trials``: what is trained is fixed, goes on where it was stopped, and is what it says."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import prokl
+from bench import rows, trials
+from bench.hypotheses import NewEigenvalues
+from bench.trials import AHEAD, CHANGES, EIGENVALUES, PRO, RATES, STUDIES, Trial
+from prokl.backends.torch_ops import TorchPrimitives
+from tests.inputs import normal
+
+
+def all_of(wanted, loss):
+    """Train all that is wanted by a formula; return it in its order."""
+    known, order = {}, []
+    while missing := [trial for trial in wanted(known) if trial.key not in known]:
+        order.append(missing[0])
+        known[missing[0].key] = loss(missing[0])
+    return order
+
+
+def test_of_the_size_every_method_has_its_first_rate_before_any_has_its_second():
+    order = all_of(trials.size, lambda trial: trial.hyper.lr)
+    each = len(RATES)
+    for i in range(3):
+        its = order[i * each : (i + 1) * each]
+        assert [trial.hyper.lr for trial in its] == [rates[i] for rates in RATES.values()]
+    assert len({trial.key for trial in order}) == len(order) == 3 * each + len(CHANGES) + 2
+
+
+def test_changes_are_made_at_the_best_rate_and_the_two_best_methods_have_a_second_seed():
+    best = {PRO: 0.02, "muon": 0.008889}
+    order = all_of(trials.size, lambda trial: abs(trial.hyper.lr - best.get(trial.hyper.method, 9.0)))
+    changed = [trial for trial in order if trial.base]
+    assert {(trial.case, trial.hyper.lr, trial.base) for trial in changed} == {
+        (case, 0.02, "Pro-KLShampoo") for case in CHANGES
+    }
+    default = next(trial.hyper for trial in order if trial.case == "Pro-KLShampoo" and trial.hyper.lr == 0.02)
+    for trial in changed:
+        assert trial.hyper == replace(default, **CHANGES[trial.case])
+    # of Pro-KLShampoo, its paper's form, Muon and Muon with 0.9, which all have a loss of 0, the first two
+    second = [(trial.case, trial.hyper.lr) for trial in order if trial.seed == 1]
+    assert second == [("Pro-KLShampoo", 0.02), ("Muon", 0.008889)]
+
+
+def test_the_eigenvalues_question_is_asked_where_the_base_has_rows():
+    base = rows.read(rows.RESULTS / "hypotheses.csv")
+    known = {tuple(row[name] for name in trials.KEY) for row in base}
+    order = all_of(trials.eigenvalues, lambda trial: 1.0)
+    assert len(order) == sum(map(len, EIGENVALUES.values()))
+    for trial in order:
+        assert replace(trial, case=trial.base).key in known
+
+
+@pytest.mark.parametrize("threshold", [None, 5.0])
+def test_new_eigenvalues_are_those_of_this_step_and_what_a_step_leaves_is_the_same(threshold):
+    both = []
+    for method in (prokl.ProKLShampoo.method, NewEigenvalues()):
+        W = torch.nn.Parameter(torch.zeros(8, 12, dtype=torch.float64))
+        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=2, backend="torch", clip_threshold=threshold)
+        optimizer.method = method
+        for seed in range(4):
+            before = {key: value.clone() for key, value in optimizer.state[W].items() if torch.is_tensor(value)}
+            start = W.detach().clone()
+            W.grad = normal(8, 12, seed=seed, dtype=torch.float64)
+            optimizer.step()
+        both.append((W.detach() - start, before, optimizer.state[W]))
+    (usual, before, after), (ahead, _, also_after) = both
+    for key, value in after.items():
+        torch.testing.assert_close(also_after[key], value, rtol=0, atol=0)
+    assert (usual - ahead).norm() > 1e-3 * usual.norm()
+    # The same as the usual direction from the state before with the eigenvalues after.
+    new = {key: (after if key.startswith("inv_sqrt") else before)[key][None] for key in before}
+    group = optimizer.param_groups[0]
+    method, h = prokl.ProKLShampoo.method, prokl.ProKLShampoo.method.hyper(group)
+    given = W.grad[None], new, replace(h, clip_threshold=None), torch.ones(1, dtype=torch.float64), None
+    want = method.direction(*given, TorchPrimitives(host_readable=True)).dense()[0]
+    torch.testing.assert_close(-ahead, want, rtol=0, atol=1e-12)
+
+
+def test_a_bounded_gradient_has_the_eigenvalues_before_it():
+    steps = []
+    for method in (prokl.ProKLShampoo.method, NewEigenvalues()):
+        W = torch.nn.Parameter(torch.zeros(8, 12, dtype=torch.float64))
+        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=2, backend="torch")
+        for seed in range(4):
+            optimizer.method = method if seed == 3 else prokl.ProKLShampoo.method
+            W.grad = normal(8, 12, seed=seed, dtype=torch.float64) * (1e3 if seed == 3 else 1.0)
+            optimizer.step()
+        assert int(optimizer.state[W]["clipped"]) == 1
+        steps.append(W.detach())
+    assert torch.equal(*steps)
+
+
+@pytest.mark.slow
+def test_the_command_trains_what_is_missing_writes_its_row_and_does_not_repeat_it(tmp_path, monkeypatch, capsys):
+    wanted = [Trial("llama-tiny", 2, AHEAD, "base", trials.FORMS[PRO].default)]
+    monkeypatch.setitem(STUDIES, "eigenvalues", (lambda known: iter(wanted), "hypotheses.csv"))
+    arguments = ["--studies", "eigenvalues", "--out", str(tmp_path), "--folder", str(tmp_path / "runs"), "--jobs", "1"]
+    assert trials.main(arguments) == 0
+    (row,) = rows.read(tmp_path / "hypotheses.csv")
+    assert row["case"] == AHEAD and row["base"] == "base" and row["threads"] == "1"
+    assert 2 < float(row["validation_loss"]) < 6 and row["data_sha256"]
+    assert capsys.readouterr().out.count("\n") == 1
+    assert trials.main(arguments) == 0 and capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_to_the_same_loss(tmp_path, monkeypatch):
+    trial = Trial("llama-tiny", 6, AHEAD, "base", trials.FORMS[PRO].default)
+    threads = torch.get_num_threads()
+    try:
+        whole = trials.train(trial, tmp_path / "whole")
+        monkeypatch.setattr(trials, "CHECKPOINT_SECONDS", 0.0)
+        advance, left = trials.units.Run.advance, [3]
+
+        def interrupted(run):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            advance(run)
+
+        monkeypatch.setattr(trials.units.Run, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trials.train(trial, tmp_path / "parts")
+        left[0] = 3  # what remains, and no more
+        again = trials.train(trial, tmp_path / "parts")
+    finally:
+        torch.set_num_threads(threads)
+    assert again["validation_loss"] == whole["validation_loss"]
+
+
+def test_the_table_shows_rates_in_order_and_the_distance_to_kl_shampoo():
+    def row(case, lr, loss, base="", seed=0):
+        return {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed}
+
+    found = [row("Muon", 0.02, 2.5), row("Muon", 0.01, math.nan), row("KL-Shampoo", 0.005, 2.0)]
+    found += [row("KL-Shampoo", 0.005, 0.1, seed=1), row("r = 24", 0.02, 0.2, base="Pro-KLShampoo")]
+    shown = trials.methods_table(trials.DataFrame(found)).splitlines()
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[2:]] == [
+        ["KL-Shampoo", "0.005: 2.000", "2.000", "+0.000"],
+        ["Muon", "0.01: -, 0.02: 2.500", "2.500", "+0.500"],
+    ]
