@@ -283,7 +283,7 @@ def test_the_command_trains_in_processes_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["adamw", "muon", "pro-klshampoo-paper", "cosmos"])
+@pytest.mark.parametrize("form", ["adamw", "muon", "pro-klshampoo-paper", "cosmos", "online-kl-shampoo-0.9"])
 def test_a_unit_is_trained_with_its_settings(form):
     threads = torch.get_num_threads()
     unit = replace(at_default(MODEL, 1, form, 0), lr=1e-3)

@@ -95,6 +95,12 @@ def test_beta2_and_momentum_are_the_methods_own_unless_they_are_given(method):
         assert given.defaults[name] == value and own.defaults[name] == plain.defaults[name]
 
 
+def test_online_kl_shampoo_has_its_authors_settings_unless_others_are_given():
+    own, given = built("online-kl-shampoo"), built("online-kl-shampoo", momentum=0.9, beta2=0.8)
+    found = [[o.defaults[name] for name in ("momentum", "beta2", "weight_decay")] for o in (own, given)]
+    assert found == [[0.9684, 0.9482, 0.0], [0.9, 0.8, 0.0]] and own.param_groups[0]["lr"] == 0.01
+
+
 def test_cpus_are_asked(monkeypatch):
     assert rivals.emulated([torch.zeros(2, 2)]) != cpu_has_bfloat16()
     assert not rivals.emulated([torch.zeros(2, 2, device="meta")])
