@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import digits, hypotheses, one_rate, precision, robustness, timing_tables
+from bench import digits, hypotheses, one_rate, precision, robustness, timing_tables, trials
 from bench.command import command, options
 from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("hypotheses-former", "hypotheses.csv", partial(hypotheses.changes_table, base=hypotheses.FORMER)),
             ("hypotheses-seeds", "hypotheses.csv", hypotheses.seeds_table),
             ("hypotheses", "hypotheses.csv", partial(hypotheses.changes_table, base=hypotheses.DEFAULTS)),
+            ("size", "size.csv", trials.size_table),
             ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
             ("lengths-first", "lengths.csv", partial(lengths.losses_table, selecting=True)),
             ("robustness", "robustness.csv", robustness.losses_table),

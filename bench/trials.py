@@ -208,17 +208,30 @@ def _missing(o: Options) -> Iterator[tuple[Trial, Path]]:
         yield from ((trial, o.out / file) for trial in wanted(known) if trial.key not in known)
 
 
-def methods_table(found: DataFrame) -> str:
-    """Return the losses of methods on the larger model by rate, and how far the lowest is from KL-Shampoo's."""
-    its = found[(found["base"] == "") & (found["seed"] == FIRST_SEED)]
-    lowest = its.groupby("case")["validation_loss"].min()
-    rival = lowest.get(FORMS["kl-shampoo"].label, math.nan)
+def size_table(found: DataFrame) -> str:
+    """Return the grid of the larger model with what is known of it: losses by rate, and how far the lowest is.
+
+    That is from KL-Shampoo's lowest, or of a change of Pro-KLShampoo from that at the same rate; of the first seed.
+    """
+    first = [row for row in found.to_dict("records") if row["seed"] == FIRST_SEED]
+    losses: dict[str, dict[float, float]] = {}
+    for row in first:
+        loss = row["validation_loss"]
+        losses.setdefault(row["case"], {})[row["lr"]] = math.inf if math.isnan(loss) else loss
+    lowest = {case: min(by_rate.values(), default=math.nan) for case, by_rate in losses.items()}
+    rival, pro = (FORMS[form].label for form in ("kl-shampoo", PRO))
     lines = []
-    for case in (FORMS[form].label for form in RATES if FORMS[form].label in lowest):
-        by_rate = its[its["case"] == case].set_index("lr")["validation_loss"].sort_index()
-        shown = (f"{lr:.3g}: {figure(loss, 3)}" for lr, loss in by_rate.items())
-        cells = {"optimizer": case, "validation loss by lr": ", ".join(shown), "lowest": figure(lowest[case], 3)}
-        lines.append(cells | {"− KL-Shampoo, lowest": figure(lowest[case] - rival, 3, "+")})
+    for case, rates in {FORMS[form].label: rates for form, rates in RATES.items()}.items():
+        own = losses.get(case, {})
+        shown = ", ".join(f"{lr:.3g}: {figure(own.get(lr), 3)}" for lr in sorted(rates))
+        apart = figure(lowest.get(case, math.nan) - lowest.get(rival, math.nan), 3, "+")
+        lines.append({"case": case, "validation loss by lr": shown, f"lowest − {rival}'s": apart, f"− {pro}": ""})
+    for case in CHANGES:
+        own = losses.get(case, {})
+        shown = ", ".join(f"{lr:.3g}: {figure(loss, 3)}" for lr, loss in own.items()) or "-"
+        apart = ", ".join(figure(loss - losses[pro][lr], 3, "+") for lr, loss in own.items()) or "-"
+        named = {"case": f"{pro}, {case}", "validation loss by lr": shown, f"lowest − {rival}'s": ""}
+        lines.append(named | {f"− {pro}": apart})
     return table(DataFrame(lines), 2)
 
 

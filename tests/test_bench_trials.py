@@ -134,14 +134,26 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_loss(tmp_path, monkeypatch):
     assert again["validation_loss"] == whole["validation_loss"]
 
 
-def test_the_table_shows_rates_in_order_and_the_distance_to_kl_shampoo():
+def test_the_table_has_the_whole_grid_and_what_is_known_of_it():
     def row(case, lr, loss, base="", seed=0):
         return {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed}
 
-    found = [row("Muon", 0.02, 2.5), row("Muon", 0.01, math.nan), row("KL-Shampoo", 0.005, 2.0)]
-    found += [row("KL-Shampoo", 0.005, 0.1, seed=1), row("r = 24", 0.02, 0.2, base="Pro-KLShampoo")]
-    shown = trials.methods_table(trials.DataFrame(found)).splitlines()
-    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown[2:]] == [
-        ["KL-Shampoo", "0.005: 2.000", "2.000", "+0.000"],
-        ["Muon", "0.01: -, 0.02: 2.500", "2.500", "+0.500"],
-    ]
+    found = [row("Muon", 0.02, 2.5), row("Muon", 0.01333, math.nan), row("KL-Shampoo", 0.005, 2.0)]
+    found += [row("KL-Shampoo", 0.003333, 0.1, seed=1), row("Pro-KLShampoo", 0.02, 1.5)]
+    found += [row("r = 24", 0.02, 1.75, base="Pro-KLShampoo")]
+    shown = trials.size_table(trials.DataFrame(found)).splitlines()[2:]
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in shown}
+    assert len(cells) == len(RATES) + len(CHANGES)
+    assert cells["Muon"] == ["0.00889: -, 0.0133: inf, 0.02: 2.500", "+0.500", ""]
+    assert cells["KL-Shampoo"] == ["0.00333: -, 0.005: 2.000, 0.0075: -", "+0.000", ""]
+    assert cells["SOAP"] == ["0.003: -, 0.0045: -, 0.00675: -", "-", ""]
+    assert cells["Pro-KLShampoo, r = 24"] == ["0.02: 1.750", "", "+0.250"]
+    assert cells["Pro-KLShampoo, beta2 0.95"] == ["-", "", "-"]
+    assert trials.size_table(trials.DataFrame()).count(" - ") > len(RATES)
+
+
+def test_a_diverged_run_is_known_and_above_all(tmp_path):
+    trial = next(trials.size({}))
+    key = dict(zip(trials.KEY, trial.key, strict=True))
+    rows.write(tmp_path / "rows.csv", [key | {"validation_loss": math.nan, "diverged_at": 7}])
+    assert trials.losses_of(tmp_path / "rows.csv") == {trial.key: math.inf}
