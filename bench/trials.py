@@ -30,6 +30,7 @@ from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
 from bench.training.run import Trainee, nothing
+from bench.training.sources import Source
 from bench.workers import one_run_each
 
 LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
@@ -159,7 +160,7 @@ def train(trial: Trial, folder: Path) -> rows.Row:
     task = units.Task(folder / re.sub(r"\W+", "-", trial.case), settings, trial.seed, watch=watch)
     found = units.run(task, units.Place(source, lambda: False, CHECKPOINT_SECONDS))
     assert found is not None
-    return row_of(trial, found[trial.case]) | {"data": source.name, "data_sha256": source.sha256}
+    return row_of(trial, found[trial.case], source)
 
 
 def _with_new_eigenvalues(trainee: Trainee) -> Callable[[int], None]:
@@ -168,11 +169,15 @@ def _with_new_eigenvalues(trainee: Trainee) -> Callable[[int], None]:
     return lambda step: None
 
 
-def row_of(trial: Trial, result: units.Result) -> rows.Row:
-    """Return the row of a run."""
+def row_of(trial: Trial, result: units.Result, source: Source) -> rows.Row:
+    """Return the row of a run; one of the tiny scale has the columns of those before it, which name no data."""
     own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
     own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
-    return own | {"diverged_at": result.record.diverged_at} | result.environment
+    if trial.model == LARGER.name:
+        own |= {"data": source.name, "data_sha256": source.sha256}
+    if (step := result.record.diverged_at) is not None:
+        own["note"] = f"diverged at step {step}"
+    return own | result.environment
 
 
 def losses_of(path: Path) -> dict[tuple[str, ...], float]:

@@ -259,6 +259,13 @@ def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
     (line,) = (line for line in shown if "| Muon " in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+    untimed = [row | ({"model_ms": None, "optimizer_ms": None} if row["optimizer"] == "adamw" else {}) for row in found]
+    lengths.rows.write(tmp_path / "untimed.csv", untimed)  # the runs of a machine that does other things
+    shown = tables.reached_table(frame(tmp_path / "untimed.csv"), tmp_path / "curves.csv").splitlines()
+    (line,) = (line for line in shown if "AdamW" in line)
+    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "-"]
+    (line,) = (x for x in tables.losses_table(frame(tmp_path / "untimed.csv"), True).splitlines() if "AdamW" in x)
+    assert line.split("|")[4].strip() == "-"
     drawn = []
     monkeypatch.setattr(figure, "save", lambda it, path: drawn.extend(axes.get_lines() for axes in it.axes))
     figure.draw(tmp_path / "loss.png", frame(tmp_path / "rows.csv"), frame(tmp_path / "curves.csv"), 400)

@@ -9,7 +9,7 @@ import numpy as np
 from pandas import DataFrame, Series
 
 from bench.lengths.protocol import FIRST_SEED, FORMS, STEP, Tuned, Unit, at_default, power, rounded, tuned
-from bench.markdown import table, with_error
+from bench.markdown import figure, table, with_error
 from bench.rows import RESULTS, frame
 
 CURVES = RESULTS / "lengths-curves.csv"
@@ -108,7 +108,7 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
         if form not in seeds:
             continue
         by_model = its.groupby("model", sort=False)
-        cells["step, ms"] = " / ".join(f"{times[model, form]:.0f}" for model in by_model.groups)
+        cells["step, ms"] = " / ".join(figure(times[model, form], 0) for model in by_model.groups)
         cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
         cells["seeds"] = seeds[form]
         lines.append(cells)
@@ -174,7 +174,7 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                 slower = every_ms[one.model, form] / every_ms[one.model, reference]
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
-                cells[f"seconds to {FORMS[reference].label}'s"] = f"{steps * slower:.2f}" if known else "-"
+                cells[f"seconds to {FORMS[reference].label}'s"] = figure(steps * slower if known else None, 2)
             lines.append(cells)
     return table(DataFrame(lines).fillna("-"), 3)
 
