@@ -3,7 +3,12 @@
 import pytest
 import torch
 
+from prokl.algorithm.settings import Hyper
+from prokl.algorithm.shapes import MatrixShape
+from prokl.backends.io import Layout, Member
 from prokl.backends.pointers import PointerTable
+from prokl.backends.rounding import Rounding
+from prokl.backends.triton_ops import TritonIO
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -35,22 +40,58 @@ def test_the_table_holds_address_and_strides_of_every_matrix(dtype):
     assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
 
 
-def test_the_table_is_written_only_when_something_moved(monkeypatch):
+def test_the_table_is_written_only_when_something_moved():
     matrices, counts = layouts()
     addresses = PointerTable(sum(counts), torch.device(DEVICE))
     table, pointer = addresses.table, addresses.table.data_ptr()
     addresses.update(matrices, counts)
     written = table._version
-    with monkeypatch.context() as patch:
-        patch.setattr(addresses, "_rows", None)  # no work for every matrix either
-        addresses.update(matrices, counts)
-        addresses.update([None if t is None else t[:] for t in matrices], tuple(counts))
+    addresses.update(matrices, counts)
+    addresses.update([None if t is None else t[:] for t in matrices], tuple(counts))
     assert table._version == written
     moved = [matrices[0].clone(), None, None, matrices[2], *matrices[4:]]
     addresses.update(moved, [1, 2, 1, 1, 1, 3])
     assert table._version == written + 1
     assert addresses.table is table and table.data_ptr() == pointer
     assert torch.equal(table.cpu(), expected(moved, counts))
+
+
+def pieces(tensors):
+    """Views as buckets have them, two of one tensor, and how many matrices each has."""
+    whole, columns, several = tensors
+    return [whole[None, :2], whole[None, 2:], columns.mT[None], several], [1, 1, 1, 3]
+
+
+def sources():
+    """Tensors in which :func:`pieces` lie, at new addresses in every call."""
+    wide = torch.zeros(3, 2, 7, device=DEVICE)
+    tensors = [torch.zeros(6, 5, device=DEVICE), torch.zeros(5, 2, device=DEVICE), wide[:, :, 1:6]]
+    return tensors, [tensors[0], *tensors]
+
+
+def test_tensors_are_followed_without_looking_at_the_matrices():
+    (tensors, lie_in), (others, elsewhere) = sources(), sources()
+    matrices, counts = pieces(tensors)
+    addresses = PointerTable(sum(counts), DEVICE)
+    assert not addresses.follow(lie_in, "form")
+    addresses.update(matrices, counts, lie_in, "form")
+    written = addresses.table._version
+    assert addresses.follow(lie_in, "form") and addresses.table._version == written
+    assert not addresses.follow(elsewhere, "other") and addresses.table._version == written
+    assert addresses.follow(elsewhere, "form") and addresses.table._version == written + 1
+    assert torch.equal(addresses.table.cpu(), expected(*pieces(others)))
+    addresses.update(*pieces(others))
+    assert addresses.table._version == written + 1  # it held them
+
+
+def test_what_had_to_be_copied_is_not_followed():
+    tensors, lie_in = sources()
+    matrices, counts = pieces(tensors)
+    addresses = PointerTable(sum(counts), DEVICE)
+    for copied in (matrices[2].clone(), None):
+        addresses.update(matrices, counts, lie_in, "form")
+        addresses.update([*matrices[:2], copied, matrices[3]], counts, lie_in, "form")
+        assert not addresses.follow(lie_in, "form")
 
 
 def test_every_change_of_a_matrix_is_seen():
@@ -151,3 +192,38 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
                 addresses.update([t], [1])
     addresses.update([t], [1])
     assert torch.equal(table, expected([t], [1]))
+
+
+def oriented(gradients, shapes):
+    """The gradients as the kernels read them, in the weights' dtype, and how many matrices each has."""
+    views = [
+        None if g is None else shape.oriented(g.to(torch.float32)) for g, shape in zip(gradients, shapes, strict=True)
+    ]
+    return views, [shape.count for shape in shapes]
+
+
+def test_gradients_are_found_however_they_lie_in_step_after_step():
+    sizes, device = [(4, 6), (6, 4), (3, 4, 6), (8, 6), (8, 6)], torch.device(DEVICE)
+    shapes = [MatrixShape.of(torch.empty(size)) for size in sizes[:3]]
+    shapes += MatrixShape.of(torch.empty(8, 6)).pieces(2)
+    weights = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes[:4]]
+    weights.append(weights[3])  # two pieces of it
+    rows = [range(0, 1), range(1, 2), range(2, 5), range(5, 6), range(6, 7)]
+    members = [Member(p, "", shape, own) for p, shape, own in zip(weights, shapes, rows, strict=True)]
+    io = TritonIO(members, Layout(7, 4, 6, torch.float32, torch.float32, device), Rounding("plain", [], []))
+    others = {
+        "turned": lambda: torch.zeros(6, 4, device=device).T,
+        "sparse in memory": lambda: torch.zeros(4, 12, device=device)[:, ::2],
+        "missing": lambda: None,
+    }
+    kept = []
+    for other in (None, None, *others.values(), *others.values(), None):
+        for p in weights:
+            p.grad = torch.zeros_like(p)
+        if other is not None:
+            weights[0].grad = other()
+        found = [p.grad for p in weights]
+        kept += found  # so that the next ones lie elsewhere
+        io.locate(Hyper(0.02, 0.1, 0.9, 0.9, 1e-8, 5.0, False, "original"))
+        assert torch.equal(io.gradient_table.table.cpu(), expected(*oriented(found, shapes)))
+        io.release()

@@ -232,3 +232,131 @@ def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
         optimizer.step()
     ((bucket,),) = optimizer._buckets.values()
     assert len(bucket.rows.kept) == KEPT
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("only", [None, "M", "L", "Q_L", "inv_sqrt_lambda_L", "trust", "skipped"])
+def test_state_moved_through_data_is_what_the_next_step_uses(cls, kwargs, only):
+    """As trainers do that move state off a device, and back, while something else needs its memory."""
+    plain, one = stepped(cls, kwargs, 6)
+    moved, two = stepped(cls, kwargs, 6)
+    for state in two.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and only in (None, key):
+                former = value.detach()
+                value.data = value.data.clone()
+                former.mul_(3).add_(1)  # somebody else's by now
+    step(plain, one, range(6, 12))
+    step(moved, two, range(6, 12))
+    for p, q in zip(plain, moved, strict=True):
+        assert torch.equal(p, q)
+        for key, value in one.state[p].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(two.state[q][key])), key
+
+
+def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_anew(monkeypatch):
+    optimizer, parameters = mixed()
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "_validate_anew", None)  # which a call would show
+        for t in range(3):
+            for group in optimizer.param_groups:
+                group.update(lr=0.01 / (t + 1), weight_decay=0.1 * t, own_key=t)
+            optimizer.zero_grad()
+            given(parameters, t)
+            optimizer.step()
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match="Invalid lr=-1.0"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+
+
+def mixed():
+    """An optimizer of begun, waiting and AdamW weights that has stepped until it has nothing more to make."""
+    parameters = [torch.nn.Parameter(torch.randn(6, 9)) for _ in range(3)] + [torch.nn.Parameter(torch.randn(9))]
+    a, b, waiting, bias = ((f"w{i}", p) for i, p in enumerate(parameters))
+    groups = [
+        {"params": [a, b], "transposed": [False, True], "split": [None, 3], "ns_coefficients": [2.0, -1.5, 0.5]},
+        {"params": [waiting]},
+        {"params": [bias], "algorithm": "adamw", "lr": 0.1, "betas": [0.9, 0.95]},
+    ]
+    optimizer = ProKLShampoo(groups, rank=2)
+    for t in range(3):
+        given(parameters, t)
+        optimizer.step()
+    return optimizer, parameters
+
+
+def given(parameters, t):
+    for i, p in enumerate(parameters):
+        p.grad = None if i == 2 else torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * t + i))
+
+
+def group_of(i, **settings):
+    return lambda optimizer, parameters: optimizer.param_groups[i].update(settings)
+
+
+SETTINGS = {
+    "momentum": 0.5,
+    "beta2": 0.5,
+    "eps": 0.1,
+    "alpha_kl": 0.1,
+    "ns_steps": 2,
+    "ns_coefficients": (2.0, -1.0, 0.5),
+}
+SETTINGS |= {"ns_dtype": torch.float64, "precondition_frequency": 3, "clip_threshold": 2.0, "maximize": True}
+SETTINGS |= {"adjust_lr_fn": "match_rms_adamw", "cautious_weight_decay": True, "backend": "reference"}
+SETTINGS |= {
+    "precision": "faithful",
+    "cuda_graphs": False,
+    "bf16_weights": "master",
+    "rank": 2.0,
+    "variant": "smok-hop",
+}
+SETTINGS |= {"state_dtype": torch.float64, "init_eigenvalue": 0.1}
+CHANGES = {
+    **{key: group_of(0, **{key: value}) for key, value in SETTINGS.items()},
+    **{f"AdamW's {key}": group_of(2, **{key: value}) for key, value in (("eps", 0.1), ("amsgrad", True))},
+    "an entry of a list": lambda o, p: o.param_groups[0]["ns_coefficients"].__setitem__(0, 1.5),
+    "an entry of AdamW's list": lambda o, p: o.param_groups[2]["betas"].__setitem__(0, 0.8),
+    "how a weight is read": lambda o, p: o.param_groups[0]["transposed"].__setitem__(0, True),
+    "a name": lambda o, p: o.param_groups[0]["param_names"].__setitem__(0, "other"),
+    "a group": lambda o, p: o.param_groups.__setitem__(0, dict(o.param_groups[0])),
+    "no group": lambda o, p: o.param_groups.pop(),
+    "a new group": lambda o, p: o.add_param_group({"params": [("new", torch.nn.Parameter(torch.zeros(2, 3)))]}),
+    "a weight": lambda o, p: o.param_groups[0]["params"].__setitem__(0, torch.nn.Parameter(torch.zeros(6, 9))),
+    "the dtype of a weight": lambda o, p: setattr(p[0], "data", p[0].data.double()),
+    "the shape of a weight": lambda o, p: setattr(p[0], "data", p[0].data[:5]),
+    "a gradient for who had none": lambda o, p: setattr(p[2], "grad", torch.ones(6, 9)),
+    "a weight that is frozen while it waits": lambda o, p: p[2].requires_grad_(False),
+    "a sparse gradient": lambda o, p: setattr(p[0], "grad", torch.eye(6, 9).to_sparse()),
+    "a sparse gradient of AdamW's": lambda o, p: setattr(p[3], "grad", torch.ones(9).to_sparse()),
+    "the state of a weight": lambda o, p: o.state.__setitem__(p[0], dict(o.state[p[0]])),
+    "the state of a weight that waits": lambda o, p: o.state.pop(p[2]),
+    "AdamW's state": lambda o, p: o.state.pop(p[3]),
+    "all state": lambda o, p: o.state.clear(),
+    "a tensor of the state": lambda o, p: o.state[p[0]].update(M=o.state[p[0]]["M"].clone()),
+    "a tensor of a piece's state": lambda o, p: o.state[p[1]].update({"M.1": o.state[p[1]]["M.1"].mT.mT}),
+    "no tensor of the state": lambda o, p: o.state[p[0]].pop("U"),
+    "a key of AdamW's in the state": lambda o, p: o.state[p[0]].update(exp_avg=torch.zeros(6, 9)),
+    "a key of the matrix method in AdamW's": lambda o, p: o.state[p[3]].update(M=torch.zeros(9)),
+    "the dtype of AdamW's state": lambda o, p: o.state[p[3]].update(exp_avg=torch.zeros(9, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_a_check_looks_at_is_checked_anew_when_it_changes(change, monkeypatch):
+    optimizer, parameters = mixed()
+    given(parameters, 3)
+    change(optimizer, parameters)
+    monkeypatch.setattr(optimizer, "_validate_anew", checked)
+    with pytest.raises(Checked):
+        optimizer.step()
+
+
+class Checked(Exception):
+    pass
+
+
+def checked():
+    raise Checked

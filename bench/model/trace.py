@@ -155,6 +155,7 @@ def tracing() -> Iterator[list[Event]]:
         stack.enter_context(patch("prokl.engine.bucket.select", gpu))
         stack.enter_context(patch("prokl.engine.base.select", gpu))
         stack.enter_context(patch("prokl.engine.base.workspace", lambda device: MEMORY // SHARE))
+        stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))
         yield events

@@ -7,9 +7,15 @@ them in one launch, and a captured CUDA graph follows gradients that move: the t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def _lies_in(matrix: Tensor | None, tensor: Tensor) -> bool:
+    """Return True if a matrix is a view of a tensor."""
+    return matrix is not None and matrix.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class PointerTable:
@@ -26,32 +32,62 @@ class PointerTable:
 
     def __init__(self, count: int, device: torch.device | str) -> None:
         self.table = torch.zeros((3, count), dtype=torch.int64, device=device)
-        self._seen: list[tuple[object, ...] | None] = []
         self._held: list[list[int]] = [[0] * count] * 3
+        self._forms: Any = None  # of the tensors that are followed; None where none are
+        self._starts: list[int] = []  # their addresses
+        self._within: list[tuple[int, int]] = []  # of every matrix, in which of them it lies, and how far
 
-    def update(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> None:
+    def follow(self, tensors: Sequence[Tensor], forms: Any) -> bool:
+        """Rewrite the addresses, on the current stream, where the tensors in which the matrices lie have moved.
+
+        It is all that a step costs in which nothing else has changed, and nothing waits for the device.
+
+        Args:
+            tensors: as in the last :meth:`update`. forms: likewise.
+
+        Returns:
+            False where the forms are others, or a matrix was a copy: nothing is done, and it takes an update.
+
+        Raises:
+            RuntimeError: the table would change during the capture of a CUDA graph.
+        """
+        if self._forms is None or forms != self._forms:
+            return False
+        starts = [t.data_ptr() for t in tensors]
+        if starts != self._starts:
+            pointers = [starts[i] + offset for i, offset in self._within]
+            self._write(self.table[0], pointers)
+            self._held, self._starts = [pointers, *self._held[1:]], starts
+        return True
+
+    def update(
+        self,
+        matrices: Sequence[Tensor | None],
+        counts: Sequence[int],
+        tensors: Sequence[Tensor] = (),
+        forms: Any = None,
+    ) -> None:
         """Rewrite the table, on the current stream, if something has moved; nothing waits for the device.
 
         Args:
             matrices: for every parameter its matrices as a view (c,m,n) with any strides; None where it has none.
             counts: c of every parameter, also of an absent one.
+            tensors: what each of them lies in, or was copied from, for :meth:`follow`; none where one is absent.
+            forms: all that such a view depends on but the address, of all tensors.
 
         Raises:
             ValueError: counts that do not add up to B or to their matrices, or a matrix on another device.
             RuntimeError: the table would change during the capture of a CUDA graph.
         """
-        # One tuple a parameter is all that a step costs in which nothing has moved.
-        seen: list[tuple[object, ...] | None] = [
-            None if t is None else (t.data_ptr(), t.stride(), t.shape, t.dtype) for t in matrices
-        ]
-        seen.append(tuple(counts))
-        if seen == self._seen:
-            return
+        self._forms = None
         rows = self._rows(matrices, counts)
         if rows != self._held:
-            self._write(rows)
+            self._write(self.table, rows)
             self._held = rows
-        self._seen = seen
+        if tensors and all(map(_lies_in, matrices, tensors)):
+            self._forms, self._starts = forms, [t.data_ptr() for t in tensors]
+            owners = [i for i, count in enumerate(counts) for _ in range(count)]
+            self._within = [(i, address - self._starts[i]) for i, address in zip(owners, rows[0], strict=True)]
 
     def _rows(self, matrices: Sequence[Tensor | None], counts: Sequence[int]) -> list[list[int]]:
         """Return the table as lists."""
@@ -78,7 +114,7 @@ class PointerTable:
             column_strides.extend([column] * count)
         return [pointers, row_strides, column_strides]
 
-    def _write(self, rows: list[list[int]]) -> None:
+    def _write(self, to: Tensor, rows: list[Any]) -> None:
         cuda = self.table.device.type == "cuda"
         if cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -86,4 +122,4 @@ class PointerTable:
                 "ones: call update() before capturing."
             )
         # torch's host allocator does not give a pinned block out again before the copy from it has run.
-        self.table.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=cuda), non_blocking=cuda)
+        to.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=cuda), non_blocking=cuda)

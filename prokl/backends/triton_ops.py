@@ -239,6 +239,7 @@ class TritonIO:
 
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
         self.members, self.layout, self.rounding = members, layout, rounding
+        self._parameters = [member.p for member in members]
         self.counts = [member.shape.count for member in members]
         starts = [0, *(member.rows.stop for member in members)]
         self.starts = torch.tensor(starts, device=layout.device)
@@ -247,7 +248,7 @@ class TritonIO:
         self.lr = torch.zeros(1, dtype=torch.float64, device=layout.device)
         self.weight_decay = torch.zeros(1, dtype=torch.float64, device=layout.device)
         self._written: dict[int, float] = {}
-        self._gradients: list[Tensor | None] = []
+        self._gradients: Sequence[Tensor | None] = []
         self._copied: list[tuple[Member, Tensor]] = []
 
     @property
@@ -257,12 +258,27 @@ class TritonIO:
 
     def locate(self, h: Hyper) -> None:
         """Write into the tables what has changed since the last call."""
-        self._gradients = [member.gradient() for member in self.members]
-        weights = [member.weight() for member in self.members]
-        pairs = zip(self.members, weights, strict=True)
-        self._copied = [(member, weight) for member, weight in pairs if member.is_copy(weight)]
-        self.gradient_table.update(self._gradients, self.counts)
-        self.weight_table.update(weights, self.counts)
+        given = [p.grad for p in self._parameters if p.grad is not None]
+        whole = given if len(given) == len(self._parameters) else []
+        forms = [
+            [g.shape for g in whole],
+            [g.stride() for g in whole],
+            [g.dtype for g in whole],
+            [g.device for g in whole],
+        ]
+        if whole and self.gradient_table.follow(whole, forms):
+            self._gradients = whole
+        else:
+            self._gradients = [member.gradient() for member in self.members]
+            self.gradient_table.update(self._gradients, self.counts, whole, forms)
+        strides = [
+            p.stride() for p in self._parameters
+        ]  # of another shape, dtype or device they would have another I/O
+        if not self.weight_table.follow(self._parameters, strides):
+            weights = [member.weight() for member in self.members]
+            pairs = zip(self.members, weights, strict=True)
+            self._copied = [(member, weight) for member, weight in pairs if member.is_copy(weight)]
+            self.weight_table.update(weights, self.counts, self._parameters, strides)
         self._write(self.lr, h.lr)
         self._write(self.weight_decay, h.weight_decay)
 

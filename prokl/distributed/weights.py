@@ -20,7 +20,7 @@ from prokl.distributed.team import Team
 
 
 def is_dtensor(t: Any) -> bool:
-    """Return True for a DTensor, without importing it."""
+    """Return True for a DTensor, or its class, without importing it."""
     return hasattr(t, "device_mesh")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.bucket import Bucket
+from prokl.engine.bucket import Bucket, Record
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import divided, resolved
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, clock, named, pieces, readings, runs
 from prokl.engine.schedule import Plan
+from prokl.engine.seen import Seen
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
@@ -44,15 +45,6 @@ BucketKey = tuple[int, int, int, int, torch.dtype, torch.device]
 """(group, m, n, rank, dtype, device)."""
 
 
-class Made(NamedTuple):
-    """What a weight's state was made with and depends on."""
-
-    settings: tuple[Any, ...]
-    """Of its group, those that ``method.fixed`` names."""
-    how: Reading
-    shape: torch.Size
-
-
 class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
 
@@ -68,13 +60,9 @@ class MatrixOptimizer(Optimizer):
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
-        self._buckets: dict[BucketKey, list[Bucket]] = {}
-        self._placed: set[Tensor] = set()  # in buckets
-        self._waiting: set[Tensor] = set()  # without a gradient so far
-        self._idle: dict[tuple[Tensor, str], int] = {}
-        self._made: dict[Tensor, Made] = {}
-        self._masters: set[Tensor] = set()  # whose "master" in the state, if there is one, is no wrapper's
-        self._layout: list[tuple[int, ...]] = []
+        self._seen: Seen | None = None  # anew at the next step, wherever that finds anything in it changed
+        self._buckets: dict[BucketKey, list[Bucket]] = {}  # each anew with its weights, their state, or how it is kept
+        self._records: dict[Tensor, Record] = {}  # each for as long as its weight has state
         self._adamw = AdamWGroups()
         self._graphs = self._graphs.anew()
 
@@ -219,28 +207,27 @@ class MatrixOptimizer(Optimizer):
     def _advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Step one bucket; return warnings."""
         moved, said = self._graphs.execute(bucket, plan)
-        return said + bucket.commit(plan, moved, self._states(bucket))
+        return said + bucket.commit(plan, moved)
 
     def _step_adamw(self) -> None:
         self._adamw.step([g for g in self.param_groups if g["algorithm"] == "adamw"], self.state)
 
     def _validate(self) -> None:
-        """Check everything that may have changed since the last step, and give newcomers a place in a bucket."""
-        layout = [(id(group), *map(id, group["params"])) for group in self.param_groups]
-        whole = all(bucket.holds(self._states(bucket)) for bucket in self._all_buckets())
-        if not whole or layout[: len(self._layout)] != self._layout:
-            # Groups, weights or state were edited by hand (adding a group only appends): start from what they are now.
-            made, idle, masters = self._made, self._idle, self._masters
-            self._forget()
-            self._masters = masters
-            self._idle = {key: count for key, count in idle.items() if self.state.get(key[0])}
-            self._made = {p: its for p, its in made.items() if self.state.get(p)}
-        self._layout = layout
+        """Check what may have changed since the last step, and give newcomers a place in a bucket."""
+        seen, self._seen = self._seen, None
+        still = seen is not None and seen.still(self.param_groups, self.state)
+        if not still or not all(bucket.holds() for bucket in self._all_buckets()):
+            seen = self._validate_anew()
+        self._seen = seen
+
+    def _validate_anew(self) -> Seen:
+        """Check everything, and let the buckets follow it."""
+        self._records = {p: record for p, record in self._records.items() if self.state.get(p)}
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
-        for i, group in enumerate(self.param_groups):
-            if group["algorithm"] == "matrix":
-                self._assign_to_buckets(i, group)
+        waiting = self._place()
+        keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
+        return Seen(self.param_groups, self.state, keys, waiting)
 
     def _check(self, index: int, group: Group) -> None:
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
@@ -266,8 +253,8 @@ class MatrixOptimizer(Optimizer):
         self.method.check(group)
         fixed = self._fixed(group)
         for i, p in enumerate(group["params"]):
-            made = self._made.get(p)
-            if made is not None and made.settings != fixed and self.state.get(p):
+            made = self._records.get(p)
+            if made is not None and made.settings not in (None, fixed) and self.state.get(p):
                 _, name = list(named(group, index))[i]
                 key, value, old = next(
                     each for each in zip(self.method.fixed, fixed, made.settings, strict=True) if each[1] != each[2]
@@ -278,56 +265,71 @@ class MatrixOptimizer(Optimizer):
                 )
 
     def _check_matrix_weight(self, p: Tensor, name: str, how: Reading) -> None:
-        if p not in self._placed:  # it may have come by other ways than a group
-            check_matrix_parameter(p, name)
-            check_writable(p, name)
-            check_reading(p, name, how)
-        made = self._made.get(p)
-        if made is None or not self.state.get(p):
-            return
-        if how != made.how:
-            raise ValueError(
-                f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its state was made with "
-                f"transposed={made.how.transposed!r}, split={made.how.split!r}. Set them back, or start a new "
-                "optimizer."
-            )
-        if p.shape != made.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(p.shape)}, and its state was made with {tuple(made.shape)}: set it back, or "
-                "remove its state, optimizer.state.pop(p), to begin anew."
-            )
+        made = self._records.get(p)
+        if made is not None and made.settings is not None and self.state.get(p):
+            if how != made.how:
+                raise ValueError(
+                    f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its state was made with "
+                    f"transposed={made.how.transposed!r}, split={made.how.split!r}. Set them back, or start a new "
+                    "optimizer."
+                )
+            if p.shape != made.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(p.shape)}, and its state was made with {tuple(made.shape)}: set it "
+                    "back, or remove its state, optimizer.state.pop(p), to begin anew."
+                )
+        check_matrix_parameter(p, name)  # it may have come by other ways than a group
+        check_writable(p, name)
+        check_reading(p, name, how)
 
-    def _assign_to_buckets(self, index: int, group: Group) -> None:
-        """Give every parameter that has its first gradient a place in buckets of its shapes, and the others a state."""
-        if all(
-            p in self._placed or (p.grad is None and (p in self._waiting or not p.requires_grad))
-            for p in group["params"]
-        ):
-            return
-        outside = [piece for piece in self._pieces(index) if piece.p not in self._placed]
-        newcomers = {piece.p for piece in outside if self._takes_part(piece)}
-        changed = {self._key(index, group, piece): None for piece in outside if piece.p in newcomers}
-        members: dict[BucketKey, list[Piece]] = {key: [] for key in changed}
-        for piece in self._pieces(index) if newcomers else ():
-            # In the group's order whoever came first: where a weight stands in a batch may decide its rounding.
-            if (piece.p in newcomers or piece.p in self._placed) and (key := self._key(index, group, piece)) in changed:
-                members[key].append(piece)
-        for key, found in members.items():
-            _, m, n, rank, dtype, device = key
-            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(group, found[0].p)).itemsize
-            self._buckets[key] = [
-                Bucket(run, [self.state[piece.p] for piece in run], self.method, rank, group, self._idle, self._masters)
-                for run in runs(found, each, workspace(device))
-            ]
-        self._placed |= newcomers
-        self._waiting = (self._waiting | {piece.p for piece in outside if piece.p.requires_grad}) - newcomers
-        for piece in outside:
-            # A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
-            if piece.p not in newcomers and piece.p.requires_grad and "step" + piece.suffix not in self.state[piece.p]:
-                self.state[piece.p].update(blank_state(piece, self.method, self._rank(group, piece), group))
-        if newcomers:
+    def _place(self) -> list[Tensor]:
+        """Give every weight that takes part its place in buckets of its shapes, and the others a state; return these.
+
+        Where a weight stands in a batch may decide its rounding: it follows from the groups, not from who came first.
+        """
+        found: dict[BucketKey, list[Piece]] = {}
+        waiting: list[Tensor] = []
+        for index, group in enumerate(self.param_groups):
+            for (p, name), how in zip(named(group, index), readings(group), strict=True):
+                if group["algorithm"] != "matrix":
+                    continue
+                parts = self._pieces_of(p, name, how)
+                if any(map(self._takes_part, parts)):
+                    for piece in parts:
+                        found.setdefault(self._key(index, group, piece), []).append(piece)
+                    continue
+                waiting.append(p)
+                for piece in parts if p.requires_grad else ():
+                    # A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
+                    if "step" + piece.suffix not in self.state[p]:
+                        self.state[p].update(blank_state(piece, self.method, self._rank(group, piece), group))
+        self._fill(found)
+        for group in self.param_groups:
+            if group["algorithm"] == "matrix":
+                self._remember(group)
+        return waiting
+
+    def _fill(self, found: dict[BucketKey, list[Piece]]) -> None:
+        """Make the buckets of these pieces; one that is as it would be made stays, with its graphs."""
+        old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self._all_buckets()}
+        filled: dict[BucketKey, list[Bucket]] = {}
+        for key, own in found.items():
+            index, m, n, rank, dtype, device = key
+            group, filled[key] = self.param_groups[index], []
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(group, own[0].p)).itemsize
+            for run in runs(own, each, workspace(device)):
+                states = [self.state[piece.p] for piece in run]
+                bucket = old.get((run[0].p, run[0].suffix))
+                if bucket is None or not bucket.is_of(run, states, group):
+                    records = [self._records.setdefault(piece.p, Record()) for piece in run]
+                    bucket = Bucket(run, states, records, self.method, rank, group)
+                filled[key].append(bucket)
+        before, self._buckets = [*self._all_buckets()], filled
+        for bucket in self._all_buckets():
+            for record in bucket.records:
+                record.own_master = MASTER in bucket.stacks
+        if {*before} != {*self._all_buckets()}:
             self._graphs = self._graphs.anew()  # the old ones hold buckets that are no more
-        self._remember(group)
 
     def _takes_part(self, piece: Piece) -> bool:
         """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
@@ -344,11 +346,9 @@ class MatrixOptimizer(Optimizer):
         fixed = self._fixed(group)
         for p, how in zip(group["params"], readings(group), strict=True):
             if self.state.get(p):
-                self._made[p] = Made(fixed, how, p.shape)
-            if mode_of(group, p.dtype) == MASTER:
-                self._masters.add(p)
-            elif p in self._placed:
-                self._masters.discard(p)
+                record = self._records.setdefault(p, Record())
+                record.settings, record.how, record.shape = fixed, how, p.shape
+                record.own_master |= mode_of(group, p.dtype) == MASTER
 
     def _fixed(self, group: Group) -> tuple[Any, ...]:
         return tuple(group[key] for key in self.method.fixed)
@@ -356,9 +356,6 @@ class MatrixOptimizer(Optimizer):
     def _all_buckets(self) -> Iterator[Bucket]:
         for buckets in self._buckets.values():
             yield from buckets
-
-    def _states(self, bucket: Bucket) -> list[dict[str, Any]]:
-        return [self.state.get(member.p, {}) for member in bucket.members]
 
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
@@ -430,5 +427,5 @@ class MatrixOptimizer(Optimizer):
         for i in made:
             group = self.param_groups[i]
             self._remember(group)
-            if group["bf16_weights"] == MASTER:  # of weights, too, that are no longer bfloat16
-                self._masters.update(group["params"])
+            for p in group["params"] if group["bf16_weights"] == MASTER else ():  # also no longer in bfloat16
+                self._records.setdefault(p, Record()).own_master = True

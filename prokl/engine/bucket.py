@@ -16,7 +16,10 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -30,13 +33,40 @@ from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
-from prokl.engine.pieces import Piece, clock, stored_clock
+from prokl.engine.pieces import Piece, Reading, clock, stored_clock
 from prokl.engine.rows import RowSets
 from prokl.engine.schedule import Plan, Schedule
 from prokl.engine.storage import layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where in memory each begins."""
+    return [t.data_ptr() for t in tensors]
+
+
+def _identity(piece: Piece) -> tuple[Any, ...]:
+    return id(piece.p), piece.name, piece.shape, piece.suffix, piece.first
+
+
+@dataclass(eq=False)
+class Record:
+    """What is remembered of a weight for as long as it has state, whichever bucket it is in.
+
+    Attributes:
+        settings: of its group, those that ``method.fixed`` names, when its state was made; None before. how, shape:
+            likewise how it was read, and its shape.
+        own_master: whether a "master" in its state is the optimizer's, and no wrapper's.
+        idle: by suffix, calls with a gradient in which a piece did not move; -1 once it has, or was warned about.
+    """
+
+    settings: tuple[Any, ...] | None = None
+    how: Reading = Reading(False, None)
+    shape: torch.Size = torch.Size()
+    own_master: bool = False
+    idle: dict[str, int] = field(default_factory=dict)
 
 
 class Bucket:
@@ -48,25 +78,23 @@ class Bucket:
     Args:
         pieces: in the order of their group.
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
+        records: each one's parameter's.
         method: the matrix method.
         rank: effective rank.
         group: the parameter group.
-        idle: calls with a gradient in which a piece did not move, by parameter and suffix, -1 once it has; outlives the
-            bucket.
-        masters: parameters whose "master" in the state is the optimizer's, if they have one, and no wrapper's.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         states: Sequence[dict[str, Any]],
+        records: Sequence[Record],
         method: Method[Any],
         rank: int,
         group: Group,
-        idle: dict[tuple[Tensor, str], int],
-        masters: Collection[Tensor],
     ) -> None:
-        self.method, self.rank, self.group, self.idle = method, rank, group, idle
+        self.method, self.rank, self.group = method, rank, group
+        self.states, self.records, self._made_of = list(states), list(records), list(map(_identity, pieces))
         self.members: list[Member] = []
         for piece in pieces:
             start = self.members[-1].rows.stop if self.members else 0
@@ -89,13 +117,16 @@ class Bucket:
         if self.rounding.master is not None:
             self.stacks[MASTER] = self.rounding.master
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
-        self.views: list[dict[str, Tensor]] = []
         self.schedule = Schedule(
             [member.rows for member in self.members],
             [step for piece, state in zip(pieces, states, strict=True) for step in clock(piece, state)],
         )
-        for i, state in enumerate(states):
-            self._adopt(i, state, pieces[i].p in masters)
+        views = [self._adopt(i) for i in range(len(self.members))]
+        self._read = [itemgetter(*own) for own in views]
+        self._handed_out = [view for own in views for view in own.values()]
+        self._addresses = addresses(self._handed_out)
+        self._parameters = [member.p for member in self.members]
+        self._unmoved = [i for i, member in enumerate(self.members) if records[i].idle.get(member.suffix, 0) >= 0]
         self.backend: Backend | None = None
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
@@ -104,18 +135,19 @@ class Bucket:
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
-    def _adopt(self, i: int, state: dict[str, Any], own_master: bool) -> None:
-        """Copy a parameter's state into the stacks and leave views of them in its place."""
-        member = self.members[i]
+    def _adopt(self, i: int) -> dict[str, Tensor]:
+        """Copy a parameter's state into the stacks; leave views of them in its place, and return these."""
+        member, state = self.members[i], self.states[i]
         views = {"skipped": self.skipped[i], **{key: member.part(stack) for key, stack in self.stacks.items()}}
         if "step" + member.suffix in state:
             for key, view in views.items():
                 if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
                     view.copy_(state[key + member.suffix])
-        if own_master and MASTER not in self.stacks:
+        if self.records[i].own_master and MASTER not in self.stacks:
             self._give_up_master(member, state, views["M"].shape)
-        self.views.append({key + member.suffix: view for key, view in views.items()})
-        state.update(self.views[i] | {"step" + member.suffix: self._clock(member)})
+        views = {key + member.suffix: view for key, view in views.items()}
+        state.update(views | {"step" + member.suffix: self._clock(member)})
+        return views
 
     def _give_up_master(self, member: Member, state: dict[str, Any], shape: torch.Size) -> None:
         """Take a master out of the state; a weight that has become wider than bfloat16 keeps its bits."""
@@ -126,22 +158,33 @@ class Bucket:
             member.write(W)
             del state[MASTER + member.suffix]
 
-    def holds(self, states: Sequence[dict[str, Any]]) -> bool:
-        """Return True if the weights and the views handed out are still what they were when the bucket was made."""
-        return all(
-            member.p.dtype == self.layout.weight_dtype
-            and self.rounding.mode == mode_of(self.group, member.p.dtype)
-            and member.p.device == self.layout.device
-            and all(state.get(key) is view for key, view in views.items())
-            for member, state, views in zip(self.members, states, self.views, strict=True)
+    def is_of(self, pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: Group) -> bool:
+        """Return True if a bucket of these would be this one, which has their state."""
+        first, a = pieces[0].p, self.layout
+        return (
+            list(map(_identity, pieces)) == self._made_of
+            and all(map(is_, states, self.states))
+            and self.group is group
+            and (first.dtype, first.device) == (a.weight_dtype, a.device)
+            and self.rounding.mode == mode_of(group, first.dtype)
+            and self.holds()
         )
+
+    def holds(self) -> bool:
+        """Return True if the state has the very views that were handed out, in the memory that they had then."""
+        try:
+            now = chain.from_iterable([read(state) for read, state in zip(self._read, self.states, strict=True)])
+        except KeyError:
+            return False
+        same = all(map(is_, now, self._handed_out))
+        return same and addresses(self._handed_out) == self._addresses
 
     def _clock(self, member: Member) -> int | Tensor:
         return stored_clock(member.p, self.schedule.steps[member.rows.start : member.rows.stop])
 
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
-        has_grad = [member.p.grad is not None for member in self.members]
+        has_grad = [p.grad is not None for p in self._parameters]
         plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
         if plan is not None:
             if self.backend is None or (self.group["backend"], self.group["precision"]) != self._asked:
@@ -181,39 +224,39 @@ class Bucket:
             self._refresh(plan.refreshing, finite, self.backend)
         return moving
 
-    def commit(self, plan: Plan, moved: Sequence[int], states: Sequence[dict[str, Any]]) -> list[str]:
+    def commit(self, plan: Plan, moved: Sequence[int]) -> list[str]:
         """Move the clocks, last of all. M and ``skipped`` may be ahead of them where a step failed on the way.
 
         Returns:
             Warnings about weights that never move.
         """
         self.io.release()
-        rows = set(moved)
-        moved_members = [not rows.isdisjoint(member.rows) for member in self.members]
+        if len(moved) == self.layout.count:
+            own = [True] * len(self.members)
+        else:
+            rows = set(moved)
+            own = [not rows.isdisjoint(member.rows) for member in self.members]
         # A kernel writes past autograd's own count.
-        torch.autograd.graph.increment_version(
-            [member.p for member, own in zip(self.members, moved_members, strict=True) if own]
-        )
+        torch.autograd.graph.increment_version([*compress(self._parameters, own)])
         self.schedule.advance(plan)
-        messages = []
-        for member, state, has_grad, own in zip(self.members, states, plan.has_grad, moved_members, strict=True):
-            state["step" + member.suffix] = self._clock(member)
-            if has_grad and self._never_moves(member, own):
-                messages.append(
-                    f"{member.name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
-                    "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss scale "
-                    "and whether the weight is used."
-                )
-        return messages
+        for member, state in zip(self.members, self.states, strict=True):
+            one = member.p.ndim != 3  # quicker than a slice of each
+            state["step" + member.suffix] = self.schedule.steps[member.rows.start] if one else self._clock(member)
+        never = [i for i in self._unmoved if plan.has_grad[i] and self._never_moves(i, own[i])]
+        self._unmoved = [i for i in self._unmoved if self.records[i].idle.get(self.members[i].suffix, 0) >= 0]
+        return [
+            f"{self.members[i].name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
+            "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss scale "
+            "and whether the weight is used."
+            for i in never
+        ]
 
-    def _never_moves(self, member: Member, moved: bool) -> bool:
+    def _never_moves(self, i: int, moved: bool) -> bool:
         """Return True once, when a weight has had gradients for long and has never moved."""
-        count = self.idle.get((member.p, member.suffix), 0)
-        if count < 0:
-            return False
-        last = count + 1 == NEVER_MOVED_AFTER
-        self.idle[member.p, member.suffix] = -1 if moved or last else count + 1
-        return last and not moved
+        idle, suffix = self.records[i].idle, self.members[i].suffix
+        count = idle.get(suffix, 0) + 1
+        idle[suffix] = -1 if moved or count == NEVER_MOVED_AFTER else count
+        return count == NEVER_MOVED_AFTER and not moved
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""

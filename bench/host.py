@@ -1,0 +1,94 @@
+"""Times the host's part of a step, launches and replays left out: ``python -m bench.host [--out CSV]``.
+
+A step that is replayed from CUDA graphs is, on the host, checks of what may have changed since the last one, tables of
+addresses that are written anew where gradients lie elsewhere, one replay a batch, and clocks. Here the tables lie on a
+CPU, where writing one is a copy in place of a launch, and nothing is replayed. Figures are of the process's own time.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench import rows
+from bench.command import Parser, UsageError, command
+from prokl import KLShampoo, ProKLShampoo
+from prokl.backends.select import _triton_backend
+from prokl.engine.bucket import Bucket
+from prokl.engine.graphs import Capture
+
+LAYERS = 24
+LAYER = [(32, 32)] * 4 + [(96, 32)] * 2 + [(32, 96)]
+"""A layer of LLaMA; what lies in a weight does not matter to the host."""
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"pro-klshampoo": ProKLShampoo, "kl-shampoo": KLShampoo}
+CASES = {"gradients where they were": (1, False), "gradients elsewhere": (1, True)}
+"""Groups, and whether every step's gradients have addresses of their own, as after ``zero_grad``."""
+WARM = 25
+"""Steps before: weights begin, and both kinds of step are recorded."""
+
+
+def _execute(bucket: Bucket, plan: Any) -> tuple[int, ...]:
+    bucket.schedule.begin(plan.initialising)
+    return plan.stepping
+
+
+def step_ms(optimizer: str, groups: int, elsewhere: bool, steps: int) -> list[float]:
+    """Return what every step took."""
+    with ExitStack() as stack:
+        for name in ("bucket", "base"):
+            stack.enter_context(
+                patch(f"prokl.engine.{name}.select", lambda *_: _triton_backend(True, False, True, True))
+            )
+        stack.enter_context(patch("prokl.engine.graphs.record", lambda *_: lambda: None))
+        stack.enter_context(patch.object(Capture, "on", lambda device: None))
+        stack.enter_context(patch.object(Bucket, "execute", _execute))
+        named = [(f"{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(LAYER * LAYERS)]
+        of_group = [{"params": named[k * len(named) // groups : (k + 1) * len(named) // groups]} for k in range(groups)]
+        made, found = OPTIMIZERS[optimizer](of_group), []
+        gradients = [[torch.zeros_like(p) for _, p in named] for _ in range(2)]
+        for t in range(WARM + steps):
+            for (_, p), g in zip(named, gradients[t % 2 if elsewhere else 0], strict=True):
+                p.grad = g
+            start = time.process_time()
+            made.step()
+            found.append(1e3 * (time.process_time() - start))
+    return found[WARM:]
+
+
+def measure(steps: int) -> Iterator[rows.Row]:
+    """Yield a row of every optimizer and case."""
+    for optimizer in OPTIMIZERS:
+        for case, (groups, elsewhere) in CASES.items():
+            who = {"model": f"{LAYERS} layers", "case": case, "optimizer": optimizer, "backend": "triton"}
+            found = rows.quartiles(step_ms(optimizer, groups, elsewhere, steps))
+            yield who | {"metric": "host's part of a step", "unit": "ms", "rounds": steps} | found
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write; return the exit status."""
+    parser = Parser(prog="python -m bench.host", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=400, metavar="N", help="of every case (default: 400)")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same cases'")
+    a = parser.parse_args(argv)
+    if a.steps < 2:
+        raise UsageError(f"--steps {a.steps}: must be at least 2")
+    if a.out:
+        rows.read(a.out)  # now, not after measuring
+    torch.set_num_threads(1)
+    here = rows.environment(torch.device("cpu"))
+    found = [row | here for row in measure(a.steps)]
+    for row in found:
+        print(rows.describe(row), flush=True)
+    if a.out:
+        rows.upsert(a.out, found, key=("optimizer", "case"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
