@@ -17,7 +17,7 @@ from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.io import in_float32
 from prokl.engine.base import MatrixOptimizer
-from prokl.engine.pieces import Piece, clock, pieces, readings, runs
+from prokl.engine.pieces import Piece, clock, named, pieces, readings, runs
 from prokl.engine.storage import state_dtype
 
 
@@ -89,20 +89,19 @@ def batches(
     Raises:
         ValueError: a weight without a name is not in ``model``.
     """
-    known = {} if model is None else {p: name for name, p in model.named_parameters()}
+    known: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
     found: dict[tuple[Any, ...], list[Piece]] = {}
     for index, group in enumerate(optimizer.param_groups):
         if group["algorithm"] != "matrix":
             continue
-        names = group.get("param_names")
-        for i, (p, how) in enumerate(zip(group["params"], readings(group), strict=True)):
+        for i, ((p, told), how) in enumerate(zip(named(group, index), readings(group), strict=True)):
             own = optimizer.state.get(p, {})
             for piece in pieces(p, "", how):
                 if not _begun(piece, own):
                     continue
                 m, n = piece.shape.m, piece.shape.n
                 key = index, m, n, optimizer.method.rank(group, m, n), p.dtype, p.device
-                name = names[i] if names else known.get(p) or _placed(index, i, model)
+                name = told if "param_names" in group else known.get(p) or _placed(index, i, model)
                 found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
     for (index, m, n, rank, dtype, device), members in found.items():
         group = optimizer.param_groups[index]

@@ -382,6 +382,8 @@ class MatrixOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with the count of steps as a tensor, which every kind of checkpoint can reshape."""
+        for index, group in enumerate(self.param_groups):
+            named(group, index)  # raises where names no longer fit
         first = self.register_state_dict_post_hook(self._exported, prepend=True)
         try:
             return super().state_dict()

@@ -40,10 +40,21 @@ class Piece:
 
 
 def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
-    """Return the weights of group ``index``, each with its name, or its place where it has none."""
-    names = group.get("param_names", [])
-    places = (f"parameter {i} of group {index}" for i in range(len(names), len(group["params"])))
-    return list(zip(group["params"], [*names, *places], strict=False))
+    """Return the weights of group ``index``, each with its name, or its place where it has none.
+
+    Raises:
+        ValueError: one of the two lists was edited, and not the other.
+    """
+    weights, names = group["params"], group.get("param_names")
+    if names is None:
+        return [(p, f"parameter {i} of group {index}") for i, p in enumerate(weights)]
+    if len(names) != len(weights):
+        some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+        raise ValueError(
+            f"Group {index} has {len(weights)} weights and {len(names)} param_names ({some}): names go by place. Add "
+            "or remove a weight and its name in both lists at the same place, or delete 'param_names' from all groups."
+        )
+    return list(zip(weights, names, strict=True))
 
 
 def readings(group: Group) -> list[Reading]:
