@@ -11,6 +11,7 @@ import prokl
 from prokl import param_groups
 from tests.routing import holding
 
+HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
 RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 
 
@@ -140,9 +141,9 @@ def test_the_table_shows_every_parameter_its_destination_and_the_reason():
     model.lm_head.weight = model.tok.weight
     model.old.weight.requires_grad_(False)
     groups = param_groups(model, **RATES, rank=128)
-    expected = """\
+    expected = f"""\
 parameter           shape    algorithm  rank  reason
-experts             4x16x32  matrix     16    stack of 4, experts of Module
+experts             4x16x32  matrix     16    stack of 4, experts of Module{HINT}
 scale               scalar   adamw      -     0-D, scale of Module
 tok.weight          48x16    adamw      -     lm_head.weight tied to embedding tok.weight
   = lm_head.weight
@@ -328,7 +329,7 @@ class Words(nn.Embedding):
         (nn.LayerNorm((4, 8), bias=False), ("adamw", "norm (LayerNorm)")),
         (T5LayerNorm(), ("adamw", "norm (T5LayerNorm)")),
         (torch.zeros(4, 8), ("matrix", "2-D, part of Module")),
-        (torch.zeros(3, 4, 8), ("matrix", "stack of 3, part of Module")),
+        (torch.zeros(3, 4, 8), ("matrix", f"stack of 3, part of Module{HINT}")),
         (torch.zeros(2, 3, 4, 8), ("adamw", "4-D, part of Module, which is no convolution")),
         (torch.zeros(4, 8, dtype=torch.complex64), ("adamw", "complex, part of Module")),
         (torch.zeros(0, 8), ("adamw", "no elements, part of Module")),

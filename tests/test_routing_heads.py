@@ -246,7 +246,7 @@ def test_rates_of_a_state_space_and_marked_weights_are_not_decayed():
     mixer.filter._no_weight_decay = mixer.D._no_weight_decay = True
     model = holding(layers=nn.ModuleList([mixer]))
     assert adamw(model) == {
-        "layers.0.A_log": "rates of a state space, a_log of Module",
+        "layers.0.A_log": "rates of a state space, A_log of Module",
         "layers.0.filter": "marked _no_weight_decay, filter of Module",
     }
     groups = param_groups(model, **RATES, adamw_weight_decay=0.1)

@@ -58,7 +58,7 @@ def test_a_gradient_that_says_nothing_leaves_weight_and_state(cls, value):
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
 def test_the_constructor_has_no_choice_of_pytorchs_implementations(cls, flag):
     AdamW([weight(3, 4)], **{flag: False})
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'"):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'|takes no {flag}: "):
         cls([weight(3, 4)], **{flag: False})
 
 

@@ -133,7 +133,8 @@ class Heads:
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
             if WHOLE.fullmatch(whole[-1]) and self._ends(o.path, whole):
-                return f"last layer of {whole[-1]}, named as output head"
+                written = unwrapped_name(o.name).split(".")[end - 1]
+                return f"last layer of {written}, named as output head"
         return None
 
     def _outside(self, path: Path, p: Tensor, o: Owner) -> bool:

@@ -167,6 +167,8 @@ class Readings:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         elif divided is None and self._split_fused and any(_named_as_fused(p, o) for o in owners):
             said += "; whole, though named as fused (split= takes consecutive pieces)"
+        if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
+            said += "; each read as (out, in) (transposed= reads it as (in, out))"
         return replace(
             route,
             rank=ranks[0] if len(set(ranks)) == 1 else ranks,
@@ -182,6 +184,10 @@ class Readings:
                 f"{min(self._unused)} matches no weight that goes to the matrix method; drop it, or name the weights "
                 "with matrix=[...] too."
             )
+
+
+def _says_how_stored(o: Owner) -> bool:
+    return isinstance(o.module, nn.Bilinear) or getattr(o.module, "is_transposed", None) is False
 
 
 def _named_as_fused(p: Tensor, o: Owner) -> bool:

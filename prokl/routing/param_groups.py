@@ -49,8 +49,9 @@ def param_groups(
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
 
-    Print the result to see what went where and why, and which output heads were found. A parameter that has several
-    names (a tied or shared one) is routed once, by the first of these rules that holds for it under any of its names:
+    Print the result to see what went where and why, alike weights of repeated blocks in one line, and which output
+    heads were found. A parameter that has several names (a tied or shared one) is routed once, by the first of these
+    rules that holds for it under any of its names:
 
     1. Frozen (``requires_grad`` is False), and nothing that could be trained (integers, 8-bit floats, on the meta
        device): in no group. With ``names=False`` all that is frozen.

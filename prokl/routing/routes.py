@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from prokl.algorithm.shapes import Split
 from prokl.routing.rules import Algorithm
+
+NUMBER = re.compile(r"(|.*(?:layer|block|stage)_?)(\d+)")
+"""A component of a name that counts copies: 3, encoder_layer_3."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,17 @@ class ParamGroups(list[dict[str, Any]]):
 
 
 def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
-    """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end."""
+    """Format one line a name, in columns; the names of a tied parameter follow its first one. Counts at the end.
+
+    Weights that are alike but for numbers in their names, as those of repeated blocks, share a line.
+    """
     with_rank = any(route.rank is not None for route in routes)
     rows = [("parameter", "shape", "algorithm", *([rank_title] if with_rank else []), "reason")]
-    for route in routes:
+    for name, route in _collapsed(routes):
         shape = "x".join(map(str, route.shape)) or "scalar"
         ranks = route.rank if isinstance(route.rank, tuple) else (route.rank,)
         rank = [",".join("-" if r is None else str(r) for r in ranks)] if with_rank else []
-        rows.append((route.names[0], shape, route.algorithm, *rank, route.reason))
+        rows.append((name, shape, route.algorithm, *rank, route.reason))
         blank = [""] * (len(rows[0]) - 1)
         rows.extend((f"  = {alias}", *blank) for alias in route.names[1:])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -80,6 +87,52 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
             count = f"{told}: {len(own)} tensors, {sum(math.prod(route.shape) for route in own):,} elements"
             counts.append(count + (f", {still} of them frozen now" if still else ""))
     return "\n".join([*lines, "; ".join(counts)])
+
+
+def _collapsed(routes: Sequence[Route]) -> list[tuple[str, Route]]:
+    """Return each line's name, and a route that has all else of the line, in the order of the lines' first weights."""
+    alike: dict[Any, list[tuple[list[str], Route]]] = {}
+    for route in routes:
+        parts = [NUMBER.split(part)[1:3] if NUMBER.fullmatch(part) else [part] for part in route.names[0].split(".")]
+        numbers = [part[1] for part in parts if len(part) > 1]
+        pattern = ".".join(part[0] + "%" * (len(part) > 1) for part in parts)
+        key = route.names if len(route.names) > 1 else (pattern, replace(route, names=()))
+        alike.setdefault(key, []).append((numbers, route))
+    found: list[tuple[str, Route]] = []
+    for members in alike.values():
+        lines = [(numbers, [route]) for numbers, route in members]
+        for place in reversed(range(len(members[0][0]))):
+            merged: dict[Any, list[tuple[list[str], list[Route]]]] = {}
+            for line in lines:
+                merged.setdefault((*line[0][:place], "", *line[0][place + 1 :]), []).append(line)
+            lines = [_merged(same, place) for same in merged.values()]
+        found += [(_title(numbers, own), own[0]) for numbers, own in lines]
+    places = {id(route): i for i, route in enumerate(routes)}
+    return sorted(found, key=lambda line: places[id(line[1])])
+
+
+def _merged(lines: list[tuple[list[str], list[Route]]], place: int) -> tuple[list[str], list[Route]]:
+    """Return lines that differ in one number as one with all of these: 0..3,5."""
+    first = lines[0][0]
+    if len(lines) == 1:
+        return lines[0]
+    runs: list[list[int]] = []
+    for number in sorted(int(line[0][place]) for line in lines):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    said = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return [*first[:place], f"{{{said}}}", *first[place + 1 :]], [route for line in lines for route in line[1]]
+
+
+def _title(numbers: list[str], routes: list[Route]) -> str:
+    """Return the name of a line: its first weight's, with all numbers, and how many there are."""
+    left = iter(numbers)
+    parts = routes[0].names[0].split(".")
+    if len(routes) > 1:
+        parts = [m[1] + next(left) if (m := NUMBER.fullmatch(part)) else part for part in parts]
+    return ".".join(parts) + (f" ×{len(routes)}" if len(routes) > 1 else "")
 
 
 def _heads(routes: Sequence[Route]) -> str:

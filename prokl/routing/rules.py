@@ -42,6 +42,7 @@ class Owner:
         parent: the module that holds this one, whatever wraps it; None for the model itself.
         path: the module's path in lower case, without wrappers.
         attr: the parameter's own name, in lower case; "weight" of the one that a norm of weights makes a weight of.
+        written: the same in its own case.
         closes: how many components at the path's end are each the last with parameters in an ``nn.Sequential``.
     """
 
@@ -50,6 +51,7 @@ class Owner:
     parent: nn.Module | None
     path: tuple[str, ...]
     attr: str
+    written: str
     closes: int
 
     @property
@@ -128,8 +130,8 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
-            attr = "weight" if _normed(module, attr) else attr.lower()
-            owners.setdefault(p, []).append(Owner(name, holder, parent, path, attr, closes))
+            written = "weight" if _normed(module, attr) else attr
+            owners.setdefault(p, []).append(Owner(name, holder, parent, path, written.lower(), written, closes))
     return owners
 
 
@@ -194,7 +196,7 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
     def any_owner(test: Callable[[Owner], bool]) -> Owner | None:
         return next((o for o in owners if test(o)), None)
 
-    what = f"{owners[0].attr} of {owners[0].kind}"
+    what = f"{owners[0].written} of {owners[0].kind}"
     if why := unfit(p):
         return Choice("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
     if getattr(p, "_no_weight_decay", False):
@@ -227,7 +229,7 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
     if any_owner(lambda o: o.in_proj):
         return Choice("matrix", "q, k and v of MultiheadAttention, fused")
     if o := any_owner(lambda o: o.recurrent):
-        return Choice("matrix", f"{o.attr} of {o.kind}" + (", gates fused" if o.gated else ""))
+        return Choice("matrix", f"{o.written} of {o.kind}" + (", gates fused" if o.gated else ""))
     if p.ndim == 3:
         return Choice("matrix", f"stack of {shape.count}, {what}")
     if p.ndim == 2:

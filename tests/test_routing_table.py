@@ -1,0 +1,90 @@
+"""The table of groups: one line for what is repeated alike, names as they are written, hints where a layout is open."""
+
+import torch
+from torch import nn
+
+from prokl import param_groups
+from tests.routing import holding
+
+RATES = {"lr": 0.02, "adamw_lr": 1e-3}
+
+
+def linear(inputs, outputs):
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def block(width=8):
+    return holding(attn=holding(q_proj=linear(width, width), o_proj=linear(width, width)), norm=nn.LayerNorm(width))
+
+
+def names(model, **options):
+    """First cells of the table's lines, title and counts left out."""
+    lines = str(param_groups(model, **RATES, **options)).splitlines()[1:-2]
+    return [line.split("  ")[0] for line in lines]
+
+
+def test_repeated_blocks_are_one_line_a_weight_with_their_number():
+    model = holding(layers=nn.ModuleList(block() for _ in range(24)), lm_head=linear(8, 31))
+    groups = param_groups(model, **RATES)
+    assert str(groups).splitlines()[1:] == [
+        "layers.{0..23}.attn.q_proj.weight ×24  8x8    matrix     1             linear layer",
+        "layers.{0..23}.attn.o_proj.weight ×24  8x8    matrix     1             linear layer",
+        "layers.{0..23}.norm.weight ×24         8      adamw      -             1-D, weight of LayerNorm",
+        "layers.{0..23}.norm.bias ×24           8      adamw      -             1-D, bias of LayerNorm",
+        "lm_head.weight                         31x8   adamw      -             named as output head",
+        "matrix: 48 tensors, 3,072 elements; adamw: 49 tensors, 632 elements",
+        "output head: lm_head.weight (named as output head)",
+    ]
+    assert len(groups.routes) == 97
+
+
+def test_what_differs_has_a_line_of_its_own_and_gaps_are_shown():
+    model = holding(layers=nn.ModuleList(holding(up=linear(8, 9 if i == 3 else 12)) for i in range(7)))
+    model.layers[5].up.requires_grad_(False)
+    assert names(model) == ["layers.{0..2,4,6}.up.weight ×5", "layers.3.up.weight", "layers.5.up.weight"]
+
+
+def test_experts_of_blocks_and_numbered_names_collapse_too():
+    inner = nn.ModuleList(holding(experts=nn.ModuleList(holding(w=linear(8, 12)) for _ in range(4))) for _ in range(3))
+    assert names(holding(h=inner)) == ["h.{0..2}.experts.{0..3}.w.weight ×12"]
+    ragged = nn.ModuleList(nn.ModuleList(linear(8, 12) for _ in range(n)) for n in (3, 2, 3))
+    assert names(holding(down=ragged)) == ["down.{0,2}.{0..2}.weight ×6", "down.1.{0,1}.weight ×2"]
+    numbered = holding(
+        **{f"encoder_layer_{i}": linear(8, 12) for i in range(4)}, fc1=linear(12, 12), fc2=linear(12, 12)
+    )
+    assert names(numbered) == ["encoder_layer_{0..3}.weight ×4", "fc1.weight", "fc2.weight"]
+
+
+def test_tied_weights_keep_their_lines():
+    shared = block()
+    model = holding(layers=nn.ModuleList([shared, shared, block(), block()]))
+    assert names(model)[:4] == [
+        "layers.0.attn.q_proj.weight",
+        "  = layers.1.attn.q_proj.weight".split("  ")[0],
+        "layers.0.attn.o_proj.weight",
+        "",
+    ]
+    assert "layers.{2,3}.attn.q_proj.weight ×2" in names(model)
+
+
+def test_names_keep_their_case_in_reasons():
+    model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8)), up=linear(8, 8))
+    model.LogitsHead = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
+    said = {r.names[0]: r.reason for r in param_groups(model, **RATES).routes}
+    assert said["Mixer.A_log"] == "rates of a state space, A_log of Module"
+    assert said["Mixer.W_q"] == "2-D, W_q of Module"
+    model = holding(up=linear(8, 8), CLS_Head=holding(Dense=linear(8, 8), OutProj=linear(8, 5)))
+    said = {r.names[0]: r.reason for r in param_groups(model, **RATES).routes}
+    assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
+
+
+def test_a_stack_of_which_nothing_says_how_it_is_stored_gets_the_hint():
+    hint = "; each read as (out, in) (transposed= reads it as (in, out))"
+    model = holding(experts=holding(W1=torch.zeros(4, 8, 12), W2=torch.zeros(4, 8, 12)), pair=nn.Bilinear(3, 4, 5))
+    model.known = holding(W3=torch.zeros(4, 8, 12))
+    model.known.is_transposed = False
+    said = {r.names[0]: r.reason for r in param_groups(model, **RATES, transposed=["*.W2"]).routes}
+    assert said["experts.W1"] == f"stack of 4, W1 of Module{hint}"
+    assert said["experts.W2"] == "stack of 4, W2 of Module; stored (in, out)"
+    assert said["known.W3"] == "stack of 4, W3 of Module"
+    assert said["pair.weight"] == "stack of 5, weight of Bilinear"
