@@ -21,7 +21,10 @@ try:
     modules = extensions(os.environ, sys.argv[1:])
 except ToolkitError as error:
     sys.exit(f"error: {error}")
+# An editable install puts src/ on the path, where nothing but a link to prokl/ lies: type checkers know of no finders.
+editable = "editable_wheel" in sys.argv and os.path.isdir(os.path.join("src", "prokl"))
 setuptools.setup(
+    package_dir={"": "src"} if editable else {},
     ext_modules=modules,
     cmdclass={"build_ext": BuildCuda},
     long_description=long_description(),

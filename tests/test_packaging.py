@@ -201,3 +201,40 @@ def test_no_file_names_a_place_on_the_machine_it_was_written_on(tmp_path):
     machine = re.compile(rb"/(?:home|opt|root|tmp|Users|work)/")
     tree = clean_copy(tmp_path / "clone")
     assert [name for name in sorted(files_under(tree)) if machine.search((tree / name).read_bytes())] == []
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_types_of_an_editable_install(tmp_path):
+    """They read paths that .pth files name, and know of no finders; new modules are there without another install."""
+    source = clean_copy(tmp_path / "clone")
+    build_it = "from setuptools import build_meta; build_meta.build_editable('made')"
+    (source / "made").mkdir()
+    run(sys.executable, "-c", build_it, cwd=source, PROKL_BUILD_CUDA="0")
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        *source.glob("made/*.whl"),
+        cwd=tmp_path,
+    )
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "running.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    (source / "prokl" / "later.py").write_text("ANSWER: int = 42\n")
+    (tmp_path / "use.py").write_text(
+        "import prokl\nimport prokl.later\n"
+        "reveal_type(prokl.ProKLShampoo)\nreveal_type(prokl.later.ANSWER)\nprokl.ProKLShampoo([], lr='fast')\n"
+    )
+    mypy = (sys.executable, "-m", "mypy", "--python-executable", python, "--follow-imports", "silent", "use.py")
+    status, printed = attempt(*mypy, cwd=tmp_path, PYTHONPATH="", MYPYPATH="")
+    assert status == 1 and 'Revealed type is "int"' in printed, printed
+    assert 'Argument "lr" to "ProKLShampoo" has incompatible type "str"' in printed and "import-untyped" not in printed
+    tops = "import importlib.util as u; print([n for n in ('kernels', 'bench', 'tests', 'setup') if u.find_spec(n)])"
+    printed = run(python, "-I", "-c", f"import prokl.kernels, prokl.later; {tops}", cwd=tmp_path)
+    assert printed == "[]\n"
