@@ -214,9 +214,9 @@ def _missing(o: Options) -> Iterator[tuple[Trial, Path]]:
 
 
 def size_table(found: DataFrame) -> str:
-    """Return the grid of the larger model with what is known of it: losses by rate, and how far the lowest is.
+    """Return what is known of the larger model's grid: losses by rate, and how far the lowest is, of the first seed.
 
-    That is from KL-Shampoo's lowest, or of a change of Pro-KLShampoo from that at the same rate; of the first seed.
+    That is from KL-Shampoo's lowest, or of a change of Pro-KLShampoo from that at the same rate.
     """
     first = [row for row in found.to_dict("records") if row["seed"] == FIRST_SEED]
     losses: dict[str, dict[float, float]] = {}
@@ -227,17 +227,16 @@ def size_table(found: DataFrame) -> str:
     rival, pro = (FORMS[form].label for form in ("kl-shampoo", PRO))
     lines = []
     for case, rates in {FORMS[form].label: rates for form, rates in RATES.items()}.items():
-        own = losses.get(case, {})
+        if not (own := losses.get(case)):
+            continue
         shown = ", ".join(f"{lr:.3g}: {figure(own.get(lr), 3)}" for lr in sorted(rates))
-        apart = figure(lowest.get(case, math.nan) - lowest.get(rival, math.nan), 3, "+")
+        apart = figure(lowest[case] - lowest.get(rival, math.nan), 3, "+")
         lines.append({"case": case, "validation loss by lr": shown, f"lowest − {rival}'s": apart, f"− {pro}": ""})
-    for case in CHANGES:
-        own = losses.get(case, {})
-        shown = ", ".join(f"{lr:.3g}: {figure(loss, 3)}" for lr, loss in own.items()) or "-"
-        apart = ", ".join(figure(loss - losses[pro][lr], 3, "+") for lr, loss in own.items()) or "-"
-        named = {"case": f"{pro}, {case}", "validation loss by lr": shown, f"lowest − {rival}'s": ""}
-        lines.append(named | {f"− {pro}": apart})
-    return table(DataFrame(lines), 2)
+    for case in (name for name in CHANGES if name in losses):
+        ((lr, loss),) = losses[case].items()
+        named = {"case": f"{pro}, {case}", "validation loss by lr": f"{lr:.3g}: {figure(loss, 3)}"}
+        lines.append(named | {f"lowest − {rival}'s": "", f"− {pro}": figure(loss - losses[pro][lr], 3, "+")})
+    return table(DataFrame(lines), 2) if lines else "None of these runs has been made yet.\n"
 
 
 @command.command
