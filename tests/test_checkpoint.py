@@ -199,6 +199,48 @@ def test_the_size_of_a_checkpoint_is_that_of_the_state(save):
     assert size < 3 * state_bytes(optimizer)
 
 
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_an_entry_saved_alone_is_small_once_its_tensors_are_cloned(cls):
+    """The whole state dict has nothing that is not the stacks', and so takes no more memory than they do."""
+    weights = [torch.nn.Parameter(normal(24, 32, seed=i)) for i in range(16)]
+    optimizer = cls(weights)
+    train(optimizer, range(2))
+    saved = optimizer.state_dict()
+    entry = saved["state"][0]
+    file = io.BytesIO()
+    torch.save({k: v.clone() for k, v in entry.items()}, file)
+    assert file.tell() < 2 * state_bytes(optimizer) / len(weights) + 1000 * len(entry)  # records of the format
+    live = optimizer.state[weights[0]]
+    assert all(v.data_ptr() == live[k].data_ptr() for k, v in entry.items() if k != "step")
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+@pytest.mark.parametrize("given", [("param_groups",), ("state",), ("state", "param_groups"), ()], ids=str)
+def test_setstate_takes_a_part_as_torchs_does(cls, given):
+    optimizer, twin = pair(cls=cls), pair(cls=cls)
+    part = {key: copy.copy(getattr(optimizer, key)) for key in given}
+    if "param_groups" in part:
+        part["param_groups"] = [{**optimizer.param_groups[0], "lr": 0.25}]
+    optimizer.__setstate__(part)
+    twin.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    assert optimizer.param_groups[0]["lr"] == (0.25 if "param_groups" in given else optimizer.defaults["lr"])
+    train(optimizer, range(3, 6))
+    train(twin, range(3, 6))
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, twin)), strict=True):
+        assert same_bits(p, q) and changed(optimizer.state[p], twin.state[q]) == set()
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_setstate_of_a_part_that_is_wrong_is_refused_and_changes_nothing(cls):
+    optimizer, twin = pair(cls=cls), pair(cls=cls)
+    with pytest.raises(ValueError, match="Group 0 .*lr=-1"):
+        optimizer.__setstate__({"param_groups": [{**optimizer.param_groups[0], "lr": -1}]})
+    train(optimizer, range(3, 6))
+    train(twin, range(3, 6))
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (optimizer, twin)), strict=True):
+        assert same_bits(p, q)
+
+
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda run: pickle.loads(pickle.dumps(run)),

@@ -224,7 +224,7 @@ def check_learning_rate(name: str, lr: Any) -> None:
     bound = "a finite number of at least 0, or a tensor with one such element"
     if not isinstance(lr, Tensor):
         _number(name, lr, bound, 0.0)
-    elif lr.numel() != 1 or not lr.is_floating_point():
+    elif lr.numel() != 1 or not lr.is_floating_point() or lr.device.type == "meta":
         raise _invalid(name, lr, bound)
     elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
         raise _invalid(name, lr, bound)
@@ -235,6 +235,11 @@ def check_betas(name: str, betas: Any) -> None:
     found = plain(betas)
     if not isinstance(found, tuple) or len(found) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in found):
         raise _invalid(name, betas, "two numbers in [0, 1)")
+
+
+def _check_flag(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not any(value is choice for choice in choices):  # torch's kernels take nothing that is but equal
+        raise _invalid(name, value, f"one of {choices}")
 
 
 def _check_not_differentiable(group: dict[str, Any]) -> None:
@@ -306,4 +311,8 @@ def check_adamw(group: dict[str, Any]) -> None:
     check_betas("betas", group["betas"])
     check_nonnegative("eps", group["eps"])
     check_nonnegative("weight_decay", group["weight_decay"])
+    for key in ("amsgrad", "maximize", "capturable"):
+        _check_flag(key, group[key], (True, False))
+    for key in ("foreach", "fused"):
+        _check_flag(key, group[key], (True, False, None))
     _check_not_differentiable(group)

@@ -229,6 +229,7 @@ def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dty
     return found
 
 
+# Of addresses: these are arguments of torch.library's operators, which materialise lazy ones and know no wrappers.
 def _at(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 

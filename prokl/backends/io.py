@@ -39,8 +39,8 @@ class Member:
 
     def gradient(self) -> Tensor | None:
         """Return the gradient, oriented (c,m,n), in the weight's dtype; None where there is none."""
-        g = self.p.grad
-        return None if g is None else self.shape.oriented(g.detach().to(self.p.dtype))
+        g = self.p.grad  # lazily negated, as imaginary parts are: kernels go by its address
+        return None if g is None else self.shape.oriented(g.detach().to(self.p.dtype).resolve_neg())
 
     def weight(self) -> Tensor:
         """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it."""

@@ -259,7 +259,8 @@ class TritonIO:
     def locate(self, h: Hyper) -> None:
         """Write into the tables what has changed since the last call."""
         given = [p.grad for p in self._parameters if p.grad is not None]
-        whole = given if len(given) == len(self._parameters) else []
+        # What is lazily negated lies nowhere: Member.gradient copies it.
+        whole = given if len(given) == len(self._parameters) and not any(map(Tensor.is_neg, given)) else []
         forms = [
             [g.shape for g in whole],
             [g.stride() for g in whole],

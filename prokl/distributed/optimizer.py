@@ -118,6 +118,9 @@ class DividedOptimizer(MatrixOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict: of a divided optimizer this rank's part of it. Never waits for another rank.
 
+        Its tensors are views of stacks, in which weights of a shape lie together: ``torch.save`` of the whole writes
+        each stack once, and of one weight's entry alone the whole stack too, unless its tensors are cloned first.
+
         State of which each rank has a part is in DTensors that say so: torch.distributed.checkpoint saves, gathers
         (``full_state_dict=True``) and loads them on any number of ranks. What ``torch.save`` makes of it is one rank's
         part, which that rank alone can load; :meth:`gather_state_dict` makes a whole one.

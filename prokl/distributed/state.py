@@ -13,6 +13,7 @@ from prokl.backends.rounding import MASTER, mode_of
 from prokl.distributed.blocks import rows, whole
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
+from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import needed
 from prokl.engine.pieces import Reading, pieces
 
@@ -99,7 +100,12 @@ def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | Non
 
 
 def check_part(weight: Divided | Undivided, key: str, value: Any, name: str) -> None:
-    """Raise ValueError for loaded state that is another rank's part; waits for nobody."""
+    """Raise ValueError for loaded state that is another rank's part, or AdamW's of another weight; waits for nobody."""
+    if key in (*MOMENTS, MAXIMUM) and isinstance(value, Tensor) and value.shape != weight.p.shape:
+        raise ValueError(
+            f"The loaded state of {name} has {key} of shape {tuple(value.shape)}; must be the weight's, "
+            f"{tuple(weight.p.shape)}. Load a state dict of the same model."
+        )
     if not hasattr(value, "parts") and not hasattr(value, "of_rank"):
         return
     if isinstance(weight, Divided):

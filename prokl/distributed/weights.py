@@ -27,7 +27,8 @@ def is_dtensor(t: Any) -> bool:
 def local(t: Tensor) -> Tensor:
     """Return what of a tensor is on this rank, in its own memory."""
     there: Tensor = t.detach()
-    return there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
+    mine: Tensor = there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
+    return mine.trigger_wait() if hasattr(mine, "trigger_wait") else mine  # still on its way, in nobody's memory
 
 
 def may_move(p: Tensor) -> bool:

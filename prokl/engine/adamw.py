@@ -13,10 +13,13 @@ from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
 from prokl.engine.pieces import named
+from prokl.engine.validation import PLAIN, check_writable, oddity
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
 ARGUMENTS = inspect.signature(AdamW).parameters.keys() - {"params"}
+MOMENTS, MAXIMUM = ("exp_avg", "exp_avg_sq"), "max_exp_avg_sq"
+"""AdamW's state beside its step; the maximum with amsgrad alone."""
 
 
 class AdamWGroups:
@@ -39,7 +42,7 @@ class AdamWGroups:
         """
         for key in set(others) - set(self._adamw.defaults) - {"algorithm"}:
             group.pop(key, None)
-        AdamW([{"params": group["params"]}], **{key: group[key] for key in ARGUMENTS & group.keys()})
+        _check_options(group)
 
     def step(self, groups: list[Group], state: dict[Tensor, dict[str, Any]]) -> None:
         """Step ``groups``, and give every trainable weight its entry in ``state``."""
@@ -56,7 +59,7 @@ def _blank_state(p: Tensor, group: Group) -> dict[str, Tensor]:
     """Return what AdamW starts from at the first gradient: an entry that checkpoints have of every weight."""
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
     state = {"step": torch.zeros((), dtype=dtype, device=_device_of_steps(p, group))}
-    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+    for key in _kept(group):
         state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
     return state
 
@@ -65,18 +68,110 @@ def _device_of_steps(p: Tensor, group: Group) -> torch.device | str:
     return p.device if group.get("capturable") or group.get("fused") else "cpu"
 
 
-def check_state(p: Tensor, name: str, state: Mapping[str, Any]) -> None:
-    """Raise ValueError where AdamW's state is not what its weight is by now: PyTorch's AdamW takes no such pair."""
-    made = state.get("exp_avg", p)
-    if p.grad is not None and (made.dtype, made.device) != (p.dtype, p.device):
+def _check_options(group: Group) -> None:
+    """Raise what PyTorch says of options that do not go together, or not with these weights."""
+    AdamW([{"params": [*dict.fromkeys(group["params"])]}], **{key: group[key] for key in ARGUMENTS & group.keys()})
+
+
+def check_options(group: Group, index: int) -> None:
+    """Raise ValueError for options, by now, with which PyTorch's AdamW would break off in the midst of a step."""
+    try:
+        _check_options(group)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"Group {index}, of AdamW: {error}. Set the options back.") from None
+    for p, name in named(group, index) if group["capturable"] else ():
+        if p.device.type in ("cpu", "mps"):
+            raise ValueError(
+                f"Invalid capturable=True: {name} is on {p.device}, of which no CUDA graph is captured. Set it back."
+            )
+
+
+def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) -> None:
+    """Raise ValueError where AdamW's state, or a gradient, is not what its weight and group need by now.
+
+    PyTorch's AdamW finds out in the midst of a step, or not at all: its fused kernels go through memory.
+    """
+    if p.grad is None:
+        return
+    check_writable(p, name)
+    held = [(key, state[key]) for key in _kept(group) if isinstance(state.get(key), Tensor)]
+    for key, value in held:
+        if (value.dtype, value.device) != (p.dtype, p.device):
+            raise ValueError(
+                f"{name} is {p.dtype} on {p.device} and its AdamW state still {value.dtype} on {value.device} ({key}): "
+                "convert the state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
+            )
+    if found := misfit(p, group, state):
         raise ValueError(
-            f"{name} is {p.dtype} on {p.device} and its AdamW state still {made.dtype} on {made.device}: convert the "
-            "state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
+            f"The AdamW state of {name} has {found}. Set it back, or remove it, optimizer.state.pop(p), to begin anew."
+        )
+    if p.grad.dtype != p.dtype:
+        raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
+    for key, value in [("a gradient", p.grad), *held] if group["fused"] else ():
+        _check_lies_alike(p, name, key, value)
+
+
+def _check_lies_alike(p: Tensor, name: str, what: str, t: Tensor | None) -> None:
+    """Raise ValueError for what fused kernels would go through otherwise than through the weight."""
+    if t is not None and (t.is_neg() or (t.stride() != p.stride() and _strides(t) != _strides(p))):
+        raise ValueError(
+            f"{name} has {what} {'negated in name alone' if t.is_neg() else f'of strides {t.stride()}'}: with "
+            f"fused=True it must lie in memory as the weight does, in strides {p.stride()}. Use "
+            "torch.empty_like(p).copy_(...) of it, or fused=False."
         )
 
 
+def look(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any], list[Any] | None]:
+    """Return what :func:`check_state` goes by beside weights and options: objects, to compare by identity, and forms.
+
+    The forms are None where there is a tensor without an address.
+    """
+    weights = [p for p in group["params"] if p.grad is not None]
+    values = [value for p in weights for value in state.get(p, {}).values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    strides = [p.grad.stride() for p in weights if p.grad is not None] if group.get("fused") else []
+    try:
+        addresses = [t.data_ptr() for t in tensors]
+    except RuntimeError:
+        return weights + values, None
+    return weights + values, [strides, addresses, [t.shape for t in tensors], [t.dtype for t in tensors]]
+
+
+def _strides(t: Tensor) -> list[int]:
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+
+
+def _kept(group: Group) -> tuple[str, ...]:
+    return (*MOMENTS, MAXIMUM) if group["amsgrad"] else MOMENTS
+
+
+def misfit(p: Tensor, group: Group, state: Mapping[str, Any]) -> str | None:
+    """Return the first of AdamW's state that is not as the weight and its group need it; None where all is.
+
+    Dtype and device aside: loading makes them the weight's.
+    """
+    if state.keys().isdisjoint(("step", *MOMENTS, MAXIMUM)):
+        return None  # it begins at its first gradient
+    for key in _kept(group):
+        value = state.get(key)
+        if not isinstance(value, Tensor):
+            return f"no tensor {key}" + f", which amsgrad={group['amsgrad']} needs" * (key == MAXIMUM)
+        if value.shape != p.shape:
+            return f"{key} of shape {tuple(value.shape)}; must be the weight's, {tuple(p.shape)}"
+        if type(p) in PLAIN and (found := oddity(value)):  # of another class PyTorch makes what it needs
+            return f"{key} {found}; must be plain memory"
+    step = state.get("step")
+    if not isinstance(step, Tensor):
+        return "no tensor step"
+    where = p.device if group["fused"] or group["capturable"] else None
+    fits = step.numel() == 1 and step.dtype in (torch.float32, torch.float64) and step.device.type != "meta"
+    if not fits or step.device != (where or step.device) or (step.device.type == "cpu" and not 0 <= step < math.inf):
+        return f"step={step!r}; must be one float32 of at least 0, on {where or 'the CPU'}"
+    return None
+
+
 def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index: int) -> None:
-    """Make tensors of loaded steps that were saved as numbers, as PyTorch's AdamW does when it loads.
+    """Make float tensors of loaded steps that were saved otherwise, as PyTorch's AdamW does of numbers when it loads.
 
     Args:
         state: as loaded. group: whose. index: its place.
@@ -93,6 +188,6 @@ def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index
                 f"The loaded AdamW state of {name} has step={step!r}: must be a whole number of at least 0. The file "
                 "is damaged: load an earlier one."
             )
-        if isinstance(own.get("step"), (int, float)):
+        if "step" in own and (not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64)):
             device = _device_of_steps(p, group)
-            own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device=device)
+            own["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)

@@ -31,6 +31,7 @@ from prokl.engine.seen import Seen
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     check_gradient,
+    check_in_memory,
     check_keys,
     check_materialised,
     check_matrix_parameter,
@@ -126,6 +127,7 @@ class MatrixOptimizer(Optimizer):
             check_memory(self._title, self._sizes_of_new_state(), self.method.oversize_remedy)
         for p, name in weights:
             check_writable(p, name)
+            check_in_memory(p, name)
 
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
         """Yield every matrix parameter that trains and has no state yet, its name, and the bytes of its state."""
@@ -222,6 +224,8 @@ class MatrixOptimizer(Optimizer):
 
     def _validate_anew(self) -> Seen:
         """Check everything, and let the buckets follow it."""
+        for i, group in enumerate(self.param_groups):
+            self._check_complete(i, group)
         self._records = {p: record for p, record in self._records.items() if self.state.get(p)}
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
@@ -229,22 +233,51 @@ class MatrixOptimizer(Optimizer):
         keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
         return Seen(self.param_groups, self.state, keys, waiting)
 
+    def _check_complete(self, index: int, group: Group) -> None:
+        """Raise ValueError for a group that was robbed of a setting."""
+        check_choice("algorithm", group.get("algorithm"), ALGORITHMS)
+        ours, foreign = self.defaults, {"differentiable"}  # torch's own: into every optimizer that is copied
+        if group["algorithm"] == "adamw":
+            ours, foreign = self._adamw.defaults(self.defaults["maximize"]), set()
+        for key in () if ours.keys() <= group.keys() else ours.keys() - foreign - group.keys():
+            raise ValueError(
+                f"Group {index} has no {key}, which algorithm={group['algorithm']!r} needs: set it back, to "
+                f"{ours[key]!r} for what it is by default."
+            )
+
     def _check(self, index: int, group: Group) -> None:
-        check_choice("algorithm", group["algorithm"], ALGORITHMS)
-        hows = readings(group)
-        for (p, name), how in zip(named(group, index), hows, strict=True):
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
+            check_materialised(p, name)
+            check_gradient(p, name, group["algorithm"] == "matrix")
             if group["algorithm"] == "matrix":
                 self._check_matrix_weight(p, name, how)
-            check_materialised(p, name)
-            check_gradient(p, name)
             state = self.state.get(p)
             if state and state.keys() & ({"exp_avg"} if group["algorithm"] == "matrix" else {"M", "M.0"}):
                 raise ValueError(
                     f"Invalid algorithm={group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                     "back, or start a new optimizer."
                 )
-            adamw.check_state(p, name, state or {})
         self._check_settings(index, group)
+        self._check_state(index, group)
+
+    def _check_state(self, index: int, group: Group) -> None:
+        """Raise ValueError where a step could not go on from a weight's state."""
+        if group["algorithm"] == "adamw":
+            adamw.check_options(group, index)
+        intact = {
+            member.p
+            for bucket in self._all_buckets()
+            if bucket.holds()
+            for member, own in zip(bucket.members, bucket.states, strict=True)
+            if self.state.get(member.p) is own
+        }
+        for (p, name), how in zip(named(group, index), readings(group), strict=True):
+            state = self.state.get(p, {})
+            if group["algorithm"] == "adamw":
+                adamw.check_state(p, name, group, state)
+            elif state and p not in intact:
+                parts = self._pieces_of(p, name, how)
+                checkpoint.check_state(p, name, parts, state, self.method, group, self._title)
 
     def _check_settings(self, index: int, group: Group) -> None:
         if group["algorithm"] == "adamw":
@@ -280,6 +313,7 @@ class MatrixOptimizer(Optimizer):
                 )
         check_matrix_parameter(p, name)  # it may have come by other ways than a group
         check_writable(p, name)
+        check_in_memory(p, name)
         check_reading(p, name, how)
 
     def _place(self) -> list[Tensor]:
@@ -416,6 +450,8 @@ class MatrixOptimizer(Optimizer):
         return checkpoint.prepare(loaded, self.param_groups, self.defaults, adamw_defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for key in {"state", "param_groups"} & self.__dict__.keys() - state.keys():  # as torch's: what it lacks stays
+            state = {**state, key: self.__dict__[key].copy()}
         self._adopt(state, self._checked(state))
 
     def _checked(self, state: dict[str, Any]) -> Any:

@@ -177,7 +177,14 @@ class Bucket:
         except KeyError:
             return False
         same = all(map(is_, now, self._handed_out))
-        return same and addresses(self._handed_out) == self._addresses
+        return same and addresses(self._handed_out) == self._addresses and all(map(self._at, self.members, self.states))
+
+    def _at(self, member: Member, state: dict[str, Any]) -> bool:
+        """Return True if the count of steps is as it was left; it lies on the host."""
+        found, steps = state.get("step" + member.suffix), self.schedule.steps
+        if type(found) is int and member.p.ndim != 3:
+            return found == steps[member.rows.start]
+        return isinstance(found, Tensor) and found.tolist() == steps[member.rows.start : member.rows.stop]
 
     def _clock(self, member: Member) -> int | Tensor:
         return stored_clock(member.p, self.schedule.steps[member.rows.start : member.rows.stop])

@@ -12,7 +12,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import apart, check_adamw
 from prokl.backends.rounding import MASTER, mode_of
-from prokl.engine.adamw import count_in_tensors
+from prokl.engine import adamw
 from prokl.engine.newcomers import resolved
 from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import layout_of_state
@@ -210,21 +210,20 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
-            count_in_tensors(state["state"], group, i)
-            for p in state["state"].keys() & set(group["params"]):  # a copy, as of the matrices' below
-                own = state["state"][p]
-                state["state"][p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()}
+            adamw.count_in_tensors(state["state"], group, i)
+            for p, name in named(group, i):
+                if own := state["state"].get(p):
+                    if found := adamw.misfit(p, group, own):
+                        misfits.setdefault(p, f"{name} has {found}")
+                    state["state"][p] = {k: _lying_as(p, v) for k, v in own.items()}  # a copy, as of the matrices'
             continue
         for (p, name), how in zip(named(group, i), hows, strict=True):
             own = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
             _check_split(own, parts, name, how.split)
-            layouts = [needed(piece, method, group) for piece in parts]
-            if own.keys() & {"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts}):
+            if layouts := _layouts(own, p, parts, method, group):
                 for piece, layout in zip(parts, layouts, strict=True):
-                    if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
-                        layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
                     own = _missing_counters(piece, own, layout) | own
                     if misfit := _misfit(own, layout, piece, optimizer):
                         misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
@@ -245,6 +244,38 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
     return made
 
 
+def check_state(
+    p: Tensor, name: str, parts: list[Piece], own: dict[str, Any], method: Method[Any], group: Group, optimizer: str
+) -> None:
+    """Raise ValueError where the live state of a matrix weight was replaced by what a step cannot go on from.
+
+    As of a loaded state, but for its values: reading these would wait for the device.
+    """
+    for piece, layout in zip(parts, _layouts(own, p, parts, method, group), strict=False):
+        found = _misfit(own, layout, piece, optimizer)
+        if found is None and not _has_clock(piece, own):
+            bound = f"{piece.shape.count} integers" if p.ndim == 3 else "an integer"
+            found = f"step={own['step' + piece.suffix]!r}; must be {bound} of at least -1"
+        if found is not None:
+            raise ValueError(
+                f"The state of {piece.name} (weight {tuple(p.shape)}) has {found}. Set it back, or remove the state, "
+                "optimizer.state.pop(p), to begin anew."
+            )
+
+
+def _layouts(
+    own: dict[str, Any], p: Tensor, parts: list[Piece], method: Method[Any], group: Group
+) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """Return what every piece of a weight needs, by key; nothing where its state has none of it, and begins."""
+    layouts = [needed(piece, method, group) for piece in parts]
+    if own.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts})):
+        return []
+    for piece, layout in zip(parts, layouts, strict=True):
+        if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
+            layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
+    return layouts
+
+
 def _check_split(own: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
     """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
     held = {key[1:] for key in own if key == "M" or (key.startswith("M.") and key[2:].isdigit())}
@@ -253,6 +284,13 @@ def _check_split(own: dict[str, Any], parts: list[Piece], name: str, split: Any)
             f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
             "that it was saved with."
         )
+
+
+def _lying_as(p: Tensor, value: Any) -> Any:
+    """Return a copy with the weight's strides, which fused kernels go by, where the shape is the weight's."""
+    if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
+        return torch.empty_like(p, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _copied(value: Any, device: torch.device) -> Any:
@@ -274,13 +312,17 @@ def _misfit(
 
     What else it has is a wrapper's, and stays.
     """
-    for key, (shape, _) in needed.items():
+    for key, (shape, dtype) in needed.items():
         value = own.get(key)
         if not isinstance(value, Tensor) or value.shape != shape:
             others = [str(k) for k in own if k not in needed]
             other = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)} and no tensor {key}"
             has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else other
             return f"{has} where {optimizer} needs {shape}"
+        plain = value.layout == torch.strided and value.device.type != "meta" and not value.is_complex()
+        if not plain or value.is_floating_point() != dtype.is_floating_point:
+            found = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
+            return f"{found} where {optimizer} needs {dtype} in plain memory"
     if "lambda_0" + piece.suffix in own.keys() - needed.keys():
         return f"lambda_0{piece.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
     return None if "step" + piece.suffix in own else f"no step{piece.suffix} where {optimizer} needs one"

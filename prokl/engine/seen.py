@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import check_learning_rate, check_nonnegative
+from prokl.engine.adamw import look
+from prokl.engine.validation import in_order
 
 
 class Seen:
@@ -37,8 +38,8 @@ class Seen:
         self.rates = self._rates(groups)
         self.objects, self.forms = self._objects(groups, state), self._forms(state)
         self.waiting = [(p, p.requires_grad) for p in waiting]
-        adamw = [p for group in groups if group["algorithm"] == "adamw" for p in group["params"]]
-        self.adamw = [(p, state[p]) for p in adamw if p in state]
+        self.adamw = [group for group in groups if group["algorithm"] == "adamw"]
+        self.looks = [look(group, state) for group in self.adamw]
 
     def still(self, groups: Sequence[Group], state: dict[Tensor, dict[str, Any]]) -> bool:
         """Return True if everything is as it was but for lr and weight decay, and nothing is to be said of gradients.
@@ -53,25 +54,24 @@ class Seen:
             return False
         rates = self._rates(groups)
         for (lr, decay), (old_lr, old_decay) in zip(rates, self.rates, strict=True):
-            if lr is None or decay is None:
+            if lr is None or decay is None or isinstance(lr, Tensor) is not isinstance(old_lr, Tensor):
                 return False
             if lr is not old_lr or isinstance(lr, Tensor):  # whose value may change
                 check_learning_rate("lr", lr)
             if decay is not old_decay:
                 check_nonnegative("weight_decay", decay)
         self.rates = rates
-        layouts = [g.layout for g in [p.grad for p in self.weights] if g is not None]
-        return layouts.count(torch.strided) == len(layouts) and not self._begins() and self._adamw_fits()
+        return in_order(self.weights) and not self._begins() and self._adamw_fits(state)
 
     def _begins(self) -> bool:
         """Return True if a weight that was in no bucket may have to be in one, or to have a state."""
         return any(p.grad is not None or p.requires_grad is not trained for p, trained in self.waiting)
 
-    def _adamw_fits(self) -> bool:
-        """Return True if the state of every AdamW weight with a gradient has its dtype and device."""
-        for p, own in self.adamw:
-            made = own.get("exp_avg")
-            if made is not None and (made.dtype is not p.dtype or made.device != p.device) and p.grad is not None:
+    def _adamw_fits(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        """Return True if the state of every AdamW weight with a gradient is what it was, where it was."""
+        for group, (objects, forms) in zip(self.adamw, self.looks, strict=True):
+            now, now_forms = look(group, state)
+            if forms is None or now_forms != forms or len(now) != len(objects) or not all(map(is_, now, objects)):
                 return False
         return True
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
@@ -113,7 +114,14 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
 
 
 def check_materialised(p: Tensor, name: str) -> None:
-    """Raise ValueError for a weight on the meta device: what replaces it there is another tensor, never trained."""
+    """Raise ValueError for a weight that has no values yet.
+
+    What replaces one on the meta device is another tensor, never trained; a lazy one has no shape.
+    """
+    if is_lazy(p):
+        raise ValueError(
+            f"{name} has no shape yet; run one forward pass through its lazy module before making the optimizer."
+        )
     if p.device.type == "meta":
         raise ValueError(
             f"{name} is on the meta device, which holds no values; must be on a real one: materialise the model, by "
@@ -123,17 +131,102 @@ def check_materialised(p: Tensor, name: str) -> None:
 
 def check_writable(p: Tensor, name: str) -> None:
     """Raise ValueError for an expanded weight, which could not be written without a clash."""
+    if p.layout != torch.strided:
+        return
     if any(stride == 0 and size > 1 for stride, size in zip(p.stride(), p.shape, strict=True)):
         raise ValueError(f"{name} has strides {p.stride()}, so several elements share memory; use p.contiguous().")
 
 
-def check_gradient(p: Tensor, name: str) -> None:
-    """Raise RuntimeError for a sparse gradient, before anything has moved."""
-    if p.grad is not None and p.grad.layout != torch.strided:
+PLAIN = (Tensor, nn.Parameter)
+"""Classes of tensors that are certain to be no wrappers."""
+
+
+def in_order(weights: Sequence[Tensor]) -> bool:
+    """Return True if weights and their gradients are plain memory and go together: all that it costs most steps."""
+    given = [p for p in weights if p.grad is not None]
+    gradients: list[Any] = [p.grad for p in given]
+    every = [*weights, *gradients]
+    return (
+        {*map(type, every)} <= {*PLAIN}
+        and [t.layout for t in every].count(torch.strided) == len(every)
+        and [p.dtype for p in given] == [g.dtype for g in gradients]
+        and [p.shape for p in given] == [g.shape for g in gradients]
+        and [p.device for p in given] == [g.device for g in gradients]
+        and all(map(Tensor.data_ptr, every))
+        and not any(map(Tensor.is_neg, every))
+        and (all(map(Tensor.is_contiguous, weights)) or not any(0 in p.stride() for p in weights))
+    )
+
+
+def _address(t: Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # of a transform of torch.func
+        return 0
+
+
+def oddity(t: Tensor) -> str | None:
+    """Return what keeps a tensor from being plain memory, with one element at every address; None where nothing does.
+
+    Whatever goes by addresses would read something else there, or nothing.
+    """
+    if t.layout != torch.strided:
+        return f"of layout {t.layout}"
+    if t.device.type == "meta":
+        return "on meta, which holds no values"
+    if t.is_neg() or t.is_conj():
+        return f"with a {'negation' if t.is_neg() else 'conjugation'} that is still to do"
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"of class {type(t).__name__}, which stands for other tensors"
+    if t.numel() > 0 and _address(t) == 0:
+        return "without memory of its own"
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        return f"with several elements in one place of memory (strides {t.stride()})"
+    return None
+
+
+def check_in_memory(p: Tensor, name: str) -> None:
+    """Raise ValueError for a matrix weight that is no plain memory, by now: a step would miss it, or go the other way.
+
+    A DTensor is looked at where its parts are stepped.
+    """
+    found = None if hasattr(p, "device_mesh") else oddity(p)
+    if found is not None:
+        remedy = "use p.resolve_neg()" if p.is_neg() else "put it into an AdamW group, or make a plain tensor of it"
+        raise ValueError(f"{name} is a tensor {found}; the matrix method needs plain memory: {remedy}.")
+
+
+def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
+    """Raise an error for a gradient that does not go with its weight, before anything has moved.
+
+    Args:
+        p: the weight. name: its own.
+        in_memory: whether the step goes by the gradient's address. What is lazily negated is negated then.
+
+    Raises:
+        RuntimeError: it is sparse.
+        ValueError: its shape or device are not the weight's, it is complex, or no memory.
+    """
+    g = p.grad
+    if g is None:
+        return
+    if g.layout != torch.strided:
         raise RuntimeError(
-            f"{name} has a gradient of layout {p.grad.layout}; neither the matrix method nor AdamW takes it: "
+            f"{name} has a gradient of layout {g.layout}; neither the matrix method nor AdamW takes it: "
             "build its module with sparse=False."
         )
+    if g.shape != p.shape or g.device != p.device or g.is_complex() != p.is_complex():
+        raise ValueError(
+            f"{name} is {p.dtype} of shape {tuple(p.shape)} on {p.device} and its gradient {g.dtype} of shape "
+            f"{tuple(g.shape)} on {g.device}: they must go together. Call zero_grad() after changing a weight, and "
+            "backward() again."
+        )
+    if in_memory and (found := oddity(g.resolve_neg())):
+        if "(strides" not in found:  # an expanded one is only read
+            raise ValueError(
+                f"{name} has a gradient {found}; the matrix method needs plain memory: make a plain tensor of it, as "
+                "by trigger_wait() or to_local(), before the step."
+            )
 
 
 def check_memory(optimizer: str, new_state: Iterable[tuple[Tensor, str, int]], remedy: str) -> None:
