@@ -19,16 +19,18 @@ from prokl.pair import Operand
 
 @triton.jit
 def _add(acc, x, u, u_lo, U_LO: tl.constexpr, OPERAND: tl.constexpr, SUM: tl.constexpr, PRECISION: tl.constexpr):
-    # acc + x u of tiles; where u has a half lo, x is split here unless it is bfloat16.
+    # acc + x u of tiles; where u has a half lo, x is split here unless it is bfloat16. Tensor cores cut sums off: those
+    # of the parts start at zero, as the compiler starts those of TF32, and are rounded to acc.
     if U_LO:
         if x.dtype == tl.bfloat16:
             x_hi = x.to(OPERAND)
+            own = tl.dot(x_hi, u_lo, out_dtype=SUM)
         else:
             hi, lo = halves(x.to(tl.float32))
             x_hi = hi.to(OPERAND)
-            acc = tl.dot(lo.to(OPERAND), u, acc, out_dtype=SUM)
-        acc = tl.dot(x_hi, u_lo, acc, out_dtype=SUM)
-        return tl.dot(x_hi, u, acc, out_dtype=SUM)
+            own = tl.dot(lo.to(OPERAND), u, out_dtype=SUM)
+            own = tl.dot(x_hi, u_lo, own, out_dtype=SUM)
+        return acc + tl.dot(x_hi, u, own, out_dtype=SUM)
     return tl.dot(x.to(OPERAND), u, acc, input_precision=PRECISION, out_dtype=SUM)
 
 
@@ -78,17 +80,18 @@ def project_kernel(
     i_m = (i // tiles_r) % tiles_m
     i_b = (i // (tiles_r * tiles_m)).to(tl.int64)
     o_m = i_m.to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    o_r = i_r.to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    o_n = tl.arange(0, TILE_N).to(tl.int64)
+    o_r = i_r * TILE_R + tl.arange(0, TILE_R)  # in 32 bits, as o_n: fewer registers through the loop
+    o_n = tl.arange(0, TILE_N)
     m_m = o_m[:, None] < M
     m_r = o_r[None, :] < R
     m_g = m_m
     if HAS_ACTIVE:  # an inactive gradient has no row to read
         m_g = o_m[:, None] < tl.where(tl.load(active_ptr + i_b * stride_active_b), M, 0)
 
-    G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + o_n[None, :] * stride_G_n
-    M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + o_n[None, :] * stride_M_n
-    U_at = U_ptr + i_b * stride_U_b + o_n[:, None] * stride_U_n + o_r[None, :] * stride_U_r
+    n = o_n.to(tl.int64)
+    G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + n[None, :] * stride_G_n
+    M_at = M_ptr + i_b * stride_M_b + o_m[:, None] * stride_M_m + n[None, :] * stride_M_n
+    U_at = U_ptr + i_b * stride_U_b + n[:, None] * stride_U_n + o_r[None, :].to(tl.int64) * stride_U_r
     step = tl.full((), TILE_N, tl.int64)
     GU = tl.zeros((TILE_M, TILE_R), SUM)
     MU = tl.zeros((TILE_M, TILE_R), SUM)
@@ -110,9 +113,10 @@ def project_kernel(
 
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
 # No tile is 128 wide, though two programs then share the rows of G and M, in L2, at rank 128: two accumulators of that
-# width in TF32 parts compile to nothing but a trap on sm_100 in Triton 3.6. Deeper tiles spill on sm_80.
-TILES: tuple[Tile, ...] = (Tile(128, 64, 16, 8, 3), Tile(64, 32, 16, 8, 4), Tile(64, 16, 16, 4, 4))
-TILES_PAIR: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), Tile(64, 32, 32, 8, 4), Tile(64, 16, 32, 4, 4))
+# width in TF32 parts compile to nothing but a trap on sm_100 in Triton 3.6. Deeper tiles spill on sm_80. A warp takes
+# 16 rows: eight would compute every product of 64 rows twice where one is added to another, as those of parts are.
+TILES: tuple[Tile, ...] = (Tile(128, 64, 16, 8, 3), Tile(64, 32, 16, 4, 4), Tile(64, 16, 16, 4, 4))
+TILES_PAIR: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), Tile(64, 32, 32, 4, 4), Tile(64, 16, 32, 4, 4))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
@@ -131,8 +135,8 @@ def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: boo
     large, middle, small = TILES_PAIR if paired else TILES
     if r > middle.n and wide:
         return large
-    # Without tensor cores operands are held in registers, too many of them for the middle one.
-    return middle if r > small.n and precision != "ieee" else small
+    # Without tensor cores operands are held in registers, of unaligned pairs addresses: too many for the middle one.
+    return middle if r > small.n and precision != "ieee" and (wide or not paired) else small
 
 
 def project(

@@ -69,8 +69,11 @@ def residual_noise(U: Operand, dtype: torch.dtype, stored: torch.dtype) -> float
     """Return the size of X - (X U) U^T over that of X up to which it may be rounding alone.
 
     A hundred roundings of the dtype. Of pairs U, twice, and X U lose 2^-17 each, and their products 2^-18; where the
-    entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed. Where U is stored in less,
-    what it loses there, twice, up to half a unit in the last place each.
+    entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed. Kernels add X U up in tiles
+    of 16 rows of U or more, each time within half a unit in the last place, eps / 2 or less, of a whole that grows from
+    zero: within n / 64 eps in all, where the tiles are alike. Where U is stored in less, what it loses there, twice, up
+    to half a unit in the last place each.
     """
-    own = 2.0**-14 if isinstance(U, Pair) else 100 * torch.finfo(dtype).eps
-    return max(own, torch.finfo(stored).eps)
+    eps = torch.finfo(dtype).eps
+    own = 2.0**-14 if isinstance(U, Pair) else 100 * eps
+    return max(own, U.shape[-2] / 64 * eps, torch.finfo(stored).eps)

@@ -134,7 +134,7 @@ def momentum_and_projection(
     G_hat = a * G + b * M
     G_par = G_hat @ state["U"]
     G_perp = G_hat - G_par @ state["U"].mT
-    noise = max(100 * torch.finfo(G.dtype).eps, torch.finfo(stored or G.dtype).eps)
+    noise = max(max(100, G.shape[1] / 64) * torch.finfo(G.dtype).eps, torch.finfo(stored or G.dtype).eps)
     if torch.linalg.matrix_norm(G_perp) <= noise * torch.linalg.matrix_norm(G_hat):
         G_perp = torch.zeros_like(G_perp)  # rounding noise; Newton-Schulz would inflate it to a full step
     return M, G_par, G_perp
