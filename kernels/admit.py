@@ -353,5 +353,7 @@ def admit(
             TILE_R=width,
             TILE_V=min(NUMBERS // spare, height),
             num_warps=8,
+            # A product contracted into a sum across lanes would leave each lane its own rounding of one number.
+            enable_fp_fusion=False,
         )
     return Found(rows, columns, scalars, flags)

@@ -272,6 +272,25 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
         assert re.match(rf"product \({tile}.*on sm_90: .*{complaint}", line)
 
 
+CONTRACTED = """
+from bench.compiled.triton_kernels import build, record
+from bench.micro.small import SMALL
+
+for case in SMALL:
+    if case.name.startswith("admit"):
+        for launch in record(case):
+            print(*[line for line in build(launch, 90).asm["ptx"].splitlines() if "fma." in line])
+"""
+
+
+@pytest.mark.slow
+def test_lanes_that_hold_one_sum_of_a_decision_hold_the_same_bits():
+    """A product that is contracted into a sum across lanes is rounded in one lane and not in the other."""
+    done = run_python("-c", CONTRACTED)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and not done.stdout.split()
+
+
 @pytest.mark.slow
 def test_the_interpreter_is_refused():
     done = run("bench.compile_report", "--only", "aot", TRITON_INTERPRET="1")
