@@ -12,6 +12,7 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.io import Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding, noise, stochastic
 from prokl.backends.triton_ops import TritonIO
+from prokl.kernels.launch import INTERPRETED
 from tests.inputs import BACKENDS, KL, PRO, normal, same_bits, step, weight
 from tests.test_checkpoint import Run, differences
 
@@ -169,7 +170,8 @@ def applied(io, mode, seed=0):
     X[0, 0, :2] = torch.tensor([1e36, -1e36])
     for t in range(3):
         rounding.locate([t] * 4)
-        own.locate(Hyper(0.02, 0.1, 0.9, 0.9, 1e-8, 5.0, False, "original"))
+        # 1 - lr weight_decay has 9 bits and a bfloat16 weight 8: products are exact, and to fuse them changes no bit.
+        own.locate(Hyper(2**-6, 2**-3, 0.9, 0.9, 1e-8, 5.0, False, "original"))
         own.apply(Direction(X), range(4), torch.tensor([True, True, True, False], device=DEVICE))
         if t == 1:
             weights[1].data[3] = 7.0  # by hand
@@ -178,7 +180,7 @@ def applied(io, mode, seed=0):
 
 def test_the_kernel_rounds_at_random_as_pytorch_does():
     for ours, theirs in zip(applied(TritonIO, "stochastic")[0], applied(TorchIO, "stochastic")[0], strict=True):
-        assert same_bits(ours.data, theirs.data)
+        torch.testing.assert_close(ours.data, theirs.data, rtol=0, atol=0, equal_nan=True)  # NaN has any bits
 
 
 def test_the_kernel_keeps_masters_as_pytorch_does():
@@ -187,8 +189,8 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
     torch.testing.assert_close(master, other, rtol=6 * 2**-24, atol=6 * 4 * 2**-24, equal_nan=True)
     assert same_bits(torch.cat(theirs)[:3], other.to(BF16)[:3])
     # The interpreter cuts bfloat16 off where a GPU rounds.
-    cut = master if DEVICE == "cuda" else (master.view(torch.int32) & -0x10000).view(torch.float32)
-    assert same_bits(torch.cat(ours)[:3], cut.to(BF16)[:3])
+    cut = (master.view(torch.int32) & -0x10000).view(torch.float32) if INTERPRETED else master
+    torch.testing.assert_close(torch.cat(ours)[:3], cut.to(BF16)[:3], rtol=0, atol=0, equal_nan=True)
     assert 6.9 < master[1, :, 3].min() and master[1, :, 3].max() < 7.0  # its weight is (70, 37), handled turned
 
 
