@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl import ProKLShampoo
+from prokl.backends.select import select
+
 VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
 
 
@@ -47,6 +50,67 @@ def relative(a: Tensor, b: Tensor) -> float:
     a, b = a.detach(), b.detach()
     size = torch.linalg.vector_norm(b.double())
     return float(torch.linalg.vector_norm(a.double() - b.double()) / torch.where(size > 0, size, 1.0))
+
+
+def precision_of(backend, device, precision=None):
+    """What a precision, or None, means to a backend on a device."""
+    ops = select(backend, torch.device(device), precision).ops
+    return "balanced" if ops is not None and ops.balanced else "faithful"
+
+
+FACTOR = 4
+"""Largest ratio of a run's error to the reference's in the same dtypes, both against float64: what sums in another
+order, or another QR, make of it."""
+PAIRS = 2**7
+"""By how much more a balanced product may err than one of float32. An operand is off by up to 2^-17 of itself, half a
+unit in the last place of the smaller half, and not 2^-24; the product lo lo that is left out is as large in norm."""
+HALVES = 2.0**-8
+"""Where a direction has both parts, a balanced step stores the subspace's factors in bfloat16: off by 2^-9.2 in norm
+each, 2^-8.7 together, if the complement's part is nothing beside it."""
+
+
+def allowed(precision, own, single, both_parts):
+    """How far a run may be from float64's, given the reference's error in the same dtypes, and all in float32."""
+    if precision == "faithful":
+        return FACTOR * own
+    return FACTOR * (own + PAIRS * single) + HALVES * both_parts
+
+
+def ways(cls, stream, **kwargs):
+    """Distances moved by float32 weights, in float64, after every step but the first, which moves nothing; lr is 1.
+
+    So the rounding of the weights, which no product has a part in, is nothing beside them.
+    """
+    found = []
+
+    def observe(t, parameters, optimizer):
+        found.append([p.detach().double().clone() for p in parameters])
+
+    run(cls, stream, **{"lr": 1.0, "dtype": torch.float32, "observe": observe, **kwargs})
+    return [[p - start for p, start in zip(own, found[0], strict=True)] for own in found[1:]]
+
+
+def held(found, cls, stream, precision, **kwargs):
+    """Say how large the errors of a run are, whose ways these are, at most over what they may be in this precision.
+
+    After every step: the error is the mean over the weights that have moved, relative to the distance.
+    """
+
+    def error(one, exact):
+        moved = [(p, q) for p, q in zip(one, exact, strict=True) if q.any()]
+        return sum(relative(p, q) for p, q in moved) / len(moved)
+
+    own = {"dtype": torch.float32, **kwargs}
+    single = {**own, "dtype": torch.float32, "state_dtype": None}
+    exact = {**single, "dtype": torch.float64}
+    if cls is ProKLShampoo:
+        single["ns_dtype"], exact["ns_dtype"] = torch.float32, torch.float64
+    exact, own, single = (ways(cls, stream, backend="reference", **given) for given in (exact, own, single))
+    errors = [[error(one, way) for one, way in zip(each, exact, strict=True)] for each in (found, own, single)]
+    both = cls is ProKLShampoo and kwargs.get("variant", "pro-klshampoo") == "pro-klshampoo"
+    most = max(e / allowed(precision, *of_reference, both) for e, *of_reference in zip(*errors, strict=True))
+    print(f"{precision}: errors of {min(errors[0]):.1e} to {max(errors[0]):.1e}, {most:.2f} of what they may be")
+    return most
 
 
 def state_tensors(state):

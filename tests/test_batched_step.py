@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from prokl import KLShampoo, ProKLShampoo
-from tests.problems import VARIANTS, gradient_stream, relative, run, same_clocks, state_tensors
+from prokl.pair import Pair
+from tests.inputs import forbid_host_reads
+from tests.problems import VARIANTS, gradient_stream, held, relative, run, same_clocks, state_tensors, ways
 
 # Two of one shape, its transpose, a square, a stack, vectors, a wide one and a flattened convolution.
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
@@ -173,3 +175,20 @@ def test_low_precision_error_of_kl_is_at_most_four_times_the_references(state_dt
         for seed in range(SEEDS)
     ]
     assert statistics.median(ratios) <= 4, ratios
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["host reads", "none"])  # which also chooses the QR
+@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
+def test_balanced_steps_err_as_pairs_may_and_with_half_of_a_pair_more(cls, variant, blind, monkeypatch):
+    """Measured: 0.02 to 0.4 of what they may, with one half alone 8 times it and more."""
+    if blind:
+        forbid_host_reads(monkeypatch)
+    kwargs = {"precondition_frequency": 3, "weight_decay": 0.1, "absent": late_and_missing}
+    kwargs |= {"variant": variant, "rank": 4, "ns_dtype": torch.float32} if variant else {}
+    stream = [[g.float() for g in gradients] for gradients in stream_of(steps=9)]
+    stream[7][0] *= 1e4
+    found = ways(cls, stream, backend="torch", precision="balanced", **kwargs)
+    split = Pair.split
+    monkeypatch.setattr(Pair, "split", lambda t: Pair(split(t).both * torch.tensor([1, 0]).view(2, *[1] * t.ndim)))
+    one_half = ways(cls, stream, backend="torch", precision="balanced", **kwargs)
+    assert held(found, cls, stream, "balanced", **kwargs) <= 1 < held(one_half, cls, stream, "balanced", **kwargs)

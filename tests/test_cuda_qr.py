@@ -11,7 +11,7 @@ from prokl.cuda_qr import Used
 from tests import sanitize_qr
 from tests.host_extension import order, shared_limit
 from tests.inputs import same_bits
-from tests.problems import gradient_stream, relative, run, state_tensors
+from tests.problems import gradient_stream, held, relative, run, state_tensors, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, semidefinite_qr, track
 from tests.qr_problems import CLASSES
@@ -250,6 +250,16 @@ def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
         assert relative(q, p) <= 1e-9  # as the PyTorch table
         for key, value in state_tensors(reference.state[p]).items():
             assert relative(triton.state[q][key], value) <= 1e-9, key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels; a GPU has tests/test_cuda_qr_on_gpu.py")
+def test_whole_steps_of_pairs_with_the_extension_err_as_they_may(extension_on_cpu):
+    """As a GPU takes them by default, but for Newton-Schulz in bfloat16, which would hide much."""
+    stream = gradient_stream([(6, 10), (10, 6)], 6, dtype=torch.float32)
+    settings = {"rank": 4, "precondition_frequency": 3, "ns_dtype": torch.float32}
+    found = ways(ProKLShampoo, stream, backend="triton", precision="balanced", **settings)
+    assert held(found, ProKLShampoo, stream, "balanced", **settings) <= 1
 
 
 def test_the_calls_for_the_sanitizer_are_right_themselves(extension_on_cpu, capsys):

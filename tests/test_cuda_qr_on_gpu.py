@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from prokl import ProKLShampoo, ops
+from prokl import KLShampoo, ProKLShampoo, ops
 from prokl.backends import cuda_qr, extension
 from prokl.backends.select import select
 from prokl.cuda_qr import Used
 from tests import test_qr_problems
 from tests.inputs import same_bits
-from tests.problems import gradient_stream, relative, run, state_tensors
+from tests.problems import gradient_stream, held, precision_of, relative, run, state_tensors, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS, pieces, products_on, refresh_basis, track, words
 from tests.qr_problems import CLASSES, poisoned
@@ -117,3 +117,14 @@ def test_steps_on_the_device_take_the_extension_and_equal_the_references():
         assert relative(q, p) <= 1e-9
         for key, value in state_tensors(reference.state[p]).items():
             assert relative(triton.state[q][key], value) <= 1e-9, key
+
+
+@pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
+def test_steps_with_the_extension_and_no_setting_of_precision_err_as_pairs_may(cls):
+    stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float32)
+    stream = [[g.to(CUDA) for g in gradients] for gradients in stream]
+    settings = {"precondition_frequency": 5}
+    if cls is ProKLShampoo:
+        settings |= {"rank": 16, "ns_dtype": torch.float32}
+    assert precision_of(None, CUDA) == "balanced"
+    assert held(ways(cls, stream, **settings), cls, stream, "balanced", **settings) <= 1

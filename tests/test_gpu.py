@@ -13,12 +13,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.settings import PRECISIONS
 from prokl.engine.graphs import Capture, record
 from prokl.kernels import launch
 from prokl.kernels.product import product
 from prokl.kernels.symmetric_product import symmetric_product
 from tests.inputs import forbid_host_reads
-from tests.problems import gradient_stream, relative, run
+from tests.problems import allowed, gradient_stream, precision_of, relative, run
 from tests.test_accelerator_path import ForbidHostReads
 from tests.test_graphs import assert_same, recorded  # noqa: F401  (a fixture)
 
@@ -62,12 +63,21 @@ def rank_on(device):
     return 64 if is_gpu(device) else 4
 
 
-def settings_of(cls, device, **kwargs):
-    """Those of ProKLShampoo only where they are taken; no bfloat16 in the interpreter."""
+def default_precision(device):
+    """What a GPU takes for None; in the interpreter what it has to be told to."""
+    return precision_of("triton", device) if is_gpu(device) else "balanced"
+
+
+def settings_of(cls, device, backend="triton", **kwargs):
+    """What a GPU has by default, in the interpreter as well, but for Newton-Schulz: there is no bfloat16 there.
+
+    Those of ProKLShampoo only where they are taken.
+    """
     own = {"rank": rank_on(device)} if cls is ProKLShampoo else {}
-    if cls is ProKLShampoo and not is_gpu(device):
-        own |= EXACT
-    return {"precondition_frequency": PERIOD, **own, **kwargs}
+    if not is_gpu(device):
+        own |= EXACT if cls is ProKLShampoo else {}
+        own |= {"precision": default_precision(device)} if backend == "triton" else {}
+    return {"precondition_frequency": PERIOD, "backend": backend, **own, **kwargs}
 
 
 def stream_on(device, shapes, steps, dtype=torch.float32, seed=0):
@@ -117,22 +127,24 @@ def loss_curves(shape, device, steps, permuted=False, **kwargs):
     return torch.stack(losses).cpu()
 
 
-def assert_trains_as_the_reference(shape, device, steps, half=False, **kwargs):
+def assert_trains_as_the_reference(shape, device, steps, precision, half=False, **kwargs):
     """Compare loss curves with float32 Newton-Schulz, or with ``half`` those of the default dtype with them."""
 
     def curve(backend, permuted=False, own=EXACT):
+        own = {**own, "precision": {"triton": precision, "torch": meant}.get(backend)}
         return loss_curves(shape, device, steps, backend=backend, permuted=permuted, **kwargs, **own)
 
+    meant = precision_of("triton", device, precision)
     exact = curve("reference")
     if half:  # what bfloat16 changes in the other two backends, until this step
         triton, *others = (curve(backend, own={}) for backend in ("triton", "reference", "torch"))
     else:
-        # What another order of the same float32 operations changes: rows and columns renumbered, or batched products,
-        # Cholesky in place of Householder and the Gram form of Newton-Schulz.
+        # What another order of the same operations changes: of float32's rows and columns renumbered, or batched
+        # products, Cholesky in place of Householder and the Gram form of Newton-Schulz; balanced, that and the pairs.
         triton, others = curve("triton"), [curve("reference", permuted=True), curve("torch")]
     differences = torch.stack([(other - exact).abs() for other in others])
     found = (triton - exact).abs()
-    print(f"{shape}: loss {exact[0].tolist()} -> {exact[-1].tolist()}")
+    print(f"{shape}, {meant}: loss {exact[0].tolist()} -> {exact[-1].tolist()}")
     print(f"largest relative difference {(found / exact).max():.1e}, of the others {(differences / exact).max():.1e}")
     assert (exact[-1] < 0.9 * exact[0]).all()  # there is something to agree on
     spread = differences.amax(0).cummax(0).values
@@ -141,22 +153,24 @@ def assert_trains_as_the_reference(shape, device, steps, half=False, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", [None, "faithful"])
 @pytest.mark.parametrize("shape", PAPER, ids=str)
-def test_a_run_of_a_hundred_steps_differs_from_the_references_as_other_orders_of_summation_do(shape):
-    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, rank=128, lr=0.02)
+def test_a_run_of_a_hundred_steps_differs_from_the_references_as_other_orders_of_summation_do(shape, precision):
+    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, precision, rank=128, lr=0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(768, 3072), (1024, 1024)], ids=str)  # the Gram form and the standard one
 def test_bfloat16_newton_schulz_changes_a_run_as_it_changes_the_references(shape):
-    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, half=True, rank=128, lr=0.02)
+    assert_trains_as_the_reference(shape, torch.device("cuda"), 100, None, half=True, rank=128, lr=0.02)
 
 
 @pytest.mark.slow
 @INTERPRETED
-def test_the_comparison_of_runs_itself_runs():
-    assert_trains_as_the_reference((12, 20), torch.device("cpu"), 8, rank=4, lr=0.8)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_comparison_of_runs_itself_runs(precision):
+    assert_trains_as_the_reference((12, 20), torch.device("cpu"), 8, precision, rank=4, lr=0.8)
 
 
 # Launches
@@ -186,9 +200,7 @@ def kernels_per_step(cls, weights, device):
     k = 16 if is_gpu(device) else 1
     shapes = [(8 * k, 16 * k) if i % 2 else (16 * k, 8 * k) for i in range(weights)]
     stream = stream_on(device, shapes, PERIOD + 6)
-    parameters, optimizer = run(
-        cls, stream[: PERIOD + 1], dtype=torch.float32, backend="triton", **settings_of(cls, device)
-    )
+    parameters, optimizer = run(cls, stream[: PERIOD + 1], dtype=torch.float32, **settings_of(cls, device))
     counts = []
     for gradients in stream[PERIOD + 1 :]:
         for p, g in zip(parameters, gradients, strict=True):
@@ -236,7 +248,7 @@ def test_a_host_read_would_be_seen(device):
 @both_methods
 def test_no_step_after_the_first_waits_for_the_device(cls, device):
     stream = stream_on(device, shapes_on(device), PERIOD + 7)
-    parameters, optimizer = run(cls, stream[:1], dtype=torch.float32, backend="triton", **settings_of(cls, device))
+    parameters, optimizer = run(cls, stream[:1], dtype=torch.float32, **settings_of(cls, device))
     for t, gradients in enumerate(stream[1:], 1):
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
@@ -265,7 +277,7 @@ def train(cls, device, graphs, start=None):
     shapes = shapes_on(device)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
     settings = {**settings_of(cls, device), "weight_decay": 0.1, "cuda_graphs": graphs}
-    optimizer = cls(parameters, backend="triton", **settings)
+    optimizer = cls(parameters, **settings)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     held, addresses = [], set()
     for t, gradients in enumerate(stream_on(device, shapes, 25 if is_gpu(device) else 16)):
@@ -342,8 +354,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device)
     rank = 128 if is_gpu(device) else 4
     signal = [torch.randn(*shape, device=device) for _ in range(count)]
     parameters = [torch.nn.Parameter(torch.zeros(*shape, device=device)) for _ in signal]
-    settings = settings_of(cls, device, **({"rank": rank} if pro else {}))
-    optimizer = cls(parameters, backend="triton", **settings)
+    optimizer = cls(parameters, **settings_of(cls, device, **({"rank": rank} if pro else {})))
     taken = []
     for _ in range(PERIOD + 7):
         for p, g in zip(parameters, signal, strict=True):
@@ -384,7 +395,7 @@ def moved(device, backend, how=None, dtype=torch.float32, given=torch.float32, s
     """Distances moved by weights of ``dtype``, in float64; the gradients are rounded to ``given``."""
     steps = 12 if is_gpu(device) else 7  # with a refresh
     stream = stream_on(device, shapes_on(device), steps, dtype=given, seed=seed)
-    kwargs = {"backend": backend, "dtype": dtype, **settings_of(ProKLShampoo, device, **kwargs)}
+    kwargs = {"dtype": dtype, **settings_of(ProKLShampoo, device, backend, **kwargs)}
     with tf32(how):
         start, _ = run(ProKLShampoo, stream[:1], **kwargs)  # initialising moves nothing
         end, _ = run(ProKLShampoo, stream, **kwargs)
@@ -396,37 +407,44 @@ def difference(one, two):
 
 
 @pytest.mark.slow
-def test_torchs_tf32_switches_change_no_more_than_rounding(device):
+@pytest.mark.parametrize(
+    "device, precision",
+    [pytest.param("cuda", p, marks=GPU) for p in PRECISIONS] + [pytest.param("cpu", "balanced", marks=INTERPRETED)],
+    indirect=["device"],
+)
+def test_torchs_tf32_switches_change_no_more_than_rounding(device, precision):
     def run_in(backend, how=None, dtype=torch.float32):
-        return moved(device, backend, how, dtype, ns_dtype=dtype)
+        own = {"precision": precision} if backend == "triton" else {}
+        return moved(device, backend, how, dtype, ns_dtype=dtype, **own)
 
     rounding = difference(run_in("reference"), run_in("reference", dtype=torch.float64))
     plain = {backend: run_in(backend) for backend in ("triton", "torch")}
     for how in ("allow_tf32", "high", "medium") if is_gpu(device) else ("high",):
         triton, torchs = (difference(run_in(backend, how), plain[backend]) for backend in ("triton", "torch"))
         print(f"{how}: moved elsewhere by {triton:.1e}, backend torch by {torchs:.1e}; rounding {rounding:.1e}")
-        assert triton <= 4 * rounding
+        assert triton <= allowed(precision, rounding, rounding, both_parts=True)
         if is_gpu(device):
             assert torchs > 10 * rounding  # so the switch does act
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
-def test_half_precision_error_is_at_most_four_times_the_references(state, device):
+def test_half_precision_errs_as_the_references_and_as_the_default_precision_may(state, device):
     # No bfloat16 in the interpreter. lr=1: a small step would vanish in the rounding of the weights.
     half = torch.bfloat16 if is_gpu(device) else torch.float16
     state_dtype = torch.bfloat16 if state == "bfloat16" else None  # storage, which the interpreter reads rightly
-    ratios = []
+    ratios, precision = [], default_precision(device)
     for seed in range(3 if is_gpu(device) else 1):
         common = {"given": half, "lr": 1.0, "seed": seed}
         exact = moved(device, "reference", dtype=torch.float64, ns_dtype=torch.float64, **common)
-        errors = [
+        found, own = (
             difference(moved(device, backend, dtype=half, state_dtype=state_dtype, **common), exact)
             for backend in ("triton", "reference")
-        ]
-        print(f"error of triton {errors[0]:.1e}, of the reference {errors[1]:.1e}")
-        ratios.append(errors[0] / errors[1])
-    assert statistics.median(ratios) <= 4, ratios
+        )
+        single = difference(moved(device, "reference", ns_dtype=torch.float32, **common), exact)
+        print(f"error of triton {found:.1e}, of the reference {own:.1e}, in float32 {single:.1e}")
+        ratios.append(found / allowed(precision, own, single, both_parts=True))
+    assert statistics.median(ratios) <= 1, ratios
 
 
 PRODUCTS = {

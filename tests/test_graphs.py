@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import prokl.engine.bucket
 import prokl.engine.graphs
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.select import select
 from prokl.backends.torch_ops import TorchPrimitives
 from prokl.engine.bucket import Bucket
@@ -133,9 +134,10 @@ def assert_same(one, two):
 
 
 @pytest.mark.slow
-def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_replayed_steps_of_all_kernels_equal_plain_ones(precision, recorded):
     cls, kwargs = METHODS[0]
-    kwargs = {**kwargs, "steps": 10, "precondition_frequency": 3}  # the third refresh is a replay
+    kwargs = {**kwargs, "steps": 7, "precondition_frequency": 2, "precision": precision}  # the third refresh replays
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == 2 * BUCKETS
 
