@@ -4,8 +4,9 @@ Two so far. "eigenvalues", into hypotheses.csv: Pro-KLShampoo whose direction ta
 bases of the last, on the tiny scale at rates that the base has rows of. "size", into size.csv: methods and single
 changes of Pro-KLShampoo on a model three times as wide as the tiny ones, of 5.1M parameters.
 
-What has a row is not trained again; a run that was stopped goes on from its checkpoint in --folder. Losses do not
-depend on how many runs share the machine; times would, and are not kept.
+What has a row is not trained again; a run that was stopped goes on from its checkpoint in --folder. Every run has one
+thread: with two, sums have another order, and losses differ from the first steps on by rounding. They do not depend on
+what else the machine does; times would, and are not kept.
 """
 
 import math
