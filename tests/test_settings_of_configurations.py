@@ -119,7 +119,9 @@ def test_coefficients_may_be_any_sequence(coefficients):
 
 
 @pytest.mark.parametrize(
-    "betas", [Listed(0.5, 0.75), np.array([0.5, 0.75]), [0.5, 0.75], (np.float32(0.5), 0.75)], ids=repr
+    "betas",
+    [Listed(0.5, 0.75), np.array([0.5, 0.75]), [0.5, 0.75], (np.float32(0.5), 0.75)],
+    ids=lambda betas: type(betas).__name__,
 )
 def test_betas_may_be_any_sequence(betas):
     group = {"params": [weight(6)], "algorithm": "adamw", "lr": np.float64(0.5), "betas": betas, "amsgrad": np.bool_(1)}
