@@ -313,7 +313,8 @@ class MatrixOptimizer(Optimizer):
                 )
         check_matrix_parameter(p, name)  # it may have come by other ways than a group
         check_writable(p, name)
-        check_in_memory(p, name)
+        if p.grad is not None:
+            check_in_memory(p, name)
         check_reading(p, name, how)
 
     def _place(self) -> list[Tensor]:

@@ -83,7 +83,7 @@ class Seen:
         """Return the groups, their settings, their weights, and whose state is where."""
         found: list[Any] = [*groups]
         for group in groups:
-            for value in map(group.get, self.keys):
+            for value in [group.get(key, ...) for key in self.keys]:  # None is a value
                 found.append(value)
                 if isinstance(value, list):
                     found += value

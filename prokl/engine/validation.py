@@ -142,10 +142,13 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def in_order(weights: Sequence[Tensor]) -> bool:
-    """Return True if weights and their gradients are plain memory and go together: all that it costs most steps."""
+    """Return True if weights with a gradient, and these, are plain memory and go together: all that most steps cost.
+
+    One that does not move needs no memory: sharded weights that are frozen have none.
+    """
     given = [p for p in weights if p.grad is not None]
     gradients: list[Any] = [p.grad for p in given]
-    every = [*weights, *gradients]
+    every = [*given, *gradients]
     return (
         {*map(type, every)} <= {*PLAIN}
         and [t.layout for t in every].count(torch.strided) == len(every)
@@ -154,7 +157,7 @@ def in_order(weights: Sequence[Tensor]) -> bool:
         and [p.device for p in given] == [g.device for g in gradients]
         and all(map(Tensor.data_ptr, every))
         and not any(map(Tensor.is_neg, every))
-        and (all(map(Tensor.is_contiguous, weights)) or not any(0 in p.stride() for p in weights))
+        and (all(map(Tensor.is_contiguous, given)) or not any(0 in p.stride() for p in given))
     )
 
 
