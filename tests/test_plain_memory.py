@@ -115,6 +115,20 @@ def test_a_gradient_without_memory_is_refused_by_name_before_anything_moves(cls,
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
 @pytest.mark.parametrize("make, says", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_a_gradient_without_memory_of_a_plain_adamw_weight_is_refused_before_anything_moves(cls, kwargs, make, says):
+    optimizer, weights = built(cls, kwargs, None)
+    given = gradients(weights, 5)
+    for p, G in zip(weights, given, strict=True):
+        p.grad = G
+    weights[2].grad = make(given[2])
+    before = everything(optimizer)
+    with pytest.raises(ValueError, match=f"^bias has a gradient .*{says}.*plain tensor"):
+        optimizer.step()
+    assert_nothing_moved(before, optimizer)
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("make, says", NOT_PLAIN.values(), ids=NOT_PLAIN)
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_a_weight_without_memory_is_refused_when_its_group_is_made(cls, kwargs, make, says, backend):
     optimizer, _ = built(cls, kwargs, backend)

@@ -218,6 +218,8 @@ LOADED = {
     "no first moment": (3, "exp_avg", None, "table has no tensor exp_avg"),
     "no clock": (3, "step", None, "table has no tensor step"),
     "no tensor": (3, "exp_avg", lambda t: t.tolist(), "table has no tensor exp_avg"),
+    "not finite": (3, "exp_avg", lambda t: t.clone().fill_(float("nan")), "table has exp_avg between nan and nan"),
+    "negative second moment": (2, "exp_avg_sq", lambda t: -1 - t, "bias has exp_avg_sq between .* at least 0"),
     "complex M": (1, "M", lambda t: t.to(torch.complex64), "odd .*M .*complex64"),
     "whole M": (1, "M", lambda t: t.long(), "odd .*M .*int64"),
     "sparse M": (1, "M", lambda t: t.to_sparse(), "odd .*M .*sparse"),

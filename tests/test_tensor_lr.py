@@ -32,6 +32,16 @@ def test_groups_of_a_model_do_not_share_it_with_each_other_or_the_caller(optimiz
 
 
 @both
+def test_one_of_more_dimensions_is_refused_as_it_would_not_go_with_every_weight(cls):
+    with pytest.raises(ValueError, match=r"Invalid lr=tensor.*of at most one dimension"):
+        cls([weight(4, 6)], lr=torch.full((1, 1, 1, 1), 0.02))
+    optimizer = cls([weight(4, 6)], lr=torch.full((1,), 0.02))
+    optimizer.param_groups[0]["lr"] = torch.full((1, 1), 0.02)
+    with pytest.raises(ValueError, match=r"Invalid lr=tensor.*of at most one dimension"):
+        optimizer.step()
+
+
+@both
 def test_groups_that_take_the_constructors_do_not_share_it_with_each_other_the_defaults_or_the_caller(cls):
     lr = torch.tensor(0.5)
     optimizer = cls([{"params": [weight(4, 6, seed=i)]} for i in range(2)], lr=lr)

@@ -53,17 +53,17 @@ def ask(mode, monkeypatch):
         assert shapes.widest(torch.device("cpu")) == torch.float32
 
 
-def trained(cls, stream, mode, monkeypatch, **settings):
+def trained(cls, stream, mode, monkeypatch, dtype=torch.float32, **settings):
     """Weights and optimizer after a stream of gradients, every step under a mode, or without one."""
     if mode is not None:
         ask(mode, monkeypatch)
     start = torch.Generator().manual_seed(1)
-    weights = [torch.nn.Parameter(torch.randn(G.shape, generator=start)) for G in stream[0]]
-    ns = {"ns_dtype": torch.float32} if cls is ProKLShampoo else {}
+    weights = [torch.nn.Parameter(torch.randn(G.shape, generator=start).to(dtype)) for G in stream[0]]
+    ns = {"ns_dtype": dtype} if cls is ProKLShampoo else {}
     optimizer = cls(weights, backend="torch", precondition_frequency=3, **ns, **settings)
     for gradients in stream:
         for W, G in zip(weights, gradients, strict=True):
-            W.grad = G.clone()
+            W.grad = G.to(dtype, copy=True)
         with mode or nullcontext():
             optimizer.step()
     return weights, optimizer
@@ -84,11 +84,14 @@ def test_a_training_equals_that_with_float64_to_rounding(cls, settings, kappa, r
 
 
 @pytest.mark.parametrize("cls, settings", METHODS, ids=NAMES)
-@pytest.mark.parametrize("first, then", [(1e-15, 1e8), (1.0, 1e-20), (1.5e19, 1.5e19)])
+@pytest.mark.parametrize(
+    "first, then, noise",
+    [(1e-15, 1e8, 0.0), (1.0, 1e-20, 0.0), (1.5e19, 1.5e19, 0.0), (3e-20, 3e-20, 0.3)],
+)
 def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
-    cls, settings, first, then, refuses, monkeypatch
+    cls, settings, first, then, noise, refuses, monkeypatch
 ):
-    drawn = gradient_stream(SHAPES, 6, noise=0.0, signal_rank=1)
+    drawn = gradient_stream(SHAPES, 6, noise=noise, signal_rank=1)
     turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
     sizes = [first] * 4 + [then] * 2
     stream = [[(size * G / G.norm()).float() for G in each] for size, each in zip(sizes, turned, strict=True)]
@@ -100,6 +103,16 @@ def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
             assert value.isfinite().all(), key
         torch.testing.assert_close(ours["clipped"], theirs["clipped"])
         torch.testing.assert_close(ours["trust"], theirs["trust"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_momentum_whose_squares_float32_cannot_hold_keeps_its_complement(refuses, monkeypatch):
+    drawn = gradient_stream(SHAPES, 6, signal_rank=1)
+    turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
+    stream = [[(8e18 * G / G.norm()).float() for G in each] for each in turned]
+    exact, _ = trained(ProKLShampoo, stream, None, monkeypatch, torch.float64, rank=3)
+    own, _ = trained(ProKLShampoo, stream, refuses, monkeypatch, rank=3)
+    for p, q in zip(exact, own, strict=True):
+        assert relative(q, p) <= 5e-6
 
 
 def test_the_reference_is_refused(refuses, monkeypatch):

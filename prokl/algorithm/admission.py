@@ -65,7 +65,8 @@ def row_and_column_energies(A: Tensor, a: Roots) -> tuple[Tensor, Tensor]:
 def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, unit: Tensor, a: Roots, n: int) -> Sizes:
     """Measure the gradient in these units; the whole is in the subspace or beside it, whichever is larger."""
     m, r = ell.shape[-1], rho.shape[-1]
-    inside, beside = a.L.square() * ell, (a.L * a.mu[:, None]).square() * e_res
+    inside, both = a.L.square() * ell, a.L * a.mu[:, None]
+    beside = both.square() * e_res if both.dtype == torch.float64 else (both * e_res.sqrt()).square()
     whole = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r)))
     sizes = ((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), whole.sqrt()
     return Sizes(*(t * (unit if t.ndim == 1 else unit[:, None]) for t in sizes))

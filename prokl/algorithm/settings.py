@@ -221,10 +221,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def check_learning_rate(name: str, lr: Any) -> None:
     """Raise ValueError unless ``lr`` is a finite number of at least 0 or a tensor that holds one."""
-    bound = "a finite number of at least 0, or a tensor with one such element"
+    bound = "a finite number of at least 0, or a tensor with one such element, of at most one dimension"
     if not isinstance(lr, Tensor):
         _number(name, lr, bound, 0.0)
-    elif lr.numel() != 1 or not lr.is_floating_point() or lr.device.type == "meta":
+    elif lr.numel() != 1 or lr.ndim > 1 or not lr.is_floating_point() or lr.device.type == "meta":
         raise _invalid(name, lr, bound)
     elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
         raise _invalid(name, lr, bound)

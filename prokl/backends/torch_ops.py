@@ -215,10 +215,13 @@ class TorchPrimitives(Primitives):
             G_hat_perp = G_hat.baddbmm_(par, U.mT, alpha=-1)
         else:
             G_hat_perp = G_hat.sub_(_product(G_par, U.mT))
-        wide = widest(par.device)
-        size, captured = (
-            torch.linalg.vector_norm(t, dim=(-2, -1)).to(wide).square()[:, None] for t in (G_hat_perp, par)
-        )
+        if widest(par.device) == torch.float64:
+            norms = [torch.linalg.vector_norm(t, dim=(-2, -1)).double() for t in (G_hat_perp, par)]
+        else:  # in units of the larger one: squares may overflow
+            norms = [evidence.norm(t) for t in (G_hat_perp, par)]
+            unit = torch.maximum(*norms).clamp_min(torch.finfo(par.dtype).tiny)
+            norms = [t / unit for t in norms]
+        size, captured = (t.square()[:, None] for t in norms)
         noise = residual_noise(U, G.dtype, stored) ** 2
         return M, G_par, Residual(self.operand(G_hat_perp), size, size + captured, noise)
 

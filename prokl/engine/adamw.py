@@ -129,7 +129,8 @@ def look(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any
     weights = [p for p in group["params"] if p.grad is not None]
     values = [value for p in weights for value in state.get(p, {}).values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    strides = [p.grad.stride() for p in weights if p.grad is not None] if group.get("fused") else []
+    through_memory = [*weights, *[p.grad for p in weights if p.grad is not None], *tensors]
+    strides = [t.stride() for t in through_memory] if group.get("fused") else []
     try:
         addresses = [t.data_ptr() for t in tensors]
     except RuntimeError:
@@ -168,6 +169,21 @@ def misfit(p: Tensor, group: Group, state: Mapping[str, Any]) -> str | None:
     if not fits or step.device != (where or step.device) or (step.device.type == "cpu" and not 0 <= step < math.inf):
         return f"step={step!r}; must be one float32 of at least 0, on {where or 'the CPU'}"
     return None
+
+
+def check_values(name: str, state: Mapping[str, Any]) -> None:
+    """Raise ValueError for loaded moments that would make the weight NaN: they are read."""
+    for key in (*MOMENTS, MAXIMUM):
+        value = state.get(key)
+        if not isinstance(value, Tensor) or value.is_complex() or not value.numel():
+            continue
+        low, high = map(float, value.aminmax())
+        least = -math.inf if key == MOMENTS[0] else 0.0
+        if not (max(least, -torch.finfo(value.dtype).max) <= low and high < math.inf):
+            raise ValueError(
+                f"The loaded AdamW state of {name} has {key} between {low} and {high}: must be finite"
+                f"{'' if key == MOMENTS[0] else ' and at least 0'}. The file is damaged: load an earlier one."
+            )
 
 
 def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index: int) -> None:

@@ -30,6 +30,7 @@ from prokl.engine.schedule import Plan
 from prokl.engine.seen import Seen
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
+    PLAIN,
     check_gradient,
     check_in_memory,
     check_keys,
@@ -248,7 +249,7 @@ class MatrixOptimizer(Optimizer):
     def _check(self, index: int, group: Group) -> None:
         for (p, name), how in zip(named(group, index), readings(group), strict=True):
             check_materialised(p, name)
-            check_gradient(p, name, group["algorithm"] == "matrix")
+            check_gradient(p, name, group["algorithm"] == "matrix" or type(p) in PLAIN)
             if group["algorithm"] == "matrix":
                 self._check_matrix_weight(p, name, how)
             state = self.state.get(p)

@@ -215,6 +215,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                 if own := state["state"].get(p):
                     if found := adamw.misfit(p, group, own):
                         misfits.setdefault(p, f"{name} has {found}")
+                    else:
+                        adamw.check_values(name, own)
                     state["state"][p] = {k: _lying_as(p, v) for k, v in own.items()}  # a copy, as of the matrices'
             continue
         for (p, name), how in zip(named(group, i), hows, strict=True):

@@ -227,7 +227,7 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
     if in_memory and (found := oddity(g.resolve_neg())):
         if "(strides" not in found:  # an expanded one is only read
             raise ValueError(
-                f"{name} has a gradient {found}; the matrix method needs plain memory: make a plain tensor of it, as "
+                f"{name} has a gradient {found}; the step needs plain memory: make a plain tensor of it, as "
                 "by trigger_wait() or to_local(), before the step."
             )
 
