@@ -317,8 +317,6 @@ SETTINGS |= {"state_dtype": torch.float64, "init_eigenvalue": 0.1}
 CHANGES = {
     **{key: group_of(0, **{key: value}) for key, value in SETTINGS.items()},
     **{f"AdamW's {key}": group_of(2, **{key: value}) for key, value in (("eps", 0.1), ("amsgrad", True))},
-    "an entry of a list": lambda o, p: o.param_groups[0]["ns_coefficients"].__setitem__(0, 1.5),
-    "an entry of AdamW's list": lambda o, p: o.param_groups[2]["betas"].__setitem__(0, 0.8),
     "how a weight is read": lambda o, p: o.param_groups[0]["transposed"].__setitem__(0, True),
     "a name": lambda o, p: o.param_groups[0]["param_names"].__setitem__(0, "other"),
     "a group": lambda o, p: o.param_groups.__setitem__(0, dict(o.param_groups[0])),

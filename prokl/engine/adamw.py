@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
+from prokl.algorithm.settings import plain
 from prokl.engine.pieces import named
 from prokl.engine.validation import PLAIN, check_writable, oddity
 
@@ -70,7 +71,8 @@ def _device_of_steps(p: Tensor, group: Group) -> torch.device | str:
 
 def _check_options(group: Group) -> None:
     """Raise what PyTorch says of options that do not go together, or not with these weights."""
-    AdamW([{"params": [*dict.fromkeys(group["params"])]}], **{key: group[key] for key in ARGUMENTS & group.keys()})
+    options = {key: plain(group[key]) for key in ARGUMENTS & group.keys()}
+    AdamW([{"params": [*dict.fromkeys(group["params"])]}], **options)
 
 
 def check_options(group: Group, index: int) -> None:
