@@ -179,7 +179,7 @@ def check_values(name: str, state: Mapping[str, Any]) -> None:
         value = state.get(key)
         if not isinstance(value, Tensor) or value.is_complex() or not value.numel():
             continue
-        low, high = map(float, value.aminmax())
+        low, high = map(float, value.detach().aminmax())
         least = -math.inf if key == MOMENTS[0] else 0.0
         if not (max(least, -torch.finfo(value.dtype).max) <= low and high < math.inf):
             raise ValueError(
