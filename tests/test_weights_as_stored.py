@@ -162,9 +162,9 @@ def test_a_list_that_two_groups_are_given_is_not_shared():
     first, second = ([weight(18, 8, seed=s), weight(6, 9, seed=s + 1)] for s in (0, 2))
     opt = PRO([named(first, **lists)], rank=3)
     opt.add_param_group({"params": [("c", second[0]), ("d", second[1])], **lists})
-    del opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0]
-    step(opt, [first[1], *second], [normal(6, 9), normal(18, 8), normal(6, 9)])
     del opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0], opt.param_groups[0]["param_names"][0]
+    step(opt, [first[1], *second], [normal(6, 9), normal(18, 8), normal(6, 9)])
+    assert opt.param_groups[1]["split"] == lists["split"] == [3, None]
 
 
 @pytest.mark.parametrize("saved, here", [(3, None), (None, 3), (3, 2)])
