@@ -17,6 +17,10 @@ from prokl.algorithm.shapes import MatrixShape, Split
 
 DEFAULTS = {"transposed": False, "split": None}
 """Of a matrix group."""
+FLATTENED = (
+    "If a trainer has flattened matrices into one vector, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), "
+    "or DDP with process_group=."
+)
 
 
 class Reading(NamedTuple):
@@ -52,7 +56,8 @@ def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
         some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
         raise ValueError(
             f"Group {index} has {len(weights)} weights and {len(names)} param_names ({some}): names go by place. Add "
-            "or remove a weight and its name in both lists at the same place, or delete 'param_names' from all groups."
+            "or remove a weight and its name in both lists at the same place, or delete 'param_names' from all groups. "
+            + FLATTENED
         )
     return list(zip(weights, names, strict=True))
 

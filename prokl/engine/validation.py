@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+from prokl.engine.pieces import FLATTENED
 
 
 def check_no_module(params: Any) -> None:
@@ -103,8 +104,7 @@ def check_matrix_parameter(p: Tensor, name: str) -> None:
     if p.ndim < 2:
         raise ValueError(
             f"{name} has shape {tuple(p.shape)}; the matrix method needs at least 2 dimensions. For a whole model pass "
-            f"prokl.param_groups(model, lr=..., adamw_lr=...); for this weight {remedy}. If a trainer has flattened a "
-            "matrix into it, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), or DDP with process_group=."
+            f"prokl.param_groups(model, lr=..., adamw_lr=...); for this weight {remedy}. {FLATTENED}"
         )
     if p.numel() == 0:
         raise ValueError(f"{name} has shape {tuple(p.shape)} and no elements; leave it out of the optimizer.")

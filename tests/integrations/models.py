@@ -57,9 +57,12 @@ def loader(dataset=None, shuffle=False):
 
 
 def assert_trained_by_prokl(optimizer):
-    """Every matrix has the matrix method's state, every other weight AdamW's, and one schedule scaled all rates."""
+    """Every trained matrix has the matrix method's state, every other trained weight AdamW's, frozen weights none."""
     for group in optimizer.param_groups:
         for p in group["params"]:
+            if not p.requires_grad:
+                assert p not in optimizer.state
+                continue
             assert optimizer.state[p].keys() & ({"M", "M.0"} if group["algorithm"] == "matrix" else {"exp_avg"})
     assert {group["algorithm"] for group in optimizer.param_groups} <= {"matrix", "adamw"}
     assert any("M" in state for state in optimizer.state.values())
