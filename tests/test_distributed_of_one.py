@@ -47,3 +47,18 @@ def test_what_hooks_keep_beside_the_weights_goes_along(group):
     del optimizer.state["mark"]
     optimizer.load_state_dict(saved)
     assert optimizer.state["mark"] == 1 and optimizer.state[p].keys() == saved["state"][0].keys()
+
+
+def test_an_offload_between_steps_leaves_the_bits_and_frees_what_the_rank_has(group):
+    def made(offloads):
+        weights = [torch.nn.Parameter(normal(*shape, seed=1)) for shape in ((6, 9), (3, 5, 7))]
+        optimizer = PRO(weights, rank=3, process_group=group)
+        for _ in range(3):
+            found = trained(optimizer, 1)
+            if offloads:
+                optimizer.offload()
+                own = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+                assert own and not any(v._is_view() for v in own)
+        return found
+
+    assert all(same_bits(p, q) for p, q in zip(made(True), made(False), strict=True))

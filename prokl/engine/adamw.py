@@ -88,6 +88,16 @@ def check_options(group: Group, index: int) -> None:
             )
 
 
+def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Move AdamW's state to where it is needed: it was offloaded, or the weights have moved since."""
+    for p in group["params"]:
+        own = state.get(p) or {}
+        for key in ("step", *MOMENTS, MAXIMUM) if p.grad is not None else ():
+            value, home = own.get(key), p.device if key != "step" else torch.device(_device_of_steps(p, group))
+            if isinstance(value, Tensor) and value.device not in (home, torch.device("meta")):
+                own[key] = value.to(home)
+
+
 def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) -> None:
     """Raise ValueError where AdamW's state, or a gradient, is not what its weight and group need by now.
 

@@ -227,6 +227,8 @@ class MatrixOptimizer(Optimizer):
         """Check everything, and let the buckets follow it."""
         for i, group in enumerate(self.param_groups):
             self._check_complete(i, group)
+            if group["algorithm"] == "adamw":
+                adamw.bring_home(group, self.state)
         self._records = {p: record for p, record in self._records.items() if self.state.get(p)}
         for i, group in enumerate(self.param_groups):
             self._check(i, group)
@@ -415,6 +417,23 @@ class MatrixOptimizer(Optimizer):
                     if key + piece.suffix in self.state.get(p, {}):
                         counts[name] = counts.get(name, 0) + int(self.state[p][key + piece.suffix].sum())
         return counts
+
+    @torch.no_grad()
+    def offload(self, device: torch.device | str = "cpu") -> None:
+        """Move the state to another device between steps: nothing here holds its former memory after that.
+
+        The next step moves it back and goes on with the same bits; graphs are captured anew. Everything a step needs
+        besides, the memory of graphs included, is freed, too; ``torch.cuda.empty_cache()`` gives it to other processes.
+
+        Args:
+            device: where the state waits; "cpu" is ordinary memory, not pinned.
+        """
+        for p, own in self.stepped.state.items():
+            if isinstance(p, Tensor):  # hooks keep what they like under names
+                moved = {key: value.to(device, copy=True) for key, value in own.items() if isinstance(value, Tensor)}
+                own.update(moved)
+        self.stepped._seen, self.stepped._buckets = None, {}
+        self.stepped._graphs = self.stepped._graphs.anew()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with the count of steps as a tensor, which every kind of checkpoint can reshape."""

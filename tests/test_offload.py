@@ -1,0 +1,74 @@
+"""State that waits elsewhere between steps: nothing keeps the memory that it had, and the next step finds it."""
+
+import weakref
+
+import pytest
+import torch
+
+import prokl
+from tests.integrations.models import LanguageModel, tokens
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def trained(device, make, steps, between=lambda optimizer: None):
+    """Train a small model, with ``between`` after every step; return weights and state dict."""
+    model = LanguageModel(seed=0).to(device)
+    optimizer = make(prokl.param_groups(model, lr=0.02, adamw_lr=3e-3))
+    for step in range(steps):
+        model(tokens()[4 * step : 4 * step + 4].to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(optimizer)
+    return [p.detach().clone() for p in model.parameters()], optimizer.state_dict(), optimizer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [prokl.ProKLShampoo, prokl.KLShampoo])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_training_with_an_offload_after_every_step_has_the_same_bits(device, make, dtype):
+    def built(groups):
+        return make(groups, state_dtype=dtype)
+
+    weights, packed, _ = trained(device, built, 4)
+    offloaded, same, _ = trained(device, built, 4, lambda optimizer: optimizer.offload())
+    for one, other in zip(weights, offloaded, strict=True):
+        assert torch.equal(one, other)
+    for i, own in packed["state"].items():
+        for key, value in own.items():
+            assert torch.equal(value.cpu(), same["state"][i][key].cpu()), (i, key)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_holds_the_memory_that_the_state_had(device):
+    optimizer = trained(device, prokl.ProKLShampoo, 3)[2]
+    views = [
+        v for own in optimizer.state.values() for v in own.values() if isinstance(v, torch.Tensor) and v._is_view()
+    ]
+    bases = [weakref.ref(v._base) for v in views]  # a tensor's object lives as long as anything has the tensor
+    del views
+    assert bases and all(base() is not None for base in bases)
+    optimizer.offload()
+    assert not any(base() is not None for base in bases)
+    for own in optimizer.state.values():
+        assert all(v.device.type == "cpu" and v._base is None for v in own.values() if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_state_dict_of_what_is_offloaded_goes_on_as_the_optimizer_does(device):
+    _, packed, _ = trained(device, prokl.ProKLShampoo, 3)
+    _, offloaded, _ = trained(device, prokl.ProKLShampoo, 3, lambda optimizer: optimizer.offload())
+    again = prokl.ProKLShampoo(prokl.param_groups(LanguageModel(seed=0).to(device), lr=0.02, adamw_lr=3e-3))
+    again.load_state_dict(offloaded)
+    for i, own in again.state_dict()["state"].items():
+        for key, value in own.items():
+            assert torch.equal(value.cpu(), packed["state"][i][key].cpu()), (i, key)
+
+
+@pytest.mark.gpu
+def test_an_offload_frees_the_device():
+    optimizer = trained("cuda", prokl.ProKLShampoo, 3)[2]
+    held = sum(v.nbytes for own in optimizer.state.values() for v in own.values() if v.is_cuda)
+    before = torch.cuda.memory_allocated()
+    optimizer.offload()
+    assert before - torch.cuda.memory_allocated() >= held
