@@ -149,7 +149,7 @@ def test_cleared_state_starts_anew(cls, kwargs):
 @pytest.mark.parametrize(
     "newcomer, says",
     [
-        (torch.zeros(54), r"has shape \(54,\).*at least 2 dimensions.*adamw.*flattened a matrix .*as DeepSpeed's ZeRO"),
+        (torch.zeros(54), r"has shape \(54,\).*at least 2 dimensions.*adamw.*flattened matrices .*as DeepSpeed's ZeRO"),
         (torch.zeros(6, 9, dtype=torch.complex64), "is complex"),
         (torch.zeros(6, 9).to_sparse(), "layout"),
         (torch.zeros(1, 9).expand(6, 9), "share memory"),

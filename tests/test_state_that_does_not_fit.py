@@ -253,3 +253,23 @@ def test_a_file_that_switches_amsgrad_on_without_its_state_is_refused():
         optimizer.load_state_dict(state)
     assert_nothing_moved(before, optimizer)
     assert optimizer.param_groups[1]["amsgrad"] is False
+
+
+OTHER_FORMS = {
+    "no state": (lambda o, w: o.state.update({w[1]: None}), TypeError, "Invalid state of odd: must be a dict"),
+    "a list as AdamW's": (lambda o, w: o.state.update({w[2]: [1]}), TypeError, "Invalid state of bias: must be a dict"),
+    "no weights": (setting(0, params=None), TypeError, r"Invalid params=None of group 0: must be a list of tensors"),
+    "no weight": (setting(1, params=[None, None]), TypeError, r"Invalid params=\[None, None\] of group 1"),
+    "one name for two": (setting(0, param_names=["fine", "fine"]), ValueError, "Invalid name 'fine': two weights"),
+}
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("change, error, says", OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_what_is_no_weight_and_no_state_is_told_by_name(cls, kwargs, change, error, says):
+    optimizer, weights = trained(cls, kwargs)
+    change(optimizer, weights)
+    before = [p.detach().clone() for p in weights]
+    with pytest.raises(error, match=says):
+        move(optimizer, weights, 5)
+    assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))

@@ -44,7 +44,7 @@ class DividedOptimizer(MatrixOptimizer):
         if self._process_group is not None or self._division is not None:
             return True
         groups = self.__dict__.get("param_groups", ())  # none yet where it is being unpickled
-        return any(map(is_dtensor, {type(p) for group in groups for p in group["params"]}))
+        return any(map(is_dtensor, {type(p) for group in groups for p in group["params"] or ()}))
 
     def _divide(self) -> Division:
         """Return the division, which follows the groups; needs all ranks where weights are new."""

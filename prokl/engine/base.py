@@ -31,6 +31,7 @@ from prokl.engine.seen import Seen
 from prokl.engine.storage import blank_state, layout_of_state, state_dtype
 from prokl.engine.validation import (
     PLAIN,
+    check_forms,
     check_gradient,
     check_in_memory,
     check_keys,
@@ -218,13 +219,18 @@ class MatrixOptimizer(Optimizer):
     def _validate(self) -> None:
         """Check what may have changed since the last step, and give newcomers a place in a bucket."""
         seen, self._seen = self._seen, None
-        still = seen is not None and seen.still(self.param_groups, self.state)
+        try:
+            still = seen is not None and seen.still(self.param_groups, self.state)
+        except (AttributeError, TypeError):  # a weight or its state is something else by now: checked by name
+            still = False
         if not still or not all(bucket.holds() for bucket in self._all_buckets()):
             seen = self._validate_anew()
         self._seen = seen
 
     def _validate_anew(self) -> Seen:
         """Check everything, and let the buckets follow it."""
+        check_forms(self.param_groups, self.state)
+        check_names(self.param_groups)
         for i, group in enumerate(self.param_groups):
             self._check_complete(i, group)
             if group["algorithm"] == "adamw":

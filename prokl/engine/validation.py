@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.engine.pieces import FLATTENED
+from prokl.engine.pieces import FLATTENED, named
 
 
 def check_no_module(params: Any) -> None:
@@ -73,6 +73,23 @@ def check_names(groups: Sequence[Group]) -> None:
                 raise ValueError(
                     f"Invalid name {name!r}: {both} have it, and counts, figures and random numbers go by names. Make "
                     'them unique, as by ("decoder." + name, parameter), or name no parameter.'
+                )
+
+
+def check_forms(groups: Sequence[Group], state: Mapping[Any, Any]) -> None:
+    """Raise TypeError where a group's weights, or a weight's state, were replaced by what can be neither."""
+    for i, group in enumerate(groups):
+        weights = group.get("params")
+        if not isinstance(weights, (list, tuple)) or not all(isinstance(p, Tensor) for p in weights):
+            raise TypeError(
+                f"Invalid params={weights!r} of group {i}: must be a list of tensors. Set the weights back, each at "
+                "the place of its name."
+            )
+        for p, name in named(group, i):
+            if not isinstance(own := state.get(p, {}), dict):
+                raise TypeError(
+                    f"Invalid state of {name}: must be a dict, and is {own!r}. Remove it, optimizer.state.pop(p), to "
+                    "begin anew."
                 )
 
 
