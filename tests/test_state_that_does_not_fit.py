@@ -273,3 +273,16 @@ def test_what_is_no_weight_and_no_state_is_told_by_name(cls, kwargs, change, err
     with pytest.raises(error, match=says):
         move(optimizer, weights, 5)
     assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+@pytest.mark.parametrize("key", ["exp_avg", "momentum_buffer"])
+def test_a_file_of_another_optimizer_does_not_begin_anew_unsaid(cls, kwargs, key):
+    optimizer, weights = trained(cls, kwargs)
+    before = everything(optimizer)
+    loaded = optimizer.state_dict()
+    for i, p in enumerate(weights[:2]):
+        loaded["state"][i] = {"step": torch.tensor(3.0), key: torch.zeros_like(p)} if i else {key: torch.zeros_like(p)}
+    with pytest.raises(ValueError, match=f"fine has {key}, another optimizer's.*Load a state dict of the same"):
+        optimizer.load_state_dict(loaded)
+    assert_nothing_moved(before, optimizer)

@@ -22,6 +22,10 @@ OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
 """Settings that are this machine's and not a checkpoint's, with what they are in optimizers pickled without them."""
 
 
+OF_OTHERS = {"exp_avg", "momentum_buffer", "square_avg"}
+"""State keys of PyTorch's optimizers, Muon among them."""
+
+
 class _NoCast:
     """Carries a state value through ``Optimizer.load_state_dict``, which would cast it to the weight's dtype."""
 
@@ -233,6 +237,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                     _check_values(own, layout, piece)
                     own["step" + piece.suffix] = stored_clock(p, clock(piece, own))
                 made.add(i)
+            elif foreign := OF_OTHERS & own.keys():
+                misfits.setdefault(p, f"{name} has {min(foreign)}, another optimizer's, and nothing of {optimizer}'s")
             if own and not misfits:  # a copy: what was loaded goes on without this optimizer
                 clocks = {"step" + piece.suffix for piece in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
