@@ -1,9 +1,9 @@
 """Operations and bytes of a step by method, this package's counts and the baselines', and the least time they need."""
 
+from bench import counts
+from bench.counts import Cost, Term
 from bench.rates import Rates
 from bench.shapes import ParameterSet
-from prokl.algorithm import counts
-from prokl.algorithm.counts import Cost, Term
 from prokl.algorithm.shapes import effective_rank
 
 NS_STEPS = 5
@@ -29,7 +29,7 @@ def traffic(method: str, m: int, n: int, r: int, tau: int) -> float:
 
 
 def total(parameters: ParameterSet, rank: int, tau: int, method: str, *, least: bool = False) -> Cost:
-    """Add up one step of a whole set in float32; arguments as of :func:`prokl.algorithm.counts.step_cost`."""
+    """Add up one step of a whole set in float32; arguments as of :func:`bench.counts.step_cost`."""
     found = Cost()
     for (m, n), count in parameters.oriented.items():
         r = effective_rank(rank, m, n)

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import costs, rates
+from bench import costs, counts, rates
+from bench.counts import Cost, step_cost
 from bench.rates import Rates
 from bench.shapes import ASPECTS, PAPER, SETS, SMALL, ParameterSet
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm import counts
-from prokl.algorithm.counts import Cost, step_cost
 from prokl.algorithm.newton_schulz import newton_schulz_factors
+from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.torch_ops import TorchPrimitives
+from prokl.distributed.division import matrix_cost
+from prokl.engine.pieces import Piece
 
 TAU = 3
 OPTIMIZERS = {"pro-klshampoo": ProKLShampoo, "kl-shampoo": KLShampoo}
@@ -202,3 +204,16 @@ def test_no_larger_product_is_tried_after_one_that_took_long(seconds, sides, mon
     monkeypatch.setattr(rates, "call_seconds", call_seconds)
     rate = rates._product_rate(torch.float32, (8, 16), torch.device("cpu"))
     assert tried == sides and rate == 2 * sides[-1] ** 3 / seconds
+
+
+@pytest.mark.parametrize("m, n, r", [(8, 32, 3), (96, 96, 16), (96, 384, 16), (768, 3072, 128), (2, 2, 1)])
+@pytest.mark.parametrize("ns_steps", [1, 2, 3, 5, 7])
+def test_division_deals_out_work_by_the_sum_of_the_terms(m, n, r, ns_steps):
+    group = {"precondition_frequency": TAU, "ns_steps": ns_steps, "rank": r}
+    piece = Piece(torch.zeros(m, n), "W", MatrixShape.of(torch.empty(m, n)))
+    for method, terms in (
+        (ProKLShampoo.method, counts.pro_klshampoo(m, n, min(r, m, n - 1), ns_steps)),
+        (KLShampoo.method, counts.klshampoo(m, n)),
+    ):
+        counted = sum(term.flops / (TAU if term.refresh else 1) for term in terms)
+        assert matrix_cost(piece, method, group) == pytest.approx(counted, rel=1e-12)

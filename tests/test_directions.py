@@ -7,21 +7,21 @@ from prokl.algorithm import directions
 from prokl.algorithm.directions import (
     cholesky_qr,
     completed,
-    positive_qr,
+    householder_qr,
     preferred,
     singular_directions,
 )
 from tests.inputs import normal
 from tests.test_accelerator_path import ForbidHostReads
 
-FORMS = {"householder": positive_qr, "cholesky": cholesky_qr}
+FORMS = {"householder": householder_qr, "cholesky": cholesky_qr}
 SHAPES = [(1, 1), (1, 7), (2, 2), (3, 4), (8, 8), (7, 19), (24, 40)]
 
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
     """Both forms of the completion, that of other devices in the place of a CPU's."""
-    monkeypatch.setattr(directions, "positive_qr", FORMS[request.param])
+    monkeypatch.setattr(directions, "householder_qr", FORMS[request.param])
 
 
 def orthogonal(size, columns, seed):
@@ -107,7 +107,7 @@ def test_both_forms_of_the_completion_agree_whatever_the_span():
             aligned[rows] = orthogonal(k, k, seed=k)
             for X in (orthogonal(m, k, seed=k), aligned, torch.eye(m, dtype=torch.float64)[:, :k]):
                 A = torch.cat([X, E[:, k:]], dim=1)
-                one, two = positive_qr(A), cholesky_qr(A)
+                one, two = householder_qr(A), cholesky_qr(A)
                 assert deviation(one) < 1e-13 and deviation(two) < 1e-13
                 assert (two[:, :k] - X).abs().max() < 1e-13  # what is determined stays
                 worst = max(worst, float((one - two).abs().max()))
@@ -120,7 +120,7 @@ def test_the_shifted_cholesky_form_stands_any_condition(condition):
     A[:, -1] = A[:, 0] + A[:, -1] / condition
     A = A / torch.linalg.vector_norm(A, dim=0)
     assert deviation(cholesky_qr(A)) < 1e-13
-    assert (cholesky_qr(A) - positive_qr(A)).abs().max() < 1e-14 * condition
+    assert (cholesky_qr(A) - householder_qr(A)).abs().max() < 1e-14 * condition
 
 
 def test_nothing_is_read_on_the_host(form):

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench import costs, rows, step_model
 from bench.compiled.launches import describe
+from bench.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
 from bench.model import occupancy, rates, trace
 from bench.model.occupancy import programs_per_processor
 from bench.shapes import PAPER, SETS, ParameterSet
 from prokl import ProKLShampoo
 from prokl.algorithm import qr_counts
-from prokl.algorithm.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
 from prokl.algorithm.launch_counts import KERNELS, Work
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends.cuda_qr import Kind

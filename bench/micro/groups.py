@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from bench import costs, rows
+from bench.counts import Cost
 from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS, PRIMITIVES
 from bench.micro.stages import STAGES
@@ -23,7 +24,6 @@ from bench.rates import Rates, machine_rates
 from bench.shapes import ParameterSet
 from bench.steps.entries import backends
 from prokl import ops
-from prokl.algorithm.counts import Cost
 from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends.select import select

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import counts
 from bench.micro.case import (
     BF16,
     BF16_STATE,
@@ -30,7 +31,6 @@ from bench.micro.case import (
 from bench.micro.io import KL_STEPPED, LR, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.small import SMALL
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
-from prokl.algorithm import counts
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
 from prokl.algorithm.primitives import Direction, Primitives, Residual
 from prokl.algorithm.shapes import compute_dtype

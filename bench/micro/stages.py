@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import counts
 from bench.costs import NS_STEPS
+from bench.counts import Term
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, flat
-from prokl.algorithm import counts, klshampoo, pro_klshampoo, reference, reference_kl
+from prokl.algorithm import klshampoo, pro_klshampoo, reference, reference_kl
 from prokl.algorithm.admission import damped, damping, inverse_roots
-from prokl.algorithm.counts import Term
 from prokl.algorithm.evidence import Verdict
 from prokl.algorithm.primitives import Admitted, Primitives, Roots, State
 from prokl.algorithm.settings import Hyper, ProHyper

@@ -32,8 +32,8 @@ def preferred(d: int, c: int, device: torch.device) -> Tensor:
     return (E / torch.linalg.vector_norm(E, dim=0)).to(device)
 
 
-def positive_qr(A: Tensor) -> Tensor:
-    """Return Q (B,d,c) of the QR factorisation of A (B,d,c) whose R has a non-negative diagonal, by Householder."""
+def householder_qr(A: Tensor) -> Tensor:
+    """Return Q (B,d,c) of A (B,d,c) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
     Q, R = torch.linalg.qr(A)
     return Q * torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype).unsqueeze(-2)
 
@@ -62,7 +62,7 @@ def completed(A: Tensor, determined: Tensor) -> Tensor:
         determined: (B,c) bool.
     """
     A = torch.where(determined.unsqueeze(-2), A, preferred(A.shape[-2], A.shape[-1], A.device))
-    return positive_qr(A) if A.device.type == "cpu" else cholesky_qr(A)
+    return householder_qr(A) if A.device.type == "cpu" else cholesky_qr(A)
 
 
 def _decomposes(A: Tensor, eigenvalues: Tensor, X: Tensor) -> bool:

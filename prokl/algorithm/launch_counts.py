@@ -1,6 +1,6 @@
 """Operations and bytes of every kernel that a step launches, from the arguments of the launch.
 
-:mod:`prokl.algorithm.counts` says what a step has to do, this module what its launches do: whole tiles where a matrix
+:mod:`bench.counts` says what a step has to do, this module what its launches do: whole tiles where a matrix
 ends inside of one, the lower tiles of a symmetric result alone, in the arithmetic that the kernel was told. Everything
 elementwise in a kernel counts as bytes only.
 
@@ -44,7 +44,7 @@ class Work:
         flops: operations as computed, by the arithmetic they are done in: "bf16", "tf32x3", "fp32" (no tensor cores),
             "bf16x3" and "bf16x2" of two pairs and of one, with " chained" where halves are split in registers. An
             operation of those is one of the product that comes out, not of the several that it is made of.
-        products: operations of the same products as :class:`prokl.algorithm.counts.Term` counts them: no tile's edge,
+        products: operations of the same products as :class:`bench.counts.Term` counts them: no tile's edge,
             no halves.
         tile: rows and columns of the product that a program keeps in registers.
     """

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.directions import positive_qr
+from prokl.algorithm.directions import householder_qr
 from prokl.algorithm.evidence import COHERENT, PATIENCE, QUIET, TRUSTED
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
@@ -237,7 +237,7 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
     U, S, Q_L = state["U"], state["S"], state["Q_L"]
     a_L = damped(state["inv_sqrt_lambda_L"], state, h.eps)
     sample = G.mT @ Q_L @ (a_L**2).diag() @ Q_L.mT @ G @ U / G.shape[0]
-    U_new = positive_qr(h.beta2 * U @ S + (1 - h.beta2) * sample)
+    U_new = householder_qr(h.beta2 * U @ S + (1 - h.beta2) * sample)
     T = U.mT @ U_new
     return {"U": U_new, "S": T.mT @ S @ T, "Q_S": T.mT @ state["Q_S"]}
 
@@ -245,8 +245,8 @@ def track_subspace(G: Tensor, state: State, h: ProHyper) -> State:
 def refresh_eigenbases(state: State) -> State:
     """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S)."""
     return {
-        "Q_L": positive_qr(state["L"] @ state["Q_L"]),
-        "Q_S": positive_qr(state["S"] @ state["Q_S"]),
+        "Q_L": householder_qr(state["L"] @ state["Q_L"]),
+        "Q_S": householder_qr(state["S"] @ state["Q_S"]),
     }
 
 
@@ -344,7 +344,7 @@ def idealised_step(
     S = beta2 * S + (1 - beta2) * delta_S
     mu = beta2 * mu + (1 - beta2) * tail
     # 3: subspace tracking
-    U_new = positive_qr(beta2 * U @ S + (1 - beta2) / m * G.mT @ inv_L @ G @ U)
+    U_new = householder_qr(beta2 * U @ S + (1 - beta2) / m * G.mT @ inv_L @ G @ U)
     T = U.mT @ U_new
     # 4a: eigenvalue EMA, in the bases and coordinates in which the increments were formed
     lambda_L = beta2 * lambda_L + (1 - beta2) * (Q_L.mT @ delta_L @ Q_L).diagonal()
@@ -352,7 +352,7 @@ def idealised_step(
     S, Q_S, U = T.mT @ S @ T, T.mT @ Q_S, U_new
     # 4b: infrequent QR
     if refresh:
-        Q_L, Q_S = positive_qr(L @ Q_L), positive_qr(S @ Q_S)
+        Q_L, Q_S = householder_qr(L @ Q_L), householder_qr(S @ Q_S)
     # 5: update
     root_L = Q_L @ lambda_L.rsqrt().diag() @ Q_L.mT
     root_S = Q_S @ lambda_S.rsqrt().diag() @ Q_S.mT

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.directions import positive_qr
+from prokl.algorithm.directions import householder_qr
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, rms, tempered
 from prokl.algorithm.settings import Hyper
@@ -66,8 +66,8 @@ def statistics(G: Tensor, state: State, beta2: float) -> State:
 def refresh_eigenbases(state: State) -> State:
     """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R)."""
     return {
-        "Q_L": positive_qr(state["L"] @ state["Q_L"]),
-        "Q_R": positive_qr(state["R"] @ state["Q_R"]),
+        "Q_L": householder_qr(state["L"] @ state["Q_L"]),
+        "Q_R": householder_qr(state["R"] @ state["Q_R"]),
     }
 
 

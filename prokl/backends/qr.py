@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from prokl.algorithm.directions import householder_qr as householder_qr
+
 ONE_PASS = 0.5
 """Largest ||W^T W - I||_F after which one Cholesky pass is enough: cond(W)^2 <= (1 + .5)/(1 - .5) = 3, and a
 pass leaves an orthogonality error of about eps * cond(W)^2."""
@@ -23,12 +25,6 @@ pass leaves an orthogonality error of about eps * cond(W)^2."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """A batched matrix product. What feeds a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
 that a backend on a GPU brings its own."""
-
-
-def householder_qr(A: Tensor) -> Tensor:
-    """Return Q (B,n,r) of A (B,n,r) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
-    Q, R = torch.linalg.qr(A)
-    return Q * torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype).unsqueeze(-2)
 
 
 def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:

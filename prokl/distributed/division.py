@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from prokl.algorithm.counts import klshampoo, pro_klshampoo
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
@@ -295,9 +295,14 @@ class Division:
 def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     """Return the operations of a step of one matrix, refreshes amortised."""
     m, n = piece.shape.m, piece.shape.n
-    rank = method.rank(group, m, n)
-    terms = pro_klshampoo(m, n, rank, group["ns_steps"]) if rank else klshampoo(m, n)
-    return sum(term.flops / (group["precondition_frequency"] if term.refresh else 1) for term in terms)
+    r, tau, T = method.rank(group, m, n), group["precondition_frequency"], group.get("ns_steps", 0)
+    if not r:  # products of both factors; a refresh has a product and a QR of 8/3 k^3 each
+        return 2 * (5 * m * n * n + 4 * m * m * n) + 14 / 3 * (m**3 + n**3) / tau
+    step = 6 * m * n * r + 2 * m * m * n + 2 * m**3 + 4 * m * m * r + 4 * m * r * r + 4 * n * r * r + 4 * r**3
+    runs = -(-T // GRAM_RUN)
+    gram = 2 * runs * m * m * n + (4 * T - 3 * runs) * m**3
+    newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3)
+    return 2 * (step + newton_schulz) - 4 / 3 * r**3 + 14 / 3 * (m**3 + r**3) / tau
 
 
 def _difference(team: Team, lines: Sequence[list[tuple[str, str]]]) -> RuntimeError:
