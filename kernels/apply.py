@@ -203,7 +203,8 @@ def apply_kernel(
 
 
 # m, n: block of W; k: how much of m is added at a time, and of r up to DEPTH_R, beyond which float32 spills.
-TILES_FP32: tuple[Tile, ...] = (Tile(64, 64, 32, 8, 3), Tile(64, 32, 16, 8, 3))
+# Of products of parts, which follow one another, a warp takes 16 rows: eight would compute all of 64 rows twice.
+TILES_FP32: tuple[Tile, ...] = (Tile(64, 64, 32, 4, 3), Tile(64, 32, 16, 4, 3))
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 64, 64, 8, 3), *TILES_FP32)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 DEPTH_R = 32

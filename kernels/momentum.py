@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import add_product, check_operands, operand_dtypes, store_result, stored
+from prokl.kernels.operands import add_product, aligned, check_operands, operand_dtypes, store_result, stored
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand, Pair
 
@@ -114,15 +114,17 @@ def momentum_kernel(
 
 
 # m, n: block of M and of the residual; k: how much of r is added at a time.
-# The accumulator and the tile of G, M and the output share the registers: twice as wide, they spill at odd sizes.
-TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 8, 3),)
+# The accumulator and the tile of G, M and the output share the registers: twice as wide, they spill at odd sizes. Of a
+# product of parts a warp takes 16 rows: eight warps would compute everything twice.
+TILES: tuple[Tile, ...] = (Tile(64, 64, 16, 4, 3), Tile(64, 32, 16, 4, 3))
 TILES_HALF: tuple[Tile, ...] = (Tile(64, 64, 64, 8, 3),)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
-def choose_tile(operand: torch.dtype) -> Tile:
-    """Return the tile for the dtype that G_par and U are multiplied as."""
-    return {torch.float64: TILES_FP64, torch.float32: TILES}.get(operand, TILES_HALF)[0]
+def choose_tile(operand: torch.dtype, wide: bool = True) -> Tile:
+    """Return the tile for the dtype that G_par and U are multiplied as, and for whether all is :func:`aligned`."""
+    tiles = {torch.float64: TILES_FP64, torch.float32: TILES}.get(operand, TILES_HALF)
+    return tiles[0] if wide else tiles[-1]
 
 
 def momentum(
@@ -153,7 +155,7 @@ def momentum(
         scale: c (B,); None is 1.
         active: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
-        tile: block sizes, by default from the dtypes.
+        tile: block sizes, by default from the dtypes and the strides.
 
     Returns:
         (G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n), contiguous, then (B,tiles) twice, in the
@@ -187,15 +189,16 @@ def momentum(
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
     dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M)
-    tile = tile or choose_tile(operand)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     par_hi, par_lo, _ = stored(G if G_par is None else G_par)  # G: not read as such
     residual: Operand = M  # not written
-    size2, whole2 = M, M
     if hat:
         residual = empty_pair((B, m, n), G.device) if paired else torch.empty((B, m, n), dtype=dtype, device=G.device)
-        size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
     residual_hi, residual_lo, _ = stored(residual)
+    tile = tile or choose_tile(operand, aligned(G, M, par_hi, U_hi, residual_hi))
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    size2, whole2 = M, M
+    if hat:
+        size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
     if B > 0:
         launch.start(
             momentum_kernel,

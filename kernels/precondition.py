@@ -40,10 +40,12 @@ def precondition_kernel(
     TILE_M: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr,
 ):
-    """Compute rows of alpha P G_par Q_S diag(a_S) Q_S^T, TILE_M a program; TILE_R >= R, TILE_K of a depth at a time.
+    """Compute rows of alpha P G_par Q_S diag(a_S) Q_S^T, TILE_M a program; TILE_R >= R.
 
-    P (M, M), G_par (M, R), Q_S (R, R) and a_S (R,) have any strides; out (M, R) is contiguous, of DTYPE.
+    TILE_K of the depth M are added at a time, then TILE_Q eigenvectors. P (M, M), G_par (M, R), Q_S (R, R) and a_S (R,)
+    have any strides; out (M, R) is contiguous, of DTYPE.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -67,13 +69,15 @@ def precondition_kernel(
         G_at += step * stride_G_par_m
 
     # S^-1/2 is the sum over blocks of eigenvectors q of q diag(a) q^T, so that registers hold one block at a time.
-    q_at = Q_S_ptr + i_b * stride_Q_S_b + o_r[:, None] * stride_Q_S_r + o_k[None, :].to(tl.int64) * stride_Q_S_c
-    a_at = a_S_ptr + i_b * stride_a_S_b + o_k.to(tl.int64) * stride_a_S_r
+    o_q = tl.arange(0, TILE_Q)
+    step = tl.full((), TILE_Q, tl.int64)
+    q_at = Q_S_ptr + i_b * stride_Q_S_b + o_r[:, None] * stride_Q_S_r + o_q[None, :].to(tl.int64) * stride_Q_S_c
+    a_at = a_S_ptr + i_b * stride_a_S_b + o_q.to(tl.int64) * stride_a_S_r
     out = tl.zeros((TILE_M, TILE_R), DTYPE)
-    for k in range(0, R, TILE_K):
-        m_k = o_k < R - k
-        q = tl.load(q_at, m_r[:, None] & m_k[None, :], 0.0).to(DTYPE)
-        a = tl.load(a_at, m_k, 0.0).to(DTYPE)
+    for k in range(0, R, TILE_Q):
+        m_q = o_q < R - k
+        q = tl.load(q_at, m_r[:, None] & m_q[None, :], 0.0).to(DTYPE)
+        a = tl.load(a_at, m_q, 0.0).to(DTYPE)
         rotated = tl.dot(product, q, input_precision=PRECISION, out_dtype=DTYPE) * a[None, :]
         out = tl.dot(rotated, tl.trans(q), out, input_precision=PRECISION, out_dtype=DTYPE)
         q_at += step * stride_Q_S_c
@@ -83,12 +87,13 @@ def precondition_kernel(
     tl.store(out_ptr + (i_b * M + o_m[:, None]) * R + o_r[None, :], out, m_m & m_r[None, :])
 
 
-# m: rows of a program; n: columns, r or more; k: how much of m, then of r, is added at a time.
+# m: rows of a program; n: columns, r or more; k: how much of m is added at a time. As each product takes the one
+# before, all warps lie along the longer side, of 16 rows or 8 columns each: more than fit there compute the same.
 TILES: tuple[Tile, ...] = (
     Tile(32, 128, 16, 8, 3),
     Tile(32, 64, 16, 4, 3),
-    Tile(32, 32, 16, 4, 3),
-    Tile(32, 16, 16, 4, 3),
+    Tile(32, 32, 16, 2, 3),
+    Tile(32, 16, 16, 2, 3),
 )
 TILES_FP64: tuple[Tile, ...] = (Tile(16, 64, 16, 4, 2),)  # 32 rows spill in Triton 3.6, on sm_90 and sm_100
 
@@ -170,6 +175,7 @@ def precondition(
             TILE_M=tile.m,
             TILE_R=tile.n,
             TILE_K=tile.k,
+            TILE_Q=tile.k if dtype == torch.float64 else max(tile.k, 8 * tile.warps),  # 8 columns a warp
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

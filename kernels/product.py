@@ -143,9 +143,10 @@ GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips 
 # where C is added and D is a pair: 140). 128 x 256 spills with a C of float32; in float32, where TF32 parts take
 # registers too, 128 x 128 spills on sm_80.
 UNALIGNED = Tile(64, 64, 32, 8, 3)
+TF32 = Tile(64, 64, 16, 4, 4)  # of a product of parts a warp takes 16 rows: eight warps would compute everything twice
 IEEE = Tile(64, 64, 16, 8, 3)  # without tensor cores operands are held in registers, too many of them at a depth of 32
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
-TILES_FP32: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), UNALIGNED, IEEE)
+TILES_FP32: tuple[Tile, ...] = (Tile(128, 64, 32, 8, 3), TF32, IEEE)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
 
@@ -166,7 +167,7 @@ def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str
     if operand == torch.float32 and precision == "ieee":
         return IEEE
     if not wide:
-        return UNALIGNED
+        return TF32 if operand == torch.float32 else UNALIGNED
     tiles = TILES_FP32[:-1] if operand == torch.float32 else TILES_HALF[:-1]
     for tile in tiles:
         if m >= tile.m and n >= tile.n and batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:

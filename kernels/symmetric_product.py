@@ -25,7 +25,7 @@ from prokl.kernels.operands import (
     store_result,
     stored,
 )
-from prokl.kernels.product import IEEE, UNALIGNED
+from prokl.kernels.product import IEEE, TF32, UNALIGNED
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand, Pair
 
@@ -161,9 +161,9 @@ def symmetric_product_kernel(
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
 # computed; 64 computes 78/144 and reads twice the bytes for a product; 256 spills. (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision: two programs fit a processor of sm_90 (one where C is added, by its registers).
-# In float32 128 spills on sm_80.
+# In float32 128 spills on sm_80, and 64 at odd sizes where two matrices are stored.
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
-TILES_FP32: tuple[Tile, ...] = (UNALIGNED, IEEE)
+TILES_FP32: tuple[Tile, ...] = (TF32, Tile(32, 32, 16, 2, 3), IEEE)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
 
@@ -174,7 +174,9 @@ def lower_tiles(m: int, tile: int) -> int:
     return side * (side + 1) // 2
 
 
-def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+def choose_tile(
+    batch: int, m: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True, second: bool = False
+) -> Tile:
     """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
@@ -183,12 +185,15 @@ def choose_tile(batch: int, m: int, operand: torch.dtype, precision: str = "tf32
         operand: widest dtype that is multiplied.
         precision: of float32 operands.
         wide: whether all that is read and written is :func:`prokl.kernels.product.aligned`.
+        second: whether a second matrix is stored besides.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
     if operand == torch.float32 and precision == "ieee":
         return IEEE
-    if operand == torch.float32 or not wide:
+    if operand == torch.float32:
+        return TILES_FP32[1] if second and not wide else TF32
+    if not wide:
         return UNALIGNED
     tiles = TILES_HALF[:-1]
     return next((tile for tile in tiles if m >= tile.m and batch * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
@@ -236,7 +241,7 @@ def compute(
         return D, besides
     added = [t for t in (C, E) if t is not None]
     sum_dtype, operand = operand_dtypes((A, B), *added)
-    tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi))
+    tile = tile or choose_tile(batch, m, operand, precision, aligned(A_hi, B_hi, *added, D_hi), besides is not None)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(

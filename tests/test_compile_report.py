@@ -33,6 +33,7 @@ from prokl import KLShampoo, ProKLShampoo  # noqa: E402
 from prokl.backends import extension  # noqa: E402
 from prokl.kernels import launch as launch_module  # noqa: E402
 from prokl.kernels.launch import Tile  # noqa: E402
+from prokl.kernels.product import IEEE  # noqa: E402
 from tests.commands import ROOT, read, run, run_python  # noqa: E402
 
 NAMES = {
@@ -82,6 +83,43 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
     for row in rows:
         numbers = {key: int(row[key]) for key, kind in get_type_hints(Row).items() if kind is int}
         assert complaints(Row(**row | numbers), launches[row["kernel"], row["config"]]) == [], row
+
+
+ONE_STEP = {
+    "product": lambda a: a["TILE_M"] * a["TILE_N"] * a["TILE_K"],
+    "symmetric_product": lambda a: a["TILE"] ** 2 * a["TILE_K"],
+    "momentum": lambda a: a["HAT"] * a["TILE_M"] * a["TILE_N"] * a["TILE_R"],
+    "project": lambda a: 2 * a["TILE_M"] * a["TILE_R"] * a["TILE_N"],
+    "precondition": lambda a: a["TILE_M"] * a["TILE_R"] * (a["TILE_K"] + 2 * a["TILE_Q"]),
+    "apply": lambda a: (
+        a["TILE_M"] * a["TILE_N"] * (a["HAS_Q"] * a["TILE_K"] + a["HAS_LOW_RANK"] * a["TILE_R"])
+        if a["OPERAND"] == a["OPERAND_LOW_RANK"]
+        else 0
+    ),
+}
+"""Multiply-adds of one step of every loop of a kernel."""
+
+
+def test_no_warp_multiplies_what_another_does(monkeypatch):
+    """Where a product takes another, as those of parts do, all warps lie along one side: more than fit repeat it."""
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
+    launches = {(launch.kernel, describe(launch)): launch.by_name for launch in every_launch()}
+    checked = set()
+    for row in read(RESULTS / "aot.csv"):
+        if row["arch"] != "80" or row["kernel"] not in ONE_STEP:
+            continue
+        a = launches[row["kernel"], row["config"]]
+        pairs = row["config"].split()[5] == "fp32" and a.get("U_LO")
+        if not pairs and "tf32x3" not in (a.get("PRECISION"), a.get("PRECISION_LOW_RANK")):
+            continue
+        of_ieee = row["kernel"].endswith("product") and (a["num_warps"], a["TILE_K"]) == (IEEE.warps, IEEE.k)
+        if of_ieee:  # compiled, but only chosen without tensor cores
+            continue
+        if wanted := 3 * ONE_STEP[row["kernel"]](a):
+            done = int(row["multiplications"]) * a["num_warps"] * 16 * 8 * (16 if pairs else 8)
+            assert done == wanted, row
+            checked |= {row["kernel"]}
+    assert checked == set(ONE_STEP)
 
 
 def test_every_file_has_cases_every_tile_is_compiled_and_every_product_has_its_loads_counted():

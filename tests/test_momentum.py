@@ -115,8 +115,18 @@ def test_every_tile(tile):
 
 
 def test_every_tile_is_chosen_for_some_dtype():
-    assert {choose_tile(SINGLE)} == set(TILES)
-    assert {choose_tile(DOUBLE)} == set(TILES_FP64)
+    assert {choose_tile(SINGLE, wide) for wide in (True, False)} == set(TILES)
+    assert {choose_tile(DOUBLE, wide) for wide in (True, False)} == set(TILES_FP64)
+
+
+def test_the_wide_tile_is_only_for_loads_of_16_bytes(monkeypatch):
+    widths = []
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: widths.append(kwargs["TILE_N"]))
+    a = arguments(2, 48, 80, 32)
+    narrow = {"U": a["U"][:, :, ::2], "G_par": a["G_par"][:, :, ::2]}
+    for changed in ({}, {"G": a["G"].mT.contiguous().mT}, narrow, {"G": torch.cat((a["G"],) * 2, 2)[:, :, 1:81]}):
+        call(a | changed)
+    assert widths == [TILES[0].n] * 2 + [TILES[1].n] * 2
 
 
 def torch_form(a, momentum, weights):

@@ -286,7 +286,8 @@ def test_the_chooser_takes_wide_tiles_where_they_fill_the_gpu_and_are_aligned():
     assert choose_tile(48, 768, 3072, HALF) == TILES_HALF[0]
     assert choose_tile(48, 768, 3072, SINGLE) == TILES_FP32[0]
     assert choose_tile(1, 768, 768, HALF) == choose_tile(500, 768, 64, HALF) == TILES_HALF[1]
-    assert choose_tile(48, 768, 3072, HALF, wide=False) == choose_tile(1, 64, 64, SINGLE) == UNALIGNED
+    assert choose_tile(48, 768, 3072, HALF, wide=False) == UNALIGNED
+    assert choose_tile(48, 768, 3072, SINGLE, wide=False) == choose_tile(1, 64, 64, SINGLE) == TILES_FP32[1]
     assert choose_tile(48, 768, 3072, SINGLE, "ieee") == IEEE
 
 

@@ -308,8 +308,11 @@ def test_the_chooser_takes_wide_tiles_where_they_fill_the_gpu_and_are_aligned():
                     assert choose_tile(B, m, dtype, precision, wide) in tiles
     assert choose_tile(48, 768, HALF) == TILES_HALF[0]
     assert choose_tile(1, 768, HALF) == choose_tile(500, 64, HALF) == TILES_HALF[1]
-    assert choose_tile(48, 768, HALF, wide=False) == choose_tile(48, 768, SINGLE) == TILES_HALF[2]
-    assert choose_tile(48, 768, SINGLE, "ieee") == TILES_FP32[1]
+    assert choose_tile(48, 768, HALF, wide=False) == TILES_HALF[2]
+    assert choose_tile(48, 768, SINGLE) == choose_tile(48, 768, SINGLE, wide=False) == TILES_FP32[0]
+    assert choose_tile(48, 768, SINGLE, second=True) == TILES_FP32[0]
+    assert choose_tile(48, 768, SINGLE, wide=False, second=True) == TILES_FP32[1]
+    assert choose_tile(48, 768, SINGLE, "ieee") == TILES_FP32[2]
 
 
 @pytest.mark.parametrize("name", ["A", "B", "C", "alpha", "beta"])

@@ -32,8 +32,9 @@ SIZES = Sizes(B=48, m=768, n=3072, r=128)
 ODD = Sizes(B=3, m=517, n=1031, r=37)
 """Sizes and strides that are multiples of nothing, which take more registers for addresses and masks."""
 HALVES = ("fp16", "bf16")
-SHORT = ("precondition",)
-"""Kernels of 32 rows, where wgmma takes 64: with r = 128 columns of two operands, 64 spill."""
+WGMMA_ROWS = 64
+"""Rows that wgmma takes: 64 spill in precondition with r = 128 columns of two operands, and where a symmetric product
+of odd size stores two matrices."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -177,7 +178,8 @@ def complaints(row: Row, launch: Launch) -> list[str]:
     operand = str(values.get("OPERAND", values.get("DTYPE")))
     if operand != "fp64" and not found & {"mma", "wgmma", "tcgen05"}:
         wrong.append("no tensor cores")
-    in_tf32 = operand == "fp32" and values.get("PRECISION") != "ieee" and row.kernel not in SHORT
+    tall = values.get("TILE_M", values.get("TILE", 0)) >= WGMMA_ROWS
+    in_tf32 = operand == "fp32" and values.get("PRECISION") != "ieee" and tall
     if row.arch == 90 and (operand in HALVES or in_tf32) and "wgmma" not in found:
         wrong.append(f"no wgmma for {operand} operands")
     stages = values.get("num_stages", 1)

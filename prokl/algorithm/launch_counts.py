@@ -170,7 +170,7 @@ def _precondition(a: Arguments, programs: int) -> Work:
     batch = programs // ceil_div(M, a["TILE_M"])
     read = _moved((a["P_ptr"], batch * M * M), (a["G_par_ptr"], batch * M * R), (a["Q_S_ptr"], batch * R * R))
     # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time; the counts form S^-1/2 instead.
-    depth = ceil_div(M, a["TILE_K"]) * a["TILE_K"] + 2 * ceil_div(R, a["TILE_K"]) * a["TILE_K"]
+    depth = ceil_div(M, a["TILE_K"]) * a["TILE_K"] + 2 * ceil_div(R, a["TILE_Q"]) * a["TILE_Q"]
     return Work(
         read + _moved((a["out_ptr"], batch * M * R)),
         programs,
