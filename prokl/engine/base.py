@@ -6,7 +6,7 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar, overload
 
 import torch
@@ -53,13 +53,17 @@ class MatrixOptimizer(Optimizer):
 
     method: ClassVar[Method[Any]]
     _graphs = Graphs()  # of what has none of its own yet
+    _adding = False  # True while the constructor adds one group after the other
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         check_no_module(params)
         defaults = resolved(defaults, defaults)
         self.method.check(defaults)
         self._forget()
+        self._adding = True
         super().__init__(params, {**defaults, "lr": apart(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
+        self._adding = False
+        self._check_together()
 
     def _forget(self) -> None:
         """Drop everything that is derived from ``state`` and ``param_groups``."""
@@ -88,6 +92,8 @@ class MatrixOptimizer(Optimizer):
         try:
             for group in groups:
                 self._add_group(group)
+            if not self._adding:
+                self._check_together()
             if said:
                 warnings.warn(said, stacklevel=2)
         except BaseException:
@@ -101,7 +107,7 @@ class MatrixOptimizer(Optimizer):
             group["lr"] = apart(group.get("lr", self.defaults["lr"]))
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         defaults = self._adamw.defaults(self.defaults["maximize"])
-        of_adamw = defaults.keys() | {"lr", "algorithm"}
+        of_adamw = defaults.keys() | {"lr", "algorithm", "params"}
         if algorithm == "adamw":
             check_keys(group, of_adamw, self.defaults)
             group = {**defaults, **group}
@@ -110,7 +116,6 @@ class MatrixOptimizer(Optimizer):
             check_keys(group, self.defaults, of_adamw)
         with names_alike():
             super().add_param_group(group)
-        check_names(self.param_groups)
         for p, name in named(self.param_groups[-1], len(self.param_groups) - 1):
             check_materialised(p, name)
         if algorithm == "adamw":
@@ -125,11 +130,14 @@ class MatrixOptimizer(Optimizer):
             check_matrix_parameter(p, name)
             check_reading(p, name, how)
             select(group["backend"], p.device)
-        if self.method.oversize_remedy is not None:
-            check_memory(self._title, self._sizes_of_new_state(), self.method.oversize_remedy)
-        for p, name in weights:
             check_writable(p, name)
             check_in_memory(p, name)
+
+    def _check_together(self) -> None:
+        """Check what takes all groups."""
+        check_names(self.param_groups)
+        if self.method.oversize_remedy is not None:
+            check_memory(self._title, self._sizes_of_new_state(), self.method.oversize_remedy)
 
     def _sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
         """Yield every matrix parameter that trains and has no state yet, its name, and the bytes of its state."""
@@ -236,8 +244,9 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == "adamw":
                 adamw.bring_home(group, self.state)
         self._records = {p: record for p, record in self._records.items() if self.state.get(p)}
+        intact = self._intact()
         for i, group in enumerate(self.param_groups):
-            self._check(i, group)
+            self._check(i, group, intact)
         waiting = self._place()
         keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
         return Seen(self.param_groups, self.state, keys, waiting)
@@ -254,7 +263,17 @@ class MatrixOptimizer(Optimizer):
                 f"{ours[key]!r} for what it is by default."
             )
 
-    def _check(self, index: int, group: Group) -> None:
+    def _intact(self) -> set[Tensor]:
+        """Return the weights whose state is what their buckets left."""
+        return {
+            member.p
+            for bucket in self._all_buckets()
+            if bucket.holds()
+            for member, own in zip(bucket.members, bucket.states, strict=True)
+            if self.state.get(member.p) is own
+        }
+
+    def _check(self, index: int, group: Group, intact: Collection[Tensor]) -> None:
         for (p, name), how in zip(named(group, index), readings(group), strict=True):
             check_materialised(p, name)
             check_gradient(p, name, group["algorithm"] == "matrix" or type(p) in PLAIN)
@@ -267,19 +286,16 @@ class MatrixOptimizer(Optimizer):
                     "back, or start a new optimizer."
                 )
         self._check_settings(index, group)
-        self._check_state(index, group)
+        self._check_state(index, group, intact)
 
-    def _check_state(self, index: int, group: Group) -> None:
-        """Raise ValueError where a step could not go on from a weight's state."""
+    def _check_state(self, index: int, group: Group, intact: Collection[Tensor]) -> None:
+        """Raise ValueError where a step could not go on from a weight's state.
+
+        Args:
+            index: the group's. group: itself. intact: the weights whose state needs no look.
+        """
         if group["algorithm"] == "adamw":
             adamw.check_options(group, index)
-        intact = {
-            member.p
-            for bucket in self._all_buckets()
-            if bucket.holds()
-            for member, own in zip(bucket.members, bucket.states, strict=True)
-            if self.state.get(member.p) is own
-        }
         for (p, name), how in zip(named(group, index), readings(group), strict=True):
             state = self.state.get(p, {})
             if group["algorithm"] == "adamw":

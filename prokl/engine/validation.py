@@ -42,13 +42,12 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
         settings: of its algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
-    numberless = {_without_digits(setting) for setting in settings}
     for key, value in group.items():
         if key in settings or key in others or not isinstance(key, str):
             continue
         if key in OF_CONSTRUCTORS:
             raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none. Pass it to the constructor.")
-        if _without_digits(key) in numberless - {key}:
+        if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
             continue
         for nearest in get_close_matches(key.lower(), settings, n=1, cutoff=0.8):
             if f"_{nearest}_" not in f"_{key}_":
