@@ -26,8 +26,13 @@ LAYERS = 24
 LAYER = [(32, 32)] * 4 + [(96, 32)] * 2 + [(32, 96)]
 """A layer of LLaMA; what lies in a weight does not matter to the host."""
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"pro-klshampoo": ProKLShampoo, "kl-shampoo": KLShampoo}
-CASES = {"gradients where they were": (1, False), "gradients elsewhere": (1, True)}
-"""Groups, and whether every step's gradients have addresses of their own, as after ``zero_grad``."""
+CASES = {
+    "gradients where they were": (False, False),
+    "gradients elsewhere": (False, True),
+    "a group each, gradients elsewhere": (True, True),
+}
+"""Whether each weight has a group and an lr of its own, and whether every step's gradients have addresses of their own,
+as after ``zero_grad``."""
 WARM = 25
 """Steps before: weights begin, and both kinds of step are recorded."""
 
@@ -37,7 +42,7 @@ def _execute(bucket: Bucket, plan: Any) -> tuple[int, ...]:
     return plan.stepping
 
 
-def step_ms(optimizer: str, groups: int, elsewhere: bool, steps: int) -> list[float]:
+def step_ms(optimizer: str, apart: bool, elsewhere: bool, steps: int) -> list[float]:
     """Return what every step took."""
     with ExitStack() as stack:
         for name in ("bucket", "base"):
@@ -48,8 +53,8 @@ def step_ms(optimizer: str, groups: int, elsewhere: bool, steps: int) -> list[fl
         stack.enter_context(patch.object(Capture, "on", lambda device: None))
         stack.enter_context(patch.object(Bucket, "execute", _execute))
         named = [(f"{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(LAYER * LAYERS)]
-        of_group = [{"params": named[k * len(named) // groups : (k + 1) * len(named) // groups]} for k in range(groups)]
-        made, found = OPTIMIZERS[optimizer](of_group), []
+        each = [{"params": [own], "lr": 0.02 / (1 + i)} for i, own in enumerate(named)]
+        made, found = OPTIMIZERS[optimizer](each if apart else named), []
         gradients = [[torch.zeros_like(p) for _, p in named] for _ in range(2)]
         for t in range(WARM + steps):
             for (_, p), g in zip(named, gradients[t % 2 if elsewhere else 0], strict=True):
@@ -63,9 +68,9 @@ def step_ms(optimizer: str, groups: int, elsewhere: bool, steps: int) -> list[fl
 def measure(steps: int) -> Iterator[rows.Row]:
     """Yield a row of every optimizer and case."""
     for optimizer in OPTIMIZERS:
-        for case, (groups, elsewhere) in CASES.items():
+        for case, (apart, elsewhere) in CASES.items():
             who = {"model": f"{LAYERS} layers", "case": case, "optimizer": optimizer, "backend": "triton"}
-            found = rows.quartiles(step_ms(optimizer, groups, elsewhere, steps))
+            found = rows.quartiles(step_ms(optimizer, apart, elsewhere, steps))
             yield who | {"metric": "host's part of a step", "unit": "ms", "rounds": steps} | found
 
 

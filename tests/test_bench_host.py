@@ -16,7 +16,7 @@ def test_every_case_has_a_row(tmp_path, monkeypatch, capsys):
 def test_no_kernel_is_launched(monkeypatch):
     monkeypatch.setattr("prokl.kernels.launch.start", None)  # which a call would show
     monkeypatch.setattr(host, "LAYERS", 1)
-    assert len(host.step_ms("pro-klshampoo", 1, True, 3)) == 3
+    assert len(host.step_ms("pro-klshampoo", False, True, 3)) == 3
 
 
 def test_too_few_steps_are_refused(capsys):
