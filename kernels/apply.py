@@ -105,6 +105,8 @@ def apply_kernel(
     stride_scale_b,
     stride_active_b,
     stride_keys_b,
+    stride_lr_b,
+    stride_weight_decay_b,
     HAS_X: tl.constexpr,
     HAS_Q: tl.constexpr,
     HAS_LOW_RANK: tl.constexpr,
@@ -129,9 +131,10 @@ def apply_kernel(
     """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
     addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
-    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM. AFTER: W is multiplied
-    by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in sign from D's. keys
-    (B) rounds W at random; master (B, M, N), contiguous, is what W is stepped from where it is its rounding.
+    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM. lr and weight_decay (B).
+    AFTER: W is multiplied by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in
+    sign from D's. keys (B) rounds W at random; master (B, M, N), contiguous, is what W is stepped from where it is its
+    rounding.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -170,6 +173,10 @@ def apply_kernel(
     elif HAS_X:
         X_at = X_ptr + i_b * stride_X_b + o_m[:, None] * stride_X_m + o_n[None, :] * stride_X_n
         D = tl.load(X_at, m_m[:, None] & m_n[None, :], 0.0).to(SUM)
+    # Read here: at the end registers spill in Triton 3.6 on sm_80, and at the start more are held.
+    lr = tl.load(lr_ptr + i_b * stride_lr_b).to(tl.float64)
+    decay = (1.0 - lr * tl.load(weight_decay_ptr + i_b * stride_weight_decay_b).to(tl.float64)).to(SUM)
+    lr = lr.to(SUM)
     if HAS_SCALE:
         D = D * tl.load(scale_ptr + i_b * stride_scale_b).to(SUM)
     if HAS_LOW_RANK:
@@ -185,9 +192,6 @@ def apply_kernel(
             left_at += step_r * stride_left_r
             right_at += step_r * stride_right_r
 
-    lr = tl.load(lr_ptr).to(tl.float64)
-    decay = (1.0 - lr * tl.load(weight_decay_ptr).to(tl.float64)).to(SUM)
-    lr = lr.to(SUM)
     key = tl.load(keys_ptr + i_b * stride_keys_b) if HAS_KEYS else i_b
     master = master_ptr + i_b * M * N
     if stride_m < stride_n:  # columns are closer together in memory: turn the tile, write them as rows
@@ -254,7 +258,7 @@ def apply(
             stride of each weight (m,n). Address 0 is a weight that does not move. Weights do not overlap.
         X: (B,m,n), or None when the direction is left right^T alone.
         dtype: dtype of the weights.
-        lr: learning rate, one float32 or float64 element, read on the device.
+        lr: learning rate, one float32 or float64 element, or one a weight (B,), read on the device.
         weight_decay: likewise.
         scale: (B,); None is 1.
         Q: (B,m,m); None is the identity.
@@ -299,7 +303,7 @@ def apply(
     for name, t in given.items():
         launch.check(name, t, shapes[name], addresses.device, like="addresses")
     for name, t in (("lr", lr), ("weight_decay", weight_decay)):
-        shape = (1,) if t.ndim == 1 else ()
+        shape = () if t.ndim == 0 else (1 if len(t) == 1 else count,)
         launch.check(name, t, shape, addresses.device, (torch.float32, torch.float64), like="addresses")
     if active is not None:
         launch.check("active", active, (count,), addresses.device, (torch.bool,), like="addresses")
@@ -334,6 +338,7 @@ def apply(
         *addresses.stride(),
         *(stride for t in (X, Q, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
         *(0 if t is None else t.stride(0) for t in (scale, active, keys)),
+        *(t.expand(count).stride(0) for t in (lr, weight_decay)),
         HAS_X=X is not None,
         HAS_Q=Q is not None,
         HAS_LOW_RANK=left is not None,

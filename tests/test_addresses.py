@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import MatrixShape
-from prokl.backends.io import Layout, Member
-from prokl.backends.pointers import PointerTable
+from prokl.backends.io import Layout, Member, Rates
+from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
 from prokl.backends.triton_ops import TritonIO
 
@@ -194,6 +193,48 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
     assert torch.equal(table, expected([t], [1]))
 
 
+def test_a_number_of_each_matrix_is_written_when_it_changes():
+    rates = RateTable(5, DEVICE)
+    table, pointer, written = rates.table, rates.table.data_ptr(), []
+    for values, ends in (
+        ([0.5], [5]),
+        ([0.5, 0.5], [2, 5]),
+        ([0.1, 1e-9, 0.3], [1, 3, 5]),
+        ([0.1, 1e-9, 0.3], [1, 3, 5]),
+        ([0.1, 1e-9, 0.3], [1, 4, 5]),
+        ([torch.tensor(0.1), torch.tensor([0.25])], [3, 5]),
+        ([0.0], [5]),
+    ):
+        before = table._version
+        rates.update(values, ends)
+        written.append(table._version - before)
+        held = [
+            float(value) for value, start, end in zip(values, [0, *ends], ends, strict=False) for _ in range(start, end)
+        ]
+        assert rates.table is table and table.data_ptr() == pointer and table.tolist() == held
+    assert written == [1, 1, 1, 0, 1, 1, 1]
+
+
+def test_a_tensor_on_the_device_is_read_there_in_every_step(monkeypatch):
+    """On a CPU those in float32 stand for it."""
+    on_device = lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32  # noqa: E731
+    monkeypatch.setattr("prokl.backends.pointers._on_device", on_device)
+    rates, shared, own = RateTable(6, DEVICE), torch.tensor(0.5, device=DEVICE), torch.tensor([0.25], device=DEVICE)
+    for values in (
+        [shared, shared, 0.125],
+        [0.0, own, own],
+        [shared, 0.125, own],
+        [shared] * 3,
+        [own, 0.0, 0.0],
+        [0.0] * 3,
+    ):
+        for _ in range(2):
+            shared.mul_(0.5)
+            own.mul_(0.5)
+            rates.update(values, [1, 4, 6])
+            assert rates.table.tolist() == [float(values[i]) for i in (0, 1, 1, 1, 2, 2)]
+
+
 def oriented(gradients, shapes):
     """The gradients as the kernels read them, in the weights' dtype, and how many matrices each has."""
     views = [
@@ -224,6 +265,6 @@ def test_gradients_are_found_however_they_lie_in_step_after_step():
             weights[0].grad = other()
         found = [p.grad for p in weights]
         kept += found  # so that the next ones lie elsewhere
-        io.locate(Hyper(0.02, 0.1, 0.9, 0.9, 1e-8, 5.0, False, "original"))
+        io.locate([Rates(0.02, 0.1, range(5))])
         assert torch.equal(io.gradient_table.table.cpu(), expected(*oriented(found, shapes)))
         io.release()

@@ -182,6 +182,20 @@ def test_lr_and_weight_decay_are_read_when_the_kernel_runs_and_in_float64():
     assert torch.equal(bucket.dense(), before)
 
 
+def test_each_weight_has_its_own_lr_and_weight_decay():
+    bucket = Bucket(9, 20, torch.float64)
+    a = factors(COUNT, 9, 20, 3, X=torch.float64, B=torch.float64)
+    wide = torch.linspace(0, 1, 2 * COUNT, dtype=torch.float64, device=DEVICE)
+    for lr, weight_decay in ((wide[::2], a["weight_decay"]), (a["lr"], wide[1::2]), (wide[:COUNT], wide[1::2])):
+        before = bucket.dense()
+        call(bucket, a | {"lr": lr, "weight_decay": weight_decay})
+        assert_applied(bucket, before, a | {"lr": of_each(lr), "weight_decay": of_each(weight_decay)})
+
+
+def of_each(rate):
+    return rate[:, None, None] if rate.shape == (COUNT,) else rate
+
+
 def strided(t):
     wide = torch.full((2 * t.shape[0], *(3 * k for k in t.shape[1:])), torch.nan, dtype=t.dtype, device=DEVICE)
     return wide[1::2][(slice(None), *(slice(2, None, 3) for _ in t.shape[1:]))].copy_(t)

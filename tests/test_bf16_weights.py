@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from prokl.algorithm.primitives import Direction
-from prokl.algorithm.settings import BF16_WEIGHTS, Hyper
+from prokl.algorithm.settings import BF16_WEIGHTS
 from prokl.algorithm.shapes import MatrixShape
-from prokl.backends.io import Layout, Member, TorchIO
+from prokl.backends.io import Layout, Member, Rates, TorchIO
 from prokl.backends.rounding import Rounding, noise, stochastic
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels.launch import INTERPRETED
@@ -171,7 +171,7 @@ def applied(io, mode, seed=0):
     for t in range(3):
         rounding.locate([t] * 4)
         # 1 - lr weight_decay has 9 bits and a bfloat16 weight 8: products are exact, and to fuse them changes no bit.
-        own.locate(Hyper(2**-6, 2**-3, 0.9, 0.9, 1e-8, 5.0, False, "original"))
+        own.locate([Rates(2**-6, 2**-3, range(3))])
         own.apply(Direction(X), range(4), torch.tensor([True, True, True, False], device=DEVICE))
         if t == 1:
             weights[1].data[3] = 7.0  # by hand

@@ -74,6 +74,16 @@ def test_thirty_steps_on_ranks_are_one_processs(world, how, method, pools):  # n
     assert all(outcome.skipped for outcome in outcomes)  # no rank without work
 
 
+@pytest.mark.parametrize(("world", "how", "method"), [(2, "ddp", "kl"), (4, "fsdp", "pro")])
+def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, method, pools):  # noqa: F811
+    plan = Plan(method=method, apart=True)
+    expected = trained(plan)
+    outcomes = pools[world].run(trained, replace(plan, how=how))
+    assert max(apart(outcomes[0], expected).values()) < EXACT
+    assert max(apart(outcomes[0], by_one_process(method, torch.float64)).values()) > 1e-3  # the rates count
+    assert_same_bits_on_all_ranks(outcomes)
+
+
 @pytest.mark.parametrize(("world", "how", "method"), [(4, "ddp", "pro"), (2, "fsdp", "kl")])
 def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, method, pools):  # noqa: F811
     runs = [by_one_process(method, torch.float32, order) for order in ORDERS]

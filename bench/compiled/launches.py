@@ -85,7 +85,7 @@ def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Lau
         if seen is not None:
             seen(launch)
 
-    nowhere = patch.object(TritonIO, "locate", lambda self, h: None)
+    nowhere = patch.object(TritonIO, "locate", lambda self, rates: None)
     with FakeTensorMode(), patch.object(launching, "start", start), nowhere:
         yield launches
 

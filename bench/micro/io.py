@@ -5,18 +5,16 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.micro.case import Bind, Case, Draw, Dtypes, Inputs, Sizes, tensors
-from bench.micro.stages import H
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
-from prokl.backends.io import BucketIO, Layout, Member, Slot, TorchIO
+from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
@@ -56,7 +54,7 @@ def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
     mode = mode_of({"bf16_weights": mode}, W.dtype)
     rounding = Rounding(mode, ["weight"] * len(members), [member.weight() for member in members])
     found: BucketIO = (TritonIO if ops.name == "triton" else TorchIO)(members, layout, rounding)
-    found.locate(replace(H, lr=LR, weight_decay=WEIGHT_DECAY))
+    found.locate([Rates(LR, WEIGHT_DECAY, range(len(members)))])
     return found
 
 

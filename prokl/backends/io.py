@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.primitives import Direction
-from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.rounding import Rounding
 
@@ -69,6 +68,15 @@ class Layout:
     """Arithmetic dtype."""
     weight_dtype: torch.dtype
     device: torch.device
+
+
+class Rates(NamedTuple):
+    """lr and weight decay of members that follow each other."""
+
+    lr: float | Tensor
+    weight_decay: float
+    members: range
+    """Their numbers."""
 
 
 class Gathered(NamedTuple):
@@ -126,8 +134,8 @@ class BucketIO(Protocol):
         """True if a graph that captured :meth:`gather` and :meth:`apply` follows what :meth:`locate` finds next."""
         ...
 
-    def locate(self, h: Hyper) -> None:
-        """Find gradients and weights, and read lr and weight decay; nothing waits for the device."""
+    def locate(self, rates: Sequence[Rates]) -> None:
+        """Find gradients and weights, and take lr and weight decay of all members; nothing waits for the device."""
         ...
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
@@ -141,6 +149,8 @@ class BucketIO(Protocol):
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
         """Do W <- (1 - lr weight_decay) W - lr D where active; where W is narrower than D it is rounded once.
+
+        lr and weight decay are each member's own.
 
         Args:
             direction: factors of D; says whether the decay comes after the step, and whether it is cautious.
@@ -185,9 +195,9 @@ class TorchIO:
         owners = [i for i, member in enumerate(members) for _ in member.rows]
         self.owner = torch.tensor(owners, device=layout.device) if len(owners) > len(members) else None
 
-    def locate(self, h: Hyper) -> None:
-        """Find gradients, and read lr and weight decay."""
-        self.h = h
+    def locate(self, rates: Sequence[Rates]) -> None:
+        """Find gradients, and take lr and weight decay."""
+        self.rates = [own for own in rates for _ in own.members]
         self.gradients = [member.gradient() for member in self.members]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
@@ -209,7 +219,7 @@ class TorchIO:
         """Step one parameter after another."""
         D = direction.dense()
         moved = set(moving)
-        for member in self.members:
+        for member, rates in zip(self.members, self.rates, strict=True):
             if moved.isdisjoint(member.rows):
                 continue
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
@@ -217,29 +227,30 @@ class TorchIO:
             if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
                 own = _fill(torch.empty_like(W, dtype=D.dtype), own)
             if moves is None and W.dtype == D.dtype:
-                self._advance(W, own, direction)
+                self._advance(W, own, direction, rates)
             else:
                 new = self.rounding.exact(W, rows).to(D.dtype, copy=True)
-                self._advance(new, own, direction)
+                self._advance(new, own, direction, rates)
                 self.rounding.write(W, new, rows, moves)
             member.write(W)
 
-    def _advance(self, W: Tensor, D: Tensor, direction: Direction) -> None:
+    def _advance(self, W: Tensor, D: Tensor, direction: Direction, rates: Rates) -> None:
         """Decay and step W (c,m,n) in place along its D (c,m,n)."""
-        lr = self.h.lr
+        lr = rates.lr
         if not direction.decay_after:
-            self._decay(W, D, direction.cautious_decay)
+            self._decay(W, D, direction.cautious_decay, rates)
         if isinstance(lr, Tensor) or lr > torch.finfo(W.dtype).max:  # alpha takes neither
             W.sub_(lr * D)
         else:
             W.sub_(D, alpha=lr)
         if direction.decay_after:
-            self._decay(W, D, direction.cautious_decay)
+            self._decay(W, D, direction.cautious_decay, rates)
 
-    def _decay(self, W: Tensor, D: Tensor, cautious: bool) -> None:
-        if self.h.weight_decay == 0:
+    @staticmethod
+    def _decay(W: Tensor, D: Tensor, cautious: bool, rates: Rates) -> None:
+        if rates.weight_decay == 0:
             return
-        decay = 1 - self.h.lr * self.h.weight_decay
+        decay = 1 - rates.lr * rates.weight_decay
         if cautious:
             W.copy_(torch.where(D * W >= 0, decay * W, W))
         else:

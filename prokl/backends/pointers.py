@@ -1,4 +1,4 @@
-"""A table on the device of where the matrices of a bucket lie in memory, which kernels read.
+"""Tables on the device, which kernels read: where the matrices of a bucket lie in memory; lr and weight decay of each.
 
 Weights and gradients are allocations of their own. A kernel that finds them through a table serves any number of
 them in one launch, and a captured CUDA graph follows gradients that move: the table is rewritten before the replay.
@@ -116,11 +116,57 @@ class PointerTable:
         return [pointers, row_strides, column_strides]
 
     def _write(self, to: Tensor, rows: list[Any]) -> None:
-        cuda = self.table.device.type == "cuda"
-        if cuda and torch.cuda.is_current_stream_capturing():
+        if to.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "The addresses of a bucket changed during the capture of a CUDA graph, which would replay the old "
                 "ones: call update() before capturing."
             )
-        # torch's host allocator does not give a pinned block out again before the copy from it has run.
-        to.copy_(torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=cuda), non_blocking=cuda)
+        _send(to, rows)
+
+
+READ_THERE = -1.0
+"""In the place of a number that is on the device; none of those that are written is below 0."""
+
+
+class RateTable:
+    """Holds a number of each of B matrices that a step reads on the device, as its learning rate.
+
+    Attributes:
+        table: (B,) float64; it stays the same tensor.
+    """
+
+    def __init__(self, count: int, device: torch.device | str) -> None:
+        self.table = torch.zeros(count, dtype=torch.float64, device=device)
+        self._held: list[tuple[float, int]] = []
+
+    def update(self, values: Sequence[float | Tensor], ends: Sequence[int]) -> None:
+        """Rewrite the table, on the current stream, if something has changed; nothing waits for the device.
+
+        Args:
+            values: of runs of matrices: numbers, or tensors with one element, which are read where they are.
+            ends: the matrix before which each run ends; the last one's is B.
+        """
+        there = [_on_device(value) for value in values]
+        numbers = [READ_THERE if read else float(value) for value, read in zip(values, there, strict=True)]
+        held = list(zip(numbers, ends, strict=True))
+        if held != self._held:
+            if len({*numbers}) == 1:
+                self.table.fill_(numbers[0])  # the value travels in the launch: no copy from the host
+            else:
+                starts = [0, *ends]
+                _send(self.table, [x for (x, end), start in zip(held, starts, strict=False) for _ in range(start, end)])
+            self._held = held
+        for value, read, start, end in zip(values, there, [0, *ends], ends, strict=False):
+            if read and isinstance(value, Tensor):
+                self.table[start:end].copy_(value.reshape(1))
+
+
+def _on_device(value: float | Tensor) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _send(to: Tensor, values: list[Any]) -> None:
+    """Copy values of the host into a tensor, on the current stream."""
+    cuda = to.device.type == "cuda"
+    # torch's host allocator does not give a pinned block out again before the copy from it has run.
+    to.copy_(torch.tensor(values, dtype=to.dtype, device="cpu", pin_memory=cuda), non_blocking=cuda)

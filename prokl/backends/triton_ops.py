@@ -18,8 +18,8 @@ from prokl.algorithm.primitives import Admitted, Direction, Primitives, Residual
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
 from prokl.backends import cuda_qr, qr
-from prokl.backends.io import Gathered, Layout, Member, Slot
-from prokl.backends.pointers import PointerTable
+from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
+from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import Bound, admit
 from prokl.kernels.apply import apply
@@ -233,8 +233,8 @@ class TritonPrimitives(Primitives):
 class TritonIO:
     """Reads gradients and writes weights in one launch each, through device tables of where they lie.
 
-    The tables, lr and weight decay are tensors that stay where they are, so that a captured CUDA graph follows what is
-    written into them.
+    The tables, of lr and weight decay too, are tensors that stay where they are, so that a captured CUDA graph follows
+    what is written into them.
     """
 
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
@@ -245,9 +245,8 @@ class TritonIO:
         self.starts = torch.tensor(starts, device=layout.device)
         self.gradient_table = PointerTable(layout.count, layout.device)
         self.weight_table = PointerTable(layout.count, layout.device)
-        self.lr = torch.zeros(1, dtype=torch.float64, device=layout.device)
-        self.weight_decay = torch.zeros(1, dtype=torch.float64, device=layout.device)
-        self._written: dict[int, float] = {}
+        self.lr = RateTable(layout.count, layout.device)
+        self.weight_decay = RateTable(layout.count, layout.device)
         self._gradients: Sequence[Tensor | None] = []
         self._copied: list[tuple[Member, Tensor]] = []
 
@@ -256,7 +255,7 @@ class TritonIO:
         """True unless a weight had to be copied: its copy would be another one at every step."""
         return not self._copied
 
-    def locate(self, h: Hyper) -> None:
+    def locate(self, rates: Sequence[Rates]) -> None:
         """Write into the tables what has changed since the last call."""
         given = [p.grad for p in self._parameters if p.grad is not None]
         # What is lazily negated lies nowhere: Member.gradient copies it.
@@ -280,16 +279,9 @@ class TritonIO:
             pairs = zip(self.members, weights, strict=True)
             self._copied = [(member, weight) for member, weight in pairs if member.is_copy(weight)]
             self.weight_table.update(weights, self.counts, self._parameters, strides)
-        self._write(self.lr, h.lr)
-        self._write(self.weight_decay, h.weight_decay)
-
-    def _write(self, scalar: Tensor, value: float | Tensor) -> None:
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            scalar.copy_(value.reshape(1))
-            self._written.pop(id(scalar), None)
-        elif self._written.get(id(scalar)) != (number := float(value)):
-            scalar.fill_(number)  # the value travels in the launch: no copy from the host
-            self._written[id(scalar)] = number
+        ends = [self.members[own.members[-1]].rows.stop for own in rates]
+        self.lr.update([own.lr for own in rates], ends)
+        self.weight_decay.update([own.weight_decay for own in rates], ends)
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Read the gradients in the weights' dtype in one launch, and judge them in another."""
@@ -303,8 +295,8 @@ class TritonIO:
             self.weight_table.table,
             direction.X,
             dtype=self.layout.weight_dtype,
-            lr=self.lr,
-            weight_decay=self.weight_decay,
+            lr=self.lr.table,
+            weight_decay=self.weight_decay.table,
             scale=direction.scale,
             Q=direction.Q,
             left=direction.left,

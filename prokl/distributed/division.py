@@ -205,12 +205,8 @@ class Division:
         return found
 
     def _make_local_groups(self, outer: MatrixOptimizer) -> None:
-        groups, local = self.local_groups(outer.param_groups), self.local
-        for i, ours in enumerate(groups[: len(local.param_groups)]):
-            # The same object, or every bucket would be made anew.
-            local.param_groups[i].clear()
-            local.param_groups[i].update(ours)
-        local.param_groups[:] = local.param_groups[: len(groups)] + groups[len(local.param_groups) :]
+        local = self.local
+        local.param_groups[:] = self.local_groups(outer.param_groups)
         for weight in self.divided():
             if weight.stacked and weight.mine is not None:
                 local.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
@@ -224,7 +220,7 @@ class Division:
                 weight = self.weights[p]
                 if isinstance(weight, Divided) and may_move(p):
                     matrix = group["algorithm"] == "matrix"
-                    keys = {outer._key(index, group, piece) for piece in pieces(p, name, how)} if matrix else None
+                    keys = {outer._shape(group, piece) for piece in pieces(p, name, how)} if matrix else None
                     self.waves.add(weight, keys)
         self.waves.connect(self.teams)
 

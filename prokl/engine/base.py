@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from itertools import islice
 from typing import Any, ClassVar, overload
 
 import torch
@@ -15,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice
+from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER, mode_of
@@ -44,8 +45,10 @@ from prokl.engine.validation import (
     names_alike,
 )
 
-BucketKey = tuple[int, int, int, int, torch.dtype, torch.device]
-"""(group, m, n, rank, dtype, device)."""
+Shape = tuple[int, int, int, torch.dtype, torch.device]
+"""(m, n, rank, dtype, device)."""
+BucketKey = tuple[Shape, tuple[Any, ...]]
+"""A shape, and all settings but lr and weight decay."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -347,16 +350,17 @@ class MatrixOptimizer(Optimizer):
 
         Where a weight stands in a batch may decide its rounding: it follows from the groups, not from who came first.
         """
-        found: dict[BucketKey, list[Piece]] = {}
+        found: dict[BucketKey, list[tuple[Piece, Group]]] = {}
         waiting: list[Tensor] = []
         for index, group in enumerate(self.param_groups):
+            if group["algorithm"] != "matrix":
+                continue
+            settings = self._settings(group)
             for (p, name), how in zip(named(group, index), readings(group), strict=True):
-                if group["algorithm"] != "matrix":
-                    continue
                 parts = self._pieces_of(p, name, how)
                 if any(map(self._takes_part, parts)):
                     for piece in parts:
-                        found.setdefault(self._key(index, group, piece), []).append(piece)
+                        found.setdefault((self._shape(group, piece), settings), []).append((piece, group))
                     continue
                 waiting.append(p)
                 for piece in parts if p.requires_grad else ():
@@ -369,20 +373,22 @@ class MatrixOptimizer(Optimizer):
                 self._remember(group)
         return waiting
 
-    def _fill(self, found: dict[BucketKey, list[Piece]]) -> None:
+    def _fill(self, found: dict[BucketKey, list[tuple[Piece, Group]]]) -> None:
         """Make the buckets of these pieces; one that is as it would be made stays, with its graphs."""
         old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self._all_buckets()}
         filled: dict[BucketKey, list[Bucket]] = {}
         for key, own in found.items():
-            index, m, n, rank, dtype, device = key
-            group, filled[key] = self.param_groups[index], []
-            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(group, own[0].p)).itemsize
-            for run in runs(own, each, workspace(device)):
-                states = [self.state[piece.p] for piece in run]
+            (m, n, rank, dtype, device), first = key[0], own[0][1]
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first, own[0][0].p)).itemsize
+            rest, filled[key] = iter([group for _, group in own]), []
+            for run in runs([piece for piece, _ in own], each, workspace(device)):
+                states, groups = [self.state[piece.p] for piece in run], [*islice(rest, len(run))]
                 bucket = old.get((run[0].p, run[0].suffix))
-                if bucket is None or not bucket.is_of(run, states, group):
+                if bucket is not None and bucket.is_of(run, states, groups[0]):
+                    bucket.follow(groups)
+                else:
                     records = [self._records.setdefault(piece.p, Record()) for piece in run]
-                    bucket = Bucket(run, states, records, self.method, rank, group)
+                    bucket = Bucket(run, groups, states, records, self.method, rank)
                 filled[key].append(bucket)
         before, self._buckets = [*self._all_buckets()], filled
         for bucket in self._all_buckets():
@@ -397,9 +403,13 @@ class MatrixOptimizer(Optimizer):
         M = state.get("M" + piece.suffix)
         return piece.p.grad is not None or max(clock(piece, state)) >= 0 or (M is not None and M._is_view())
 
-    def _key(self, index: int, group: Group, piece: Piece) -> BucketKey:
-        shape, p = piece.shape, piece.p
-        return index, shape.m, shape.n, self._rank(group, piece), p.dtype, p.device
+    def _shape(self, group: Group, piece: Piece) -> Shape:
+        return piece.shape.m, piece.shape.n, self._rank(group, piece), piece.p.dtype, piece.p.device
+
+    def _settings(self, group: Group) -> tuple[Any, ...]:
+        """Return what weights must have alike to share a bucket."""
+        own = {"lr", "weight_decay", *DEFAULTS}
+        return tuple(plain(group.get(key)) for key in self.defaults if key not in own)
 
     def _remember(self, group: Group) -> None:
         """Remember what the state of this group's weights is made with."""

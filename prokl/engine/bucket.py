@@ -17,8 +17,8 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import chain, compress
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress, groupby
 from operator import is_, itemgetter
 from typing import Any
 
@@ -30,7 +30,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
-from prokl.backends.io import BucketIO, Layout, Member, Slot
+from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
 from prokl.engine.pieces import Piece, Reading, clock, stored_clock
@@ -70,30 +70,35 @@ class Record:
 
 
 class Bucket:
-    """Weights, or pieces of weights, of one group, oriented shape, rank, dtype and device.
+    """Weights, or pieces of weights, of one oriented shape, rank, dtype and device.
+
+    Their groups may be several, with an lr and a weight decay each, and all other settings alike.
 
     Attributes:
         backend: who steps it; None before the first :meth:`decide`. io: its reading and writing, with it.
+        group: one of the groups. h: its hyper-parameters without lr and weight decay, as of :meth:`decide`.
 
     Args:
-        pieces: in the order of their group.
+        pieces: in the order of their groups.
+        groups: each one's.
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
         records: each one's parameter's.
         method: the matrix method.
         rank: effective rank.
-        group: the parameter group.
     """
 
     def __init__(
         self,
         pieces: Sequence[Piece],
+        groups: Sequence[Group],
         states: Sequence[dict[str, Any]],
         records: Sequence[Record],
         method: Method[Any],
         rank: int,
-        group: Group,
     ) -> None:
-        self.method, self.rank, self.group = method, rank, group
+        self.method, self.rank = method, rank
+        self.follow(groups)
+        group = groups[0]
         self.states, self.records, self._made_of = list(states), list(records), list(map(_identity, pieces))
         self.members: list[Member] = []
         for piece in pieces:
@@ -135,6 +140,12 @@ class Bucket:
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
+    def follow(self, groups: Sequence[Group]) -> None:
+        """Take settings, once they have been checked, from these groups, one a member."""
+        self.group = groups[0]
+        runs = [[*own] for _, own in groupby(enumerate(groups), key=lambda each: id(each[1]))]
+        self._groups = [(own[0][1], range(own[0][0], own[-1][0] + 1)) for own in runs]
+
     def _adopt(self, i: int) -> dict[str, Tensor]:
         """Copy a parameter's state into the stacks; leave views of them in its place, and return these."""
         member, state = self.members[i], self.states[i]
@@ -159,12 +170,11 @@ class Bucket:
             del state[MASTER + member.suffix]
 
     def is_of(self, pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: Group) -> bool:
-        """Return True if a bucket of these would be this one, which has their state."""
+        """Return True if a bucket of these, with such settings, would be this one, which has their state."""
         first, a = pieces[0].p, self.layout
         return (
             list(map(_identity, pieces)) == self._made_of
             and all(map(is_, states, self.states))
-            and self.group is group
             and (first.dtype, first.device) == (a.weight_dtype, a.device)
             and self.rounding.mode == mode_of(group, first.dtype)
             and self.holds()
@@ -197,7 +207,9 @@ class Bucket:
             if self.backend is None or (self.group["backend"], self.group["precision"]) != self._asked:
                 self._choose_backend(self.group["backend"], self.group["precision"])
             self.rounding.locate(self.schedule.steps)
-            self.io.locate(self.method.hyper(self.group))
+            self.h = self.method.hyper({**self.group, "lr": 0.0, "weight_decay": 0.0})
+            self._rates = [Rates(group["lr"], group["weight_decay"], own) for group, own in self._groups]
+            self.io.locate(self._rates)
         return plan
 
     def _choose_backend(self, asked: str | None, precision: str | None) -> None:
@@ -279,12 +291,12 @@ class Bucket:
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
-        h, state, ops = self.method.hyper(self.group), self._arithmetic("M"), backend.ops
+        state, ops = self._arithmetic("M"), backend.ops
         if ops is None:
-            self._reference_step(G, state, h, moving)
+            self._reference_step(G, state, moving)
             return
         active = self._active(moving, steps)
-        direction, new, evident = self.method.step(G, state, h, self.aspect_scale, active, ops)
+        direction, new, evident = self.method.step(G, state, self.h, self.aspect_scale, active, ops)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
@@ -332,14 +344,14 @@ class Bucket:
             return steps if rows is None else rows.mask
         return rows.mask & steps
 
-    def _reference_step(
-        self, G: Tensor, state: State, h: Any, moving: tuple[int, ...]
-    ) -> None:  # fmt: skip
+    def _reference_step(self, G: Tensor, state: State, moving: tuple[int, ...]) -> None:
+        of_member = [own for own in self._rates for _ in own.members]
+        rates = [own for own, member in zip(of_member, self.members, strict=True) for _ in member.rows]
         parts = [(member, member.weight(), slice(member.rows.start, member.rows.stop)) for member in self.members]
         W = torch.cat([self.rounding.exact(weight, rows).to(self.dtype) for _, weight, rows in parts])
         for b in moving:
             own = {key: value[b].to(self.dtype) for key, value in state.items()}
-            scale = float(self.aspect_scale[b])
+            scale, h = float(self.aspect_scale[b]), replace(self.h, lr=rates[b].lr, weight_decay=rates[b].weight_decay)
             W[b], own = self.method.reference_step(
                 W[b], G[b], own, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
             )

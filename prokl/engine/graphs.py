@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -214,5 +213,4 @@ def capturable(bucket: Bucket, plan: Plan) -> bool:
 
 def _captured_settings(bucket: Bucket) -> Hashable:
     """Return the hyper-parameters that a graph fixes: all but lr and weight decay."""
-    h = bucket.method.hyper(bucket.group)
-    return replace(h, lr=0.0, weight_decay=0.0), bucket.group["maximize"]
+    return bucket.h, bucket.group["maximize"]

@@ -123,6 +123,7 @@ class Plan:
         order: alone, the parts of the batch whose gradients are summed, in this order; () for one batch.
         bad: whether some gradients are infinite. wide: length of the longest side.
         convolution: whether KL-Shampoo takes the convolution, too, as Pro-KLShampoo does.
+        apart: whether each matrix weight has a group of its own, with its own lr and weight decay.
     """
 
     how: str = "alone"
@@ -133,6 +134,7 @@ class Plan:
     bad: bool = True
     wide: int = 40
     convolution: bool = False
+    apart: bool = False
 
 
 class Run:
@@ -191,6 +193,8 @@ def optimizer_of(model, plan):
     # runs in one process that sum gradients in other orders end 1e-3 apart.
     own = {"rank": 3} if pro else {"rank": None, "adamw": [] if plan.convolution else ["*.conv.weight"]}
     groups = prokl.param_groups(model, lr=0.02 if pro else 0.005, adamw_lr=3e-3, split={"*.qkv.weight": 3}, **own)
+    if plan.apart:
+        groups = [own for group in groups for own in one_by_one(group)]
     settings = {"precondition_frequency": 3, **plan.settings}
     for group in groups:
         if group["algorithm"] == "matrix" and "rank" in settings:
@@ -199,6 +203,17 @@ def optimizer_of(model, plan):
     if plan.how == "ddp":
         settings["process_group"] = dist.group.WORLD
     return (prokl.ProKLShampoo if pro else prokl.KLShampoo)(groups, **settings)
+
+
+def one_by_one(group):
+    """Return a matrix group as groups of one weight each, no two with one lr; an AdamW group as it is."""
+    if group["algorithm"] == "adamw":
+        return [group]
+    found = []
+    for i, entry in enumerate(group["params"]):
+        lists = {key: value[i] for key, value in group.items() if isinstance(value, list)}
+        found.append({**group, **lists, "params": [entry], "lr": group["lr"] / (1 + i / 4), "weight_decay": 0.05 * i})
+    return found
 
 
 def given(plan, steps):
