@@ -89,7 +89,7 @@ def trained(sizes: Sizes, device: torch.device, **settings: object) -> tuple[lis
 
 def check_recorded(optimizer: ProKLShampoo) -> None:
     """Raise RuntimeError unless every bucket of the optimizer has a graph: its steps could have run plainly unseen."""
-    graphs = optimizer._graphs
+    graphs = optimizer.engine.graphs
     if graphs.refused:
         raise RuntimeError("recording a graph failed, as a warning says, and the steps ran without")
     if not graphs.replays or not all(any(kept.values()) for kept in graphs.replays.values()):

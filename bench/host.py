@@ -45,7 +45,7 @@ def _execute(bucket: Bucket, plan: Any) -> tuple[int, ...]:
 def step_ms(optimizer: str, apart: bool, elsewhere: bool, steps: int) -> list[float]:
     """Return what every step took."""
     with ExitStack() as stack:
-        for name in ("bucket", "base"):
+        for name in ("bucket", "engine"):
             stack.enter_context(
                 patch(f"prokl.engine.{name}.select", lambda *_: _triton_backend(True, False, True, True))
             )

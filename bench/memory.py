@@ -31,8 +31,8 @@ from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape, effective_rank
 from prokl.backends import device
-from prokl.engine.base import MatrixOptimizer
 from prokl.engine.pieces import Piece, runs
+from prokl.matrix_optimizer import MatrixOptimizer
 
 FREQUENCY = PERIOD
 DTYPES = (torch.float32, torch.bfloat16)

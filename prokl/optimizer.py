@@ -13,8 +13,8 @@ from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
 from prokl.algorithm.settings import AdjustLrFn, AlphaKL, Preset, Variant
 from prokl.algorithm.shapes import Rank
-from prokl.distributed.optimizer import DividedOptimizer
 from prokl.engine.arguments import constructor
+from prokl.matrix_optimizer import MatrixOptimizer
 
 if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the types of arguments
     from torch.distributed import ProcessGroup
@@ -23,7 +23,7 @@ else:
     ProcessGroup = DeviceMesh = None
 
 
-class ProKLShampoo(DividedOptimizer):
+class ProKLShampoo(MatrixOptimizer):
     """Pro-KLShampoo: KL-Shampoo with its right factor projected, whitening recovered by orthogonalisation.
 
     For a weight W with short side m and long side n the right Kronecker factor is restricted to
@@ -186,7 +186,7 @@ class ProKLShampoo(DividedOptimizer):
         super().__init__(params, defaults, process_group)
 
 
-class KLShampoo(DividedOptimizer):
+class KLShampoo(MatrixOptimizer):
     """KL-Shampoo with both factors whole, as its authors coded it; the baseline of Pro-KLShampoo.
 
     ``W <- (1 - lr * weight_decay) (W - lr * L^-1/2 M R^-1/2)`` with M an EMA of the gradients. State needs

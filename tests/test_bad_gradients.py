@@ -435,7 +435,7 @@ def test_a_bucket_that_cannot_be_made_is_made_at_the_next_step(monkeypatch):
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("prokl.engine.base.Bucket", no_memory)
+        patch.setattr("prokl.engine.engine.Bucket", no_memory)
         with pytest.raises(MemoryError):
             step(optimizer, [p], [normal(4, 6)])
     before = p.detach().clone()

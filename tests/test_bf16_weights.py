@@ -296,7 +296,7 @@ def test_a_weight_that_is_no_longer_bfloat16_has_no_master():
 
 def test_the_free_memory_must_hold_masters_too(monkeypatch):
     asked = []
-    monkeypatch.setattr("prokl.engine.base.check_memory", lambda name, sizes, remedy: asked.append(list(sizes)[0][2]))
+    monkeypatch.setattr("prokl.engine.engine.check_memory", lambda name, sizes, remedy: asked.append(list(sizes)[0][2]))
     for mode in ("stochastic", "master"):
         KL([weight(12, 20, dtype=BF16)], bf16_weights=mode)
     assert asked[1] - asked[0] == 4 * 12 * 20
@@ -315,7 +315,7 @@ def test_a_weight_that_becomes_wider_takes_the_bits_of_its_master(cls, kwargs, s
     for t in range(3):
         step(optimizer, [p], [normal(*shape, seed=t).to(BF16)])
     masters = [v for k, v in sorted(optimizer.state[p].items()) if k.startswith("master")]
-    (bucket,) = optimizer._all_buckets()
+    (bucket,) = optimizer.engine.buckets()
     expected = [v.mT if member.shape.transposed else v for v, member in zip(masters, bucket.members, strict=True)]
     expected = torch.cat(expected, dim=-2).to(dtype)
     p.data = p.data.to(dtype)

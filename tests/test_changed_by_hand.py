@@ -230,7 +230,7 @@ def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
         for p, own in zip(parameters, given.tolist(), strict=True):
             p.grad = torch.randn(3, 4, generator=g) if own else None
         optimizer.step()
-    ((bucket,),) = optimizer._buckets.values()
+    ((bucket,),) = optimizer.engine._buckets.values()
     assert len(bucket.rows.kept) == KEPT
 
 
@@ -257,7 +257,7 @@ def test_state_moved_through_data_is_what_the_next_step_uses(cls, kwargs, only):
 def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_anew(monkeypatch):
     optimizer, parameters = mixed()
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "_validate_anew", None)  # which a call would show
+        patch.setattr(optimizer.engine, "_look_anew", None)  # which a call would show
         for t in range(3):
             for group in optimizer.param_groups:
                 group.update(lr=0.01 / (t + 1), weight_decay=0.1 * t, own_key=t)
@@ -347,7 +347,7 @@ def test_whatever_a_check_looks_at_is_checked_anew_when_it_changes(change, monke
     optimizer, parameters = mixed()
     given(parameters, 3)
     change(optimizer, parameters)
-    monkeypatch.setattr(optimizer, "_validate_anew", checked)
+    monkeypatch.setattr(optimizer.engine, "_look_anew", checked)
     with pytest.raises(Checked):
         optimizer.step()
 

@@ -117,7 +117,7 @@ def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_bat
     net, optimizer = made(PRO)
     train(net, optimizer, 0, SAVED)
     assert optimizer.state[net.late]["step"] == -1 and not optimizer.state[net.late]["M"].any()
-    assert net.late not in {member.p for bucket in optimizer._all_buckets() for member in bucket.members}
+    assert net.late not in {member.p for bucket in optimizer.engine.buckets() for member in bucket.members}
     assert same_bits(net.late, Net().late)
 
 

@@ -118,7 +118,7 @@ def test_patterns_and_divisions_hold_for_frozen_weights_too():
 
 def test_klshampoo_counts_no_memory_for_what_is_frozen(monkeypatch):
     net = model(["layers.0.up"])
-    needed = sum(size for _, _, size in KL(param_groups(model(["layers.0.up"]), **RATES))._sizes_of_new_state())
+    needed = sum(size for _, _, size in KL(param_groups(model(["layers.0.up"]), **RATES)).engine.sizes_of_new_state())
     monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: needed)
     KL(param_groups(net, **RATES))
     net.requires_grad_(True)

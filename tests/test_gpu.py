@@ -306,7 +306,7 @@ def test_graphs_change_no_bit(cls, device, request):
     *replayed, _ = train(cls, device, True, start)
     assert_same(plain, replayed)
     # Of every shape one of ordinary and one of refresh steps, each recorded when it came up for the second time.
-    for replays in replayed[1]._graphs.replays.values():
+    for replays in replayed[1].engine.graphs.replays.values():
         assert sum(replay is not None for replay in replays.values()) == 2
     assert replayed[1].skipped()["parameter 0 of group 0"] == 2
 

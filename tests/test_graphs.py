@@ -283,7 +283,7 @@ def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs_a_bucket(re
     cls, kwargs = METHODS[0]
     replayed = train(cls, True, change, **kwargs)
     assert_same(replayed, train(cls, False, change, **kwargs))
-    assert [len(replays) for replays in replayed[1]._graphs.replays.values()] == [3] * BUCKETS
+    assert [len(replays) for replays in replayed[1].engine.graphs.replays.values()] == [3] * BUCKETS
 
 
 def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monkeypatch):
@@ -536,7 +536,7 @@ def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorde
     kept = []
 
     def change(t, optimizer, gradients):
-        kept.append(len(optimizer._graphs.replays))
+        kept.append(len(optimizer.engine.graphs.replays))
         optimizer.param_groups[0]["cuda_graphs"] = not 6 <= t < 9
 
     cls, kwargs = METHODS[0]

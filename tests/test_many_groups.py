@@ -46,7 +46,7 @@ def assert_same(one, other):
 
 
 def counts(optimizer):
-    return [bucket.layout.count for bucket in optimizer._all_buckets()]
+    return [bucket.layout.count for bucket in optimizer.engine.buckets()]
 
 
 def factor(i):
@@ -140,11 +140,11 @@ def test_a_batch_is_split_where_a_group_gets_another_setting_and_state_goes_alon
 @each
 def test_a_setting_that_all_groups_change_alike_keeps_the_batch(cls, kwargs):
     optimizer = train(cls(apart(make()), **kwargs), range(3))
-    before = list(optimizer._all_buckets())
+    before = list(optimizer.engine.buckets())
     for group in optimizer.param_groups:
         group["momentum"] = 0.8
     train(optimizer, range(3, 5))
-    assert list(optimizer._all_buckets()) == before
+    assert list(optimizer.engine.buckets()) == before
     twin = train(cls(apart(make()), **kwargs), range(3))
     for group in twin.param_groups:
         group["momentum"] = 0.8
@@ -250,8 +250,8 @@ def test_lrs_and_decays_of_many_groups_change_under_one_recording(schedule, reco
 def test_many_groups_are_checked_once_when_they_are_made(monkeypatch):
     """What takes all groups would take the square of their number, were it done for every one."""
     calls = []
-    for name in ("check_names", "check_memory"):
-        monkeypatch.setattr(f"prokl.engine.base.{name}", lambda *_, name=name: calls.append(name))
+    for name in ("matrix_optimizer.check_names", "engine.engine.check_memory"):
+        monkeypatch.setattr(f"prokl.{name}", lambda *_, name=name: calls.append(name.rpartition(".")[2]))
     optimizer = KL(apart(make(shapes=[(4, 6)] * 20), [(0.1, 0.0)] * 20))
     assert calls == ["check_names", "check_memory"]
     optimizer.add_param_group({"params": [("more", weight(4, 6))]})

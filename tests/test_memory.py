@@ -56,8 +56,8 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
     whole, one = run(ProKLShampoo, stream, **kwargs)
     monkeypatch.setattr("prokl.backends.device.WORKSPACE", 2 * ProKLShampoo.method.workspace(6, 10, 3) * 8)
     parts, several = run(ProKLShampoo, stream, **kwargs)
-    assert [[len(b.members) for b in buckets] for buckets in one._buckets.values()] == [[5], [1]]
-    assert [[len(b.members) for b in buckets] for buckets in several._buckets.values()] == [[2, 1, 2], [1]]
+    assert [[len(b.members) for b in buckets] for buckets in one.engine._buckets.values()] == [[5], [1]]
+    assert [[len(b.members) for b in buckets] for buckets in several.engine._buckets.values()] == [[2, 1, 2], [1]]
     for p, q in zip(whole, parts, strict=True):
         assert relative(q, p) <= 1e-12
         for key, value in state_tensors(one.state[p]).items():

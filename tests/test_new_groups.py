@@ -202,7 +202,7 @@ def test_weights_without_names_are_told_apart_when_groups_come_and_go(cls):
         for p in weights:
             p.grad = torch.ones_like(p)
         optimizer.step()
-        buckets = [member.name for bucket in optimizer._all_buckets() for member in bucket.members]
+        buckets = [member.name for bucket in optimizer.engine.buckets() for member in bucket.members]
         assert len(buckets) == len(set(buckets)) == len(optimizer.clipped()) == len(optimizer.param_groups)
         assert set(buckets) == optimizer.clipped().keys()
 

@@ -167,7 +167,7 @@ def test_without_triton_everything_but_the_kernels_imports_steps_and_says_what_l
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "bench").rglob("[!_]*.py")}
     modules |= {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "prokl").rglob("[!_]*.py")}
     names = [name for name in sorted(modules) if not TAKE_TRITON.match(name)]
-    assert {"prokl.doctor", "prokl.engine.base", "bench.pretrain", "bench.step", "bench.compile_report"} <= set(names)
+    assert {"prokl.doctor", "prokl.engine.engine", "bench.pretrain", "bench.step", "bench.compile_report"} <= set(names)
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     printed = run(sys.executable, "-c", WITHOUT_TRITON, *names, cwd=ROOT, **variables)
     assert re.search("^triton  +not installed; .*: pip install triton, or a CUDA build of torch", printed, re.MULTILINE)

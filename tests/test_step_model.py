@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bench import costs, rows, step_model
 from bench.compiled.launches import describe
 from bench.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
-from bench.model import occupancy, rates, trace
+from bench.model import occupancy, qr_counts, rates, trace
+from bench.model.launch_counts import KERNELS, Work
 from bench.model.occupancy import programs_per_processor
 from bench.shapes import PAPER, SETS, ParameterSet
 from prokl import ProKLShampoo
-from prokl.algorithm import qr_counts
-from prokl.algorithm.launch_counts import KERNELS, Work
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends.cuda_qr import Kind
 from prokl.kernels import launch
@@ -92,7 +91,7 @@ def test_a_step_that_computes_launches_what_is_traced(shape, precision, extensio
             start(kernel, *given, **constants)
 
     monkeypatch.setattr(launch, "start", noted)
-    (bucket,) = optimizer._all_buckets()
+    (bucket,) = optimizer.engine.buckets()
     for kind, expected in traced(*shape, count=2, dtype=torch.float32, rank=4, precision=precision).items():
         found = trace.execute(bucket, kind, events)
         assert list(map(comparable, found)) == list(map(comparable, expected))

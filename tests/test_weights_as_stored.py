@@ -99,7 +99,7 @@ def test_a_piece_is_batched_with_other_weights_of_its_shape():
     whole, other = weight(18, 8), weight(6, 8)
     opt = PRO([named([whole, other], split=[3, None])], rank=3)
     step(opt, [whole, other], [normal(18, 8), normal(6, 8)])
-    ((bucket,),) = opt._buckets.values()
+    ((bucket,),) = opt.engine._buckets.values()
     assert bucket.layout.count == 4
 
 

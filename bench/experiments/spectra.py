@@ -20,7 +20,7 @@ from bench.rows import Row, write
 from bench.training.run import Trainee, Watch
 from bench.training.spectrum_figure import draw, normalised, place_of
 from prokl import diagnostics
-from prokl.engine.base import MatrixOptimizer
+from prokl.matrix_optimizer import MatrixOptimizer
 
 WINDOW = 10  # minibatches that Phi_L is made of
 SHARES = (0.25, 0.5, 1.0)  # of the run, at whose ends is looked

@@ -15,9 +15,9 @@ for the rates of halves split in registers, which came with those.
   instruction waits for the one before: two thirds of operands that lie split, between those and tf32x3.
 """
 
+from bench.model.launch_counts import ceil_div
 from bench.model.occupancy import programs_per_processor
 from bench.model.trace import EXTENSION, Event
-from prokl.algorithm.launch_counts import ceil_div
 
 PROCESSORS = 132
 NODE = 2e-6

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.compiled.launches import Launch, recording
+from bench.model import qr_counts
+from bench.model.launch_counts import KERNELS, Work
 from bench.shapes import ParameterSet
 from prokl import ProKLShampoo
-from prokl.algorithm import qr_counts
-from prokl.algorithm.launch_counts import KERNELS, Work
 from prokl.backends.cuda_qr import Kind
 from prokl.backends.device import SHARE
 from prokl.backends.rounding import Rounding
@@ -154,8 +154,8 @@ def tracing() -> Iterator[list[Event]]:
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
         stack.enter_context(patch("prokl.engine.validation.oddity", lambda t: None))  # tensors without memory
         stack.enter_context(patch("prokl.engine.bucket.select", gpu))
-        stack.enter_context(patch("prokl.engine.base.select", gpu))
-        stack.enter_context(patch("prokl.engine.base.workspace", lambda device: MEMORY // SHARE))
+        stack.enter_context(patch("prokl.engine.engine.select", gpu))
+        stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // SHARE))
         stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))
@@ -168,7 +168,7 @@ def optimizer(parameters: ParameterSet, dtype: torch.dtype, build: Callable[[lis
     for W in weights:
         W.grad = torch.empty_like(W)
     made = build(weights)
-    made._validate()
+    made.engine.look()
     return made
 
 
@@ -193,7 +193,7 @@ def steps_of(
     """Return by kind of step what every bucket launches of the optimizer that ``build`` makes of a set's weights."""
     found: dict[str, list[list[Event]]] = {}
     with tracing() as events:
-        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, build)._all_buckets())
+        buckets: Sequence[Bucket] = list(optimizer(parameters, dtype, build).engine.buckets())
         for kind in KINDS:
             seen: dict[tuple[int, int, int], list[Event]] = {}  # buckets of equal sizes do alike
             for bucket in buckets:

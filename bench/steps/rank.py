@@ -93,7 +93,8 @@ def rank_rows(launcher: str, config: ModelConfig, periods: int) -> Iterator[rows
     give_gradients(model, 0)
     with Traffic(ranks, place) as traffic:
         optimizer.step()
-    division = optimizer._divide()
+    division = optimizer._division
+    assert division is not None
     owned = [(w.stand_in.nbytes, w.own_memory) for w in division.divided() if w.stand_in is not None]
     matrix, adamw = (state_bytes(optimizer, name) for name in ("matrix", "adamw"))
     figures = {"state": matrix + adamw, "matrix state": matrix, "AdamW state": adamw}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.diagnostics.report import scalars, spectra
 from prokl.diagnostics.weights import Wrapper
-from prokl.engine.base import MatrixOptimizer
+from prokl.matrix_optimizer import MatrixOptimizer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

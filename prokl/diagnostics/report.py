@@ -13,8 +13,8 @@ from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import without_autocast
 from prokl.diagnostics import measures
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
-from prokl.diagnostics.weights import Batch, Wrapper, batches, unwrapped
-from prokl.engine.base import MatrixOptimizer
+from prokl.diagnostics.weights import Batch, Wrapper, batches, engine_of
+from prokl.matrix_optimizer import MatrixOptimizer
 
 FACTORS = {"L": "inv_sqrt_lambda_L", "R": "inv_sqrt_lambda_R", "S": "inv_sqrt_lambda_S", "mu": "inv_sqrt_mu"}
 """Factors, and what an optimizer keeps of each: an inverse square root for every eigenvalue."""
@@ -60,10 +60,10 @@ def scalars(
         TypeError: another optimizer. ValueError: ``rank`` below 1; ``phi`` of a weight that has not begun, or that
             there is not, or not (n,n); ``model`` without a weight of an optimizer that has no names.
     """
-    optimizer = unwrapped(optimizer)
+    engine = engine_of(optimizer)
     check_rank(rank)
     kept, measured, vectors = [], [], []
-    for batch in batches(optimizer, model):
+    for batch in batches(engine, model):
         kept.append(replace(batch, gradient=None, state={}))
         measured.append(measures.of_state(batch.state) | measures.of_gradient(batch))
         vectors.append(_inverse_square_roots(batch))
@@ -105,9 +105,9 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
     Raises:
         TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
     """
-    optimizer = unwrapped(optimizer)
+    engine = engine_of(optimizer)
     kept, vectors = [], []
-    for batch in batches(optimizer, model, FACTORS.values(), gradients=False):
+    for batch in batches(engine, model, FACTORS.values(), gradients=False):
         kept.append(batch.names)
         vectors.append(_inverse_square_roots(batch))
     return {
@@ -144,9 +144,9 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
     On the weight's device, in the arithmetic dtype; nothing waits. One minibatch gives a matrix of rank m at most:
     average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
     """
-    optimizer = unwrapped(optimizer)
+    engine = engine_of(optimizer)
     found: dict[str, Tensor] = {}
-    for batch in batches(optimizer, model, ("Q_L", "inv_sqrt_lambda_L")):
+    for batch in batches(engine, model, ("Q_L", "inv_sqrt_lambda_L")):
         if batch.gradient is not None:
             Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
             moments = Y.mT @ Y

@@ -16,9 +16,10 @@ from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.io import in_float32
-from prokl.engine.base import MatrixOptimizer
-from prokl.engine.pieces import Piece, clock, named, pieces, readings, runs
+from prokl.engine.engine import Engine
+from prokl.engine.pieces import Piece, clock, runs, units
 from prokl.engine.storage import state_dtype
+from prokl.matrix_optimizer import MatrixOptimizer
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Wrapper(Protocol):
         """What it was given: an optimizer, or another wrapper."""
 
 
-def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
-    """Return the optimizer itself, or of a divided one that of what this rank steps.
+def engine_of(optimizer: MatrixOptimizer | Wrapper) -> Engine:
+    """Return the engine of an optimizer, of a divided one that of what this rank steps.
 
     Raises:
         TypeError: it has no preconditioners.
@@ -72,16 +73,16 @@ def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
             f"optimizer must be a prokl.ProKLShampoo or prokl.KLShampoo, got {type(optimizer).__name__}; "
             "pass the optimizer itself."
         )
-    return optimizer.stepped
+    return optimizer.engine
 
 
 def batches(
-    optimizer: MatrixOptimizer, model: nn.Module | None, keys: Collection[str] | None = None, *, gradients: bool = True
+    engine: Engine, model: nn.Module | None, keys: Collection[str] | None = None, *, gradients: bool = True
 ) -> Iterator[Batch]:
     """Yield the matrices that have begun, stacked; no batch is larger than what is stepped together.
 
     Args:
-        optimizer: whose.
+        engine: whose.
         model: names the weights of an optimizer that was made without names.
         keys: state to stack; None stacks all of it.
         gradients: whether to stack the gradients.
@@ -91,24 +92,22 @@ def batches(
     """
     known: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
     found: dict[tuple[Any, ...], list[Piece]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        if group["algorithm"] != "matrix":
-            continue
-        for i, ((p, told), how) in enumerate(zip(named(group, index), readings(group), strict=True)):
-            own = optimizer.state.get(p, {})
-            for piece in pieces(p, "", how):
-                if not _begun(piece, own):
-                    continue
-                m, n = piece.shape.m, piece.shape.n
-                key = index, m, n, optimizer.method.rank(group, m, n), p.dtype, p.device
-                name = told if "param_names" in group else known.get(p) or _placed(index, i, model)
-                found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
+    place: dict[int, int] = {}
+    for unit in units(engine.groups):
+        i = place[unit.group_index] = place.get(unit.group_index, -1) + 1
+        for piece in engine.pieces(unit) if unit.matrix else ():
+            if not _begun(piece, engine.state.get(unit.p, {})):
+                continue
+            given = "param_names" in unit.group
+            name = unit.name if given else known.get(unit.p) or _placed(unit.group_index, i, model)
+            key = (unit.group_index, *engine.shape(unit.group, piece))
+            found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
     for (index, m, n, rank, dtype, device), members in found.items():
-        group = optimizer.param_groups[index]
+        group = engine.groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
-        each = optimizer.method.workspace(m, n, rank) * arithmetic.itemsize
+        each = engine.method.workspace(m, n, rank) * arithmetic.itemsize
         for run in runs(members, each, workspace(device)):
-            yield _batch(optimizer, group, rank, arithmetic, run, keys, gradients)
+            yield _batch(engine, group, rank, arithmetic, run, keys, gradients)
 
 
 def _placed(index: int, i: int, model: nn.Module | None) -> str:
@@ -124,7 +123,7 @@ def _begun(piece: Piece, state: dict[str, Any]) -> list[int]:
 
 
 def _batch(
-    optimizer: MatrixOptimizer,
+    engine: Engine,
     group: dict[str, Any],
     rank: int,
     arithmetic: torch.dtype,
@@ -136,10 +135,10 @@ def _batch(
     gradients: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {}
     shape = members[0].shape
-    kept = optimizer.method.state_shapes(shape.m, shape.n, rank, group)
+    kept = engine.method.state_shapes(shape.m, shape.n, rank, group)
     state_keys = [key for key in kept if keys is None or key in keys]
     for piece in members:
-        p, shape, own = piece.p, piece.shape, optimizer.state[piece.p]
+        p, shape, own = piece.p, piece.shape, engine.state[piece.p]
         begun, steps_of_all, stacked = _begun(piece, own), clock(piece, own), p.ndim == 3
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
         for b in begun:
@@ -164,4 +163,4 @@ def _batch(
     if gradient is not None and group["maximize"]:
         gradient = -gradient
     state = {key: torch.cat(values) for key, values in parts.items()}
-    return Batch(names, shapes, rank, steps, given, gradient, state, group, optimizer.method)
+    return Batch(names, shapes, rank, steps, given, gradient, state, group, engine.method)

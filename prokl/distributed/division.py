@@ -1,135 +1,102 @@
 """Who owns what of an optimizer's weights, and what this rank steps of them.
 
-The stand-ins of this rank are stepped by an optimizer without ranks, exactly as one process does.
+The stand-ins of this rank are stepped by an engine without ranks, exactly as one process does. ``outer`` is the
+optimizer's own engine throughout: its groups and its state, which nothing here steps.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
+from prokl.algorithm.settings import check_adamw
+from prokl.distributed import state as states
+from prokl.distributed.agreement import compare
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
 from prokl.distributed.weights import Divided, Undivided, is_dtensor, may_move
-from prokl.engine.base import MatrixOptimizer
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, check_reading, named, pieces, readings
-from prokl.engine.storage import blank_state
-from prokl.engine.validation import check_memory
-
-
-class Local(MatrixOptimizer):
-    """The optimizer of one rank's stand-ins, which knows of no others.
-
-    Args:
-        outer: whose method, defaults and messages it has.
-    """
-
-    def __init__(self, outer: MatrixOptimizer) -> None:
-        self.method = outer.method  # type: ignore[misc]
-        self.first: dict[Tensor, int] = {}  # number of a part's first matrix in its stack
-        self.titled = type(outer).__name__
-        super().__init__([{"params": []}], {key: value for key, value in outer.defaults.items() if key not in DEFAULTS})
-        del self.param_groups[:]
-
-    @property
-    def _title(self) -> str:
-        return self.titled
-
-    def _pieces_of(self, p: Tensor, name: str, how: Any) -> list[Piece]:
-        return pieces(p, name, how, self.first.get(p, 0))
+from prokl.engine import checkpoint
+from prokl.engine.engine import Engine
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, Unit, check_reading, units
+from prokl.engine.signatures import Signatures
+from prokl.engine.validation import check_gradient, check_names
 
 
 class Division:
-    """Who owns what, and the step.
+    """Who owns what, the step, and the state that this rank shows of it.
 
-    Args:
-        outer: the optimizer. group: its ``process_group``.
+    Attributes:
+        engine: of the stand-ins.
+        broken: what a step broke off with, after which weights and state are of two steps.
     """
 
-    def __init__(self, outer: MatrixOptimizer, group: Any) -> None:
+    def __init__(self, outer: Engine, process_group: Any) -> None:
         self.teams = Teams()
-        self.of_plain = None if group is None else as_group(group, self.teams)
-        self.local = Local(outer)
+        self.of_plain = None if process_group is None else as_group(process_group, self.teams)
+        self.engine = Engine(outer.method, outer.defaults, outer.title)
+        self.signatures = Signatures(outer.method)
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
         self.readings: dict[Tensor, Reading] = {}
         self.broken: str | None = None
         self._layout: Any = None
+        self._shown: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
+        self._told = False  # True while a state is loaded once all ranks know whether each of them can
 
-    def update(self, outer: MatrixOptimizer) -> None:
+    def update(self, outer: Engine) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
             [_plain(group.get(key)) for key in DEFAULTS]
             + [(id(p), may_move(p), p.dtype, p.device) for p in group["params"]]
-            for group in outer.param_groups
+            for group in outer.groups
         ]
         if layout != self._layout:
             self._divide(outer)
             self._layout = layout
-        for theirs, ours in zip(outer.param_groups, self.local.param_groups, strict=True):
+        for theirs, ours in zip(outer.groups, self.engine.groups, strict=True):
             kept = {"params", "param_names", *DEFAULTS}
             ours.update({key: value for key, value in theirs.items() if key not in kept})
 
-    def relayout(self) -> None:
-        """Look at the groups anew: they are other objects now."""
-        self._layout = None
-
-    def _divide(self, outer: MatrixOptimizer) -> None:
-        weights = [p for group in outer.param_groups for p in group["params"]]
-        self.weights = {p: self.weights[p] for p in weights if p in self.weights}
+    def _divide(self, outer: Engine) -> None:
+        found = [*units(outer.groups)]
+        self.weights = {unit.p: self.weights[unit.p] for unit in found if unit.p in self.weights}
         before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.readings)
         for weight in self.divided():
             weight.follow()
-        for p in weights:
-            self._team(p)  # all of them, whatever fails on one rank
+        for unit in found:
+            self._team(unit.p)  # all of them, whatever fails on one rank
         failure = None
         try:
-            for index, group in enumerate(outer.param_groups):
-                self._check_readings(index, group)
-                self._assign(index, group, outer.method)
+            for unit in found:
+                self._check_reading(unit)
+            for index in range(len(outer.groups)):
+                self._assign([unit for unit in found if unit.group_index == index], outer.method)
             self._make_local_groups(outer)
         except Exception as error:  # the others wait for a word
             failure = error
         try:
-            self._compare(outer, failure)
+            compare(self.teams, found, self.weights, failure)
         except Exception:
             self.weights, self.loads, self.readings = before
             raise
-        self._make_waves(outer)
+        self._make_waves(found)
 
-    def _check_readings(self, index: int, group: Group) -> None:
+    def _check_reading(self, unit: Unit) -> None:
         """Raise ValueError where matrices are not read as they were when owners were found."""
-        for (p, name), how in zip(named(group, index), readings(group), strict=True):
-            if how != (made := self.readings.setdefault(p, how)):
-                raise ValueError(
-                    f"Invalid transposed={how.transposed!r}, split={how.split!r} of {name}: its work was divided with "
-                    f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
-                )
-
-    def blank_state(self, index: int, p: Tensor, name: str, how: Reading) -> dict[str, Any]:
-        """Return, and keep, the state of a weight that this rank owns and that has not begun."""
-        stand_in, group = self.weights[p].stand_in, self.local.param_groups[index]
-        assert stand_in is not None
-        own = self.local.state[stand_in]
-        for piece in self.local._pieces_of(stand_in, name, how):
-            own.update(blank_state(piece, self.local.method, self.local._rank(group, piece), group))
-        return own
-
-    def replace_state(self, p: Tensor, own: dict[str, Any] | None) -> None:
-        """Take over an entry that somebody has put in the place of this rank's own; without one it begins anew."""
-        stand_in = self.weights[p].stand_in if p in self.weights else None
-        if stand_in is not None and own is None:
-            self.local.state.pop(stand_in, None)
-        elif stand_in is not None:
-            self.local.state[stand_in] = own
+        how = unit.how
+        if how != (made := self.readings.setdefault(unit.p, how)):
+            raise ValueError(
+                f"Invalid transposed={how.transposed!r}, split={how.split!r} of {unit.name}: its work was divided with "
+                f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
+            )
 
     def tell(self, failure: Exception | None) -> Exception | None:
         """Tell all ranks of a failure, and return it, or what another rank told."""
@@ -149,32 +116,33 @@ class Division:
     def _team(self, p: Tensor) -> Team | None:
         return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
-    def _assign(self, index: int, group: Group, method: Method[Any]) -> None:
+    def _assign(self, found: Sequence[Unit], method: Method[Any]) -> None:
         """Give every new weight of a group its owners."""
         new: dict[Team, list[tuple[Tensor, Weight, Any, Any]]] = {}
-        for (p, name), how in zip(named(group, index), readings(group), strict=True):
+        for unit in found:
+            p, name, group = unit.p, unit.name, unit.group
             if p in self.weights:
                 continue
             team = self._team(p)
-            if team is None or (group["algorithm"] == "adamw" and (is_dtensor(p) or p.ndim == 0)):
+            if team is None or (not unit.matrix and (is_dtensor(p) or p.ndim == 0)):
                 self.weights[p] = Undivided.of(p)
                 continue
             held = self._held(p, name, team)
-            if group["algorithm"] == "adamw":
+            if not unit.matrix:
                 self.weights[p] = Divided(p, team, _row_parts(p.shape[0], team.size), held, stacked=True)
                 continue
-            check_reading(p, name, how)
+            check_reading(p, name, unit.how)
             stacked = p.ndim == 3
-            cost = sum(matrix_cost(piece, method, group) for piece in pieces(p, name, how))  # of one matrix of a stack
+            cost = sum(matrix_cost(piece, method, group) for piece in unit.pieces())  # of one matrix of a stack
             count = p.shape[0] if stacked else 1
-            shapes = tuple(piece.shape for piece in pieces(p, name, how))
+            shapes = tuple(piece.shape for piece in unit.pieces())
             new.setdefault(team, []).append((p, Weight(count, cost, homes(p.shape, stacked, held)), held, shapes))
         for team, entries in new.items():
             loads = self.loads.setdefault(team, [0.0] * team.size)
             for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
                 dealt = [entry for entry in entries if may_move(entry[0]) == moves]
-                found = divide([weight for _, weight, _, _ in dealt], loads)
-                for (p, _, held, shapes), parts in zip(dealt, found, strict=True):
+                owned = divide([weight for _, weight, _, _ in dealt], loads)
+                for (p, _, held, shapes), parts in zip(dealt, owned, strict=True):
                     self.weights[p] = Divided(p, team, parts, held, p.ndim == 3, shapes)
 
     @staticmethod
@@ -190,82 +158,58 @@ class Division:
 
     def local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
-        found = []
+        made = []
         for index, group in enumerate(groups):
-            own = [
-                (weight.stand_in, name, how)
-                for (p, name), how in zip(named(group, index), readings(group), strict=True)
-                if (weight := self.weights[p]).stand_in is not None
-            ]
-            ours = {**group, "params": [entry[0] for entry in own], "param_names": [entry[1] for entry in own]}
+            found = units(groups[index : index + 1], index)
+            own = [unit for unit in found if self.weights[unit.p].stand_in is not None]
+            ours = {**group, "params": [self.weights[unit.p].stand_in for unit in own]}
+            ours["param_names"] = [unit.name for unit in own]
             for i, key in enumerate(DEFAULTS):
                 if isinstance(group.get(key), list):
-                    ours[key] = [how[i] for _, _, how in own]
-            found.append(ours)
-        return found
+                    ours[key] = [unit.how[i] for unit in own]
+            made.append(ours)
+        return made
 
-    def _make_local_groups(self, outer: MatrixOptimizer) -> None:
-        local = self.local
-        local.param_groups[:] = self.local_groups(outer.param_groups)
+    def _make_local_groups(self, outer: Engine) -> None:
+        self.engine.groups = self.local_groups(outer.groups)
         for weight in self.divided():
             if weight.stacked and weight.mine is not None:
-                local.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
-        if local.method.oversize_remedy is not None:
-            check_memory(local._title, local._sizes_of_new_state(), local.method.oversize_remedy)
+                self.engine.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
+        self.engine.check_memory()
 
-    def _make_waves(self, outer: MatrixOptimizer) -> None:
+    def _make_waves(self, found: Sequence[Unit]) -> None:
         self.waves = Waves()
-        for index, group in enumerate(outer.param_groups):
-            for (p, name), how in zip(named(group, index), readings(group), strict=True):
-                weight = self.weights[p]
-                if isinstance(weight, Divided) and may_move(p):
-                    matrix = group["algorithm"] == "matrix"
-                    keys = {outer._shape(group, piece) for piece in pieces(p, name, how)} if matrix else None
-                    self.waves.add(weight, keys)
+        for unit in found:
+            weight = self.weights[unit.p]
+            if isinstance(weight, Divided) and may_move(unit.p):
+                keys = {self.engine.shape(unit.group, piece) for piece in unit.pieces()} if unit.matrix else None
+                self.waves.add(weight, keys)
         self.waves.connect(self.teams)
 
-    def _compare(self, outer: MatrixOptimizer, failure: Exception | None) -> None:
-        """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""
-        for team in self.teams:
-            mine = [] if failure is not None else self._shared_by(team, outer)
-            digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-            said = None if failure is None else f"{type(failure).__name__}: {failure}"
-            found = team.gathered((digest, said))
-            for rank, (_, other) in zip(team.ranks, found, strict=True):
-                if other is not None and failure is None:
-                    failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")
-            if not any(other for _, other in found) and len({told for told, _ in found}) > 1:
-                failure = _difference(team, team.gathered(mine))
-        # A team's other ranks may not have been told what another team found.
-        for team in self.teams:
-            for other in team.gathered(None if failure is None else str(failure)):
-                if other is not None and failure is None:
-                    failure = RuntimeError(other)
-        if failure is not None:
-            raise failure
-
-    def _shared_by(self, team: Team, outer: MatrixOptimizer) -> list[tuple[str, str]]:
-        """Return what the ranks of a team must have alike of each weight: what it is, and who owns what of it."""
-        lines = []
-        for index, group in enumerate(outer.param_groups):
-            for (p, name), how in zip(named(group, index), readings(group), strict=True):
-                weight = self.weights[p]
-                if isinstance(weight, Divided) and weight.team is team:
-                    moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
-                    read = "" if how == (False, None) else f", {how}"
-                    owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
-                    lines.append((f"{name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {index}", owned))
-        return lines
-
-    def step(self) -> list[str]:
+    def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
+        for unit in units(outer.groups):  # what all ranks refuse alike, and before any waits
+            check_gradient(unit.p, unit.name)
+        for index, group in enumerate(outer.groups):
+            outer.method.check(group) if group["algorithm"] == "matrix" else check_adamw(group)
+            if group["algorithm"] == "matrix":
+                self.signatures.check_settings(index, group, outer.state)
+        self.check_unbroken("step")
+        self.update(outer)
+        for p, own in self._shown.items():
+            if outer.state.get(p) is not own:
+                self._replace_state(p, outer.state.get(p))
+        said = self._stepped()
+        self.show(outer)
+        return said
+
+    def _stepped(self) -> list[str]:
         begun = False
         try:
             for weight in self.weights.values():
                 weight.lend()
-            self.local._validate()
-            work, begun = self.local._decided(), True
-            return self.waves.step(self.local, work)
+            work, begun = self.engine.decide(), True
+            return self.waves.step(self.engine, work)
         except BaseException as error:
             if begun:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -274,10 +218,108 @@ class Division:
             for weight in self.weights.values():
                 weight.release()
 
-    def state_of(self, p: Tensor) -> dict[str, Any]:
-        """Return this rank's own state of a weight."""
-        stand_in = self.weights[p].stand_in
-        return {} if stand_in is None else self.local.state.get(stand_in, {})
+    def check_unbroken(self, what: str) -> None:
+        """Raise RuntimeError where weights and state are of two steps."""
+        if self.broken is not None:
+            raise RuntimeError(
+                f"{what}: the last step of this optimizer broke off ({self.broken}), so some weights and state are of "
+                "this step and some of the one before. Load the last checkpoint of model and optimizer."
+            )
+
+    def _replace_state(self, p: Tensor, own: dict[str, Any] | None) -> None:
+        """Take over an entry that somebody has put in the place of this rank's own; without one it begins anew."""
+        stand_in = self.weights[p].stand_in if p in self.weights else None
+        if stand_in is not None and own is None:
+            self.engine.state.pop(stand_in, None)
+        elif stand_in is not None and own is not None:
+            self.engine.state[stand_in] = own
+
+    def show(self, outer: Engine, loaded: Collection[Tensor] = ()) -> None:
+        """Give every weight its entry in the optimizer's state: this rank's own, or what says where it is.
+
+        Args:
+            outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
+        """
+        self._shown, state = {}, outer.state
+        for unit in units(outer.groups):
+            p, weight = unit.p, self.weights[unit.p]
+            own = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
+            entered = unit.matrix and (p.requires_grad or p in loaded)
+            if entered and isinstance(weight, Divided) and not own:
+                if weight.stand_in is not None:
+                    own = self.engine.begin(unit._replace(p=weight.stand_in))
+                elif p not in state:
+                    layout = states.layout_of_weight(unit, outer.method)
+                    state[p] = states.parts_of_state(weight, {}, layout)
+            if own:
+                if state.get(p) is not own:  # what a wrapper keeps there stays
+                    own.update({key: value for key, value in state.get(p, {}).items() if key not in own})
+                state[p] = self._shown[p] = own
+        self.signatures.remember(units(outer.groups), state)
+
+    def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
+        """Return a state dict's state with what each rank has a part of in DTensors that say so."""
+        found = dict(packed)
+        for i, unit in enumerate(units(outer.groups)):
+            weight = self.weights.get(unit.p)
+            if i not in found or weight is None:
+                continue
+            if not unit.matrix:
+                found[i] = states.shards_of_state(weight, found[i])
+            elif isinstance(weight, Divided):
+                # Anew also of what others own: another dtype of a weight is another one of its state.
+                layout = states.layout_of_weight(unit, outer.method)
+                own = {key: v for key, v in found[i].items() if weight.mine is not None or not is_dtensor(v)}
+                found[i] = states.parts_of_state(weight, own, layout)
+        return found
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Tell the other ranks of an error on this one, if they still wait for a word."""
+        self._told = False
+        try:
+            yield
+        except Exception as error:
+            if not self._told:
+                self.tell(error)
+            raise
+
+    def loaded(self, outer: Engine, state: dict[str, Any]) -> dict[Any, Any]:
+        """Take over a loaded state on all ranks, or raise on all; return what is no weight's, as hooks keep it."""
+        self.update(outer)
+        check_names(state["param_groups"])
+        for unit in units(state["param_groups"]):
+            for key, value in state["state"].get(unit.p, {}).items():
+                states.check_part(self.weights[unit.p], key, checkpoint.unwrapped(value), unit.name)
+        self._told = True
+        self.agree(None)  # all go on to what takes them all
+        failure = None
+        try:
+            theirs = self._for_stand_ins(outer, state)
+            made = checkpoint.restore(theirs, outer.method, outer.title)
+        except Exception as error:
+            failure = error
+        self.agree(failure)
+        self.engine.groups, self.engine.state = theirs["param_groups"], theirs["state"]
+        self.engine.loaded(made)
+        self._shown, self.broken, self._layout = {}, None, None  # the groups are other objects now
+        self.signatures = Signatures(outer.method)
+        return {p: own for p, own in state["state"].items() if not isinstance(p, Tensor)}
+
+    def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what of a loaded state is the stand-ins'; all ranks look at all of it."""
+        own: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: what has not begun may have no entry
+        for unit in units(state["param_groups"]):
+            weight = self.weights[unit.p]
+            held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(unit.p, {}).items()}
+            if held and not unit.matrix:
+                held = {key: states.own_shard(weight, value) for key, value in held.items()}
+            elif held and isinstance(weight, Divided):
+                held = states.own_parts(weight, held, states.layout_of_weight(unit, outer.method))
+            if held and weight.stand_in is not None:
+                own[weight.stand_in] = held
+        groups = self.local_groups(state["param_groups"])
+        return {"defaults": outer.defaults, "state": own, "param_groups": groups}
 
     def received(self) -> int:
         """Return the bytes that a step sends to this rank."""
@@ -299,23 +341,6 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     gram = 2 * runs * m * m * n + (4 * T - 3 * runs) * m**3
     newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3)
     return 2 * (step + newton_schulz) - 4 / 3 * r**3 + 14 / 3 * (m**3 + r**3) / tau
-
-
-def _difference(team: Team, lines: Sequence[list[tuple[str, str]]]) -> RuntimeError:
-    """Return the error that names the first weight of which two ranks have given something else.
-
-    Owners are asked last: one weight that differs deals out the work of all anew.
-    """
-    place = next(place for place, own in enumerate(lines) if own != lines[0])
-    pairs = list(zip_longest(lines[0], lines[place], fillvalue=("nothing", "")))
-    unlike = ((one[0], other[0]) for one, other in pairs if one[0] != other[0])
-    owned = ((", ".join(one), ", ".join(other)) for one, other in pairs if one != other)
-    one, other = next(unlike, None) or next(owned)
-    return RuntimeError(
-        f"Ranks {team.ranks[0]} and {team.ranks[place]} gave this optimizer other weights: {one}; {other}. Names, "
-        "shapes, dtypes, groups and requires_grad must be the same on all ranks that divide the work. A wrapper that "
-        "gives each rank weights of its own, as ZeroRedundancyOptimizer does, goes without process_group=."
-    )
 
 
 def _plain(value: Any) -> Any:

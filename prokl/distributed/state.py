@@ -8,22 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prokl.algorithm.method import Group, Method
+from prokl.algorithm.method import Method
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.distributed.blocks import rows, whole
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
-from prokl.engine.checkpoint import needed
-from prokl.engine.pieces import Reading, pieces
+from prokl.engine.checkpoint import needed, unwrapped
+from prokl.engine.pieces import Unit, units
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layout_of_weight(p: Tensor, name: str, how: Reading, group: Group, method: Method[Any]) -> Layout:
+def layout_of_weight(unit: Unit, method: Method[Any]) -> Layout:
     """Return shape and dtype of all state of a whole matrix weight, by its key."""
     found: Layout = {}
-    for piece in pieces(p, name, how):
+    p, group = unit.p, unit.group
+    for piece in unit.pieces():
         layout = needed(piece, method, group)
         layout["step" + piece.suffix] = ((piece.shape.count,) if p.ndim == 3 else (), torch.int64)
         if mode_of(group, p.dtype) == MASTER:
@@ -73,6 +74,25 @@ def shards_of_state(weight: Divided | Undivided, own: dict[str, Any]) -> dict[st
         if isinstance(value, Tensor) and value.ndim and value.shape == shape:
             found[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
             found[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
+    return found
+
+
+def check_undivided(state: dict[str, Any]) -> None:
+    """Raise ValueError for loaded state of which ranks have parts, where no work is divided."""
+    for unit in units(state["param_groups"]):
+        for value in map(unwrapped, state["state"].get(unit.p, {}).values()):
+            if is_dtensor(value):
+                raise ValueError(partial_message(unit.name, value))
+
+
+def own_parts(weight: Divided, loaded: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return what this rank owns of loaded state; all ranks call it, as making a DTensor whole takes them all."""
+    found = {}
+    for key, value in loaded.items():
+        if is_dtensor(value) and not hasattr(value, "parts"):
+            value = value.full_tensor()
+        if weight.mine is not None:
+            found[key] = own_part(weight, key, value, layout.get(key, (None,))[0])
     return found
 
 

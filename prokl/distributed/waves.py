@@ -16,8 +16,8 @@ from torch import Tensor
 from prokl.distributed.team import Team, Teams
 from prokl.distributed.transport import Replicas, Shards
 from prokl.distributed.weights import Copy, Divided, Slot
-from prokl.engine.base import MatrixOptimizer
 from prokl.engine.bucket import Bucket
+from prokl.engine.engine import Engine
 
 
 def not_finite(weight: Divided) -> Tensor:
@@ -148,28 +148,28 @@ class Waves:
         """Bytes that this rank receives in a step."""
         return sum(wave.received for wave in (*self.waves, self.adamw))
 
-    def step(self, local: MatrixOptimizer, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
+    def step(self, engine: Engine, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
         """Step the stand-ins and send what is to be sent; return warnings.
 
         Args:
-            local: the stand-ins' optimizer. work: its buckets, with their plans.
+            engine: the stand-ins'. work: its buckets, with their plans.
         """
         waves = self.waves
         messages: list[str] = []
         if waves:
             waves[0].lend()
-        local._step_adamw()  # while the first gradients come
+        engine.step_adamw()  # while the first gradients come
         self.adamw.give()
         of_wave = self._buckets_of_waves(work)
         for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
-            messages += local._advance(bucket, plan)
+            messages += engine.advance(bucket, plan)
         for i, wave in enumerate(waves):
             wave.take()
             if i + 1 < len(waves):
                 waves[i + 1].lend()
             wave.agree()
             for bucket, plan in of_wave.get(i, []):
-                messages += local._advance(bucket, plan)
+                messages += engine.advance(bucket, plan)
             wave.give()
             if i > 0:
                 waves[i - 1].pass_on()

@@ -17,7 +17,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, compress, groupby
 from operator import is_, itemgetter
 from typing import Any
@@ -33,9 +33,10 @@ from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
 from prokl.backends.select import Backend, select
-from prokl.engine.pieces import Piece, Reading, clock, stored_clock
+from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.rows import RowSets
 from prokl.engine.schedule import Plan, Schedule
+from prokl.engine.signatures import Record
 from prokl.engine.storage import layout_of_state, state_dtype
 
 NEVER_MOVED_AFTER = 100
@@ -49,24 +50,6 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 def _identity(piece: Piece) -> tuple[Any, ...]:
     return id(piece.p), piece.name, piece.shape, piece.suffix, piece.first
-
-
-@dataclass(eq=False)
-class Record:
-    """What is remembered of a weight for as long as it has state, whichever bucket it is in.
-
-    Attributes:
-        settings: of its group, those that ``method.fixed`` names, when its state was made; None before. how, shape:
-            likewise how it was read, and its shape.
-        own_master: whether a "master" in its state is the optimizer's, and no wrapper's.
-        idle: by suffix, calls with a gradient in which a piece did not move; -1 once it has, or was warned about.
-    """
-
-    settings: tuple[Any, ...] | None = None
-    how: Reading = Reading(False, None)
-    shape: torch.Size = torch.Size()
-    own_master: bool = False
-    idle: dict[str, int] = field(default_factory=dict)
 
 
 class Bucket:

@@ -5,7 +5,7 @@ A group's ``transposed`` and ``split`` are one value for all of its weights, or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,6 +115,36 @@ def pieces(p: Tensor, name: str, how: Reading, first: int = 0) -> list[Piece]:
     if how.split is None:
         return [Piece(p, name, shapes[0], first=first)]
     return [Piece(p, f"{name}.{i}", shape, f".{i}", first) for i, shape in enumerate(shapes)]
+
+
+class Unit(NamedTuple):
+    """One weight, as an engine steps it."""
+
+    p: Tensor
+    name: str
+    how: Reading
+    group: Group
+    group_index: int
+
+    @property
+    def matrix(self) -> bool:
+        """True if the matrix method steps it, and not AdamW."""
+        return bool(self.group["algorithm"] == "matrix")
+
+    def pieces(self, first: int = 0) -> list[Piece]:
+        """Return its :func:`pieces`, from the matrix ``first`` of its stack on."""
+        return pieces(self.p, self.name, self.how, first)
+
+
+def units(groups: Sequence[Group], index: int = 0) -> Iterator[Unit]:
+    """Yield the weights of groups, of which the first is number ``index``.
+
+    Raises:
+        ValueError: see :func:`named`, :func:`readings`.
+    """
+    for i, group in enumerate(groups, index):
+        for (p, name), how in zip(named(group, i), readings(group), strict=True):
+            yield Unit(p, name, how, group, i)
 
 
 def clock(piece: Piece, state: dict[str, Any]) -> list[int]:

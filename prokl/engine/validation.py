@@ -65,7 +65,7 @@ def check_names(groups: Sequence[Group]) -> None:
     """Raise ValueError where two weights have one name: counts, figures and random numbers are told apart by it."""
     seen: dict[str, tuple[Tensor, int]] = {}
     for i, group in enumerate(groups):
-        for name, p in zip(group.get("param_names", ()), group["params"], strict=False):
+        for name, p in zip(group.get("param_names") or (), group["params"], strict=False):
             first, j = seen.setdefault(name, (p, i))
             if first is not p:
                 both = f"two weights of group {i}" if i == j else f"a weight of group {j} and one of group {i}"

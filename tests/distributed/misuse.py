@@ -94,7 +94,7 @@ def widened(how):
                 p.grad, p.data = None, p.data.float()
         give(weights, call)
         optimizer.step()
-    kept = {key for own in optimizer.stepped.state.values() for key in own}
+    kept = {key for own in optimizer.engine.state.values() for key in own}
     return values(weights), "master" in kept
 
 

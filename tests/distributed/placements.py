@@ -121,7 +121,7 @@ def on_ranks(cls, how, divided=False, **settings):
 def held(optimizer):
     """Return the elements of state that this rank has, by key; counts alone, which several ranks may have, left out."""
     found = {}
-    for own in optimizer.stepped.state.values():
+    for own in optimizer.engine.state.values():
         for key, t in own.items():
             if isinstance(t, torch.Tensor) and key.partition(".")[0] not in ("step", "skipped"):
                 found[key] = found.get(key, 0) + t.numel()
@@ -156,7 +156,7 @@ def experts_at_home():
     optimizer = prokl.ProKLShampoo(experts.items(), rank=3)
     for call in range(3):
         step(experts, optimizer, call, mesh)
-    (state,) = optimizer.stepped.state.values()
+    (state,) = optimizer.engine.state.values()
     return optimizer._division.received(), tuple(state["M"].shape), whole(experts)["experts"]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prokl.algorithm.launch_counts import Work, ceil_div
+from bench.model.launch_counts import Work, ceil_div
 
 PATH = "fp32"
 BLOCK = 128

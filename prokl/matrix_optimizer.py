@@ -1,0 +1,302 @@
+"""What torch.optim asks of an optimizer: groups, hooks, closures, state dicts. An :class:`Engine` does the steps.
+
+A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps its state in the same ``state``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, ClassVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from prokl.algorithm.method import Method
+from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice
+from prokl.distributed.blocks import check_placements
+from prokl.distributed.division import Division
+from prokl.distributed.state import check_undivided
+from prokl.distributed.team import check_group
+from prokl.distributed.weights import is_dtensor
+from prokl.engine import adamw, checkpoint
+from prokl.engine.engine import Engine, Sharded
+from prokl.engine.newcomers import divided, resolved
+from prokl.engine.pieces import DEFAULTS, named
+from prokl.engine.validation import check_keys, check_names, check_no_module, names_alike
+
+
+class MatrixOptimizer(Optimizer):
+    """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
+
+    method: ClassVar[Method[Any]]
+    _process_group: Any = None
+    _division: Division | None = None
+    _adding = False  # True while the constructor adds one group after the other
+
+    def __init__(self, params: Any, defaults: dict[str, Any], process_group: Any = None) -> None:
+        check_no_module(params)
+        if process_group is not None:
+            check_group(process_group)
+        defaults = resolved(defaults, defaults)
+        self.method.check(defaults)
+        self._process_group, self._adding = process_group, True
+        super().__init__(params, {**defaults, "lr": apart(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
+        self._adding = False
+        self._check_together()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that steps what this process steps; a divided optimizer's is over stand-ins."""
+        return self._own if self._division is None else self._division.engine
+
+    @property
+    def _own(self) -> Engine:
+        """The engine over the groups and the state of today, either of which anyone may have replaced."""
+        made: Engine | None = self.__dict__.get("_engine")
+        if made is None:  # also where this is being unpickled
+            made = self._engine = Engine(self.method, self.defaults, type(self).__name__)
+        made.groups, made.state = self.param_groups, self.state
+        return made
+
+    def _divided(self) -> Division | None:
+        """Return what divides the work, made as soon as there is cause: all ranks must ask."""
+        shards = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+        if self._division is None and (self._process_group is not None or shards):
+            self._division = Division(self._own, self._process_group)
+        return self._division
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :class:`torch.optim.Optimizer`. A group that is refused leaves no trace.
+
+        Weights below 2-D of a group that names no algorithm go to an AdamW group of their own, with a warning, where
+        the optimizer has AdamW groups, all with one lr.
+
+        Raises:
+            TypeError: no group, or a module in it in the place of parameters.
+            ValueError: a hyper-parameter out of bounds, a key that is nearly a hyper-parameter's, a name that another
+                weight has, or a parameter that the group's algorithm cannot take.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
+        check_no_module(param_group.get("params"))
+        groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
+        before = len(self.param_groups)
+        try:
+            for group in groups:
+                self._add_group(group)
+            if not self._adding:
+                self._check_together()
+            if said:
+                warnings.warn(said, stacklevel=2)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        group = resolved(param_group, self.defaults.keys() | adamw.ARGUMENTS)
+        algorithm = group.setdefault("algorithm", "matrix")
+        if "lr" in group or algorithm != "adamw":
+            group["lr"] = apart(group.get("lr", self.defaults["lr"]))
+        check_choice("algorithm", group["algorithm"], ALGORITHMS)
+        of_adamw = self._of_adamw().keys() | {"lr", "algorithm", "params"}
+        if algorithm == "adamw":
+            check_keys(group, of_adamw, self.defaults)
+            group = {**self._of_adamw(), **group}
+            check_adamw(group)
+        else:
+            check_keys(group, self.defaults, of_adamw)
+        with names_alike():
+            super().add_param_group(group)
+        index = len(self.param_groups) - 1
+        self._own.check_new(index)
+        for p, name in named(self.param_groups[index], index):
+            if is_dtensor(p):
+                check_placements(name, p.placements)  # type: ignore[attr-defined]
+
+    def _of_adamw(self) -> dict[str, Any]:
+        """Return everything an AdamW group holds but its lr."""
+        return self._own.adamw.defaults(self.defaults["maximize"])
+
+    def _check_together(self) -> None:
+        """Check what takes all groups."""
+        check_names(self.param_groups)
+        shards = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
+        if self._process_group is None and not shards:  # else each rank checks its own, once it knows what that is
+            self._own.check_memory()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @_disable_dynamo  # as torch.optim does itself; torch.compiler.disable imports Dynamo, which takes a second
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Do one step over all groups.
+
+        The first finite, non-zero gradient of a weight only initialises its state: the weight does not move.
+
+        Args:
+            closure: re-evaluates the model and returns the loss.
+
+        Raises:
+            ValueError: a hyper-parameter was set out of bounds, or one that a weight's state depends on was changed.
+            RuntimeError: a sparse gradient in a matrix group, or a CUDA graph is being captured. Nothing has moved
+                then.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "optimizer.step() was called while a CUDA graph is captured: its replays would not count steps, and so "
+                "never refresh. Capture forward and backward alone; the step replays graphs of its own."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for message in self._step():  # last: one that a filter turns into an error leaves no half step behind
+            warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
+        return loss
+
+    def _step(self) -> list[str]:
+        """Do the step, after the closure; return warnings."""
+        if self._division is None and self._process_group is None:
+            try:
+                return self._own.step()
+            except Sharded:  # it has come into a group since, as Accelerate puts it there
+                pass
+        division = self._divided()
+        assert division is not None
+        return division.step(self._own)
+
+    @torch.no_grad()
+    def offload(self, device: torch.device | str = "cpu") -> None:
+        """Move the state to another device between steps: nothing here holds its former memory after that.
+
+        The next step moves it back and goes on with the same bits; graphs are captured anew. Everything a step needs
+        besides, the memory of graphs included, is freed, too; ``torch.cuda.empty_cache()`` gives it to other processes.
+
+        Args:
+            device: where the state waits; "cpu" is ordinary memory, not pinned.
+        """
+        self.engine.offload(device)
+
+    def skipped(self) -> dict[str, int]:
+        """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
+
+        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step.
+        """
+        return self.engine.counts("skipped")
+
+    def clipped(self) -> dict[str, int]:
+        """Count the steps per matrix weight that ``clip_threshold`` bounded, of all its matrices. Reads the device.
+
+        Empty before the first step.
+        """
+        return self.engine.counts("clipped")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict: of a divided optimizer this rank's part of it. Never waits for another rank.
+
+        Counts of steps are tensors in it, which every kind of checkpoint can reshape. Its tensors are views of stacks,
+        in which weights of a shape lie together: ``torch.save`` of the whole writes each stack once, and of one
+        weight's entry alone the whole stack too, unless its tensors are cloned first.
+
+        State of which each rank has a part is in DTensors that say so: torch.distributed.checkpoint saves, gathers
+        (``full_state_dict=True``) and loads them on any number of ranks. What ``torch.save`` makes of it is one rank's
+        part, which that rank alone can load; :meth:`gather_state_dict` makes a whole one.
+
+        Raises:
+            RuntimeError: the last step of a divided optimizer broke off.
+        """
+        for index, group in enumerate(self.param_groups):
+            named(group, index)  # raises where names no longer fit
+        if self._division is not None:
+            self._division.check_unbroken("state_dict()")
+        first = self.register_state_dict_post_hook(self._exported, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            first.remove()
+
+    def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+        """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
+        settings = self.defaults.keys() | adamw.ARGUMENTS
+        groups = [resolved(group, settings) for group in packed["param_groups"]]  # schedulers set numbers of NumPy
+        state = checkpoint.with_step_tensors(packed["state"])
+        if self._division is not None:
+            state = self._division.exported(self._own, state)
+        return {**packed, "state": state, "param_groups": groups}
+
+    def gather_state_dict(self, dst: int = 0) -> dict[str, Any]:
+        """Collect the whole state dict on the CPU of rank ``dst``; needs all ranks, and returns {} on the others.
+
+        It has plain tensors alone, and loads on any number of ranks, or on one.
+
+        Raises:
+            RuntimeError: the last step of a divided optimizer broke off.
+        """
+        packed, here = self.state_dict(), not dist.is_initialized() or dist.get_rank() == dst
+        found: dict[Any, Any] = {}
+        for i, own in packed["state"].items():
+            if not isinstance(i, int):  # what hooks keep beside the weights
+                found[i] = own
+                continue
+            whole = {}
+            for key, value in own.items():
+                value = value.full_tensor() if is_dtensor(value) else value
+                if here:
+                    whole[key] = value.cpu() if isinstance(value, Tensor) else value
+            found[i] = whole
+        return {**packed, "state": found} if here else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, whole or this rank's part; of a divided optimizer all ranks must call it.
+
+        Unlike torch's default, the state's dtype survives whatever the weight's dtype is.
+
+        Raises:
+            ValueError: the groups do not match, or the state does not fit a weight, on this rank or another. Nothing
+                has changed then, on any of them.
+        """
+        division = self._divided()
+        if division is not None:
+            division.update(self._own)
+        last_hook = self.register_load_state_dict_pre_hook(self._prepare)
+        try:
+            if division is None:
+                super().load_state_dict(state_dict)
+            else:
+                with division.loading():
+                    super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+
+    def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw())
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._division is not None or self._process_group is not None:
+            raise RuntimeError(
+                "A divided optimizer cannot be copied or pickled: it is one rank's part, with a process group. Take "
+                "its state_dict()."
+            )
+        return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for key in {"state", "param_groups"} & self.__dict__.keys() - state.keys():  # as torch's: what it lacks stays
+            state = {**state, key: self.__dict__[key].copy()}
+        division = self._divided() if "param_groups" in self.__dict__ else None  # none yet: it is being unpickled
+        if division is not None:
+            shown: Any = defaultdict(dict, division.loaded(self._own, state))
+            super().__setstate__({**state, "state": shown})
+            division.update(self._own)
+            division.show(self._own, state["state"])
+            return
+        check_undivided(state)
+        made = checkpoint.restore(state, self.method, type(self).__name__)
+        super().__setstate__(state)
+        self._own.loaded(made)
