@@ -47,7 +47,7 @@ class MatrixOptimizer(Optimizer):
         self._process_group, self._adding = process_group, True
         super().__init__(params, {**defaults, "lr": apart(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
         self._adding = False
-        self._check_together()
+        check_names(self.param_groups)
 
     @property
     def engine(self) -> Engine:
@@ -90,7 +90,7 @@ class MatrixOptimizer(Optimizer):
             for group in groups:
                 self._add_group(group)
             if not self._adding:
-                self._check_together()
+                check_names(self.param_groups)
             if said:
                 warnings.warn(said, stacklevel=2)
         except BaseException:
@@ -121,13 +121,6 @@ class MatrixOptimizer(Optimizer):
     def _of_adamw(self) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
         return self._own.adamw.defaults(self.defaults["maximize"])
-
-    def _check_together(self) -> None:
-        """Check what takes all groups."""
-        check_names(self.param_groups)
-        shards = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
-        if self._process_group is None and not shards:  # else each rank checks its own, once it knows what that is
-            self._own.check_memory()
 
     @overload
     def step(self, closure: None = None) -> None: ...

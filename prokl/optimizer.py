@@ -215,7 +215,6 @@ class KLShampoo(MatrixOptimizer):
     Raises:
         TypeError: ``params`` is a module, or ``process_group`` no group.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
-        MemoryError: the state would not fit into the free memory of the weights' device.
     """
 
     method = KLShampooMethod()

@@ -116,16 +116,6 @@ def test_patterns_and_divisions_hold_for_frozen_weights_too():
     assert groups[0]["split"] == [3, None]
 
 
-def test_klshampoo_counts_no_memory_for_what_is_frozen(monkeypatch):
-    net = model(["layers.0.up"])
-    needed = sum(size for _, _, size in KL(param_groups(model(["layers.0.up"]), **RATES)).engine.sizes_of_new_state())
-    monkeypatch.setattr("prokl.engine.validation.available_bytes", lambda device: needed)
-    KL(param_groups(net, **RATES))
-    net.requires_grad_(True)
-    with pytest.raises(MemoryError):
-        KL(param_groups(net, **RATES))
-
-
 def former(net):
     """The groups of 0.4.0: what is frozen is in none, and a group without weights is left out."""
     groups = [dict(g) for g in param_groups(net, **RATES)]

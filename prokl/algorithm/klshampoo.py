@@ -135,9 +135,6 @@ class KLShampooMethod:
     """KL-Shampoo as a :class:`prokl.algorithm.method.Method`."""
 
     fixed: tuple[str, ...] = ("state_dtype", "init_eigenvalue")
-    oversize_remedy: str | None = (
-        'whose factors are square in its sides. Put it in a group with algorithm="adamw", or use ProKLShampoo.'
-    )
     check = staticmethod(check_common)
     hyper = staticmethod(Hyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)

@@ -23,8 +23,6 @@ class Method(Protocol[H]):
 
     fixed: tuple[str, ...]
     """Hyper-parameters that the state of a weight is made with and that may not change under it."""
-    oversize_remedy: str | None
-    """Advice on a weight whose state is too large for the device's memory; None where memory is not checked."""
 
     def check(self, group: Group) -> None:
         """Raise ValueError when a hyper-parameter of a group is out of bounds."""

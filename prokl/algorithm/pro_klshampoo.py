@@ -221,7 +221,6 @@ class ProKLShampooMethod:
     """Pro-KLShampoo and its variants as a :class:`prokl.algorithm.method.Method`."""
 
     fixed: tuple[str, ...] = ("rank", "variant", "state_dtype", "init_eigenvalue")
-    oversize_remedy: str | None = None
     check = staticmethod(check_pro)
     hyper = staticmethod(ProHyper.of)
     refresh_eigenbases = staticmethod(refresh_eigenbases)

@@ -175,7 +175,6 @@ class Division:
         for weight in self.divided():
             if weight.stacked and weight.mine is not None:
                 self.engine.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
-        self.engine.check_memory()
 
     def _make_waves(self, found: Sequence[Unit]) -> None:
         self.waves = Waves()

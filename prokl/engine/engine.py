@@ -17,7 +17,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
-from prokl.backends.rounding import MASTER, mode_of
+from prokl.backends.rounding import MASTER
 from prokl.backends.select import select
 from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
@@ -27,7 +27,7 @@ from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, run
 from prokl.engine.schedule import Plan
 from prokl.engine.seen import Seen
 from prokl.engine.signatures import Signatures
-from prokl.engine.storage import blank_state, layout_of_state, state_dtype
+from prokl.engine.storage import blank_state, state_dtype
 from prokl.engine.validation import (
     PLAIN,
     check_forms,
@@ -35,7 +35,6 @@ from prokl.engine.validation import (
     check_in_memory,
     check_materialised,
     check_matrix_parameter,
-    check_memory,
     check_names,
     check_writable,
 )
@@ -224,22 +223,6 @@ class Engine:
             check_writable(unit.p, unit.name)
             check_in_memory(unit.p, unit.name)
 
-    def check_memory(self) -> None:
-        """Raise MemoryError where the state to come would not fit into a device's free memory, if the method asks."""
-        if self.method.oversize_remedy is not None:
-            check_memory(self.title, self.sizes_of_new_state(), self.method.oversize_remedy)
-
-    def sizes_of_new_state(self) -> Iterator[tuple[Tensor, str, int]]:
-        """Yield every matrix parameter that trains and has no state yet, its name, and the bytes of its state."""
-        for unit in units(self.groups):
-            for piece in self.pieces(unit) if unit.matrix and unit.p.requires_grad else ():
-                if "M" + piece.suffix not in self.state.get(piece.p, {}):
-                    layout = layout_of_state(piece, self.method, self._rank(unit.group, piece), unit.group).values()
-                    size = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
-                    if mode_of(unit.group, piece.p.dtype) == MASTER:
-                        size += 4 * piece.shape.rows * piece.shape.cols
-                    yield piece.p, piece.name, piece.shape.count * size
-
     def pieces(self, unit: Unit) -> list[Piece]:
         """Return what of a weight has a state of its own."""
         return unit.pieces(self.first.get(unit.p, 0))
@@ -297,7 +280,10 @@ class Engine:
                     bucket.follow(groups)
                 else:
                     records = [self.signatures.of(piece.p) for piece in run]
-                    bucket = Bucket(run, groups, states, records, self.method, rank)
+                    try:
+                        bucket = Bucket(run, groups, states, records, self.method, rank)
+                    except RuntimeError as error:  # torch's of memory, on whichever device
+                        raise type(error)(_no_room(run, error)) from error
                 filled[key].append(bucket)
         before, self._buckets = [*self.buckets()], filled
         for bucket in self.buckets():
@@ -347,3 +333,11 @@ class Engine:
                 self.signatures.remember([unit], self.state)
                 if unit.group["bf16_weights"] == MASTER:  # also no longer in bfloat16
                     self.signatures.of(unit.p).own_master = True
+
+
+def _no_room(run: list[Piece], error: Exception) -> str:
+    others = f" and {len(run) - 1} more" if len(run) > 1 else ""
+    return (
+        f"No state for {run[0].name} of shape {tuple(run[0].p.shape)}{others}: {error} A weight with a long side, as "
+        'an embedding, may go into a group {"params": [...], "algorithm": "adamw", "lr": ...}.'
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -246,64 +245,3 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
                 f"{name} has a gradient {found}; the step needs plain memory: make a plain tensor of it, as "
                 "by trigger_wait() or to_local(), before the step."
             )
-
-
-def check_memory(optimizer: str, new_state: Iterable[tuple[Tensor, str, int]], remedy: str) -> None:
-    """Raise MemoryError when new state would not fit into the free memory of its device; nothing is allocated.
-
-    Args:
-        optimizer: its name.
-        new_state: (parameter, name, bytes of its state).
-        remedy: what to do with the largest.
-    """
-    needed: dict[torch.device, list[tuple[int, str, Tensor]]] = {}
-    for p, name, size in new_state:
-        needed.setdefault(p.device, []).append((size, name, p))
-    for device, sizes in needed.items():
-        free, total = available_bytes(device), sum(size for size, _, _ in sizes)
-        if free is not None and total > free:
-            size, name, p = max(sizes, key=lambda entry: entry[0])
-            raise MemoryError(
-                f"{optimizer} needs {total / 2**30:.1f} GiB of state and {free / 2**30:.1f} GiB are "
-                f"free on {device}; the most, {size / 2**30:.1f} GiB, goes to {name} of shape {tuple(p.shape)}, "
-                f"{remedy}"
-            )
-
-
-def _container_limit() -> int | None:
-    """Return what the control group of this process may still take, or None without a limit.
-
-    Files that it has read are cached on its account, and given up when memory is asked for.
-    """
-
-    def read(name: str) -> str:
-        with open(f"/sys/fs/cgroup/memory.{name}", encoding="ascii") as file:
-            return file.read()
-
-    try:
-        counts = dict(line.split() for line in read("stat").splitlines())
-        cached = sum(int(counts.get(key, 0)) for key in ("inactive_file", "active_file"))
-        return int(read("max")) - int(read("current")) + cached
-    except (OSError, ValueError):
-        return None
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Return the free memory of ``device``, or None where it cannot be found out."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + held
-    if device.type == "cpu":
-        limit = _container_limit()
-        try:
-            with open("/proc/meminfo", encoding="ascii") as table:
-                fields = dict(line.split(":", 1) for line in table)
-            free = int(fields["MemAvailable"].split()[0]) * 1024
-            return free if limit is None else min(free, limit)
-        except (OSError, KeyError):
-            pass
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (ValueError, OSError, AttributeError):
-            pass
-    return None
