@@ -26,8 +26,7 @@ class Backend:
     """Everything that a bucket needs of a backend on one kind of device."""
 
     name: str
-    ops: Primitives | None
-    """None: the specification itself, one matrix at a time."""
+    ops: Primitives
     io: Callable[[Sequence[Member], Layout, Rounding], BucketIO]
     host_readable: bool
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
@@ -47,7 +46,8 @@ def _torch_backend(host_readable: bool, balanced: bool) -> Backend:
     return Backend("torch", TorchPrimitives(host_readable, balanced), TorchIO, host_readable, graphs=False)
 
 
-REFERENCE = Backend("reference", None, TorchIO, host_readable=True, graphs=False)
+REFERENCE = Backend("reference", TorchPrimitives(True, False), TorchIO, host_readable=True, graphs=False)
+"""The specification itself, one matrix at a time; nothing calls its primitives."""
 
 
 @cache

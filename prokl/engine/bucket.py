@@ -17,7 +17,6 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, compress, groupby
 from operator import is_, itemgetter
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
+from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype, widest
@@ -274,12 +273,8 @@ class Bucket:
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
-        state, ops = self._arithmetic("M"), backend.ops
-        if ops is None:
-            self._reference_step(G, state, moving)
-            return
-        active = self._active(moving, steps)
-        direction, new, evident = self.method.step(G, state, self.h, self.aspect_scale, active, ops)
+        state, active = self._arithmetic("M"), self._active(moving, steps)
+        direction, new, evident = self.method.step(G, state, self.h, self.aspect_scale, active, backend.ops)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
@@ -290,12 +285,6 @@ class Bucket:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
         due, some = torch.logical_and(finite, self.stacks["stale"]), self.rows.of(rows)
         state = self._arithmetic()
-        if backend.ops is None:
-            for b in (b for b in rows if due[b]):
-                for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
-                    self.stacks[key][b] = value.to(self.stacks[key].dtype)
-                self.stacks["stale"][b] = 0.0
-            return
         new = self.method.refresh_eigenbases(state, None if some is None else some.indices, backend.ops)
         masks: tuple[Tensor, ...] = (due,) if some is None else (due, some.mask)
         if some is None and backend.host_readable and bool(due.all()):
@@ -326,25 +315,3 @@ class Bucket:
         if rows is None or steps is None:
             return steps if rows is None else rows.mask
         return rows.mask & steps
-
-    def _reference_step(self, G: Tensor, state: State, moving: tuple[int, ...]) -> None:
-        of_member = [own for own in self._rates for _ in own.members]
-        rates = [own for own, member in zip(of_member, self.members, strict=True) for _ in member.rows]
-        parts = [(member, member.weight(), slice(member.rows.start, member.rows.stop)) for member in self.members]
-        W = torch.cat([self.rounding.exact(weight, rows).to(self.dtype) for _, weight, rows in parts])
-        for b in moving:
-            own = {key: value[b].to(self.dtype) for key, value in state.items()}
-            scale, h = float(self.aspect_scale[b]), replace(self.h, lr=rates[b].lr, weight_decay=rates[b].weight_decay)
-            W[b], own = self.method.reference_step(
-                W[b], G[b], own, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
-            )
-            roots = [value[None] for key, value in own.items() if key.startswith("inv_sqrt")]
-            learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
-            for key, value in own.items():
-                if learns or key in ALWAYS_MOVE:
-                    self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        some, moved = self.rows.of(moving), set(moving)
-        for member, weight, rows in parts:
-            if not moved.isdisjoint(member.rows):
-                self.rounding.write(weight, W[rows], rows, None if some is None else some.mask[rows])
-                member.write(weight)

@@ -27,6 +27,7 @@ from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, run
 from prokl.engine.schedule import Plan
 from prokl.engine.seen import Seen
 from prokl.engine.signatures import Signatures
+from prokl.engine.specified import SpecifiedBucket
 from prokl.engine.storage import blank_state, state_dtype
 from prokl.engine.validation import (
     PLAIN,
@@ -276,12 +277,13 @@ class Engine:
             for run in runs([piece for piece, _ in own], each, workspace(device)):
                 states, groups = [self.state[piece.p] for piece in run], [*islice(rest, len(run))]
                 bucket = old.get((run[0].p, run[0].suffix))
-                if bucket is not None and bucket.is_of(run, states, groups[0]):
+                kind = SpecifiedBucket if groups[0]["backend"] == "reference" else Bucket
+                if type(bucket) is kind and bucket.is_of(run, states, groups[0]):
                     bucket.follow(groups)
                 else:
                     records = [self.signatures.of(piece.p) for piece in run]
                     try:
-                        bucket = Bucket(run, groups, states, records, self.method, rank)
+                        bucket = kind(run, groups, states, records, self.method, rank)
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(_no_room(run, error)) from error
                 filled[key].append(bucket)
