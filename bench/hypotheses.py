@@ -1,53 +1,18 @@
 """The tables of what single changes of Pro-KLShampoo did, from bench/results/hypotheses.csv.
 
-Each was tried on the tiny scale, most in a working copy that was not kept; a row's ``base`` is the case that it is a
-change of. What is a form of the method itself is here, and :mod:`bench.trials` trains it.
+Each was tried on the tiny scale, in a working copy that was not kept; a row's ``base`` is the case that it is a change
+of.
 """
 
-from typing import Any
-
-import torch
 from pandas import DataFrame, isna
-from torch import Tensor
 
 from bench.lengths.protocol import FIRST_SEED
 from bench.markdown import figure, table, with_error
-from prokl.algorithm.primitives import Admitted, Direction, Primitives, Roots, State
-from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import ProHyper
 
 FORMER = "alpha_kl auto, r = 16"
 """The base with momentum and beta2 of 0.95."""
 DEFAULTS = "momentum 0.9, beta2 0.9"
 RATES = ["lr", "adamw_lr"]
-
-
-class _Ahead:
-    """Primitives whose direction takes the eigenvalues after the step; of a bounded gradient those before."""
-
-    def __init__(self, ops: Primitives) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def admit(self, *given: Any) -> Admitted:
-        admitted = self._ops.admit(*given)
-        if admitted.bounded is None:
-            return admitted._replace(used=admitted.a)
-        each = (admitted.bounded[:, None], admitted.bounded[:, None], admitted.bounded)
-        both = zip(each, admitted.used, admitted.a, strict=True)
-        return admitted._replace(used=Roots(*(torch.where(bounded, old, new) for bounded, old, new in both)))
-
-
-class NewEigenvalues(ProKLShampooMethod):
-    """Pro-KLShampoo whose direction takes the eigenvalues of this step, in the bases of the last."""
-
-    def step(
-        self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> tuple[Direction, State, Tensor | None]:
-        """Do the usual step with them."""
-        return super().step(G, state, h, aspect_scale, active, _Ahead(ops))  # type: ignore[arg-type]
 
 
 def changes_table(found: DataFrame, base: str) -> str:

@@ -1,8 +1,6 @@
-"""Single questions, their runs fixed before they are trained: ``python -m bench.trials [--out bench/results]``.
+"""A model three times as wide as the tiny ones, of 5.1M parameters: ``python -m bench.trials [--out bench/results]``.
 
-Two so far. "eigenvalues", into hypotheses.csv: Pro-KLShampoo whose direction takes the eigenvalues of this step, in the
-bases of the last, on the tiny scale at rates that the base has rows of. "size", into size.csv: methods and single
-changes of Pro-KLShampoo on a model three times as wide as the tiny ones, of 5.1M parameters.
+Methods and single changes of Pro-KLShampoo, into size.csv; the runs were fixed before they were trained.
 
 What has a row is not trained again; a run that was stopped goes on from its checkpoint in --folder. Every run has one
 thread: with two, sums have another order, and losses differ from the first steps on by rounding. They do not depend on
@@ -12,12 +10,12 @@ what else the machine does; times would, and are not kept.
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pandas import DataFrame
@@ -25,19 +23,16 @@ from pandas import DataFrame
 from bench import command, rows
 from bench.experiments import units
 from bench.experiments.scales import SCALES, Scale
-from bench.hypotheses import DEFAULTS, NewEigenvalues
-from bench.lengths.protocol import ADAMW_LR, FIRST_SEED, FORMS
+from bench.lengths.protocol import FIRST_SEED, FORMS
 from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
-from bench.training.run import Trainee, nothing
 from bench.training.sources import Source
 from bench.workers import one_run_each
 
 LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
 MODELS = {scale.name: scale for scale in (*SCALES["tiny"], LARGER)}
-AHEAD = "this step's eigenvalues, the last one's bases"
 PRO = "pro-klshampoo"
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
 CHECKPOINT_SECONDS = 120.0
@@ -71,13 +66,6 @@ class Trial:
 Losses = Mapping[tuple[str, ...], float]
 """Of what has been trained, by key; infinite for what diverged."""
 
-EIGENVALUES = {
-    ("gpt2-tiny", 400): ((0.02, ADAMW_LR), (0.01, 0.002)),
-    ("llama-tiny", 400): ((0.02, ADAMW_LR), (0.01333, 0.002)),
-    ("gpt2-tiny", 1600): ((0.008889, ADAMW_LR), (0.02, ADAMW_LR)),
-    ("llama-tiny", 1600): ((0.008889, 0.005063), (0.02, ADAMW_LR)),
-}
-"""Rates of matrices and of the rest by model and length: of the defaults and of the best that was recorded."""
 RATES = {
     PRO: (0.01333, 0.02, 0.008889),
     "kl-shampoo": (0.005, 0.003333, 0.0075),
@@ -99,13 +87,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "beta2 0.95": {"beta2": 0.95},
 }
 """Of Pro-KLShampoo on the larger model at the best of its rates: half of its rank, 48, and so on."""
-
-
-def eigenvalues(known: Losses) -> Iterator[Trial]:
-    """Yield all runs of the question, short ones first."""
-    for (model, steps), rates in EIGENVALUES.items():
-        for lr, adamw_lr in rates:
-            yield Trial(model, steps, AHEAD, DEFAULTS, replace(FORMS[PRO].default, lr=lr, adamw_lr=adamw_lr))
 
 
 def size(known: Losses) -> Iterator[Trial]:
@@ -131,23 +112,16 @@ def _of_method(form: str, lr: float) -> Trial:
     return Trial(LARGER.name, LARGER.steps, own.label, "", hyper)
 
 
-STUDIES = {"eigenvalues": (eigenvalues, "hypotheses.csv"), "size": (size, "size.csv")}
-"""By name: what is trained, and the file of its rows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Train what is missing, one run a process."""
 
-    out: Path = rows.RESULTS  # Folder of the results files
+    out: Path = rows.RESULTS  # Folder of size.csv
     folder: Path = Path("runs/trials")  # Of checkpoints and of what has ended
-    studies: tuple[Literal[tuple(STUDIES)], ...] = tuple(STUDIES)  # type: ignore[valid-type]
-    """Some of them."""
     jobs: int = command.cores()  # Runs at a time, each on one thread
 
     def __post_init__(self) -> None:
         command.at_least(1, jobs=self.jobs)
-        command.some(studies=self.studies)
 
 
 def train(trial: Trial, folder: Path) -> rows.Row:
@@ -157,25 +131,17 @@ def train(trial: Trial, folder: Path) -> rows.Row:
     source = scale.open(None)
     settings = scale.settings({trial.case: trial.hyper}, source.vocabulary, "cpu", curve=False)
     settings = replace(settings, steps=trial.steps, eval_every=trial.steps)
-    watch = _with_new_eigenvalues if trial.case == AHEAD else nothing
-    task = units.Task(folder / re.sub(r"\W+", "-", trial.case), settings, trial.seed, watch=watch)
+    task = units.Task(folder / re.sub(r"\W+", "-", trial.case), settings, trial.seed)
     found = units.run(task, units.Place(source, lambda: False, CHECKPOINT_SECONDS))
     assert found is not None
     return row_of(trial, found[trial.case], source)
 
 
-def _with_new_eigenvalues(trainee: Trainee) -> Callable[[int], None]:
-    for optimizer in trainee.optimizers:
-        optimizer.method = NewEigenvalues()  # type: ignore[attr-defined]
-    return lambda step: None
-
-
 def row_of(trial: Trial, result: units.Result, source: Source) -> rows.Row:
-    """Return the row of a run; one of the tiny scale has the columns of those before it, which name no data."""
+    """Return the row of a run."""
     own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
     own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
-    if trial.model == LARGER.name:
-        own |= {"data": source.name, "data_sha256": source.sha256}
+    own |= {"data": source.name, "data_sha256": source.sha256}
     if (step := result.record.diverged_at) is not None:
         own["note"] = f"diverged at step {step}"
     return own | result.environment
@@ -191,27 +157,19 @@ def losses_of(path: Path) -> dict[tuple[str, ...], float]:
 
 def run(o: Options) -> None:
     """Train what is wanted until nothing is."""
-    under_way: dict[Future[rows.Row], tuple[Trial, Path]] = {}
+    path, under_way = o.out / "size.csv", dict[Future[rows.Row], Trial]()
     with one_run_each(o.jobs) as pool:
         while True:
-            busy = {trial.key for trial, _ in under_way.values()}
-            for trial, path in _missing(o):
-                if len(under_way) < o.jobs and trial.key not in busy:
-                    under_way[pool.submit(train, trial, o.folder)] = trial, path
+            busy, known = {trial.key for trial in under_way.values()}, losses_of(path)
+            for trial in size(known):
+                if len(under_way) < o.jobs and trial.key not in busy and trial.key not in known:
+                    under_way[pool.submit(train, trial, o.folder)] = trial
             if not under_way:
                 return
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                trial, path = under_way.pop(future)
-                row = future.result()
+                trial, row = under_way.pop(future), future.result()
                 rows.upsert(path, [row], KEY)
                 print(f"{', '.join(trial.key)}: {row['validation_loss']:.4f}", flush=True)
-
-
-def _missing(o: Options) -> Iterator[tuple[Trial, Path]]:
-    for name in o.studies:
-        wanted, file = STUDIES[name]
-        known = losses_of(o.out / file)
-        yield from ((trial, o.out / file) for trial in wanted(known) if trial.key not in known)
 
 
 def size_table(found: DataFrame) -> str:

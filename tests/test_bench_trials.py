@@ -6,12 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import prokl
 from bench import rows, trials
-from bench.hypotheses import NewEigenvalues
-from bench.trials import AHEAD, CHANGES, EIGENVALUES, PRO, RATES, STUDIES, Trial
-from prokl.backends.torch_ops import TorchPrimitives
-from tests.inputs import normal
+from bench.trials import CHANGES, PRO, RATES, Trial
 
 
 def all_of(wanted, loss):
@@ -47,63 +43,14 @@ def test_changes_are_made_at_the_best_rate_and_the_two_best_methods_have_a_secon
     assert second == [("Pro-KLShampoo", 0.02), ("Muon", 0.008889)]
 
 
-def test_the_eigenvalues_question_is_asked_where_the_base_has_rows():
-    base = rows.read(rows.RESULTS / "hypotheses.csv")
-    known = {tuple(row[name] for name in trials.KEY) for row in base}
-    order = all_of(trials.eigenvalues, lambda trial: 1.0)
-    assert len(order) == sum(map(len, EIGENVALUES.values()))
-    for trial in order:
-        assert replace(trial, case=trial.base).key in known
-
-
-@pytest.mark.parametrize("threshold", [None, 5.0])
-def test_new_eigenvalues_are_those_of_this_step_and_what_a_step_leaves_is_the_same(threshold):
-    both = []
-    for method in (prokl.ProKLShampoo.method, NewEigenvalues()):
-        W = torch.nn.Parameter(torch.zeros(8, 12, dtype=torch.float64))
-        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=2, backend="torch", clip_threshold=threshold)
-        optimizer.method = method
-        for seed in range(4):
-            before = {key: value.clone() for key, value in optimizer.state[W].items() if torch.is_tensor(value)}
-            start = W.detach().clone()
-            W.grad = normal(8, 12, seed=seed, dtype=torch.float64)
-            optimizer.step()
-        both.append((W.detach() - start, before, optimizer.state[W]))
-    (usual, before, after), (ahead, _, also_after) = both
-    for key, value in after.items():
-        torch.testing.assert_close(also_after[key], value, rtol=0, atol=0)
-    assert (usual - ahead).norm() > 1e-3 * usual.norm()
-    # The same as the usual direction from the state before with the eigenvalues after.
-    new = {key: (after if key.startswith("inv_sqrt") else before)[key][None] for key in before}
-    group = optimizer.param_groups[0]
-    method, h = prokl.ProKLShampoo.method, prokl.ProKLShampoo.method.hyper(group)
-    given = W.grad[None], new, replace(h, clip_threshold=None), torch.ones(1, dtype=torch.float64), None
-    want = method.direction(*given, TorchPrimitives(host_readable=True)).dense()[0]
-    torch.testing.assert_close(-ahead, want, rtol=0, atol=1e-12)
-
-
-def test_a_bounded_gradient_has_the_eigenvalues_before_it():
-    steps = []
-    for method in (prokl.ProKLShampoo.method, NewEigenvalues()):
-        W = torch.nn.Parameter(torch.zeros(8, 12, dtype=torch.float64))
-        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=2, backend="torch")
-        for seed in range(4):
-            optimizer.method = method if seed == 3 else prokl.ProKLShampoo.method
-            W.grad = normal(8, 12, seed=seed, dtype=torch.float64) * (1e3 if seed == 3 else 1.0)
-            optimizer.step()
-        assert int(optimizer.state[W]["clipped"]) == 1
-        steps.append(W.detach())
-    assert torch.equal(*steps)
-
-
 @pytest.mark.slow
 def test_the_command_trains_what_is_missing_writes_its_row_and_does_not_repeat_it(tmp_path, monkeypatch, capsys):
-    wanted = [Trial("llama-tiny", 2, AHEAD, "base", trials.FORMS[PRO].default)]
-    monkeypatch.setitem(STUDIES, "eigenvalues", (lambda known: iter(wanted), "hypotheses.csv"))
-    arguments = ["--studies", "eigenvalues", "--out", str(tmp_path), "--folder", str(tmp_path / "runs"), "--jobs", "1"]
+    wanted = [Trial("llama-tiny", 2, "a change", "base", trials.FORMS[PRO].default)]
+    monkeypatch.setattr(trials, "size", lambda known: iter(wanted))
+    arguments = ["--out", str(tmp_path), "--folder", str(tmp_path / "runs"), "--jobs", "1"]
     assert trials.main(arguments) == 0
-    (row,) = rows.read(tmp_path / "hypotheses.csv")
-    assert row["case"] == AHEAD and row["base"] == "base" and row["threads"] == "1"
+    (row,) = rows.read(tmp_path / "size.csv")
+    assert row["case"] == "a change" and row["base"] == "base" and row["threads"] == "1"
     assert 2 < float(row["validation_loss"]) < 6
     assert capsys.readouterr().out.count("\n") == 1
     assert trials.main(arguments) == 0 and capsys.readouterr().out == ""
@@ -111,7 +58,7 @@ def test_the_command_trains_what_is_missing_writes_its_row_and_does_not_repeat_i
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_loss(tmp_path, monkeypatch):
-    trial = Trial("llama-tiny", 6, AHEAD, "base", trials.FORMS[PRO].default)
+    trial = Trial("llama-tiny", 6, "a change", "base", trials.FORMS[PRO].default)
     threads = torch.get_num_threads()
     try:
         whole = trials.train(trial, tmp_path / "whole")
