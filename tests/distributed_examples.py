@@ -1,8 +1,8 @@
-"""The scripts of docs/distributed.md, run as they stand by torchrun, and what their checkpoints hold."""
+"""The scripts of docs/examples, run as they stand by torchrun, and what their checkpoints hold."""
 
 import json
 import os
-import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,15 +12,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.commands import ROOT
 
-DOCUMENT = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "docs" / "examples"
 
 
 def scripts(folder):
-    """Write the document's scripts into a folder, each under the name that it says; return their names."""
-    found = re.findall(r'```python\n("""(\w+\.py): .*?)```', DOCUMENT, re.DOTALL)
-    for code, name in found:
-        (folder / name).write_text(code, encoding="utf-8")
-    return [name for _, name in found]
+    """Copy the examples into a folder; return their names."""
+    found = sorted(EXAMPLES.glob("*.py"))
+    for path in found:
+        shutil.copy(path, folder)
+    return [path.name for path in found]
 
 
 def free_ports(count):

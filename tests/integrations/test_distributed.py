@@ -1,4 +1,4 @@
-"""The script of docs/distributed.md with Accelerate, run as it stands: what FSDP2 swaps is trained, resumed exactly."""
+"""The example with Accelerate, run as it stands: what FSDP2 swaps is trained, resumed exactly."""
 
 from functools import partial
 

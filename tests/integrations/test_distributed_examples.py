@@ -1,4 +1,4 @@
-"""The scripts of docs/distributed.md, run as they stand by torchrun: resumed runs are exact, reshaped ones go on."""
+"""The scripts of docs/examples, run as they stand by torchrun: resumed runs are exact, reshaped ones go on."""
 
 import pytest
 
