@@ -173,10 +173,6 @@ def apply_kernel(
     elif HAS_X:
         X_at = X_ptr + i_b * stride_X_b + o_m[:, None] * stride_X_m + o_n[None, :] * stride_X_n
         D = tl.load(X_at, m_m[:, None] & m_n[None, :], 0.0).to(SUM)
-    # Read here: at the end registers spill in Triton 3.6 on sm_80, and at the start more are held.
-    lr = tl.load(lr_ptr + i_b * stride_lr_b).to(tl.float64)
-    decay = (1.0 - lr * tl.load(weight_decay_ptr + i_b * stride_weight_decay_b).to(tl.float64)).to(SUM)
-    lr = lr.to(SUM)
     if HAS_SCALE:
         D = D * tl.load(scale_ptr + i_b * stride_scale_b).to(SUM)
     if HAS_LOW_RANK:
@@ -192,6 +188,9 @@ def apply_kernel(
             left_at += step_r * stride_left_r
             right_at += step_r * stride_right_r
 
+    lr = tl.load(lr_ptr + i_b * stride_lr_b).to(tl.float64)
+    decay = (1.0 - lr * tl.load(weight_decay_ptr + i_b * stride_weight_decay_b).to(tl.float64)).to(SUM)
+    lr = lr.to(SUM)
     key = tl.load(keys_ptr + i_b * stride_keys_b) if HAS_KEYS else i_b
     master = master_ptr + i_b * M * N
     if stride_m < stride_n:  # columns are closer together in memory: turn the tile, write them as rows
