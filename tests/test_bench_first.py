@@ -99,7 +99,7 @@ def one_half(x):
 
 def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
     graphs = Graphs()
-    optimizer = SimpleNamespace(_graphs=graphs)
+    optimizer = SimpleNamespace(engine=SimpleNamespace(graphs=graphs))
     some = Recorded(lambda: None, None)
     for replays in ({}, {"one": {}}, {"one": {"ordinary": None}}, {"one": {"ordinary": some}, "other": {}}):
         graphs.replays = replays

@@ -140,7 +140,7 @@ def test_polar_error_is_the_distance_from_the_exact_polar_factor(ns_dtype, toler
         p.grad = g
     found, compared = diagnostics.scalars(optimizer), 0
     h = optimizer.method.hyper(optimizer.param_groups[0])
-    for batch in batches(optimizer, None):
+    for batch in batches(optimizer.engine, None):
         before = {key: value.clone() for key, value in batch.state.items()}
         usable = torch.ones(len(batch.names), dtype=torch.bool)
         direction = measures.coming_direction(batch, batch.gradient.clone(), usable)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER
@@ -307,8 +307,7 @@ class Engine:
     def _settings(self, group: Group) -> tuple[Any, ...]:
         """Return the settings that weights must have alike to share a bucket."""
         own = {"lr", "weight_decay", "algorithm", *DEFAULTS}
-        values = [group.get(key) for key in self.defaults if key not in own]
-        return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+        return tuple(plain(group.get(key)) for key in self.defaults if key not in own)
 
     def counts(self, key: str) -> dict[str, int]:
         """Add up a counter of the state by weight; reads the device."""
