@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from prokl.backends.pointers import PointerTable
 from prokl.kernels import launch
-from prokl.kernels.apply import TILES_FP64, TILES_HALF, apply, choose_tile
+from prokl.kernels.apply import TILES_FP32, TILES_FP64, TILES_HALF, apply, choose_tile
 from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
 SIZES = [(1, 1, 1), (5, 3, 2), (70, 130, 11), (32, 96, 16)]  # m, n, r
@@ -291,7 +291,7 @@ def test_what_is_wrong_is_named(change, message):
 def test_every_tile_is_chosen_for_some_size():
     sizes = [(768, 3072, 128), (32, 48, 16), (50, 70, 0)]
     chosen = {choose_tile(*size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float32, torch.float64)}
-    assert chosen == {*TILES_HALF, *TILES_FP64}
+    assert chosen == {*TILES_HALF, *TILES_FP32, *TILES_FP64}
 
 
 @pytest.mark.gpu
