@@ -114,7 +114,7 @@ def test_every_part_of_the_direction_is_optional(parts):
     assert_applied(bucket, before, a)
 
 
-@pytest.mark.parametrize("tile", [*TILES_HALF, *TILES_FP64], ids=str)
+@pytest.mark.parametrize("tile", [*TILES_HALF, TILES_FP32[1], *TILES_FP64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 def test_every_tile_and_sizes_that_cross_it(tile, dtype):
     bucket = Bucket(134, 67, dtype, FEW)
