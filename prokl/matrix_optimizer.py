@@ -60,7 +60,7 @@ class MatrixOptimizer(Optimizer):
         made: Engine | None = self.__dict__.get("_engine")
         if made is None:  # also where this is being unpickled
             made = self._engine = Engine(self.method, self.defaults, type(self).__name__)
-        made.groups, made.state = self.param_groups, self.state
+        made.groups, made.state, made.defaults = self.param_groups, self.state, self.defaults
         return made
 
     def _divided(self) -> Division | None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
-from prokl.algorithm.settings import check_adamw
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
@@ -26,7 +25,6 @@ from prokl.distributed.weights import Divided, Undivided, is_dtensor, may_move
 from prokl.engine import checkpoint
 from prokl.engine.engine import Engine
 from prokl.engine.pieces import DEFAULTS, Piece, Reading, Unit, check_reading, units
-from prokl.engine.signatures import Signatures
 from prokl.engine.validation import check_gradient, check_names
 
 
@@ -42,7 +40,6 @@ class Division:
         self.teams = Teams()
         self.of_plain = None if process_group is None else as_group(process_group, self.teams)
         self.engine = Engine(outer.method, outer.defaults, outer.title)
-        self.signatures = Signatures(outer.method)
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
         self.readings: dict[Tensor, Reading] = {}
@@ -190,9 +187,7 @@ class Division:
         for unit in units(outer.groups):  # what all ranks refuse alike, and before any waits
             check_gradient(unit.p, unit.name)
         for index, group in enumerate(outer.groups):
-            outer.method.check(group) if group["algorithm"] == "matrix" else check_adamw(group)
-            if group["algorithm"] == "matrix":
-                self.signatures.check_settings(index, group, outer.state)
+            outer.check_settings(index, group)
         self.check_unbroken("step")
         self.update(outer)
         for p, own in self._shown.items():
@@ -254,7 +249,7 @@ class Division:
                 if state.get(p) is not own:  # what a wrapper keeps there stays
                     own.update({key: value for key, value in state.get(p, {}).items() if key not in own})
                 state[p] = self._shown[p] = own
-        self.signatures.remember(units(outer.groups), state)
+        outer.signatures.remember(units(outer.groups), state)
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
@@ -302,7 +297,7 @@ class Division:
         self.engine.groups, self.engine.state = theirs["param_groups"], theirs["state"]
         self.engine.loaded(made)
         self._shown, self.broken, self._layout = {}, None, None  # the groups are other objects now
-        self.signatures = Signatures(outer.method)
+        outer.forget()
         return {p: own for p, own in state["state"].items() if not isinstance(p, Tensor)}
 
     def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
