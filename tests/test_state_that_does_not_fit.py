@@ -286,3 +286,18 @@ def test_a_file_of_another_optimizer_does_not_begin_anew_unsaid(cls, kwargs, key
     with pytest.raises(ValueError, match=f"fine has {key}, another optimizer's.*Load a state dict of the same"):
         optimizer.load_state_dict(loaded)
     assert_nothing_moved(before, optimizer)
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("count", [-3.0, float("nan"), float("inf")])
+def test_a_count_of_adamws_steps_that_is_filled_in_place_is_told_before_a_matrix_moves(flags, count):
+    optimizer, weights = trained(PRO, {"rank": 3}, adamw=flags)
+    steps = optimizer.state[weights[2]]["step"]
+    right = float(steps)
+    steps.fill_(count)
+    before = [p.detach().clone() for p in weights]
+    with pytest.raises(ValueError, match=r"AdamW state of bias has step=tensor\(.*must be one float32 of at least 0"):
+        move(optimizer, weights, 7)
+    assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))
+    steps.fill_(right)
+    move(optimizer, weights, 7)

@@ -143,11 +143,14 @@ def look(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any
     tensors = [value for value in values if isinstance(value, Tensor)]
     through_memory = [*weights, *[p.grad for p in weights if p.grad is not None], *tensors]
     strides = [t.stride() for t in through_memory] if group.get("fused") else []
+    steps = [state[p].get("step") for p in weights if p in state]
+    # Filled in place they are the same objects; reading them waits for no device.
+    sound = all(0 <= t.item() < math.inf for t in steps if isinstance(t, Tensor) and t.is_cpu and t.numel() == 1)
     try:
         addresses = [t.data_ptr() for t in tensors]
     except RuntimeError:
         return weights + values, None
-    return weights + values, [strides, addresses, [t.shape for t in tensors], [t.dtype for t in tensors]]
+    return weights + values, [sound, strides, addresses, [t.shape for t in tensors], [t.dtype for t in tensors]]
 
 
 def _strides(t: Tensor) -> list[int]:
