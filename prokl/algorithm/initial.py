@@ -5,15 +5,12 @@ Dimension key: B matrices (any leading shape), m short side, n long side, r rank
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from prokl.algorithm.directions import singular_directions
+from prokl.algorithm.settings import InitEigenvalue
 from prokl.algorithm.shapes import ceiling
-
-InitEigenvalue = float | Literal["auto"]
 
 
 def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:

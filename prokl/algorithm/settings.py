@@ -6,11 +6,12 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ ALGORITHMS = ("matrix", "adamw")
 """Values of a group's ``algorithm``."""
 BACKENDS = ("reference", "torch", "triton")
 """Values of ``backend``; "reference" is the specification itself, one weight at a time."""
-PRECISIONS = ("balanced", "faithful")
+Precision = Literal["balanced", "faithful"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 """Values of ``precision``; :mod:`prokl.pair` has what balanced products are made of."""
 BF16_WEIGHTS = ("stochastic", "master", "plain")
 """Values of ``bf16_weights``; :mod:`prokl.backends.rounding` has what they do."""
@@ -39,6 +41,30 @@ AlphaKL = float | Literal["auto"]
 """Type of ``alpha_kl``."""
 AdjustLrFn = Literal["original", "match_rms_adamw"]
 """Values of ``adjust_lr_fn``, named as torch.optim.Muon's."""
+InitEigenvalue = float | Literal["auto"]
+"""Type of ``init_eigenvalue``."""
+
+
+class Advanced(TypedDict, total=False):
+    """What ``advanced`` of a constructor, or of a group, may hold; docs/settings.md says what each does."""
+
+    eps: float
+    init_eigenvalue: InitEigenvalue
+    clip_threshold: float | None
+    precision: Precision | None
+    cautious_weight_decay: bool
+    cuda_graphs: bool
+    ns_steps: int
+    ns_coefficients: tuple[float, float, float]
+    ns_dtype: torch.dtype | None
+
+
+KL_ADVANCED = Advanced(
+    eps=1e-8, init_eigenvalue="auto", clip_threshold=5.0, precision=None, cautious_weight_decay=False, cuda_graphs=True
+)
+"""Defaults of KL-Shampoo's advanced settings."""
+PRO_ADVANCED = Advanced(**KL_ADVANCED, ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315), ns_dtype=None)
+"""Pro-KLShampoo's; the Newton-Schulz quintic is Muon's (Keller Jordan)."""
 Preset = Literal["paper"]
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"momentum": 0.95, "beta2": 0.95, "alpha_kl": 0.01, "init_eigenvalue": 0.1, "clip_threshold": None}
@@ -245,6 +271,16 @@ def _check_flag(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def _check_not_differentiable(group: dict[str, Any]) -> None:
     if group.get("differentiable"):
         raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
+
+
+def check_advanced(where: str, given: Any, known: Mapping[str, Any] = PRO_ADVANCED) -> None:
+    """Raise TypeError unless ``given`` is a mapping of advanced settings alone."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"Invalid advanced={given!r} {where}: must be a dict of {', '.join(known)}.")
+    for key in given.keys() - known.keys():
+        nearest = get_close_matches(str(key), known, n=1)
+        said = f"the nearest is {nearest[0]!r}" if nearest else f"there are {', '.join(known)}"
+        raise TypeError(f"Invalid advanced={{{key!r}: ...}} {where}: no advanced setting has that name; {said}.")
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import PRESETS, check_choice, plain
+from prokl.algorithm.settings import PRESETS, check_advanced, check_choice, plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import named
 
@@ -74,45 +74,89 @@ def _waits_for_others() -> bool:
     return size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized())
 
 
-def constructor(init: Callable[P, None]) -> Callable[P, None]:
-    """Let ``preset`` choose what arguments are by default: those that are given win. Say so where either has no effect.
+def _settled(title: str, kwargs: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the advanced settings out of the arguments of a call, and return those that were given.
 
-    One that equals its default may be a configuration's, which passes all of them.
+    Until 0.5 each was a keyword of its own; that still works, with one warning.
+
+    Raises:
+        TypeError: ``advanced`` is no mapping, or holds what is no advanced setting.
     """
-    signature = inspect.signature(init)
+    given = kwargs.pop("advanced", None)
+    found = {} if given is None else given
+    check_advanced(f"of {title}", found, defaults)
+    old = {key: kwargs.pop(key) for key in [key for key in kwargs if key in defaults]}
+    if old:
+        pairs = ", ".join(f"{key!r}: {value!r}" for key, value in old.items())
+        warnings.warn(
+            f"{_listed(old, old)} of {title}: advanced settings have one argument now, advanced={{{pairs}}}. The "
+            "keywords go with 0.6; in groups and checkpoints nothing changes.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return {key: plain(value) for key, value in {**found, **old}.items()}
 
-    @wraps(init)
-    def filled(*args: P.args, **kwargs: P.kwargs) -> None:
-        _check_arguments(type(args[0]).__name__, kwargs.keys() - signature.parameters.keys())
-        preset = kwargs.get("preset")
-        check_choice("preset", preset, (None, *PRESETS))
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        given = {key: plain(value) for key, value in bound.items() if key not in ("self", "params")}
-        if preset is not None:
-            values = {k: v for k, v in PRESETS[cast(str, preset)].items() if k in signature.parameters}
-            kwargs.update({k: v for k, v in values.items() if k not in given})
-            unset = [k for k, v in values.items() if k in given and given[k] != v]
-            unset = [k for k in unset if given[k] == signature.parameters[k].default]
-            if unset:
-                warnings.warn(
-                    f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
-                    f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
-                    stacklevel=2,
-                )
-        init(*args, **kwargs)
-        if "process_group" in given and given["process_group"] is None and _waits_for_others():
-            warnings.warn(
-                "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
-                f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
-                "leave process_group out where this is meant.",
-                stacklevel=2,
-            )
-        optimizer: Any = args[0]
-        resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
-        meant = {key: value for key, value in resolved.items() if value != signature.parameters[key].default}
-        if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
-            warnings.warn(said, stacklevel=2)
-        if said := _float16(optimizer.param_groups):
-            warnings.warn(said, stacklevel=2)
 
-    return filled
+def _fill(preset: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a preset gives: the settings of this method that are not given. Say which a default's value hides."""
+    values = {key: value for key, value in PRESETS[preset].items() if key in usual}
+    unset = [key for key, value in values.items() if key in given and given[key] != value]
+    unset = [key for key in unset if given[key] == usual[key]]
+    if unset:
+        warnings.warn(
+            f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
+            f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
+            stacklevel=3,
+        )
+    return {key: value for key, value in values.items() if key not in given}
+
+
+def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Complete the arguments of a constructor: by ``preset``, and its ``advanced`` by these defaults.
+
+    What is given wins. It is said where a preset, or an argument, has no effect. One that equals its default may be a
+    configuration's, which passes all of them.
+    """
+
+    def completing(init: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(init)
+        usual = {key: p.default for key, p in signature.parameters.items() if key not in ("self", "params", "advanced")}
+        usual |= advanced
+
+        @wraps(init)
+        def filled(*args: P.args, **kwargs: P.kwargs) -> None:
+            title = type(args[0]).__name__
+            own = _settled(title, kwargs, advanced)
+            _check_arguments(title, kwargs.keys() - signature.parameters.keys())
+            preset = kwargs.get("preset")
+            check_choice("preset", preset, (None, *PRESETS))
+            bound = signature.bind_partial(*args, **kwargs).arguments
+            given = own | {key: plain(value) for key, value in bound.items() if key in usual}
+            if preset is not None:
+                more = _fill(cast(str, preset), given, usual)
+                own |= {key: value for key, value in more.items() if key in advanced}
+                kwargs.update({key: value for key, value in more.items() if key not in advanced})
+            kwargs["advanced"] = {**advanced, **own}
+            init(*args, **kwargs)
+            _say_what_has_no_effect(args[0], given, usual)
+
+        return filled
+
+    return completing
+
+
+def _say_what_has_no_effect(optimizer: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
+    """Warn about arguments that reach nothing, and about weights whose dtype trains badly."""
+    if "process_group" in given and given["process_group"] is None and _waits_for_others():
+        warnings.warn(
+            "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
+            f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
+            "leave process_group out where this is meant.",
+            stacklevel=3,
+        )
+    resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
+    meant = {key: value for key, value in resolved.items() if value != usual[key]}
+    if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
+        warnings.warn(said, stacklevel=3)
+    if said := _float16(optimizer.param_groups):
+        warnings.warn(said, stacklevel=3)

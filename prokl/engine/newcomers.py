@@ -8,13 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import plain
+from prokl.algorithm.settings import check_advanced, plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import DEFAULTS
 
 
 def resolved(group: Group, settings: Collection[str]) -> Group:
     """Return a group with its settings in plain types, and lists of one value a weight as lists of its own."""
+    advanced = group.get("advanced", {}) if group.get("algorithm") != "adamw" else {}
+    check_advanced("of a new group", advanced)
+    group = {**advanced, **{key: value for key, value in group.items() if key != "advanced"}}
     found = {key: plain(value) if key in settings else value for key, value in group.items()}
     if "adjust_lr_fn" in settings and found.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
         found["adjust_lr_fn"] = "original"
