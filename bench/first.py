@@ -19,6 +19,7 @@ from torch import Tensor
 from bench import command
 from bench.micro.case import Case, Sizes, complaint, numbers
 from bench.micro.kernels import KERNELS
+from bench.optimizers import arguments
 from bench.shapes import ParameterSet
 from prokl import ProKLShampoo, doctor
 from prokl.algorithm.primitives import Primitives
@@ -75,7 +76,8 @@ def trained(sizes: Sizes, device: torch.device, **settings: object) -> tuple[lis
     g = torch.Generator().manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in weights_of(sizes).each]
     start = [W.detach().clone() for W in weights]
-    optimizer = ProKLShampoo(weights, rank=sizes.r, precondition_frequency=PERIOD, ns_dtype=torch.float32, **settings)  # type: ignore[arg-type]
+    own = arguments({"rank": sizes.r, "precondition_frequency": PERIOD, "ns_dtype": torch.float32, **settings})
+    optimizer = ProKLShampoo(weights, **own)
     took = 0.0
     for _ in range(STEPS):
         for W in weights:

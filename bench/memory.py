@@ -77,7 +77,7 @@ def build(method: str, weights: list[Tensor], rank: int) -> torch.optim.Optimize
     if method in OWN:
         settings = {"state_dtype": weights[0].dtype, "precondition_frequency": FREQUENCY, "backend": "torch"}
     if method == "pro-klshampoo":
-        settings |= {"rank": rank, "ns_dtype": torch.bfloat16}
+        settings |= {"rank": rank, "advanced": {"ns_dtype": torch.bfloat16}}
     return OPTIMIZERS[method].make(weights, **settings)
 
 

@@ -4,7 +4,6 @@ The protocol is the paper's: every optimizer but AdamW handles the hidden matric
 and norms get AdamW with one learning rate, the same for all.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +16,19 @@ import prokl
 from bench import rivals
 from bench.training.cosmos import Cosmos
 from bench.training.online_kl_shampoo import OnlineKLShampoo
-from prokl.algorithm.settings import PRESETS
+from prokl.algorithm.settings import PRESETS, PRO_ADVANCED
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
-CLIP = inspect.signature(prokl.ProKLShampoo).parameters["clip_threshold"].default
+CLIP = PRO_ADVANCED["clip_threshold"]
 PAPER: dict[str, Any] = {"rank": 128} | {name: PRESETS["paper"][name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
 COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
+
+
+def arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of prokl's optimizers as their constructors take them: the advanced ones in one mapping."""
+    own = {key: value for key, value in settings.items() if key in PRO_ADVANCED}
+    return {key: value for key, value in settings.items() if key not in own} | {"advanced": own}
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
                 group["clip_threshold"] = CLIP if h.bounded else None
         if h.float32 and entry.make is not prokl.KLShampoo:
             settings["ns_dtype"] = torch.float32
-        return [entry.make(groups, state_dtype=state_dtype, **settings)]
+        return [entry.make(groups, state_dtype=state_dtype, **arguments(settings))]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
     make, float32 = entry.make, h.float32 or rivals.emulated(weights)

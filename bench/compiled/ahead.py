@@ -76,7 +76,8 @@ def of_first() -> Iterator[Event]:
     for case in KERNELS:
         yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0], "balanced")
     for precision in PRECISIONS:
-        made = partial(ProKLShampoo, rank=first.SIZES.r, ns_dtype=torch.float32, precision=precision)
+        advanced = {"ns_dtype": torch.float32, "precision": precision}
+        made = partial(ProKLShampoo, rank=first.SIZES.r, advanced=advanced)
         yield from _stepped(first.weights_of(first.SIZES), torch.float32, made)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench.experiments.protocol import RANKED
-from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, arguments
 from bench.rows import Row
 
 OWN = ("pro-klshampoo", "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
@@ -28,7 +28,9 @@ class Form:
             settings["rank"] = rank
         if self.optimizer == "adamw":
             settings["betas"] = ADAMW_BETAS
-        return OPTIMIZERS[self.optimizer].make(weights, lr=lr, weight_decay=0.0, **settings, **self.bound)
+        if self.optimizer in OWN:
+            settings = arguments(settings | self.bound)
+        return OPTIMIZERS[self.optimizer].make(weights, lr=lr, weight_decay=0.0, **settings)
 
     @property
     def bound(self) -> dict[str, float | None]:

@@ -208,4 +208,4 @@ def steps(
     parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None = None
 ) -> dict[str, list[list[Event]]]:
     """Return by kind of step what every bucket of a set launches in it under Pro-KLShampoo."""
-    return steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, precision=precision))
+    return steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, advanced={"precision": precision}))

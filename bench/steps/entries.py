@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.optimizers import OPTIMIZERS
+from bench.optimizers import OPTIMIZERS, arguments
 from bench.rivals import Float32Muon
 from bench.shapes import ParameterSet
 from prokl import ops
@@ -68,19 +68,24 @@ class Entry:
         return f"float32, Newton-Schulz {str(self.polar).removeprefix('torch.')}" if half else "float32"
 
 
+def _flat(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """Return what builds one of prokl's optimizers with all settings beside each other."""
+    return lambda weights, **settings: make(weights, **arguments(settings))
+
+
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
     settings = {"rank": rank, "precondition_frequency": PERIOD, "ns_dtype": polar, "backend": backend}
     settings["precision"] = None
     whole = name == "pro-klshampoo"
     own = polar if whole else None
-    return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own, counted=whole)
+    return Entry(name, _flat(OPTIMIZERS[name].make), tuple(settings.items()), backend, rank, own, counted=whole)
 
 
 def kl(backend: str) -> Entry:
     """Return this package's KL-Shampoo."""
     settings = (("precondition_frequency", PERIOD), ("backend", backend), ("precision", None))
-    return Entry("kl-shampoo", OPTIMIZERS["kl-shampoo"].make, settings, backend, counted=True)
+    return Entry("kl-shampoo", _flat(OPTIMIZERS["kl-shampoo"].make), settings, backend, counted=True)
 
 
 def muon(polar: torch.dtype) -> Entry:
