@@ -100,7 +100,11 @@ def build(case, **more):
     """Return the weights of a case by name, and an optimizer of its settings and ``more``."""
     weights = {name: torch.nn.Parameter(W.clone()) for name, W in case["weights"].items()}
     groups = [{**group, "params": [(name, weights[name]) for name in group["params"]]} for group in case["groups"]]
-    return weights, getattr(prokl, case["method"])(groups, **{**case["settings"], **more})
+    make, settings = getattr(prokl, case["method"]), {**case["settings"], **more}
+    arguments = inspect.signature(make).parameters
+    if "advanced" in arguments:  # from 0.5 on
+        settings["advanced"] = {key: settings.pop(key) for key in settings.keys() - arguments.keys()}
+    return weights, make(groups, **settings)
 
 
 def step(weights, optimizer, given):
@@ -120,11 +124,16 @@ def contents(weights, optimizer):
     return {"weights": {name: p.detach() for name, p in weights.items()}, "state": state_dict(optimizer).get("state")}
 
 
+def known(kind):
+    """Return the settings of a class, in whichever argument."""
+    return inspect.signature(kind).parameters.keys() | kind([torch.nn.Parameter(torch.ones(2, 3))]).defaults.keys()
+
+
 def begun(name):
     """Return a case as it begins; None where the version lacks what the case is about."""
     method, dtype, settings = CASES[name]
     made = getattr(prokl, method)
-    if not settings.keys() <= inspect.signature(made).parameters.keys():
+    if not settings.keys() <= known(made):
         return None
     settings = {"lr": 0.02 if method == PRO else 0.005, "weight_decay": 0.1, "precondition_frequency": 2, **settings}
     settings.pop("process_group", None)
@@ -148,7 +157,7 @@ def frozen(name, **more):
     weights, optimizer = build(case, **more)
     for call in range(CALLS):
         step(weights, optimizer, gradients(names, call))
-    given = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+    given = optimizer.defaults.keys() - {"algorithm", "split", "transposed"}
     case |= {
         "settings": {key: optimizer.defaults[key] for key in sorted(given - {*MACHINE})},
         "weights": {n: p.detach().clone() for n, p in weights.items()},

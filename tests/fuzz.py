@@ -26,7 +26,7 @@ from bench.command import at_least, command, cores, options
 from tests.fuzz_cases import Case, draw, gradients
 from tests.fuzz_checks import FACTORS, Finding, check, snapshot
 from tests.inputs import forbid_host_reads
-from tests.problems import relative
+from tests.problems import made, relative
 
 PERTURBATION = 1e-12
 """Relative change of every gradient's entry whose effect on the reference says how far rounding may carry a batch: ten
@@ -60,7 +60,7 @@ def run(case: Case, path: str, perturbation: float = 0.0) -> Run:
         if path == "blind":
             forbid_host_reads(stack.enter_context(pytest.MonkeyPatch.context()))
         weights = case.weights()
-        optimizer = case.optimizer(weights, backend="torch" if path == "blind" else path, **case.settings)
+        optimizer = made(case.optimizer, weights, backend="torch" if path == "blind" else path, **case.settings)
         found = Run(weights, optimizer, [[snapshot(p, {})] for p in weights], [[] for _ in weights])
         for step in gradients(case):
             for p, g, given in zip(weights, step, found.gradients, strict=True):

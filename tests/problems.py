@@ -8,6 +8,7 @@ from torch import Tensor
 from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRO_ADVANCED
 from prokl.backends.select import select
+from prokl.matrix_optimizer import MatrixOptimizer
 
 VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
 
@@ -30,7 +31,9 @@ def gradient_stream(shapes, steps, seed=0, scale=1.0, noise=0.3, signal_rank=3, 
 
 
 def made(cls, params, **settings):
-    """``cls(params, ...)`` with its advanced settings beside the others."""
+    """``cls(params, ...)``; of this package's optimizers the advanced settings may stand beside the others."""
+    if not issubclass(cls, MatrixOptimizer):
+        return cls(params, **settings)
     advanced = {key: settings.pop(key) for key in PRO_ADVANCED.keys() & settings.keys()}
     return cls(params, **settings, advanced=advanced)
 

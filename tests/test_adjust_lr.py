@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import prokl
 from prokl import diagnostics
 from tests.inputs import BACKENDS, KL, PRO, assert_nothing_moved, everything, normal, step, weight
+from tests.problems import made
 from tests.test_bounded_step import follow_kl, follow_pro
 from tests.transcription import relative_error
 
@@ -30,7 +31,7 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
     settings = {"lr": 0.1, "weight_decay": 0.3, "adjust_lr_fn": name}
     own = {"variant": "complement-only", "rank": 1, "clip_threshold": None, "backend": backend}
     ours, theirs = weight(*shape), weight(*shape)
-    start, optimizer = ours.detach().clone(), PRO([ours], **settings, **own)
+    start, optimizer = ours.detach().clone(), made(PRO, [ours], **settings, **own)
     step(optimizer, [ours], [first])
     step(optimizer, [ours], [G])
     step(torch.optim.Muon([theirs], **settings), [theirs], [G])

@@ -12,6 +12,7 @@ import torch
 
 import prokl
 from prokl.algorithm import reference
+from tests.problems import made
 from tests.transcription import (
     VARIANTS,
     ProTranscription,
@@ -83,7 +84,7 @@ def follow(backend, shapes, gradients, preset=None, **hyperparameters):
     starts = [starting_weight(shape) for shape in shapes]
     papers = [ProTranscription(start, **hyperparameters) for start in starts]
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = prokl.ProKLShampoo(parameters, backend=backend, preset=preset, **hyperparameters)
+    optimizer = made(prokl.ProKLShampoo, parameters, backend=backend, preset=preset, **hyperparameters)
     signs = {}
     for t in range(len(gradients[0])):
         for parameter, paper, sequence in zip(parameters, papers, gradients, strict=True):
@@ -138,7 +139,7 @@ def test_what_is_given_wins_over_the_preset_and_another_one_is_refused():
     group = prokl.ProKLShampoo([W], preset="paper", alpha_kl=0.015).param_groups[0]
     assert (group["init_eigenvalue"], group["clip_threshold"], group["alpha_kl"]) == (0.1, None, 0.015)
     assert "preset" not in group
-    assert prokl.ProKLShampoo([W], preset="paper", clip_threshold=5.0).param_groups[0]["clip_threshold"] == 5.0
+    assert made(prokl.ProKLShampoo, [W], preset="paper", clip_threshold=5.0).param_groups[0]["clip_threshold"] == 5.0
     assert prokl.ProKLShampoo([W], preset=Enum("Name", {"A": "paper"}, type=str).A).param_groups[0]["beta2"] == 0.95
     group = prokl.KLShampoo([W], preset="paper").param_groups[0]
     assert (group["init_eigenvalue"], group["clip_threshold"]) == (0.1, None) and "alpha_kl" not in group
@@ -219,7 +220,7 @@ def test_residual_of_rounding_noise_contributes_nothing(backend, shape):
     settings = HYPERPARAMETERS | {"weight_decay": 0.0, "lr": 1.0}
     parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=torch.float64))
     paper = ProTranscription(parameter.detach(), rank=4, variant="subspace-only", **settings)
-    optimizer = prokl.ProKLShampoo([parameter], rank=4, backend=backend, init_eigenvalue=0.1, **settings)
+    optimizer = made(prokl.ProKLShampoo, [parameter], rank=4, backend=backend, init_eigenvalue=0.1, **settings)
     for G in gradients:
         parameter.grad = G.clone()
         optimizer.step()

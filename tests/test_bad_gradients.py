@@ -25,6 +25,7 @@ from tests.inputs import (
     step,
     weight,
 )
+from tests.problems import made
 
 POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25}
 # Calls of the optimizer: the initialising one is number 0 and has step 0, so that call TAU is a refresh.
@@ -49,7 +50,7 @@ def poison_run(method, backend, dtype, bad_call, calls):
     with torch.no_grad():
         for w in weights.values():
             w[0, 0] = -0.0
-    optimizer = cls(list(weights.items()), backend=backend, precondition_frequency=TAU, **kwargs)
+    optimizer = made(cls, list(weights.items()), backend=backend, precondition_frequency=TAU, **kwargs)
     bad = [weights[name] for name in POISONS]
     for call in range(calls):
         gradients = [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in range(len(names))]
@@ -388,7 +389,7 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
 def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method, backend, scale, start):
     cls, kwargs = method
     w = weight(4, 6)
-    optimizer = cls([w], backend=backend, init_eigenvalue=start, **kwargs)
+    optimizer = made(cls, [w], backend=backend, init_eigenvalue=start, **kwargs)
 
     def run(steps):
         for t in range(steps):
@@ -406,8 +407,8 @@ def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method,
 def test_a_complement_whose_squares_underflow_makes_no_step_of_their_rounding(path, ns_steps, shape):
     """Its norm, of which rounding leaves a part, would make a start outside Newton-Schulz's region of convergence."""
     w, size = weight(*shape), {}
-    optimizer = PRO(
-        [w], rank=1, lr=1.0, variant="complement-only", ns_steps=ns_steps, init_eigenvalue=3e3, backend=path
+    optimizer = made(
+        PRO, [w], rank=1, lr=1.0, variant="complement-only", ns_steps=ns_steps, init_eigenvalue=3e3, backend=path
     )
     for t in range(8):
         before = w.detach().clone()

@@ -19,6 +19,7 @@ from tests.inputs import (
     step,
     weight,
 )
+from tests.problems import made
 
 AT_LEAST_0 = (-0.1, NAN, INF, True, "0.1", None, 1j)
 FRACTION = (-0.1, 1.0, 1.5, NAN, INF, True, "0.9", None)
@@ -74,7 +75,7 @@ def complaint(name, value):
 @pytest.mark.parametrize("cls, name, value", EVERY_VALUE)
 def test_bad_hyperparameter_raises_in_the_constructor_and_in_its_groups(cls, name, value):
     with pytest.raises(ValueError, match=complaint(name, value)):
-        cls([weight(4, 6)], **{name: value})
+        made(cls, [weight(4, 6)], **{name: value})
     with pytest.raises(ValueError, match=complaint(name, value)):
         cls([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)], name: value}])
 

@@ -14,6 +14,7 @@ from prokl.backends.rounding import Rounding, noise, stochastic
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels.launch import INTERPRETED
 from tests.inputs import BACKENDS, KL, PRO, normal, same_bits, step, weight
+from tests.problems import made
 from tests.test_checkpoint import Run, differences
 
 BF16 = torch.bfloat16
@@ -99,7 +100,7 @@ def test_a_bucket_made_as_several_and_the_reference_write_what_one_does(cls, kwa
 
     def trained(backend):
         weights = [(str(i), weight(*shape, seed=i, dtype=BF16)) for i, shape in enumerate(shapes)]
-        optimizer = cls(weights, lr=0.02, bf16_weights=mode, backend=backend, **kwargs)
+        optimizer = made(cls, weights, lr=0.02, bf16_weights=mode, backend=backend, **kwargs)
         for t in range(3):
             step(optimizer, [p for _, p in weights], [normal(*s, seed=10 * t + len(s), dtype=BF16) for s in shapes])
         return torch.cat([p.detach().flatten() for _, p in weights])
@@ -122,7 +123,7 @@ def test_steps_below_half_a_unit_add_up(cls, kwargs, backend):
         half = mode != "float32"
         p = torch.nn.Parameter(weight(30, 40, dtype=BF16).data.clamp(1.125, 1.875).to(BF16 if half else torch.float32))
         start = p.detach().double().clone()
-        optimizer = cls([p], lr=1e-3, backend=backend, bf16_weights=mode if half else "plain", **kwargs)
+        optimizer = made(cls, [p], lr=1e-3, backend=backend, bf16_weights=mode if half else "plain", **kwargs)
         for t in range(1 + steps):
             before = p.detach().double()
             step(optimizer, [p], [normal(30, 40, seed=t % 2, dtype=BF16).to(p.dtype)])
@@ -197,7 +198,7 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
 @pytest.mark.parametrize("change", ["by hand", "by loading"])
 def test_a_master_counts_wherever_its_weight_has_not_been_changed(change):
     p, other = (weight(12, 20, dtype=BF16) for _ in range(2))
-    optimizer = PRO([p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32)
+    optimizer = made(PRO, [p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32)
     for t in range(4):
         step(optimizer, [p], [normal(12, 20, seed=t, dtype=BF16)])
     master = optimizer.state[p]["master"]
@@ -303,7 +304,7 @@ SAVED = {"": lambda o: None, "reloaded": lambda o: o.load_state_dict(copy.deepco
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_a_weight_that_becomes_wider_takes_the_bits_of_its_master(cls, kwargs, shape, own, dtype, between):
     p = weight(*shape, dtype=BF16)
-    optimizer = cls([{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs)
+    optimizer = made(cls, [{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs)
     for t in range(3):
         step(optimizer, [p], [normal(*shape, seed=t).to(BF16)])
     masters = [v for k, v in sorted(optimizer.state[p].items()) if k.startswith("master")]
@@ -326,7 +327,7 @@ def test_a_weight_that_becomes_wider_takes_the_bits_of_its_master(cls, kwargs, s
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(cls, kwargs, mode):
     p, q = (weight(20, 12) for _ in range(2))
-    optimizer, fresh = (cls([w], bf16_weights=mode, **kwargs) for w in (p, q))
+    optimizer, fresh = (made(cls, [w], bf16_weights=mode, **kwargs) for w in (p, q))
     theirs = optimizer.state[p]["master"] = p.detach().double()
     for t in range(3):
         step(optimizer, [p], [normal(20, 12, seed=t)])

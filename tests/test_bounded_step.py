@@ -14,6 +14,7 @@ from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
 from tests.inputs import KL, PRO, assert_nothing_moved, changed, everything, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
+from tests.problems import made
 from tests.transcription import (
     VARIANTS,
     ProTranscription,
@@ -54,7 +55,7 @@ def follow_pro(backend, shape, threshold, **own):
     own = {"rank": 4, "alpha_kl": 0.1, "init_eigenvalue": "auto", "clip_threshold": threshold, **own}
     W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
     paper, p = ProTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
-    optimizer = prokl.ProKLShampoo([p], backend=backend, **SETTINGS, **own)
+    optimizer = made(prokl.ProKLShampoo, [p], backend=backend, **SETTINGS, **own)
     signs = None
     for t, G in enumerate(disturbed(shape)):
         step(optimizer, [p], [G])
@@ -80,7 +81,7 @@ def follow_kl(backend, shape, threshold, **own):
     own = {"init_eigenvalue": "auto", "clip_threshold": threshold, **own}
     W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
     paper, p = KLTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
-    optimizer = prokl.KLShampoo([p], backend=backend, **SETTINGS, **own)
+    optimizer = made(prokl.KLShampoo, [p], backend=backend, **SETTINGS, **own)
     signs = None
     for t, G in enumerate(disturbed(shape)):
         step(optimizer, [p], [G])
@@ -123,7 +124,7 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
 def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
     """A weight that has trained on ordinary gradients."""
     p = weight(*shape, dtype=dtype)
-    optimizer = cls([p], lr=0.1, backend=backend, **kw)
+    optimizer = made(cls, [p], lr=0.1, backend=backend, **kw)
     for t in range(steps):
         step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
     return p, optimizer
@@ -181,7 +182,7 @@ def test_a_start_out_of_proportion_is_not_trusted_and_falls_as_the_papers(method
     found = []
     for threshold in (5.0, None):
         p = weight(6, 10)
-        optimizer = cls([p], lr=0.0, backend=path, clip_threshold=threshold, **kw)
+        optimizer = made(cls, [p], lr=0.0, backend=path, clip_threshold=threshold, **kw)
         for t in range(30):
             step(optimizer, [p], [(1e4 if t == 0 else 1.0) * normal(6, 10, seed=t)])
         found.append(optimizer.state[p]["inv_sqrt_lambda_L"].clone())
@@ -277,7 +278,7 @@ def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_pa
     slow = {}
     for threshold in (5.0, None):
         p = weight(16, 32)
-        optimizer = KL([p], lr=0.1, clip_threshold=threshold)
+        optimizer = made(KL, [p], lr=0.1, clip_threshold=threshold)
         sizes = []
         for t in range(500):
             before = p.detach().clone()
@@ -331,7 +332,7 @@ def test_an_auto_start_keeps_its_units_in_proportion(method, path):
 @pytest.mark.parametrize("cls", [PRO, KL])
 def test_a_threshold_that_would_bound_the_usual_is_refused(cls, threshold):
     with pytest.raises(ValueError, match=r"Invalid clip_threshold=.*: must be a finite number above 1.*or None"):
-        cls([weight(4, 6)], clip_threshold=threshold)
+        made(cls, [weight(4, 6)], clip_threshold=threshold)
 
 
 def test_the_threshold_may_change_between_steps():

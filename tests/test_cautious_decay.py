@@ -6,6 +6,7 @@ import torch
 from prokl.backends.pointers import PointerTable
 from prokl.kernels.apply import apply
 from tests.inputs import KL, PRO, VARIANTS, normal, same_bits, step, weight
+from tests.problems import made
 from tests.test_apply import DEVICE, GUARD
 from tests.test_bounded_step import follow_kl, follow_pro
 from tests.test_stack import FEW, Bucket
@@ -18,7 +19,7 @@ def stepped(method, path, shape, dtype, **kw):
     """A weight before and after its second step."""
     cls, own = method
     p = weight(*shape, dtype=dtype)
-    optimizer = cls([p], lr=LR, backend=path, **own, **kw)
+    optimizer = made(cls, [p], lr=LR, backend=path, **own, **kw)
     for t in range(2):
         before = p.detach().clone()
         step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
@@ -97,7 +98,7 @@ def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
     weights = {}
     for backend in ("reference", "triton"):
         p = weight(10, 6, dtype=torch.float64).to(DEVICE)
-        optimizer = cls([p], backend=backend, **settings)
+        optimizer = made(cls, [p], backend=backend, **settings)
         for t in range(5):
             step(optimizer, [p], [normal(10, 6, seed=t, dtype=torch.float64).to(DEVICE)])
         weights[backend] = p.detach()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.inputs import BACKENDS, KL, PRO, VARIANTS, changed, frozen, normal, same_bits
+from tests.problems import made
 
 METHODS = {
     **{variant: (PRO, {"variant": variant, "rank": 5}) for variant in VARIANTS},
@@ -61,7 +62,7 @@ class Run:
             {"params": rest, "algorithm": "adamw", "lr": 0.01, "weight_decay": 0.1},
         ]
         options = {"precondition_frequency": TAU, "backend": backend, "state_dtype": state_dtype, **kwargs}
-        self.optimizer = cls(groups, weight_decay=0.1, **options)
+        self.optimizer = made(cls, groups, weight_decay=0.1, **options)
         self.made_by = cls, kwargs, backend, dtype, state_dtype
 
     def step(self, call):

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.inputs import KL, PRO, changed, everything, normal, same_bits, step, weight
-from tests.problems import same_clocks
+from tests.problems import made, same_clocks
 
 SHAPES = [(6, 10), (10, 6), (6, 10), (2, 4, 5), (7, 7)]
 
@@ -201,7 +201,7 @@ def test_the_scale_of_the_loss_does_not_matter_with_auto(method, backend):
     runs = []
     for s in (1.0, 1e-6):
         weights = make(dtype=torch.float64)
-        optimizer = cls(weights, backend=backend, weight_decay=0.1, eps=1e-3, **kwargs)
+        optimizer = made(cls, weights, backend=backend, weight_decay=0.1, eps=1e-3, **kwargs)
         for call in range(22):
             noisy = [g * 10 ** (0.2 * (call % 5 - 2)) for g in gradients(weights, call)]
             step(optimizer, weights, [s * g for g in noisy])
@@ -253,7 +253,7 @@ def test_groups_that_differ_equal_optimizers_that_differ(cls):
     pairs = [slice(i, i + 2) for i in range(0, len(weights), 2)]
     options = list(zip(pairs, GROUPS[cls], strict=True))
     together = cls([{"params": weights[i], **kwargs} for i, kwargs in options])
-    separate = [cls(apart[i], **kwargs) for i, kwargs in options]
+    separate = [made(cls, apart[i], **kwargs) for i, kwargs in options]
     for call in range(7):
         grads = gradients(weights, call)
         step(together, weights, grads)
@@ -348,7 +348,7 @@ def test_adamw_groups_equal_torch_adamw(cls, dtype, options):
 def test_adamw_groups_have_the_documented_defaults_and_inherit_maximize(cls):
     ours, theirs, matrix = make([(5,)]), make([(5,)]), make([(4, 6)])
     group = {"params": ours, "algorithm": "adamw", "lr": 0.01}
-    optimizer = cls([{"params": matrix}, group], maximize=True, weight_decay=0.5, eps=0.5, lr=3.0)
+    optimizer = made(cls, [{"params": matrix}, group], maximize=True, weight_decay=0.5, eps=0.5, lr=3.0)
     expected = torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, maximize=True)
     for call in range(10):
         train(optimizer, [*ours, *matrix], [call])
@@ -397,7 +397,7 @@ def given_the_state_of(optimizer, weights, **changes):
     arguments = inspect.signature(type(optimizer)).parameters
     options = {k: v for k, v in optimizer.param_groups[0].items() if k in arguments and k != "params"}
     twins = copies(weights)
-    twin = type(optimizer)(twins, **{**options, **changes})
+    twin = made(type(optimizer), twins, **{**options, **changes})
     twin.load_state_dict(state)
     return twin, twins
 
@@ -549,7 +549,7 @@ def test_changing_it_before_there_is_state_is_as_good_as_passing_it(case):
     optimizer = cls(a)
     optimizer.param_groups[0][name] = value
     train(optimizer, a, range(3))
-    assert differences(everything(optimizer), everything(train(cls(b, **{name: value}), b, range(3)))) == set()
+    assert differences(everything(optimizer), everything(train(made(cls, b, **{name: value}), b, range(3)))) == set()
 
 
 @pytest.mark.parametrize("life", ["instance", "global"])

@@ -35,7 +35,7 @@ def made(cls, dtype=torch.float32, order=(0, 1, 2, 3), **settings):
         {"params": list(net.named_parameters())[4:], "algorithm": "adamw", "lr": 0.01},
     ]
     rank = {"rank": 3} if cls is PRO else {}
-    return net, cls(groups, precondition_frequency=3, **rank, **settings)
+    return net, cls(groups, precondition_frequency=3, **rank, advanced=settings)
 
 
 def train(net, optimizer, first, last):

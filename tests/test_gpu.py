@@ -19,7 +19,7 @@ from prokl.kernels import launch
 from prokl.kernels.product import product
 from prokl.kernels.symmetric_product import symmetric_product
 from tests.inputs import forbid_host_reads
-from tests.problems import allowed, gradient_stream, precision_of, relative, run
+from tests.problems import allowed, gradient_stream, made, precision_of, relative, run
 from tests.test_accelerator_path import ForbidHostReads
 from tests.test_graphs import assert_same, recorded  # noqa: F401  (a fixture)
 
@@ -110,7 +110,7 @@ def loss_curves(shape, device, steps, permuted=False, **kwargs):
         scale = torch.logspace(0, -1, columns, device=device)[:, None]
         W = torch.nn.Parameter(torch.zeros(rows, columns, device=device))
         problems.append((W, target[order[0]][:, order[1]] if permuted else target, scale, order))
-    optimizer = ProKLShampoo([W for W, *_ in problems], precondition_frequency=10, **kwargs)
+    optimizer = made(ProKLShampoo, [W for W, *_ in problems], precondition_frequency=10, **kwargs)
     losses = []
     for _ in range(steps):
         now = []
@@ -277,7 +277,7 @@ def train(cls, device, graphs, start=None):
     shapes = shapes_on(device)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in shapes]
     settings = {**settings_of(cls, device), "weight_decay": 0.1, "cuda_graphs": graphs}
-    optimizer = cls(parameters, **settings)
+    optimizer = made(cls, parameters, **settings)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     held, addresses = [], set()
     for t, gradients in enumerate(stream_on(device, shapes, 25 if is_gpu(device) else 16)):
@@ -321,7 +321,7 @@ def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_number
     torch.cuda.empty_cache()
     torch.nn.functional.dropout(x)  # which torch up to 2.11 refuses after a capture that could not be ended
     W = torch.nn.Parameter(torch.zeros(96, 160, device=device))
-    optimizer = KLShampoo([W], backend="triton", cuda_graphs=False)
+    optimizer = made(KLShampoo, [W], backend="triton", cuda_graphs=False)
     for _ in range(2):
         W.grad = torch.randn(96, 160).to(device)
         optimizer.step()
@@ -354,7 +354,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, shape, device)
     rank = 128 if is_gpu(device) else 4
     signal = [torch.randn(*shape, device=device) for _ in range(count)]
     parameters = [torch.nn.Parameter(torch.zeros(*shape, device=device)) for _ in signal]
-    optimizer = cls(parameters, **settings_of(cls, device, **({"rank": rank} if pro else {})))
+    optimizer = made(cls, parameters, **settings_of(cls, device, **({"rank": rank} if pro else {})))
     taken = []
     for _ in range(PERIOD + 7):
         for p, g in zip(parameters, signal, strict=True):

@@ -25,7 +25,7 @@ from prokl.backends.torch_ops import TorchPrimitives
 from prokl.engine.bucket import Bucket
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads
-from tests.problems import VARIANTS, gradient_stream, same_clocks, state_tensors
+from tests.problems import VARIANTS, gradient_stream, made, same_clocks, state_tensors
 
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (4, 4)]
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 4, "ns_dtype": torch.float32}) for v in VARIANTS] + [(KLShampoo, {})]
@@ -112,7 +112,7 @@ def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS,
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(dtype)) for s in SHAPES]
     fixed = {"backend": "triton", "precondition_frequency": 4, "weight_decay": 0.1, "init_eigenvalue": 0.1}
     kwargs = {**fixed, **kwargs}
-    optimizer = cls(parameters, cuda_graphs=graphs, **kwargs)
+    optimizer = made(cls, parameters, cuda_graphs=graphs, **kwargs)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for t, gradients in enumerate(gradient_stream(SHAPES, steps, dtype=dtype)):
         gradients = [x.clone() for x in gradients]

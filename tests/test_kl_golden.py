@@ -9,6 +9,7 @@ import torch
 
 import prokl
 from tests.kl_transcription import KLTranscription
+from tests.problems import made
 from tests.transcription import (
     column_signs,
     low_rank_plus_noise,
@@ -45,7 +46,7 @@ class Run:
 
     def __init__(self, shape, dtype, backend, **hyperparameters):
         self.p = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype))
-        self.optimizer = prokl.KLShampoo([self.p], backend=backend, **{"lr": 1.0, **OFFICIAL, **hyperparameters})
+        self.optimizer = made(prokl.KLShampoo, [self.p], backend=backend, **{"lr": 1.0, **OFFICIAL, **hyperparameters})
 
     def step(self, G):
         self.p.grad = G.clone()
@@ -209,7 +210,7 @@ def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
     W = 0.1 * gaussian(1, shape, torch.float64, seed=7)[0]
     paper, p = KLTranscription(W, **settings, init_eigenvalue=start_value), torch.nn.Parameter(W.clone())
     form = {"preset": "paper"} if start_value == 0.1 else {"init_eigenvalue": start_value, "clip_threshold": None}
-    optimizer = prokl.KLShampoo([p], backend=backend, **settings, **form)
+    optimizer = made(prokl.KLShampoo, [p], backend=backend, **settings, **form)
     for t, G in enumerate(low_rank_plus_noise(shape, 26, scale=scale)):
         p.grad = G.clone()
         optimizer.step()

@@ -233,7 +233,11 @@ def test_lrs_and_decays_of_many_groups_change_under_one_recording(schedule, reco
     def trained(graphs):
         lr = torch.tensor(0.1)
         optimizer = ProKLShampoo(
-            apart(make(shapes=SHAPES[2:])), rank=3, precondition_frequency=3, cuda_graphs=graphs, backend="triton"
+            apart(make(shapes=SHAPES[2:])),
+            rank=3,
+            precondition_frequency=3,
+            advanced={"cuda_graphs": graphs},
+            backend="triton",
         )
         for call in range(8):
             for i, group in enumerate(optimizer.param_groups):

@@ -17,6 +17,7 @@ from prokl.kernels.split import split
 from prokl.kernels.symmetric_product import TILES_HALF as SYMMETRIC_TILES
 from prokl.kernels.symmetric_product import symmetric_product, symmetric_product_pair
 from prokl.pair import Pair, parts
+from tests.problems import made
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
@@ -194,7 +195,7 @@ def test_a_gradient_inside_the_subspace_leaves_no_residual_for_newton_schulz(str
     g = torch.Generator().manual_seed(0)
     for n in range(9, 40):
         W = torch.nn.Parameter(torch.zeros(8, n))
-        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=4, alpha_kl=0.0, backend="torch", precision="balanced")
+        optimizer = made(prokl.ProKLShampoo, [W], lr=1.0, rank=4, alpha_kl=0.0, backend="torch", precision="balanced")
         row = {"equal columns": torch.ones(n), "two columns": (torch.arange(n) < 2).float()}.get(
             structure, torch.randn(n, generator=g).sign()
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 from prokl import param_groups
 from tests.inputs import KL, PRO, normal, weight
+from tests.problems import made
 from tests.routing import holding
 
 both = pytest.mark.parametrize("cls", [PRO, KL])
@@ -83,7 +84,7 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, where):
     meant = {k: v for k, (_, v) in SETTINGS.items() if k in known}
     p, q = weight(4, 6), weight(4, 6)
     if where == "constructor":
-        optimizer = cls([p], **given)
+        optimizer = made(cls, [p], **given)
         assert all(type(optimizer.defaults[k]) is type(v) and optimizer.defaults[k] == v for k, v in meant.items())
     elif where == "group":
         optimizer = cls([{"params": [p], **given}])
@@ -93,7 +94,7 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, where):
     if where != "by hand":
         group = optimizer.param_groups[0]
         assert all(type(group[k]) is type(v) and group[k] == v for k, v in meant.items())
-    plain = cls([q], **meant)
+    plain = made(cls, [q], **meant)
     run(optimizer, [p])
     run(plain, [q])
     assert torch.equal(p, q)
@@ -110,7 +111,7 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, where):
 
 @pytest.mark.parametrize("coefficients", COEFFICIENTS, ids=lambda c: type(c).__name__)
 def test_coefficients_may_be_any_sequence(coefficients):
-    group = PRO([weight(4, 6)], ns_coefficients=coefficients).param_groups[0]
+    group = made(PRO, [weight(4, 6)], ns_coefficients=coefficients).param_groups[0]
     assert group["ns_coefficients"] == (3.0, -4.0, 2.0) and is_plain(group["ns_coefficients"])
     optimizer = PRO([weight(4, 6)])
     optimizer.param_groups[0]["ns_coefficients"] = coefficients
@@ -187,22 +188,70 @@ def test_a_preset_beside_explicit_defaults_says_what_it_does_not_set(cls):
     import inspect
 
     defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
+    defaults["advanced"] = {"clip_threshold": 5.0}
     said = (
         r"^preset='paper' leaves .*clip_threshold=5\.0.* as given.*the preset's are .*clip_threshold=None.*leave .* out"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         group = cls([weight(4, 6)], **{**defaults, "preset": "paper"}).param_groups[0]
     assert len(caught) == 1 and caught[0].filename == __file__
-    assert group["clip_threshold"] == 5.0
+    assert group["clip_threshold"] == 5.0 and group["init_eigenvalue"] == 0.1
     with pytest.warns(UserWarning, match="leaves clip_threshold=5.0 as given"):
-        cls([weight(4, 6)], clip_threshold=5.0, preset="paper")
+        made(cls, [weight(4, 6)], clip_threshold=5.0, preset="paper")
 
 
 @both
 def test_a_preset_is_silent_where_other_values_than_the_defaults_are_given_or_its_own(cls):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        group = cls([weight(4, 6)], clip_threshold=4.0, init_eigenvalue=0.1, preset="paper").param_groups[0]
+        group = made(cls, [weight(4, 6)], clip_threshold=4.0, init_eigenvalue=0.1, preset="paper").param_groups[0]
         assert (group["clip_threshold"], group["init_eigenvalue"]) == (4.0, 0.1)
         cls([weight(4, 6)], preset="paper", lr=0.1)
-        cls([weight(4, 6)], clip_threshold=5.0, preset=None)
+        made(cls, [weight(4, 6)], clip_threshold=5.0, preset=None)
+
+
+@both
+def test_an_advanced_setting_is_given_in_its_mapping_or_by_its_old_keyword_with_one_warning(cls):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new = cls([weight(4, 6)], advanced={"eps": 1e-4, "clip_threshold": None})
+    with pytest.warns(
+        FutureWarning, match=r"^eps=0\.0001, clip_threshold=None of .*advanced=\{'eps': 0\.0001, "
+    ) as said:
+        old = cls([weight(4, 6)], eps=1e-4, clip_threshold=None)
+    assert len(said) == 1 and said[0].filename == __file__
+    assert new.param_groups[0]["eps"] == 1e-4 and new.param_groups[0]["clip_threshold"] is None
+    for a, b in ((new.defaults, old.defaults), *zip(new.param_groups, old.param_groups, strict=True)):
+        assert {k: v for k, v in a.items() if k != "params"} == {k: v for k, v in b.items() if k != "params"}
+
+
+@both
+def test_a_group_may_have_advanced_settings_in_their_mapping_or_beside_the_others(cls):
+    groups = [{"params": [weight(4, 6)], "advanced": {"eps": 1e-4}}, {"params": [weight(4, 6)], "eps": 1e-4}]
+    optimizer = cls([*groups, {"params": [weight(4, 6)]}], advanced={"cuda_graphs": False})
+    assert [g["eps"] for g in optimizer.param_groups] == [1e-4, 1e-4, 1e-8]
+    assert not any(g["cuda_graphs"] for g in optimizer.param_groups)
+    assert all("advanced" not in g for g in [*optimizer.param_groups, *optimizer.state_dict()["param_groups"]])
+
+
+@both
+@pytest.mark.parametrize(
+    "advanced, says",
+    [
+        ({"epsilon": 1e-3}, r"advanced=\{'epsilon': .*no advanced setting has that name; the nearest is 'eps'"),
+        ({"lr": 1e-3}, r"advanced=\{'lr': .*no advanced setting has that name; there are eps, init_eigenvalue, "),
+        ("eps", r"Invalid advanced='eps' of .*must be a dict of eps, "),
+    ],
+)
+def test_what_is_no_advanced_setting_is_told(cls, advanced, says):
+    with pytest.raises(TypeError, match=says):
+        cls([weight(4, 6)], advanced=advanced)
+    optimizer = cls([weight(4, 6)])
+    with pytest.raises(TypeError, match=says.replace("of .*must", "of a new group: must")):
+        optimizer.add_param_group({"params": [weight(4, 6)], "advanced": advanced})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_kl_shampoo_has_no_newton_schulz_to_set():
+    with pytest.raises(TypeError, match=r"advanced=\{'ns_steps': .* of KLShampoo: no advanced setting has that name"):
+        KL([weight(4, 6)], advanced={"ns_steps": 3})

@@ -8,7 +8,7 @@ from bench.steps.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.initial import initialise, initialise_kl
 from tests.inputs import METHODS, PRO, normal
-from tests.problems import relative, state_tensors
+from tests.problems import made, relative, state_tensors
 
 MORE = 5
 """Steps after the start, fewer than to the first refresh."""
@@ -154,7 +154,7 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
 
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kwargs):
-    group = cls([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]
+    group = made(cls, [torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]
     shape, rank = (32, 128), 16 if cls is PRO else 0
     G = normal(3, *shape)
     with Peak() as peak:

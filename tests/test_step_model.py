@@ -29,6 +29,7 @@ from tests.capture_factors import DATA, INPUTS, PLAN
 from tests.commands import ROOT
 from tests.host_extension import counting
 from tests.inputs import forbid_host_reads, normal, weight
+from tests.problems import made
 from tests.qr_forms import refresh_basis, track
 
 MOST = {"ordinary": 60, "refresh": 180}
@@ -79,7 +80,7 @@ def test_every_kernel_has_its_work_counted():
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
     weights = [weight(*shape, seed=i) for i in range(2)]
-    optimizer = ProKLShampoo(weights, rank=4, backend="triton", precision=precision)
+    optimizer = made(ProKLShampoo, weights, rank=4, backend="triton", precision=precision)
     for i, W in enumerate(weights):
         W.grad = normal(*shape, seed=i)
     optimizer.step()  # which begins

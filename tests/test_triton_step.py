@@ -11,7 +11,7 @@ from prokl.algorithm.settings import PRECISIONS
 from prokl.kernels import launch
 from prokl.pair import Pair
 from tests.inputs import forbid_host_reads
-from tests.problems import VARIANTS, gradient_stream, held, relative, run, same_clocks, state_tensors, ways
+from tests.problems import VARIANTS, gradient_stream, held, made, relative, run, same_clocks, state_tensors, ways
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One shape, its transpose, a stack of it, vectors, and a wide one that is a flattened convolution.
@@ -188,7 +188,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(precision):
     parameters, optimizer = run(ProKLShampoo, stream[:5], **settings)
     saved = optimizer.state_dict()
     del settings["dtype"]
-    fresh = ProKLShampoo(parameters, **settings)
+    fresh = made(ProKLShampoo, parameters, **settings)
     fresh.load_state_dict(saved)
     for gradients in stream[5:]:
         for p, g in zip(parameters, gradients, strict=True):
@@ -205,7 +205,7 @@ def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor, precision):
         p = torch.nn.Parameter(torch.linspace(-1, 1, 24, device=DEVICE).reshape(4, 6))
         lr = torch.tensor(0.1) if tensor else 0.1
         own = {"ns_dtype": torch.float32, "backend": backend, "precision": precision}
-        optimizer = ProKLShampoo([p], lr=lr, weight_decay=0.5, rank=2, **own)
+        optimizer = made(ProKLShampoo, [p], lr=lr, weight_decay=0.5, rank=2, **own)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for t, (g,) in enumerate(gradient_stream([(4, 6)], 5, dtype=torch.float32)):
             p.grad = g.to(DEVICE)
@@ -236,7 +236,7 @@ def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale, prec
 
 def test_autograd_sees_that_a_kernel_wrote_a_weight():
     p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
-    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
+    optimizer = made(ProKLShampoo, [p], rank=2, ns_dtype=torch.float32, backend="triton")
     for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
         loss = (p * p).sum()
         p.grad = g.to(DEVICE)
@@ -247,7 +247,7 @@ def test_autograd_sees_that_a_kernel_wrote_a_weight():
 
 def test_the_gradient_is_let_go_after_the_step():
     p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
-    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
+    optimizer = made(ProKLShampoo, [p], rank=2, ns_dtype=torch.float32, backend="triton")
     for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
         p.grad = g.to(DEVICE, copy=True)
         gone = weakref.ref(p.grad)
@@ -299,7 +299,7 @@ def test_what_a_rounded_basis_loses_is_no_complement(precision):
     generator = torch.Generator().manual_seed(3)
     rows = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.T
     weight = torch.nn.Parameter(torch.zeros(8, 16, device=DEVICE))
-    optimizer = ProKLShampoo([weight], rank=2, state_dtype=torch.bfloat16, backend="triton", precision=precision)
+    optimizer = made(ProKLShampoo, [weight], rank=2, state_dtype=torch.bfloat16, backend="triton", precision=precision)
     for _ in range(8):
         weight.grad = (torch.randn(8, 2, generator=generator) @ rows).to(DEVICE)
         optimizer.step()

@@ -49,7 +49,8 @@ class Entry:
     def build(self, weights: list[Tensor], **changed: Any) -> Optimizer:
         """Build the optimizer; ``changed`` overrides settings that it has."""
         own = dict(self.settings)
-        return self.make(weights, **own | {name: value for name, value in changed.items() if name in own})
+        own |= {name: value for name, value in changed.items() if name in own}
+        return self.make(weights, **(arguments(own) if "precision" in own else own))  # which prokl's have alone
 
     @property
     def key(self) -> tuple[str, str, int | None, torch.dtype | None, bool]:
@@ -68,24 +69,19 @@ class Entry:
         return f"float32, Newton-Schulz {str(self.polar).removeprefix('torch.')}" if half else "float32"
 
 
-def _flat(make: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """Return what builds one of prokl's optimizers with all settings beside each other."""
-    return lambda weights, **settings: make(weights, **arguments(settings))
-
-
 def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo") -> Entry:
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
     settings = {"rank": rank, "precondition_frequency": PERIOD, "ns_dtype": polar, "backend": backend}
     settings["precision"] = None
     whole = name == "pro-klshampoo"
     own = polar if whole else None
-    return Entry(name, _flat(OPTIMIZERS[name].make), tuple(settings.items()), backend, rank, own, counted=whole)
+    return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own, counted=whole)
 
 
 def kl(backend: str) -> Entry:
     """Return this package's KL-Shampoo."""
     settings = (("precondition_frequency", PERIOD), ("backend", backend), ("precision", None))
-    return Entry("kl-shampoo", _flat(OPTIMIZERS["kl-shampoo"].make), settings, backend, counted=True)
+    return Entry("kl-shampoo", OPTIMIZERS["kl-shampoo"].make, settings, backend, counted=True)
 
 
 def muon(polar: torch.dtype) -> Entry:

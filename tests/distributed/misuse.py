@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from tests.inputs import KL, PRO, normal  # noqa: F401  (by name)
+from tests.problems import made
 
 SHAPES = [(8, 12), (8, 12)]
 
@@ -23,7 +24,7 @@ def weights_of(how, shapes=SHAPES, dtype=torch.float64):
 
 def optimizer_of(how, groups, **settings):
     group = dist.group.WORLD if how == "ddp" else None
-    return PRO(groups, lr=0.01, rank=2, process_group=group, **settings)
+    return made(PRO, groups, lr=0.01, rank=2, process_group=group, **settings)
 
 
 def give(weights, call, but=()):

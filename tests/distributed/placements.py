@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import prokl
 from prokl import diagnostics
+from tests.problems import made
 
 MATRICES = {
     "square": (8, 8),
@@ -73,7 +74,7 @@ def optimizer_of(weights, cls, group=None, **settings):
         matrices = [(name, p) for name, p in matrices if name not in ("row", "conv")]
     groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True}]
     rank = {"rank": 3} if cls is prokl.ProKLShampoo else {}
-    return cls(groups, precondition_frequency=PERIOD, process_group=group, **rank, **settings)
+    return made(cls, groups, precondition_frequency=PERIOD, process_group=group, **rank, **settings)
 
 
 def step(weights, optimizer, call, mesh=None, place=None, without=(), bad=()):
