@@ -56,7 +56,7 @@ def test_the_whole_direction_of_kl_shampoo_is_scaled(backend):
 def directions(shape, steps, backend="torch", cls=PRO, **kw):
     """(W - W') / lr of the last of so many steps, in float64."""
     p = weight(*shape, dtype=torch.float64)
-    optimizer = cls([p], lr=1.0, backend=backend, **kw)
+    optimizer = made(cls, [p], lr=1.0, backend=backend, **kw)
     for t in range(steps):
         before = p.detach().clone()
         step(optimizer, [p], [normal(*shape, seed=t, dtype=torch.float64)])
@@ -159,7 +159,7 @@ def final_loss(cls, max_lr, adjust_lr_fn="original", **kw):
     """Loss after 60 steps of OneCycleLR with all its defaults, which make the momentum cycle, too."""
     model = NextToken()
     groups = prokl.param_groups(model, lr=1.0, adamw_lr=1.0, rank=None)
-    optimizer = cls(groups, adjust_lr_fn=adjust_lr_fn, **kw)
+    optimizer = made(cls, groups, adjust_lr_fn=adjust_lr_fn, **kw)
     matrices = [group["algorithm"] == "matrix" for group in optimizer.param_groups]
     if isinstance(max_lr, tuple):
         max_lr = [max_lr[0] if own else max_lr[1] for own in matrices]

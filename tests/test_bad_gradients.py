@@ -122,7 +122,7 @@ def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path,
 def test_an_overflow_in_the_sum_of_squares_alone_is_non_finite(method, path, dtype):
     cls, kwargs = method
     w = weight(20, 20, dtype=dtype)
-    optimizer = cls([("w", w)], backend=path, **kwargs)
+    optimizer = made(cls, [("w", w)], backend=path, **kwargs)
     step(optimizer, [w], [normal(20, 20, dtype=dtype)])
     before = frozen(optimizer, w)
     step(optimizer, [w], [torch.full((20, 20), 1e18, dtype=dtype)])  # 400 * 1e36 > 3.4e38
@@ -134,7 +134,7 @@ def test_skipped_counts_by_name_and_leaves_adamw_out(method):
     cls, kwargs = method
     a, b, idle, bias = weight(4, 6), weight(6, 4), weight(4, 6), weight(4)
     adamw = {"params": [("bias", bias)], "algorithm": "adamw", "lr": 1e-3}
-    optimizer = cls([{"params": [("a", a), ("b", b), ("idle", idle)]}, adamw], **kwargs)
+    optimizer = made(cls, [{"params": [("a", a), ("b", b), ("idle", idle)]}, adamw], **kwargs)
     assert optimizer.skipped() == {}
     for bad_a, bad_b in ((0, 1), (1, 1), (0, 1), (0, 0)):
         gradients = [normal(4, 6), normal(6, 4)]
@@ -155,7 +155,7 @@ def test_skipped_names_unnamed_parameters_by_position():
 def test_one_bad_matrix_skips_the_whole_stack(method, path, poison, bad_call):
     cls, kwargs = method
     stack, other = weight(3, 4, 6), weight(4, 6, seed=1)
-    optimizer = cls([stack, other], backend=path, precondition_frequency=TAU, **kwargs)
+    optimizer = made(cls, [stack, other], backend=path, precondition_frequency=TAU, **kwargs)
     for call in range(bad_call):
         step(optimizer, [stack, other], [normal(3, 4, 6, seed=call), normal(4, 6, seed=50 + call)])
     before, moved = frozen(optimizer, stack), frozen(optimizer, other)
@@ -177,7 +177,7 @@ def test_a_zero_matrix_of_a_stack_delays_only_itself(method, path):
     cls, kwargs = method
     stack = weight(3, 4, 6)
     singles = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
-    together, apart = (cls(p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
+    together, apart = (made(cls, p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
     for call in range(7):
         g = normal(3, 4, 6, seed=call)
         if call < 2:
@@ -272,7 +272,7 @@ def test_zero_gradients_delay_initialisation(method, path):
     runs = []
     for zeros in (0, 3):
         w = weight(4, 6)
-        optimizer = cls([w], backend=path, **kwargs)
+        optimizer = made(cls, [w], backend=path, **kwargs)
         for _ in range(zeros):
             step(optimizer, [w], [-torch.zeros(4, 6)])
             assert optimizer.state[w]["step"] == -1
@@ -289,7 +289,7 @@ def test_zero_gradients_delay_initialisation(method, path):
 def test_a_rank_1_first_gradient_gives_orthonormal_bases(method, path, shape, dtype, tolerance):
     cls, kwargs = method
     w = weight(*shape, dtype=dtype)
-    optimizer = cls([w], backend=path, **kwargs)
+    optimizer = made(cls, [w], backend=path, **kwargs)
     g = normal(*shape[:-1], 1, seed=1, dtype=dtype) @ normal(*shape[:-2], 1, shape[-1], seed=2, dtype=dtype)
     step(optimizer, [w], [g])
     for key, Q in bases(optimizer.state[w]).items():
@@ -301,7 +301,7 @@ def test_a_rank_1_first_gradient_gives_orthonormal_bases(method, path, shape, dt
 def test_rank_1_gradients_for_ever_keep_everything_finite_and_orthonormal(method, path, fixed, dtype, tolerance):
     cls, kwargs = method
     w = weight(6, 10, dtype=dtype)
-    optimizer = cls([w], backend=path, **kwargs)
+    optimizer = made(cls, [w], backend=path, **kwargs)
     for t in range(25):
         column, row = (normal(*s, seed=0 if fixed else t, dtype=dtype) for s in ((6, 1), (1, 10)))
         step(optimizer, [w], [column @ row * (1 + t % 3)])
@@ -337,7 +337,7 @@ def test_a_tiny_first_gradient_does_not_blow_the_weight_up(method, path, first):
     distance = {}
     for scale in (1.0, first):
         w = weight(8, 12)
-        optimizer = cls([w], backend=path, **kwargs)
+        optimizer = made(cls, [w], backend=path, **kwargs)
         for t in range(10):
             step(optimizer, [w], [normal(8, 12, seed=t) * (1.0 if t else scale)])
         assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
@@ -353,7 +353,7 @@ def test_training_works_behind_a_zero_initialised_projection(method):
     torch.nn.init.zeros_(down.weight)
     x = normal(64, 12, seed=1)
     target = torch.tanh(x @ normal(12, 12, seed=2))
-    optimizer = cls([up.weight, down.weight], **kwargs)
+    optimizer = made(cls, [up.weight, down.weight], **kwargs)
     losses, moves = [], []
     for _ in range(60):
         optimizer.zero_grad()
@@ -374,7 +374,7 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
     final = []
     for s in (1.0, scale):
         w = weight(4, 6, dtype=torch.float64)
-        optimizer = cls([w], backend=path, **kwargs)
+        optimizer = made(cls, [w], backend=path, **kwargs)
         for t in range(8):
             step(optimizer, [w], [s * normal(4, 6, seed=t, dtype=torch.float64)])
         final.append(w.detach())
@@ -421,7 +421,7 @@ def test_a_complement_whose_squares_underflow_makes_no_step_of_their_rounding(pa
 def test_a_weight_that_does_not_move_is_not_written(method, bad):
     cls, kwargs = method
     weights = [weight(4, 6), weight(4, 6, seed=1)]
-    optimizer = cls(weights, **kwargs)
+    optimizer = made(cls, weights, **kwargs)
     step(optimizer, weights, [normal(4, 6), torch.full((4, 6), bad)])
     before = weights[1]._version
     step(optimizer, weights, [normal(4, 6, seed=2), torch.full((4, 6), bad)])

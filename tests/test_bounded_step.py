@@ -205,7 +205,7 @@ def test_patience_ends_and_the_state_follows_a_lasting_change(path):
 def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite(method, path, scale):
     cls, kw = method
     p = weight(6, 10)
-    optimizer = cls([p], lr=0.1, backend=path, **kw)
+    optimizer = made(cls, [p], lr=0.1, backend=path, **kw)
     usual = []
     for t in range(60):
         before = p.detach().clone()
@@ -221,7 +221,7 @@ def test_a_row_that_wakes_is_followed_in_two_steps(method, path):
     cls, kw = method
     m, n = 16, 24
     p = weight(m, n)
-    optimizer = cls([p], lr=0.1, backend=path, **kw)
+    optimizer = made(cls, [p], lr=0.1, backend=path, **kw)
     for t in range(300):
         G = normal(m, n, seed=t)
         if t > 60:
@@ -253,7 +253,7 @@ def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, p
     """Between refreshes Q_S shrinks with every turn of U: without them the subspace part would vanish."""
     cls, kw = method
     p = weight(6, 10)
-    optimizer = cls([p], lr=0.1, backend=path, precondition_frequency=2, **kw)
+    optimizer = made(cls, [p], lr=0.1, backend=path, precondition_frequency=2, **kw)
     bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
     for t in range(201):
         step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else other) * normal(6, 10, seed=t)])
@@ -296,7 +296,7 @@ def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_pa
 def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence):
     cls, kw = method
     p, mean = weight(16, 32), normal(16, 32, seed=999)
-    optimizer = cls([p], lr=0.0, momentum=momentum, **kw)
+    optimizer = made(cls, [p], lr=0.0, momentum=momentum, **kw)
     counts = []
     for t in range(200):
         step(optimizer, [p], [coherence * mean + (1 - coherence**2) ** 0.5 * normal(16, 32, seed=t)])
@@ -308,7 +308,7 @@ def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence)
 def test_a_start_that_was_too_large_lets_its_units_fall(method, path):
     cls, kw = method
     p = weight(6, 10)
-    optimizer = cls([p], lr=0.0, backend=path, **kw)
+    optimizer = made(cls, [p], lr=0.0, backend=path, **kw)
     for t in range(3):
         step(optimizer, [p], [(1e6 if t == 0 else 1.0) * normal(6, 10, seed=t)])
     assert float(optimizer.state[p]["lambda_0"]) < 2 / evidence.QUIET
@@ -320,7 +320,7 @@ def test_an_auto_start_keeps_its_units_in_proportion(method, path):
     units = []
     for first in (1.0, 1e-6):
         p = weight(6, 10)
-        optimizer = cls([p], lr=0.0, backend=path, **kw)
+        optimizer = made(cls, [p], lr=0.0, backend=path, **kw)
         for t in range(40):
             step(optimizer, [p], [(first if t == 0 else 1.0) * normal(6, 10, seed=t)])
         units.append(float(optimizer.state[p]["lambda_0"]))

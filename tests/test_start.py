@@ -60,7 +60,7 @@ def run(method, case, dtype, which):
     cls, kwargs = method
     kwargs = kwargs | ({"rank": 6, "ns_dtype": dtype} if cls is PRO else {})  # whatever this CPU's default is
     p = torch.nn.Parameter(normal(*CASES[case][0], seed=99, dtype=dtype))
-    optimizer, before = cls([p], **kwargs), p.detach().clone()
+    optimizer, before = made(cls, [p], **kwargs), p.detach().clone()
     for t, G in enumerate(gradients(case, dtype, which)):
         p.grad = G.clone()
         optimizer.step()
@@ -96,7 +96,7 @@ def test_a_transformer_trains_alike_whatever_the_order_of_its_batch(cls, kwargs)
         net = build(byte_gpt(1, 32, 2, 16)).double()
         weights = [p for name, p in net.named_parameters() if name.startswith("blocks") and p.ndim == 2]
         before = [p.detach().clone() for p in weights]
-        optimizer = cls(weights, **kwargs)
+        optimizer = made(cls, weights, **kwargs)
         for t in range(1 + MORE):
             text = torch.randint(100, 112, (6, 17), generator=torch.Generator().manual_seed(t))[order]
             net.zero_grad()
@@ -116,7 +116,7 @@ def test_a_transposed_weight_starts_alike(method, dtype):
     states = []
     for transpose in (False, True):
         p = torch.nn.Parameter(torch.zeros((20, 12) if transpose else (12, 20), dtype=dtype))
-        optimizer, G = cls([p], **kwargs), gradients("few tokens", dtype, 0)[0]
+        optimizer, G = made(cls, [p], **kwargs), gradients("few tokens", dtype, 0)[0]
         p.grad = G.mT.contiguous() if transpose else G
         optimizer.step()
         states.append(state_tensors(optimizer.state[p]))
@@ -146,7 +146,7 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
     monkeypatch.setattr(torch.linalg, "svd", refuse)
     cls, kwargs = method
     p = torch.nn.Parameter(normal(6, 10, dtype=dtype))
-    optimizer = cls([p], **kwargs)
+    optimizer = made(cls, [p], **kwargs)
     p.grad = normal(6, 10, seed=1, dtype=dtype)
     optimizer.step()
     assert optimizer.state[p]["Q_L"].any()
