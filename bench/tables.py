@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("hypotheses", "hypotheses.csv", partial(hypotheses.changes_table, base=hypotheses.DEFAULTS)),
             ("size", "size.csv", trials.size_table),
             ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
+            ("results", "lengths.csv", partial(lengths.short_table, steps=figure.STEPS)),
             ("lengths-first", "lengths.csv", partial(lengths.losses_table, selecting=True)),
             ("robustness", "robustness.csv", robustness.losses_table),
             ("lengths-settings", "lengths.csv", lengths.settings_table),
@@ -107,7 +108,9 @@ def draw() -> None:
     timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
     timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
-    figure.draw(RESULTS / "lengths-loss.png", frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv"))
+    lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
+    figure.draw(RESULTS / "lengths-loss.png", *lengths_rows)
+    figure.draw(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
 
 
 @command

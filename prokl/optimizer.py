@@ -26,21 +26,12 @@ class ProKLShampoo(MatrixOptimizer):
     """Pro-KLShampoo: KL-Shampoo with its right factor projected, whitening recovered by orthogonalisation.
 
     For a weight W with short side m and long side n the right Kronecker factor is restricted to
-    ``U S U^T + mu_perp (I - U U^T)`` with U (n,r) tracked. One step (paper, Algorithm 2), with gradient G, mu the
-    momentum, b = beta2, tau the precondition_frequency and c_a = sqrt(max(1, rows / cols))::
+    ``U S U^T + mu_perp (I - U U^T)`` with U (n,r) tracked. A step moves the weight by (paper, Algorithm 2)::
 
-        (1) M <- mu M + G;  G^ = G + mu M;  G^par = G^ U;  G^perp = G^ - G^par U^T
-        (2) W <- (1 - lr * weight_decay) W - lr * [c_a NS(L^-1/2 G^perp) + alpha_kl L^-1/2 G^par S^-1/2 U^T]
-        (3) G~ = G U;  G_perp = G - G~ U^T;  dL = (G~ S^-1 G~^T + G_perp G_perp^T / mu_perp) / n;  dS = G~^T L^-1 G~ / m
-            lambda_L, lambda_S <- EMAs of diag Q_L^T dL Q_L, diag Q_S^T dS Q_S     (dL, dS with the state before)
-            mu_perp            <- EMA of tr(G_perp^T L^-1 G_perp) / (m (n - r))    (with the new lambda_L)
-            L <- b L + (1 - b) dL                                       (dL with the new lambda_S, mu_perp)
-            S <- b S + (1 - b) dS                                       (dS with the new lambda_L)
-        (4) U_+ = qr(b U S + (1 - b)/m G^T L^-1 G U)                    (with the new S, lambda_L)
-            T = U^T U_+;  S <- T^T S T;  Q_S <- T^T Q_S;  U <- U_+
-        (5) every tau steps: Q_L <- qr(L Q_L);  Q_S <- qr(S Q_S)
+        W <- (1 - lr * weight_decay) W - lr * [c_a NS(L^-1/2 G^perp) + alpha_kl L^-1/2 G^par S^-1/2 U^T]
 
-    L^-1/2 = Q_L diag(lambda_L^-1/2) Q_L^T, likewise S^-1/2; NS is Newton-Schulz orthogonalisation.
+    where G^ is the momentum gradient, G^par = G^ U, G^perp = G^ - G^par U^T, NS is Newton-Schulz orthogonalisation, and
+    c_a = sqrt(max(1, rows / cols)). docs/algorithm.md has all of it.
 
     The first usable gradient of a weight only initialises its state. A non-finite gradient leaves its matrix alone.
     Groups with ``algorithm="adamw"`` go to PyTorch's AdamW; :func:`prokl.param_groups` makes them. docs/settings.md
@@ -134,7 +125,11 @@ class KLShampoo(MatrixOptimizer):
         momentum: weight of the gradient EMA.
         beta2: weight of the EMAs of the preconditioner.
         precondition_frequency: steps between refreshes of the eigenbases.
-        state_dtype, bf16_weights, backend, maximize, process_group: as in :class:`ProKLShampoo`.
+        state_dtype: as in :class:`ProKLShampoo`.
+        bf16_weights: likewise.
+        backend: likewise.
+        maximize: likewise.
+        process_group: likewise.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
         preset: "paper" is the authors' form: init_eigenvalue=0.1, clip_threshold=None, where these are not given.
         advanced: as in :class:`ProKLShampoo`, without Newton-Schulz's. ``eps`` damps the product of both sides once.

@@ -59,6 +59,57 @@ def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
     assert (tmp_path / "spectra.png").stat().st_size > 1000
 
 
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+
+class GPT(nn.Module):
+    def __init__(self, width=768, vocabulary=50304):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(12))
+        self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+
+def test_the_groups_that_are_shown_are_printed_so():
+    with torch.device("meta"):
+        groups = prokl.param_groups(GPT(), lr=0.02, adamw_lr=3e-3)
+    (shown,) = re.findall(r"```\n(parameter .*?)```", README, re.DOTALL)
+    assert str(groups).rstrip() == shown.rstrip()
+
+
+def test_the_readme_is_read_in_two_minutes():
+    """About 120 lines, 14 words a sentence and 4 numbers per 100 words, no section longer than a screen."""
+    assert len(README.splitlines()) <= 125
+    assert max(len(section.splitlines()) for section in re.split(r"^## ", README, flags=re.MULTILINE)) <= 40
+    prose = re.sub(r"```.*?```|^\|.*?$|^#.*?$|^!\[.*?$|<!--.*?-->", "", README, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", prose))
+    sentences = [s for s in re.split(r"(?<=[.:;?])\s+|\n\n|\n- ", prose) if re.search(r"\w", s)]
+    words = [len(re.findall(r"[\w'’-]+", s)) for s in sentences]
+    numbers = len(re.findall(r"(?<![\w-])\d[\d.,:]*", prose))
+    assert sum(words) / len(words) <= 14
+    assert 100 * numbers / sum(words) <= 4
+
+
+@pytest.mark.parametrize("page", ["index", "groups", "checkpoints"])
+def test_the_blocks_of_the_guide_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text("utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        model = nn.ModuleDict(
+            {"qkv": nn.Linear(6, 18), "router": nn.Linear(6, 4), "special": nn.Linear(6, 5), "gate_up": nn.Linear(6, 8)}
+        )
+        model.w1 = nn.Parameter(torch.ones(6, 4))
+        wrapped = nn.ModuleDict({"block": model})
+        optimizer = prokl.ProKLShampoo(prokl.param_groups(wrapped, lr=0.02, adamw_lr=3e-3))
+        exec(block, {"model": wrapped, "optimizer": optimizer})
+
+
 def test_the_removed_lines_are_adamw():
     assert "-optimizer = torch.optim.AdamW(" in README
 

@@ -1,43 +1,74 @@
-"""The figure of :mod:`bench.lengths`: validation loss along the runs of one length."""
+"""The figures of :mod:`bench.lengths`: validation loss along the runs of one length, against steps and seconds."""
 
 from pathlib import Path
 
+import numpy as np
+from matplotlib.axes import Axes
 from pandas import DataFrame
 
 from bench.drawing import plt, save, tidy
 from bench.experiments.figures import curve, fit
 from bench.lengths.protocol import FORMS
-from bench.lengths.tables import Compared, curves_of, judged, step_ms, units
+from bench.lengths.tables import MAIN, Compared, curves_of, judged, step_ms, units
 from bench.optimizers import OPTIMIZERS
 
 STEPS = 1600
-SHOWN = ("adamw", "muon", "muon-0.9", "kl-shampoo", "kl-shampoo-0.9", "pro-klshampoo")
+OURS = "pro-klshampoo"
+APART = 0.06
+"""Least distance of two names at the ends of lines, as a share of the height."""
 
 
-def draw(path: Path, found: DataFrame, curves: DataFrame, steps: int = STEPS) -> None:
-    """Draw tuned methods' loss against steps and seconds, a line of panels per model; bands are one standard error.
+def draw(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", steps: int = STEPS) -> None:
+    """Draw the main methods' loss, each tuned, a panel per model; bands are one standard error.
 
-    Seconds are steps times what one takes, as in the table of shares.
+    Args:
+        path: of the file.
+        found: the rows. curves: their losses along the way.
+        x: "step", or "seconds": steps times what one takes, as in the table of shares.
+        steps: length of the runs.
     """
     losses, every_ms = units(found), step_ms(found)
     models = list(dict.fromkeys(unit.model for unit in losses))
-    figure, grid = plt.subplots(len(models), 2, figsize=(11, 3.8 * len(models)), squeeze=False, layout="constrained")
-    for line, model in zip(grid, models, strict=True):
+    figure, panels = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.8), squeeze=False, layout="constrained")
+    for axes, model in zip(panels[0], models, strict=True):
         compared = Compared(losses, model, steps)
-        best = {form: unit for form in SHOWN if (unit := compared.tuned[form].unit)}
+        best = {form: unit for form in MAIN if (unit := compared.tuned[form].unit)}
         seeds = judged(set.intersection(*(set(compared.at_best(form).index) for form in best)) if best else ())
+        ends = {}
         for form, unit in best.items():
             its = curves_of(curves, unit)
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
-            own = OPTIMIZERS[unit.hyper().method]
-            style = {"color": own.colour, "lw": 1.6, "label": f"{FORMS[form].label}, lr {unit.lr:.2g}"}
-            style["ls"] = "--" if FORMS[form].label != own.label else "-"
-            for axes, x in zip(line, ("step", "seconds"), strict=True):
-                curve(axes, its, x, "validation_loss", **style)
+            colour = OPTIMIZERS[unit.hyper().method].colour
+            faint = {} if form == OURS else {"alpha": 0.6}
+            curve(
+                axes,
+                its,
+                x,
+                "validation_loss",
+                label=FORMS[form].label,
+                color=colour,
+                lw=2.4 if form == OURS else 1.3,
+                **faint,
+            )
+            if drawn := axes.get_lines():
+                ends[form] = drawn[-1].get_xydata()[-1], colour
         of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-        for axes, label in zip(line, ("steps", "seconds of training"), strict=True):
-            axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
-            fit(axes)
-            tidy(axes)
-        line[1].legend(frameon=False, fontsize="small", loc="upper right")
+        label = "steps" if x == "step" else "seconds of training"
+        axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
+        fit(axes)
+        tidy(axes)
+        if x == "step":
+            _name_ends(axes, ends)
+        else:
+            axes.legend(frameon=False)  # ends lie beside each other here
     save(figure, path)
+
+
+def _name_ends(axes: Axes, ends: dict[str, tuple[np.ndarray, str]]) -> None:
+    """Write the name of every line right of its end, in its colour, no two over each other."""
+    low, high = axes.get_ylim()
+    below = -np.inf
+    for form, ((right, loss), colour) in sorted(ends.items(), key=lambda end: end[1][0][1]):
+        below = max(loss, below + APART * (high - low))
+        bold = "bold" if form == OURS else "normal"
+        axes.annotate(FORMS[form].label, (right, below), (6, -4), textcoords="offset points", color=colour, weight=bold)

@@ -15,6 +15,8 @@ from bench.rows import RESULTS, frame
 CURVES = RESULTS / "lengths-curves.csv"
 REFERENCES = ("muon", "kl-shampoo")
 """Whose final losses the others' steps are counted to."""
+MAIN = ("adamw", "muon", "soap", "kl-shampoo", "pro-klshampoo")
+"""The methods that are shown first."""
 AS_QUICK = 1.5
 """Of two runs on one machine one may be so much slower; the machines differ by two."""
 
@@ -115,6 +117,17 @@ def losses_table(found: DataFrame, selecting: bool) -> str:
     lengths = [name for one in every if any((name := f"{one.model}, {one.steps:,}") in cells for cells in lines)]
     columns = ["optimizer", "to tune", *lengths, "step, ms", "state, MB", "seeds"]
     return table(DataFrame(lines, columns=columns).fillna("-"), 2)
+
+
+def short_table(found: DataFrame, steps: int) -> str:
+    """Return the tuned losses of the main methods at one length, by model: means of the seeds that rates are not on."""
+    every = [one for one in _compared(found) if one.steps == steps]
+    lines = []
+    for form in MAIN:
+        tuned = {one.model: one.at_best(form) for one in every}
+        means = {model: f"{its[judged(its.index, False)].mean():.3f}" for model, its in tuned.items() if len(its)}
+        lines.append({"optimizer": FORMS[form].label} | means)
+    return table(DataFrame(lines).fillna("-"), 1)
 
 
 def settings_table(found: DataFrame) -> str:

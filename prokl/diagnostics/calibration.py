@@ -21,7 +21,8 @@ def alpha_kl_bracket(
     holds where all of the complement's whitened update lies in one direction, the upper one where it is spread evenly.
 
     Args:
-        rows, cols: the weight's shape as PyTorch holds it.
+        rows: of the weight, as PyTorch holds it.
+        cols: its columns.
         rank: r; as in the optimizer at most min(m, n - 1) of it counts.
         adjust_lr_fn: as in the optimizer; "match_rms_adamw" scales both parts, and c_a is 1.
 

@@ -44,8 +44,11 @@ def plot(
     Needs matplotlib; opens no window and leaves its backend alone.
 
     Args:
+        optimizer: as in :func:`scalars`.
         path: file to write, in the format that its suffix says; None writes none.
-        optimizer, model, rank, phi: as in :func:`scalars`.
+        model: as in :func:`scalars`.
+        rank: likewise.
+        phi: likewise.
 
     Returns:
         The figure, for ``SummaryWriter.add_figure`` or ``wandb.Image``; before the first step it only says so.
