@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from build_page import LINK, ROOT, repository
 from mkdocs.structure.files import File, Files
+
+from build_page import LINK, ROOT, repository
 
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
 

@@ -101,9 +101,8 @@ def test_the_blocks_of_the_guide_run(page, tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text("utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
-        model = nn.ModuleDict(
-            {"qkv": nn.Linear(6, 18), "router": nn.Linear(6, 4), "special": nn.Linear(6, 5), "gate_up": nn.Linear(6, 8)}
-        )
+        sizes = {"qkv": 18, "router": 6, "special": 6, "gate_up": 18, "lm_head": 7}
+        model = nn.ModuleDict({name: nn.Linear(6, size) for name, size in sizes.items()})
         model.w1 = nn.Parameter(torch.ones(6, 4))
         wrapped = nn.ModuleDict({"block": model})
         optimizer = prokl.ProKLShampoo(prokl.param_groups(wrapped, lr=0.02, adamw_lr=3e-3))
