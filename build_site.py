@@ -14,6 +14,8 @@ from mkdocs.structure.files import File, Files
 
 from build_page import LINK, ROOT, repository
 
+ROLE = re.compile(r":(?:func|class|mod|meth|data):(?=<code>)")
+"""Of Sphinx in docstrings, which Markdown does not know."""
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
 
 
@@ -40,3 +42,8 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
         return f"[{text}]({address}/blob/HEAD/{inside}{'#' * bool(anchor)}{anchor})" if address else text
 
     return LINK.sub(elsewhere, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Take Sphinx's roles and double colons out of what came from docstrings."""
+    return ROLE.sub("", html).replace("::</p>", ":</p>")

@@ -28,7 +28,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "peers")
+        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "peers", "results")
     ),
 )
 PRIMITIVES = ("24x256x256", "12x256x1024")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import prokl
+from bench import tables
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -119,6 +120,11 @@ def test_linked_files_exist_and_no_placeholder_is_left(document):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (document.parent / target).exists(), target
     assert not re.search(r"@[A-Z_]+@", text)
+
+
+def test_every_page_with_a_recorded_table_is_compared_with_the_rows():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert {page for page in pages if "<!-- table " in page.read_text("utf-8")} == {*tables.DOCUMENTS}
 
 
 def test_public_names_are_all_mentioned():
