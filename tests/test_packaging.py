@@ -43,6 +43,11 @@ def test_sdist_holds_what_builds_the_extension(built):
 
 
 @pytest.mark.slow
+def test_what_is_uploaded_passes_twine(built):
+    run(sys.executable, "-m", "twine", "check", "--strict", *sorted(built[1].iterdir()), cwd=built[1])
+
+
+@pytest.mark.slow
 def test_wheel_requires_torch_alone_and_its_page_links_to_no_file(built):
     (text,) = (text for name, text in contents(*built[1].glob("*.whl")).items() if name.endswith("METADATA"))
     metadata = email.message_from_bytes(text)
