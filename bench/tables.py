@@ -21,14 +21,13 @@ from bench.lengths import figure
 from bench.lengths import tables as lengths
 from bench.model import tables as model
 from bench.rows import RESULTS, frame
-from bench.tasks import tables as tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "peers", "results")
+        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "results")
     ),
 )
 PRIMITIVES = ("24x256x256", "12x256x1024")
@@ -75,8 +74,6 @@ TABLES: dict[str, Callable[[], str]] = {
             ("step-model", "step_model.csv", model.totals),
             ("step-model-parts", "step_model.csv", model.parts),
             ("scale", "scale.csv", model.scaled),
-            ("tasks", "tasks.csv", tasks.outcomes),
-            ("tasks-details", "tasks.csv", tasks.details),
             *(
                 (f"sensitivity-{varied}", "sensitivity.csv", partial(experiments.sensitivity_table, varied=varied))
                 for varied in experiments.VARIED
