@@ -1,11 +1,11 @@
 """Benchmarks of prokl; run from a checkout, never installed.
 
-Commands are the modules of this folder: ``pretrain`` and ``experiments`` train; ``step`` and ``memory`` measure whole
-steps, ``pytest bench`` stages and kernels; ``compile_report`` compiles; ``summary`` and ``tables`` show what was
-recorded in ``results``; ``c4`` makes data. What they are built from:
+Commands are the modules of this folder: ``pretrain``, ``experiments`` and ``ablations`` train; ``step`` and ``memory``
+measure whole steps, ``pytest bench`` stages and kernels; ``compile_report`` compiles; ``summary`` and ``tables`` show
+what was recorded in ``results``; ``c4`` makes data. What they are built from:
 
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
-* ``disturbances``: what spikes, silence and other scales of gradients do; a command like those above.
+* ``ablations``: variants x seeds, by one schema of rows; ``paired``: their differences.
 * ``training``: data, one training loop; ``experiments``: the paper's tables and figures, ``pretrain`` the smallest.
 * ``steps``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first; ``timing_tables``: its tables.
 * ``compiled``: launches of kernels, and what the compilers make of them and of csrc.

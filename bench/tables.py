@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import digits, hypotheses, one_rate, precision, robustness, timing_tables, trials
+from bench import timing_tables, trials
+from bench.ablations import tables as ablations
 from bench.command import command, options
-from bench.disturbances import tables as disturbances
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
 from bench.lengths import figure
@@ -48,22 +48,23 @@ TABLES: dict[str, Callable[[], str]] = {
             ("workspace", "memory.csv", partial(timing_tables.memory, metric="workspace")),
             ("divided", "divided.csv", timing_tables.divided),
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
-            ("disturbances-steps", "disturbances.csv", disturbances.steps_table),
-            ("disturbances-losses", "disturbances.csv", disturbances.losses_table),
-            ("one-rate", "one-rate.csv", one_rate.losses_table),
-            ("digits", "digits.csv", digits.losses_table),
-            ("hypotheses-former", "hypotheses.csv", partial(hypotheses.changes_table, base=hypotheses.FORMER)),
-            ("hypotheses-seeds", "hypotheses.csv", hypotheses.seeds_table),
-            ("hypotheses", "hypotheses.csv", partial(hypotheses.changes_table, base=hypotheses.DEFAULTS)),
+            *(
+                (f"disturbances-{part}", "disturbances.csv", partial(ablations.disturbances_table, lines=lines))
+                for part, lines in (("steps", ablations.DISTURBED), ("losses", ablations.LOSSES))
+            ),
+            ("undisturbed", "undisturbed.csv", ablations.bounded_table),
+            ("one-rate", "one-rate.csv", ablations.rates_table),
+            ("digits", "digits.csv", ablations.digits_table),
             ("size", "size.csv", trials.size_table),
             ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
             ("results", "lengths.csv", partial(lengths.short_table, steps=figure.STEPS)),
             ("lengths-first", "lengths.csv", partial(lengths.losses_table, selecting=True)),
-            ("robustness", "robustness.csv", robustness.losses_table),
+            ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", lengths.settings_table),
             ("lengths-reached", "lengths.csv", lengths.reached_table),
-            ("update-sizes", "one-rate.csv", one_rate.sizes_table),
-            ("precision", "precision.csv", precision.losses_table),
+            ("update-sizes", "one-rate.csv", ablations.sizes_table),
+            ("drift", "drift.csv", ablations.drift_table),
+            *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
             ("alpha-kl", "alpha-kl.csv", alpha.table),
             ("memory-cost", "memory-cost.csv", cost.table),
             ("main", "main.csv", experiments.main_table),

@@ -1,7 +1,7 @@
 """Gradients that are no ordinary ones: by default no step is longer than three usual ones and idle experts come back.
 
-The cases are those of `bench.disturbances`, on small weights; the paper's form fails them, so that these tests can.
-The runs of a GPT are too long for a test: what was measured stands in bench/results/disturbances.csv.
+The cases are those of `bench.ablations`, on small weights; the paper's form fails them, so that these tests can. The
+runs of a GPT are too long for a test: what was measured stands in bench/results/disturbances.csv.
 """
 
 import math
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bench import rows
-from bench.disturbances import experts, gpt, steps
-from bench.disturbances.__main__ import CASES
-from bench.disturbances.forms import FORMS, OWN, Form, bounded, paper
-from bench.disturbances.steps import Case
+from bench.ablations import disturbed, experts
+from bench.ablations.disturbed import Case
+from bench.ablations.forms import FORMS, OWN, Form, bounded, paper
+from bench.ablations.studies import CASES, DISTURBANCES
 from bench.optimizers import CLIP
 
 LONGEST = 3.0  # usual steps
@@ -41,7 +41,7 @@ SLOW = pytest.mark.slow
 
 @cache
 def figures(case, form, backend):
-    return steps.figures(case, form, backend=backend)
+    return disturbed.figures(case, form, backend=backend)
 
 
 def longest(case, form, backend):
@@ -124,7 +124,7 @@ def test_recorded_are_all_cases_of_all_forms_from_unchanged_trees(recorded):
 
 def recorded_lengths(recorded, form, *cases):
     """The steps of a form in usual ones."""
-    after = f"largest of the next {steps.AFTER}"
+    after = f"largest of the next {disturbed.AFTER}"
     metrics = ("first step", after, "row's first step", f"row's {after}", "largest step")
     return [x for (case, _, metric, by), x in recorded.items() if by == form and case in cases and metric in metrics]
 
@@ -133,11 +133,11 @@ def recorded_lengths(recorded, form, *cases):
 def test_recorded_steps_are_at_most_three_usual_ones(recorded, method):
     found = recorded_lengths(recorded, bounded(method), *CASES)
     figures_of = {False: 2, True: 4}  # a row's own steps, too
-    assert len(found) == sum(1 if case.lasting else figures_of[case.rows is not None] for case in steps.CASES)
+    assert len(found) == sum(1 if case.lasting else figures_of[case.rows is not None] for case in disturbed.CASES)
     assert max(found) <= LONGEST
 
 
-@pytest.mark.parametrize("case", dict.fromkeys(case.name for case in steps.CASES))
+@pytest.mark.parametrize("case", dict.fromkeys(case.name for case in disturbed.CASES))
 @pytest.mark.parametrize("method", UNBOUNDED)
 def test_recorded_steps_of_the_papers_form_are_longer_in_every_case(recorded, method, case):
     assert max(recorded_lengths(recorded, paper(method), case)) > LONGEST
@@ -160,7 +160,7 @@ def test_recorded_disturbed_runs_end_no_worse_than_muons(recorded, method, case)
         return loss(case, form) - loss("undisturbed", form)
 
     def loss(case, form):
-        return recorded[case, gpt.DISTURBANCES[case][0], "validation loss", form]
+        return recorded[case, DISTURBANCES[case][0], "validation loss", form]
 
     muon, own = Form("muon"), bounded(method)
     assert lost(own) <= lost(muon)

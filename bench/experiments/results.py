@@ -6,17 +6,16 @@ from statistics import fmean
 
 import numpy as np
 from pandas import DataFrame
-from scipy import stats
 
 from bench.experiments.protocol import Kind, Tuning, paper_range
 from bench.experiments.study import Study
 from bench.experiments.units import Result
 from bench.optimizers import Hyper
+from bench.paired import CONFIDENCE, paired
 from bench.rows import Row
 from bench.training.run import Record
 
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
-CONFIDENCE = 0.95
 Found = Mapping[Kind, list[Result]]
 """Results by seed."""
 
@@ -30,19 +29,6 @@ def seconds_to(record: Record, target: float) -> float:
         return math.nan
     part = slice(max(0, reached - 1), reached + 1)
     return float(np.interp(-target, np.negative(losses[part]), seconds[part]))
-
-
-def paired(losses: Sequence[float], minus: Sequence[float]) -> tuple[float, float, bool]:
-    """Compare final losses, paired by seed.
-
-    Returns:
-        Mean of the differences, its standard error, and whether a two-sided t test tells it from 0 at CONFIDENCE.
-    """
-    difference = np.subtract(losses, minus)
-    if len(difference) < 2:
-        return float(difference.mean()), math.nan, False
-    decided = stats.ttest_rel(losses, minus).pvalue < 1 - CONFIDENCE
-    return float(difference.mean()), float(stats.sem(difference)), bool(decided)
 
 
 def rows_of(
@@ -157,14 +143,14 @@ def curve_rows(study: Study, results: Found, timed: bool) -> list[Row]:
 def ordering_rows(study: Study, start: str | float, claims: Sequence[tuple[Kind, Kind]], results: Found) -> list[Row]:
     """Return what the paper found, (lower loss, higher loss), beside the difference here, paired by seed.
 
-    "agrees" and "contradicts" are decided differences (:func:`paired`), "undecided" all others. The first seed is also
-    the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
+    "agrees" and "contradicts" are decided differences (:mod:`bench.paired`), "undecided" all others. The first seed is
+    also the one that hyper-parameters were selected on, so that it may flatter what was searched longest.
     """
     rows = []
     for lower, higher in claims:
-        mean, error, decided = paired(*([r.record.final_loss for r in results[kind]] for kind in (higher, lower)))
-        verdict = "agrees" if mean > 0 else "contradicts"
+        apart = paired(*([r.record.final_loss for r in results[kind]] for kind in (higher, lower)))
+        verdict = "agrees" if apart.mean > 0 else "contradicts"
         named = {"model": study.scale.name, "start": start, "lower": lower.label, "higher": higher.label}
-        found = {"difference": mean, "difference_se": error, "seeds": " ".join(map(str, study.seeds))}
-        rows.append(named | found | {"confidence": CONFIDENCE, "verdict": verdict if decided else "undecided"})
+        found = {"difference": apart.mean, "difference_se": apart.error, "seeds": " ".join(map(str, study.seeds))}
+        rows.append(named | found | {"confidence": CONFIDENCE, "verdict": verdict if apart.decided else "undecided"})
     return rows

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.disturbances.forms import Form
+from bench.ablations.forms import Form
 from bench.optimizers import OPTIMIZERS
 from bench.rows import Row
 

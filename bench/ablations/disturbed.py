@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.disturbances.forms import Form
+from bench.ablations.forms import Form
 from bench.rows import Row
 
 BEFORE = 60

@@ -1,0 +1,100 @@
+"""One study: ``python -m bench.ablations NAME``; its rows go to NAME.csv.
+
+A run has one thread of a CPU; nothing here is timed. What the file has is not trained again, so that the same command
+goes on where it was stopped.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from bench import command, rows
+from bench.ablations.runs import measure
+from bench.ablations.studies import STUDIES
+from bench.ablations.study import Unit
+from bench.workers import one_run_each
+
+FILTERS = {"models": "model", "optimizers": "optimizer", "variants": "variant"}
+"""Field of a unit by option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train every variant of a study on every seed."""
+
+    study: Annotated[
+        tyro.conf.Positional[Literal[tuple(STUDIES)]],  # type: ignore[valid-type]
+        tyro.conf.arg(help="; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())),
+    ]
+    out: Path = rows.RESULTS  # Folder of the results file
+    models: tuple[str, ...] = ()  # Some of them; all if not given, as of what follows
+    optimizers: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = ()  # Others than the study's
+    steps: int | None = None  # Of every run, instead of the study's
+    jobs: int = 1  # Runs at a time
+    again: bool = False  # Train also what the file has
+
+    def __post_init__(self) -> None:
+        command.at_least(1, steps=self.steps, jobs=self.jobs)
+        command.distinct(models=self.models, optimizers=self.optimizers, variants=self.variants, seeds=self.seeds)
+        every = list(STUDIES[self.study].units(self.study))
+        for option, name in FILTERS.items():
+            having = dict.fromkeys(getattr(unit, name) for unit in every)
+            if unknown := [one for one in getattr(self, option) if one not in having]:
+                raise command.UsageError(f"--{option} {unknown[0]} is none of {', '.join(having)}; give one of these")
+
+    @property
+    def units(self) -> list[Unit]:
+        """What was asked for."""
+        every = list(STUDIES[self.study].units(self.study, self.seeds, self.steps))
+        for option, name in FILTERS.items():
+            if chosen := getattr(self, option):
+                every = [unit for unit in every if getattr(unit, name) in chosen]
+        return every
+
+
+def found(units: Sequence[Unit], jobs: int) -> Iterator[list[rows.Row]]:
+    """Yield the rows of every unit as it ends."""
+    if jobs == 1:
+        yield from map(measure, units)
+        return
+    with one_run_each(jobs) as pool:
+        for future in as_completed([pool.submit(measure, unit) for unit in units]):
+            yield future.result()
+
+
+def run(o: Options) -> None:
+    """Train what is missing, print and write."""
+    study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
+    recorded = [] if o.again else rows.read(path)
+    missing = [unit for unit in o.units if not study.known(unit, recorded)]
+    print(f"{len(missing)} of {len(o.units)} runs are not in {path}", flush=True)
+    for its in found(missing, o.jobs):
+        rows.upsert(path, its, key=tuple(study.key(missing[0])))
+        for row in its:
+            print(f"seed {row['seed']}, {rows.describe(row)}", flush=True)
+
+
+@command.command
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    threads = torch.get_num_threads()
+    try:
+        o = command.options(Options, argv, "bench.ablations")
+        command.make_file(o.out / f"{o.study}.csv")
+        torch.set_num_threads(1)
+        run(o)
+        return 0
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

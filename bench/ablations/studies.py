@@ -1,0 +1,243 @@
+"""The studies, each a few lines: what is trained, what its variants change, and what is watched."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench import rows
+from bench.ablations import digits, disturbed, experts, language
+from bench.ablations.forms import FORMS, Form, bounded
+from bench.ablations.language import SMALL, TINY
+from bench.ablations.study import Settings, Study, Unit
+from bench.experiments.protocol import RANKED
+from bench.experiments.scales import DEMO
+from bench.lengths import protocol
+from bench.optimizers import OPTIMIZERS, Hyper
+from bench.training.run import nothing
+
+BYTE_GPT = DEMO.name
+OURS = ("pro-klshampoo", "kl-shampoo")
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def by_default(model: str, method: str) -> Hyper:
+    """Return a method at the rates of :mod:`bench.optimizers`, at rank 16."""
+    own = OPTIMIZERS[method]
+    return Hyper(method, own.lr, OPTIMIZERS["adamw"].lr, rank=SMALL.largest if method in RANKED else None)
+
+
+def tuned(model: str, form: str) -> Hyper:
+    """Return a form of bench.lengths at its defaults."""
+    return protocol.FORMS[form].default
+
+
+def same(variants: Mapping[str, Settings]) -> Callable[[str, str], Mapping[str, Settings]]:
+    """Return variants that are those of every model and optimizer."""
+    return lambda model, optimizer: variants
+
+
+# bfloat16 weights: "plain" rounds to nearest; AdamW's, of all but matrices, in bfloat16 too or in float32.
+MODES = ("plain", "stochastic", "master")
+STORED: dict[str, Settings] = {
+    "float32": {},
+    **{mode: {"bf16_weights": mode, "dtypes": (BF16, BF16)} for mode in MODES},
+    **{f"{mode}, AdamW's in float32": {"bf16_weights": mode, "dtypes": (BF16, F32)} for mode in MODES},
+}
+
+
+def stored(model: str, method: str) -> Mapping[str, Settings]:
+    """Return how weights are stored, at the rate of the recorded runs."""
+    lr = {"pro-klshampoo": 0.02}.get(method, OPTIMIZERS[method].lr)
+    return {name: {"lr": lr, **settings} for name, settings in STORED.items()}
+
+
+def read_as(model: str, method: str) -> Mapping[str, Settings]:
+    """Return how q, k and v may be read: q, k and v in one weight, or hidden matrices as if stored (in, out)."""
+    heads = TINY[model].config.heads
+    return {
+        "separate": {},
+        "fused, whole": {"pieces": None},
+        "fused, three": {"pieces": 3},
+        "fused, by head": {"pieces": 3 * heads},
+        "separate, taken for (in, out)": {"transposed": True},
+    }
+
+
+# One lr for all groups in AdamW's units, or one for the matrices in the method's own beside AdamW's.
+MATCHED, ORIGINAL = "match_rms_adamw", "original"
+ONE = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+OWN = {"pro-klshampoo": (1e-2, 2e-2, 3e-2, 6e-2, 1.2e-1), "kl-shampoo": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)}
+
+
+def rates(model: str, method: str) -> Mapping[str, Settings]:
+    """Return the rates of a method; one alone where only the size of updates is of interest."""
+    beside = OPTIMIZERS["adamw"].lr
+    if method == "adamw":
+        return {f"{lr:g}": {"lr": lr, "adamw_lr": None} for lr in ONE}
+    if method == "subspace-only":
+        return {f"{OPTIMIZERS[method].lr:g} {ORIGINAL}": {"adjust_lr_fn": ORIGINAL}}
+    matched = {
+        f"{lr:g} {MATCHED}": {"lr": lr, "adamw_lr": lr, "adjust_lr_fn": MATCHED}
+        for lr in (ONE if method in OWN else (beside,))
+    }
+    return matched | {f"{lr:g} {ORIGINAL}": {"lr": lr} for lr in OWN.get(method, ())}
+
+
+# The defaults with one thing changed at a time.
+USUAL = "as it is"
+EXPERTS, EXPERT_TOKENS, LAST = "experts of 4 tokens, r = 8", 4, 20
+"""A case, the tokens of each expert in a step, and the last steps whose mean is its loss."""
+LLAMA = TINY["llama-tiny"]
+
+
+def changed(model: str, form: str) -> Mapping[str, Settings]:
+    """Return what is changed: rate, rank, batch, scale of the loss, start, width; experts are a task of their own."""
+    if model == "experts":
+        return {EXPERTS: {}}
+    lr = protocol.FORMS[form].default.lr
+    return {
+        USUAL: {},
+        "lr × 1/2": {"lr": lr / 2},
+        "lr × 2": {"lr": lr * 2},
+        **{f"rank {rank}": {"rank": rank} for rank in (4, 8, 16, 32, 64) if form in RANKED},
+        "batch × 1/4": {"batch": LLAMA.batch // 4},
+        "batch × 4": {"batch": LLAMA.batch * 4},
+        "loss × 1e-3": {"factor": lambda name, step: 1e-3},
+        "loss × 1e3": {"factor": lambda name, step: 1e3},
+        "projections start at zero": {"zero": ("o_proj.weight", "down_proj.weight")},
+        "width 192": {"width": 192},
+        "width 384": {"width": 384},
+    }
+
+
+def robust(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
+    """Yield the rows of a changed run, or of experts that see fewer tokens than r."""
+    if unit.model != "experts":
+        yield from language.figures(TINY, tuned, nothing, unit, settings)
+        return
+    form, lr = bounded(unit.optimizer) if unit.optimizer != "muon" else Form("muon"), tuned("", unit.optimizer).lr
+    found = experts.losses(form, unit.steps, 0, 0, EXPERT_TOKENS, lr)
+    rank = experts.RANK if unit.optimizer in RANKED else None
+    yield {"rank": rank, "lr": lr, "metric": "training loss", "unit": "1", "median": sum(found[-LAST:]) / LAST}
+
+
+# Gradients that are no ordinary ones: a layer without any for 200 steps, all of them 3,000 times as large.
+SILENT, SPIKES = range(100, 300), range(100, 400, 80)
+DISTURBANCES: dict[str, tuple[str, Callable[[str, int], float]]] = {
+    "undisturbed": ("", lambda name, step: 1.0),
+    "layer": ("200 steps", lambda name, step: 0.0 if step in SILENT and name.startswith("blocks.1.") else 1.0),
+    "spikes": ("3000 times", lambda name, step: 3000.0 if step in SPIKES else 1.0),
+}
+"""Value, as rows have it, and factor, by case of the GPT."""
+CASES = (*dict.fromkeys(case.name for case in disturbed.CASES), "experts", *DISTURBANCES)
+
+
+def form_of(name: str) -> Form:
+    """Return an optimizer of the disturbances by its name, such as "kl-shampoo none"."""
+    return Form(*name.split())
+
+
+def disturb(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
+    """Yield the rows of a case: one weight's steps, the experts, or the GPT."""
+    form = form_of(unit.optimizer)
+    if unit.variant == "experts":
+        yield from experts.measure(form)
+    elif unit.variant not in DISTURBANCES:
+        yield from disturbed.measure(unit.variant, form)
+    else:
+        value, factor = DISTURBANCES[unit.variant]
+        method = Unit(unit.study, BYTE_GPT, form.optimizer, unit.variant, unit.seed, unit.steps)
+        more: dict[str, Any] = {"factor": factor, **form.bound}
+        source = language.data(SMALL.config.context)
+        of = {"seed": unit.seed, "steps": unit.steps, "data": source.name, "data_sha256": source.sha256}
+        for row in language.figures({BYTE_GPT: SMALL}, by_default, nothing, method, more):
+            yield form.row(unit.variant, value, row["metric"], row["unit"], row.get("median", torch.inf), **of) | row
+
+
+def of_case(unit: Unit) -> rows.Row:
+    """Return what tells the rows of a disturbance from those of others."""
+    form = form_of(unit.optimizer)
+    return {"case": unit.variant, "optimizer": form.optimizer, "clip_threshold": form.clip_threshold}
+
+
+def of_digits(model: str, form: str) -> Mapping[str, Settings]:
+    """Return the default rate and rates beside it, by their factor."""
+    return {f"{factor:g}": {"lr": protocol.FORMS[form].default.lr * factor} for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
+
+
+SMALL_ONLY = {BYTE_GPT: SMALL}
+KEPT = {
+    "float32": {"constant": True},
+    "bfloat16 state": {"constant": True, "state_dtype": "bfloat16"},
+    "bfloat16 weights": {"constant": True, "model_dtype": BF16},
+}
+STUDIES = {
+    "bf16": Study(
+        "what bfloat16 weights cost in loss",
+        (BYTE_GPT,),
+        OURS,
+        stored,
+        partial(language.figures, SMALL_ONLY, by_default, nothing),
+        seeds=(0, 1, 2),
+    ),
+    "drift": Study(
+        "whether bases drift in a long run",
+        (BYTE_GPT,),
+        OURS,
+        same(KEPT),
+        partial(language.figures, SMALL_ONLY, by_default, partial(language.watch_drift, 500)),
+        steps=5000,
+    ),
+    "fused": Study(
+        "the recorded runs with q, k and v read otherwise",
+        tuple(TINY),
+        OURS,
+        read_as,
+        partial(language.figures, TINY, language.recorded, nothing),
+        seeds=(0, 1, 2, 3),
+    ),
+    "precision": Study(
+        "the recorded runs with products as exact as float32, and with those that a GPU's kernels take",
+        tuple(TINY),
+        OURS[:1],
+        same({name: {"precision": name} for name in ("faithful", "balanced")}),
+        partial(language.figures, TINY, language.recorded, nothing),
+        seeds=tuple(range(8)),
+    ),
+    "undisturbed": Study(
+        "the recorded runs again, and how many of their gradients are bounded",
+        (*TINY, BYTE_GPT),
+        OURS,
+        same({"": {}}),
+        partial(language.figures, TINY | {BYTE_GPT: DEMO}, language.recorded, language.watch_bounded),
+        seeds=(0, 1, 2, 3),
+    ),
+    "one-rate": Study(
+        "one lr for all groups, or two",
+        (BYTE_GPT,),
+        ("adamw", *OURS, "muon", "complement-only", "smok-hop", "subspace-only"),
+        rates,
+        partial(language.figures, SMALL_ONLY, by_default, language.watch_sizes),
+        steps=200,
+    ),
+    "robustness": Study(
+        "the defaults with one thing changed at a time",
+        (LLAMA.name, "experts"),
+        ("pro-klshampoo", "muon"),
+        changed,
+        robust,
+    ),
+    "digits": Study(
+        "images instead of text", ("mixer",), tuple(protocol.FORMS), of_digits, digits.figures, seeds=(0, 1, 2)
+    ),
+    "disturbances": Study(
+        "spikes, silence and other scales of gradients",
+        ("",),
+        tuple(f"{form.optimizer} {form.clip_threshold}".strip() for form in FORMS),
+        same(dict.fromkeys(CASES, {})),
+        disturb,
+        key=of_case,
+    ),
+}

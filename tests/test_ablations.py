@@ -1,0 +1,387 @@
+"""``bench.ablations``: a variant changes what it says and nothing else, and its rows are paired by seed."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from pandas import DataFrame
+
+from bench import rows
+from bench.ablations import __main__ as ablations
+from bench.ablations import digits, disturbed, experts, language, tables
+from bench.ablations.disturbed import Case
+from bench.ablations.forms import FORMS, Form, bounded, paper
+from bench.ablations.studies import STUDIES, by_default, changed, read_as, same, stored, tuned
+from bench.ablations.study import Study, Unit
+from bench.paired import paired
+from bench.training.run import Run
+from bench.training.sources import open_source
+from tests.experiments import HYPERS, MICRO
+
+MUON, ADAMW = Form("muon"), Form("adamw")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the gradient of the optimizer " * 200)
+    return open_source(path, MICRO.config.context)
+
+
+# Statistics
+
+
+@pytest.mark.parametrize(("factor", "decided"), [(0.999, False), (1.001, True)])
+def test_a_difference_is_paired_and_decided_beyond_students_quantile(factor, decided):
+    # 2.571 in the printed tables for six seeds; deviations with mean 0 and standard error 1.
+    spread = [x * math.sqrt(5) for x in (-1.0, 1.0, -1.0, 1.0, -1.0, 1.0)]
+    found = paired([7.0 + 2.5706 * factor + x for x in spread], [7.0] * 6)
+    assert found.mean == pytest.approx(2.5706 * factor) and found.error == pytest.approx(1)
+    assert found.upper == pytest.approx(2.5706 * (factor + 1), rel=1e-4) and found.decided is decided
+
+
+def test_one_seed_or_one_that_diverged_decides_nothing():
+    assert paired([2.0], [1.0]).mean == 1.0 and math.isnan(paired([2.0], [1.0]).error)
+    assert not paired([2.0], [1.0]).decided and not paired([math.nan, 2.0, 2.0], [1.0, 1.0, 1.0]).decided
+
+
+def cells(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+
+
+def test_differences_are_on_the_seeds_that_both_have():
+    named = {"model": "m", "optimizer": "muon", "metric": "validation loss"}
+    values = {"usual": {0: 2.0, 1: 3.0, 2: 9.0}, "other": {0: 2.5, 1: 3.7}, "once": {1: 2.0}}
+    found = [named | {"value": v, "seed": s, "median": x} for v, its in values.items() for s, x in its.items()]
+    assert cells(tables.differences_table(DataFrame(found))) == [
+        ["m", "Muon", "usual", "3", "4.6667 ± 2.1858", "-", "-"],
+        ["m", "Muon", "other", "2", "3.1000 ± 0.6000", "+0.6000 ± 0.1000", "+1.8706"],  # 12.706 is the quantile
+        ["m", "Muon", "once", "1", "2.0000", "-1.0000", "-"],
+    ]
+
+
+def test_the_default_rate_is_paired_with_the_best_over_the_seeds_with_every_rate():
+    factors = [float(name) for name in STUDIES["digits"].variants("mixer", "muon")]
+    found = [{"optimizer": "muon", "seed": 2, "value": "1", "metric": "test loss", "median": 9.0}] + [
+        {"optimizer": "muon", "seed": seed, "value": f"{factor:g}", "metric": metric, "median": value}
+        for seed, offset in ((0, 0.0), (1, 0.5))
+        for factor in factors
+        for metric, value in (("test loss", offset + abs(factor - 2)), ("test errors", 0.01))
+    ]
+    (line,) = cells(tables.digits_table(DataFrame(found).assign(steps=tables.STEPS)))
+    assert line == ["Muon", "2.000", "1.750", "1.250", "0.250", "2.250", "1.000 ± 0.000", "1.0 ± 0.0", "2"]
+
+
+def test_the_papers_form_stands_in_parentheses_and_the_largest_metric_counts():
+    figures = {bounded("pro-klshampoo"): (1.25, 2.5), paper("pro-klshampoo"): (12345.0, math.inf), MUON: (1.0, 0.5)}
+    found = DataFrame(
+        form.row("spike", "7 times", metric, "usual steps", figure)
+        for form in FORMS
+        for metric, figure in zip(tables.LENGTHS, figures.get(form, (1.0, 1.0)), strict=True)
+    )
+    (line,) = cells(tables.disturbances_table(found, tables.DISTURBED))
+    assert line[:3] == ["one gradient larger, 7 times", "2.50 (not finite)", "1.00 (1.00)"] and line[-2] == "1.00"
+    shown = [(math.nan, 2), (12.34, 2), (12345.6, 2), (6.7e11, 2), (14.0, 0)]
+    assert [tables.short(*one) for one in shown] == ["-", "12.3", "12,346", "7e11", "14"]
+
+
+# The command
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A study that takes no time, and its runs."""
+    ran = []
+
+    def figures(unit, settings):
+        ran.append((unit.optimizer, unit.variant, unit.seed))
+        yield {"metric": "validation loss", "unit": "nats", "median": settings["x"] + unit.seed}
+
+    study = Study("", ("m",), ("muon", "adamw"), same({"usual": {"x": 1}, "other": {"x": 2}}), figures, seeds=(0, 1))
+    monkeypatch.setitem(STUDIES, "precision", study)
+    return ran
+
+
+def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(quick, tmp_path, monkeypatch):
+    arguments = ["precision", "--out", str(tmp_path), "--optimizers", "muon"]
+    assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
+    assert quick == [("muon", v, seed) for seed in (1, 0) for v in ("usual", "other")]
+    found = rows.read(tmp_path / "precision.csv")
+    assert [(r["value"], r["seed"], r["median"]) for r in found] == [
+        ("usual", "1", "2"), ("other", "1", "3"), ("usual", "0", "1"), ("other", "0", "2"),
+    ]  # fmt: skip
+    assert {(r["model"], r["steps"], r["threads"], r["device"]) for r in found} == {("m", "400", "1", "cpu")}
+    assert ablations.main([*arguments, "--variants", "other", "--again"]) == 0
+    assert quick[4:] == [("muon", "other", 0), ("muon", "other", 1)]
+    assert len(rows.read(tmp_path / "precision.csv")) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "nonsense"),
+        (["bf16", "--models", "gpt5"], "--models gpt5 is none of byte-gpt"),
+        (["bf16", "--variants", "float8"], "--variants float8 is none of float32, plain"),
+        (["bf16", "--seeds", "1", "1"], "--seeds names one twice"),
+        (["bf16", "--steps", "0"], "--steps 0: must be a whole number >= 1"),
+        (["bf16", "--out", __file__], "cannot be made"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(arguments, says, capsys):
+    assert ablations.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and says in error and error.count("\n") == 1
+
+
+def test_rows_are_known_by_the_studies_own_keys():
+    """What is recorded is what a study would train: the first model, optimizer, variant and seed of each."""
+    for name, study in STUDIES.items():
+        recorded = rows.read(rows.RESULTS / f"{name}.csv")
+        assert study.known(next(study.units(name)), recorded), name
+        assert set(recorded[0]) <= rows.COLUMNS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("study", "arguments", "metrics"),
+    [
+        ("bf16", ["--variants", "float32", "stochastic", "master, AdamW's in float32"], {"validation loss"}),
+        ("fused", ["--models", "llama-tiny", "--optimizers", "kl-shampoo"], {"validation loss"}),
+        ("precision", ["--models", "llama-tiny"], {"validation loss"}),
+        ("undisturbed", ["--models", "llama-tiny"], {"validation loss", "bounded gradients"}),
+        ("one-rate", ["--optimizers", "muon", "subspace-only"], {"validation loss", "update rms"}),
+        ("robustness", ["--variants", "experts of 4 tokens, r = 8"], {"training loss"}),
+        ("digits", ["--optimizers", "muon", "--variants", "1"], {"test loss", "test errors"}),
+        ("disturbances", ["--variants", "spikes", "--optimizers", "muon", "kl-shampoo none"], {"validation loss"}),
+    ],
+)
+def test_every_study_trains(study, arguments, metrics, tmp_path):
+    assert ablations.main([study, "--seeds", "0", "--steps", "21", "--out", str(tmp_path), *arguments]) == 0
+    found = rows.read(tmp_path / f"{study}.csv")
+    assert {row["metric"] for row in found} == metrics and all(row["median"] for row in found)
+
+
+@pytest.mark.slow
+def test_only_a_state_in_bfloat16_keeps_bases_that_are_rounded_to_it(monkeypatch):
+    run = partial(language.figures, {"byte-gpt": language.SMALL}, by_default, partial(language.watch_drift, 6))
+    worst = {}
+    for form, settings in STUDIES["drift"].variants("byte-gpt", "kl-shampoo").items():
+        found = list(run(Unit("drift", "byte-gpt", "kl-shampoo", form, 0, 12), settings))
+        looks = [row for row in found if "step" in row]
+        assert {row["metric"] for row in looks} == {
+            "orthogonality of Q_L", "orthogonality of Q_R", "training loss", "bounded steps",
+        }  # fmt: skip
+        assert {row["step"] for row in looks} == {6, 12}
+        worst[form] = max(row["median"] for row in looks if "orth" in row["metric"])
+    assert worst["float32"] < 1e-4 and worst["bfloat16 weights"] < 1e-4 < worst["bfloat16 state"] < 0.5
+
+
+# What variants change
+
+
+def begun(monkeypatch, source, scale, hyper, settings):
+    """The trainee of a variant before its first step, with gradients."""
+    seen = []
+
+    def stop(run):
+        (trainee,) = run.trainees
+        trainee.loss(trainee.model, *run.validation[0]).backward()
+        seen.append((run, trainee))
+        raise StopIteration
+
+    monkeypatch.setattr(Run, "advance", stop)
+    with pytest.raises(StopIteration):
+        language.train(scale, hyper, 0, settings, source=source)
+    return seen[0]
+
+
+CHANGED = {  # what of a run each case changes, beside the usual one
+    "lr × 1/2": {"lr": 0.5},
+    "batch × 4": {"batch": 4.0},
+    "loss × 1e-3": {"gradient": 1e-3},
+    "width 192": {"width": 2.0},
+    "projections start at zero": {"zero": True},
+    "rank 4": {"rank": 4},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source):
+    def look(case):
+        settings = dict(changed("llama-tiny", "pro-klshampoo")[case])
+        hyper = {key: settings.pop(key) for key in ("lr", "rank") if key in settings}
+        own = language.replace(tuned("", "pro-klshampoo"), **hyper)
+        run, trainee = begun(monkeypatch, source, language.TINY["llama-tiny"], own, settings)
+        weights, group = dict(trainee.model.named_parameters()), trainee.optimizers[0].param_groups[0]
+        assert trainee.peak_lrs[0][0] == group["lr"]
+        return {
+            "lr": group["lr"],
+            "rank": group["rank"],
+            "batch": run.settings.batch,
+            "width": run.settings.model.width,
+            "zero": not weights["blocks.0.o_proj.weight"].any() and not weights["blocks.3.down_proj.weight"].any(),
+            "gradient": float(weights["embedding.weight"].grad.norm()),
+        }
+
+    usual, own = look("as it is"), look(name)
+    for key, factor in CHANGED[name].items():
+        expected = usual[key] * factor if isinstance(factor, float) else factor
+        assert own[key] == pytest.approx(expected, rel=1e-5) and own[key] != usual[key]
+    if "gradient" in CHANGED[name] or not {"zero", "width", "batch"} & CHANGED[name].keys():
+        assert own["gradient"] == pytest.approx(usual["gradient"] * CHANGED[name].get("gradient", 1.0), rel=1e-5)
+    others = {"lr", "rank", "batch", "width", "zero"} - CHANGED[name].keys()
+    assert all(own[key] == usual[key] for key in others)
+
+
+def test_fused_weights_start_as_the_three_do_and_are_read_as_told(monkeypatch, source):
+    variants = read_as("llama-tiny", "pro-klshampoo")
+    h = tuned("", "pro-klshampoo")
+    losses = {}
+    for name, settings in variants.items():
+        run, trainee = begun(monkeypatch, source, language.TINY["llama-tiny"], h, settings)
+        losses[name] = float(trainee.loss(trainee.model, *run.validation[0]).detach())
+        group = trainee.optimizers[0].param_groups[0]
+        assert set(group.get("split") or [None]) == {None, settings.get("pieces")}
+        assert bool(group.get("transposed")) is ("(in, out)" in name)
+    assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-6)
+
+
+def test_weights_are_stored_as_told_and_the_model_computes_in_float32(monkeypatch, source):
+    for name, settings in stored("byte-gpt", "pro-klshampoo").items():
+        settings = {key: value for key, value in settings.items() if key != "lr"}
+        _, trainee = begun(monkeypatch, source, MICRO, HYPERS["pro"], settings)
+        groups = trainee.optimizers[0].param_groups
+        dtypes = {group["algorithm"]: {p.dtype for p in group["params"]} for group in groups}
+        matrices, others = settings.get("dtypes", (torch.float32, torch.float32))
+        assert dtypes == {"matrix": {matrices}, "adamw": {others}}, name
+        modes = {group["bf16_weights"] for group in groups if group["algorithm"] == "matrix"}
+        assert modes == {settings.get("bf16_weights", "stochastic")}
+        assert trainee.model(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("settings", [{"nonsense": 1}, {"precision": "balanced"}])
+def test_what_nobody_changes_is_an_error(settings, monkeypatch, source):
+    with pytest.raises(KeyError, match="nonsense|precision"):
+        language.train(MICRO, HYPERS["muon"], 0, settings, source=source)
+
+
+@pytest.mark.parametrize("key", ["muon", "pro"])
+def test_every_gradient_of_a_model_is_disturbed_in_its_step(key, source):
+    seen = []
+
+    def factor(name, step):
+        seen.append((step, name))
+        return 0.0
+
+    still = language.train(MICRO, HYPERS[key], 0, {"factor": factor}, source=source).record.final_loss
+    assert sorted({step for step, _ in seen}) == list(range(MICRO.steps))
+    assert len(seen) == len(set(seen)) and (0, "blocks.0.q_proj.weight") in seen and (0, "embedding.weight") in seen
+    for of, settings, moved in (("kl", {"factor": lambda name, step: 0.0}, False), (key, {}, True)):
+        other = language.train(MICRO, HYPERS[of], 0, settings, source=source).record.final_loss
+        assert (other != still) is moved
+
+
+def test_a_diverged_run_has_no_loss_and_a_note(source, monkeypatch):
+    monkeypatch.setattr(language, "data", lambda context: source)
+    unit = Unit("", "m", "adamw", "", 0, MICRO.steps)
+    settings = {"factor": lambda name, step: math.inf}
+    (row,) = language.figures({"m": MICRO}, lambda m, o: HYPERS["adamw"], lambda t: lambda step: None, unit, settings)
+    assert row["note"] == "diverged" and "median" not in row
+
+
+# Disturbances
+
+
+class Gradients(torch.optim.SGD):
+    """Each step is the gradient, so that what the weight got can be read off."""
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    monkeypatch.setattr(Form, "build", lambda self, weights, lr, rank=None, **settings: Gradients(weights, lr))
+
+
+def test_gradients_are_multiplied_where_a_case_says_so_and_steps_counted_from_there(plain):
+    case = Case("spike", "", (2, 3), (100.0,), scale=0.5)
+    each, finite = disturbed.run(case, MUON)
+    generator = torch.Generator().manual_seed(disturbed.SEED)
+    expected = [0.5 * torch.randn(2, 3, generator=generator) for _ in case.every]
+    expected[disturbed.BEFORE] *= 100
+    torch.testing.assert_close(each, torch.stack(expected).norm(dim=2).double())
+    usual = each.norm(dim=1)[disturbed.BEFORE - disturbed.AFTER : disturbed.BEFORE].mean()
+    found = disturbed.figures(case, MUON)
+    assert finite and found["first step"] == (float(each[disturbed.BEFORE].norm() / usual), "usual steps")
+    assert found["largest of the next 30"][0] == pytest.approx(
+        float(each[disturbed.BEFORE + 1 :].norm(dim=1).max() / usual)
+    )
+
+
+def test_a_silent_row_is_the_first_alone_and_what_counts_is_its_return(plain):
+    case = Case("row", "", (2, 3), (0.0,) * 4, returning=True, rows=1)
+    each, _ = disturbed.run(case, MUON)
+    silent = each[disturbed.BEFORE : disturbed.BEFORE + 4]
+    assert not silent[:, 0].any() and silent[:, 1].all() and each[case.start :].all()
+    own = float(each[case.start, 0] / each[disturbed.BEFORE - disturbed.AFTER : disturbed.BEFORE, 0].mean())
+    assert disturbed.figures(case, MUON)["row's first step"] == (pytest.approx(own), "usual steps")
+
+
+def test_another_scale_for_good_is_as_usual_when_it_stays_so(monkeypatch):
+    sizes = torch.tensor([1.0] * disturbed.BEFORE + [3.0, 1.0, 1.2, 1.05, 0.95])[:, None].double()
+    monkeypatch.setattr(disturbed, "run", lambda *given, **settings: (sizes, True))
+    case = Case("scale", "", (1, 1), (2.0,) * 5, lasting=True)
+    found = disturbed.figures(case, MUON)
+    assert found["largest step"][0] == pytest.approx(3) and found["as usual again after"] == (3, "steps")
+    sizes[-1] = 2
+    assert math.isnan(disturbed.figures(case, MUON)["as usual again after"][0])
+
+
+@pytest.mark.parametrize(("step", "finite"), [(math.nan, True), (1.0, False)])
+def test_what_is_not_finite_is_infinite(step, finite, monkeypatch):
+    sizes = torch.tensor([1.0] * disturbed.BEFORE + [1.0, step])[:, None].double()
+    monkeypatch.setattr(disturbed, "run", lambda *given, **settings: (sizes, finite))
+    assert disturbed.figures(Case("spike", "", (1, 1), (2.0,)), MUON)["largest of the next 30"][0] == math.inf
+
+
+def test_experts_without_tokens_have_gradients_of_zero_and_stay_where_they_are(monkeypatch):
+    seen = []
+
+    class Watched(Gradients):
+        def step(self):
+            seen.append([p.grad.flatten(1).any(dim=1) for group in self.param_groups for p in group["params"]])
+
+    monkeypatch.setattr(Form, "build", lambda self, weights, lr, rank: Watched(weights, lr))
+    found = experts.losses(ADAMW, before=1, idle=1, after=1)
+    half = experts.EXPERTS // 2
+    for layer in range(2):
+        before, idle, after = (step[layer] for step in seen)
+        assert before.all() and after.all() and idle[:half].all() and not idle[half:].any()
+    assert len(found) == 3 and experts.losses(MUON, before=1, idle=1, after=1) == pytest.approx(found)
+
+
+# Digits
+
+
+def test_images_move_by_at_most_a_pixel_and_background_comes_in():
+    images = torch.zeros(200, 8, 8)
+    images[:, 3, 5] = 1.0
+    moved = digits.shifted(images, torch.Generator().manual_seed(0))
+    assert moved.shape == images.shape and torch.equal(moved.sum((1, 2)), torch.ones(200))
+    assert {tuple(at[1:].tolist()) for at in moved.nonzero()} == {(row, col) for row in (2, 3, 4) for col in (4, 5, 6)}
+
+
+def test_patches_are_squares_of_the_image():
+    model, image = digits.Model(), torch.arange(64.0).reshape(1, 8, 8)
+    seen = []
+    model.patches.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    model(image)
+    assert seen[0].shape == (1, 16, 4) and seen[0][0, 1].tolist() == [2, 3, 10, 11]
+
+
+def test_digits_are_learnt_the_same_again():
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
+    lr = tuned("", "pro-klshampoo").lr
+    begun = digits.trained("pro-klshampoo", lr, 0, 1)
+    loss, errors = digits.trained("pro-klshampoo", lr, 0, 12)
+    assert loss < begun[0] and errors < 0.9
+    assert digits.trained("pro-klshampoo", lr, 0, 12) == (loss, errors)
