@@ -8,7 +8,7 @@ what was recorded in ``results``; ``c4`` makes data. What they are built from:
 * ``ablations``: variants x seeds, by one schema of rows; ``paired``: their differences.
 * ``training``: data, one training loop; ``experiments``: the paper's tables and figures, ``pretrain`` the smallest.
 * ``steps``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first; ``timing_tables``: its tables.
-* ``compiled``: launches of kernels, and what the compilers make of them and of csrc.
+* ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.
 * ``models``, ``presets``, ``shapes``, ``costs``, ``rates``: models, the paper's settings, counts, the machine's rates.
 * ``markdown``, ``drawing``: tables and figures.
 """

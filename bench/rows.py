@@ -43,8 +43,7 @@ KEYS = {
     **_columns(whole="ranks place"),
     # Compiled code.
     **_columns("source kernel config arch"),
-    # Part of a modelled step.
-    **_columns("stage path precision"),
+    **_columns("precision"),
     # Of one weight, one seed, one step, or one line of a table.
     **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
     **_columns("metric unit dtype shapes"),
@@ -68,7 +67,7 @@ VALUES = {
     **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions outcome detail", "multiplications loop_waits load_bytes store_bytes"),
-    **_columns(whole="buckets launches", real="gflop gb ms_brief ms_tiles"),
+    **_columns(whole="buckets launches", real="gflop gb ms"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
 lower bound in the same unit; ``_se`` is a standard error, ``_upper`` the end of an interval at ``confidence``."""

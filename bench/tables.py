@@ -15,20 +15,17 @@ from pathlib import Path
 from bench import timing_tables, trials
 from bench.ablations import tables as ablations
 from bench.command import command, options
+from bench.compile_report.tables import steps_table
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
 from bench.lengths import figure
 from bench.lengths import tables as lengths
-from bench.model import tables as model
 from bench.rows import RESULTS, frame
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(
-        ROOT / "docs" / f"{name}.md"
-        for name in ("benchmarks", "distributed", "experiments", "findings", "gpu", "results")
-    ),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "gpu", "results")),
 )
 PRIMITIVES = ("24x256x256", "12x256x1024")
 """Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
@@ -72,9 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("main-sweep", "main-sweep.csv", experiments.sweep_table),
             ("ablation", "ablation.csv", experiments.ablation_table),
             ("ablation-orderings", "ablation-orderings.csv", experiments.orderings_table),
-            ("step-model", "step_model.csv", model.totals),
-            ("step-model-parts", "step_model.csv", model.parts),
-            ("scale", "scale.csv", model.scaled),
+            ("step-model", "model.csv", steps_table),
             *(
                 (f"sensitivity-{varied}", "sensitivity.csv", partial(experiments.sensitivity_table, varied=varied))
                 for varied in experiments.VARIED

@@ -1,5 +1,8 @@
 """Blocks of DTensors: what this package reads off placements is what PyTorch puts on every rank."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prokl.distributed.blocks import Block, blocks, check_placements, homes, rows, whole
-from prokl.distributed.ownership import Home
+from prokl.distributed.ownership import Home, Weight, divide
+from prokl.distributed.weights import Divided
 
 SHAPES = [(12, 8), (5, 8), (1, 3), (7, 6, 5), (4, 3, 3, 2)]
 MESHES = [(4,), (2, 3), (2, 2, 2)]
@@ -89,3 +93,18 @@ def test_a_sum_that_is_still_to_be_made_is_refused():
 
     with pytest.raises(ValueError, match="w is a DTensor with placement .*must be Shard or Replicate: redistribute"):
         check_placements("w", [Shard(0), Partial()])
+
+
+def test_each_rank_with_copies_of_shards_sends_about_what_others_do():
+    """An owner gives each shard to one of its copies, which passes it on to the others."""
+    world, node, shape = 64, 8, (64, 64)
+    held = list(blocks(shape, (world // node, node), (Replicate(), Shard(0))))
+    found = homes(shape, False, held)
+    sent = [0] * world
+    for parts in divide([Weight(1, 1.0, found)] * world, [0.0] * world):
+        own = Divided(torch.empty(shape, device="meta"), SimpleNamespace(size=world, index=-1), parts, held, False)
+        for block, part, sender, holders in own.routes():
+            elements = math.prod(block.shape)
+            sent[part.owner] += elements * (sender != part.owner)
+            sent[sender] += 2 * elements * (sender != part.owner) + elements * (len(holders) - 1)
+    assert max(sent) <= 1.05 * sum(sent) / world

@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("setuptools")
 
-from bench import compile_report  # noqa: E402
 from bench.command import UsageError  # noqa: E402
-from bench.compiled import csrc, ptx  # noqa: E402
-from bench.compiled.launches import Launch, Pointer, describe  # noqa: E402
-from bench.compiled.triton_kernels import (  # noqa: E402
+from bench.compile_report import __main__ as compile_report  # noqa: E402
+from bench.compile_report import csrc, ptx, trace  # noqa: E402
+from bench.compile_report.launches import Launch, Pointer, describe  # noqa: E402
+from bench.compile_report.triton_kernels import (  # noqa: E402
     ARCHITECTURES,
     COPIES,
     STAGE_BYTES,
@@ -26,7 +26,6 @@ from bench.compiled.triton_kernels import (  # noqa: E402
     every_launch,
 )
 from bench.micro.kernels import KERNELS as CASES  # noqa: E402
-from bench.model import trace  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from build_cuda import USUAL_ARCHITECTURES, toolkit  # noqa: E402
 from prokl import KLShampoo, ProKLShampoo  # noqa: E402
@@ -47,7 +46,7 @@ with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="ne
 SM_90 = """
 import json, os
 from dataclasses import asdict
-from bench.compiled.triton_kernels import report
+from bench.compile_report.triton_kernels import report
 
 if __name__ == "__main__":
     rows, wrong = report(os.cpu_count(), (90,))
@@ -65,7 +64,7 @@ def test_every_kernel_passes_the_checks_on_sm_90_and_the_committed_rows_are_thos
     wrong, rows = json.loads(done.stdout)
     assert wrong == []
     committed = [row for row in read(RESULTS / "aot.csv") if row["arch"] == "90"]
-    remedy = "run python -m bench.compile_report --only aot --out bench/results"
+    remedy = "run python -m bench.compile_report aot --out bench/results"
     if same := [row for row in committed if row["triton"] == rows[0]["triton"]]:
         assert same == rows, remedy
 
@@ -77,7 +76,7 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
     for version in {row["triton"] for row in rows}:
         own = [(row["kernel"], row["config"], int(row["arch"])) for row in rows if row["triton"] == version]
         assert own == [(*key, arch) for key in launches for arch in ARCHITECTURES], (
-            f"run python -m bench.compile_report --only aot --out bench/results with Triton {version}"
+            f"run python -m bench.compile_report aot --out bench/results with Triton {version}"
         )
     assert {row["kernel"] for row in rows} == set(NAMES)
     for row in rows:
@@ -256,8 +255,8 @@ def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
 COMPILED = """
 import re, torch
 from dataclasses import replace
-from bench.compiled.launches import recording, shapes
-from bench.compiled.triton_kernels import build, checked, record
+from bench.compile_report.launches import recording, shapes
+from bench.compile_report.triton_kernels import build, checked, record
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from unittest.mock import patch
@@ -311,7 +310,7 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
 
 
 CONTRACTED = """
-from bench.compiled.triton_kernels import build, record
+from bench.compile_report.triton_kernels import build, record
 from bench.micro.small import SMALL
 
 for case in SMALL:
@@ -331,7 +330,7 @@ def test_lanes_that_hold_one_sum_of_a_decision_hold_the_same_bits():
 
 @pytest.mark.slow
 def test_the_interpreter_is_refused():
-    done = run("bench.compile_report", "--only", "aot", TRITON_INTERPRET="1")
+    done = run("bench.compile_report", "aot", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "unset it" in done.stderr
 
 
@@ -406,28 +405,29 @@ def test_names_are_shortened_to_what_tells_kernels_apart():
 
 def test_without_nvcc_it_says_so_and_fails(monkeypatch, capsys):
     monkeypatch.setattr(toolkit, "find_nvcc", lambda environ: None)
-    assert compile_report.main(["--only", "csrc"]) == 2
+    assert compile_report.main(["csrc"]) == 2
     assert "nvcc was not found: put it on PATH" in capsys.readouterr().err
 
 
 def test_a_kernel_that_is_wrong_fails_the_command_and_is_still_written(monkeypatch, tmp_path, capsys):
     rows = [SUMS, replace(REVERSE, arch="90")]
     monkeypatch.setattr(csrc, "report", lambda jobs: rows)
-    monkeypatch.setitem(compile_report.REPORTS, "aot", lambda jobs: ([GOOD], []))
-    assert compile_report.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setitem(compile_report.REPORTS, "aot", lambda: ([vars(GOOD)], []))
+    assert compile_report.main(["csrc", "--out", str(tmp_path)]) == 1
+    assert compile_report.main(["aot", "--out", str(tmp_path)]) == 0
     assert [row["spill_stores"] for row in read(tmp_path / "csrc.csv")] == ["0", "52"]
     assert [row["instructions"] for row in read(tmp_path / "aot.csv")] == [GOOD.instructions]
     printed = capsys.readouterr()
     assert REVERSE.kernel in printed.err and SUMS.kernel not in printed.err
     rows.pop()
-    assert compile_report.main([]) == 0
+    assert compile_report.main(["csrc"]) == 0
 
 
 @with_nvcc
 def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(monkeypatch, tmp_path, capsys):
     (tmp_path / "wrong.cu").write_text("__global__ void kernel() { undeclared = 1; }\n")
     monkeypatch.setattr(csrc.build_cuda, "sources", lambda: [tmp_path / "wrong.cu"])
-    assert compile_report.main(["--only", "csrc"]) == 2
+    assert compile_report.main(["csrc"]) == 2
     error = capsys.readouterr().err
     assert "wrong.cu does not compile for sm_80" in error and '"undeclared" is undefined' in error
 
@@ -436,8 +436,8 @@ def test_a_source_that_does_not_compile_is_told_with_the_compiler_s_words(monkey
 @pytest.mark.slow
 @pytest.mark.skipif(extension.load()[0] is None, reason="needs the extension")
 def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
-    rows, wrong = compile_report.of_csrc(os.cpu_count())
-    assert wrong == []
+    rows = csrc.report(os.cpu_count())
+    assert not list(csrc.complaints(rows))
     committed = read(RESULTS / "csrc.csv")
     kernels = {
         name
@@ -446,7 +446,7 @@ def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
     }
     assert kernels and kernels == {row.kernel.partition("<")[0] for row in rows}
     assert {row.arch for row in rows} == set(USUAL_ARCHITECTURES)
-    remedy = "run python -m bench.compile_report --only csrc --out bench/results"
+    remedy = "run python -m bench.compile_report csrc --out bench/results"
     assert [(row["source"], row["kernel"], row["arch"]) for row in committed] == [
         (row.source, row.kernel, row.arch) for row in rows
     ], remedy
@@ -456,9 +456,9 @@ def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
 
 SMALLEST = """
 import torch
-from bench.compiled.launches import describe
-from bench.compiled.triton_kernels import build
-from bench.model import trace
+from bench.compile_report.launches import describe
+from bench.compile_report.triton_kernels import build
+from bench.compile_report import trace
 from bench.shapes import ParameterSet
 from prokl import KLShampoo, ProKLShampoo
 

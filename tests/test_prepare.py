@@ -8,7 +8,8 @@ from functools import partial
 
 import pytest
 
-from bench import prepare, unpack
+from bench.compile_report import __main__ as compile_report
+from bench.compile_report import pack
 from tests.commands import run_python
 
 NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -18,8 +19,7 @@ NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 def folder(tmp_path, monkeypatch):
     """A folder in the place of build/prepared."""
     found = tmp_path / "build" / "prepared"
-    monkeypatch.setattr(prepare, "FOLDER", found)
-    monkeypatch.setattr(unpack, "FOLDER", found)
+    monkeypatch.setattr(pack, "FOLDER", found)
     return found
 
 
@@ -31,11 +31,11 @@ def asked(monkeypatch):
     def fake(command, cwd=None, env=None):
         calls.append((command[1:], env))
         if "build_ext" in command:
-            built = prepare.Path(command[command.index("--build-lib") + 1], "prokl", NAME)
+            built = pack.Path(command[command.index("--build-lib") + 1], "prokl", NAME)
             built.parent.mkdir(parents=True, exist_ok=True)
             built.write_text("machine code")
-        if "bench.compiled.ahead" in command:
-            entry = prepare.Path(env["TRITON_CACHE_DIR"], "KEY")
+        if "bench.compile_report.ahead" in command:
+            entry = pack.Path(env["TRITON_CACHE_DIR"], "KEY")
             entry.mkdir()
             (entry / "some_kernel.source").write_text("text")
             (entry / "some_kernel.cubin").write_text("binary")
@@ -48,70 +48,70 @@ def asked(monkeypatch):
 def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked, capsys):
     (folder / "wheels").mkdir(parents=True)
     (folder / "wheels" / "old.whl").touch()
-    assert prepare.main(["--arch", "80"]) == 0
+    assert compile_report.main(["pack", "--arch", "80"]) == 0
     (pip, _), (build, built_with), (ahead, compiled_with) = asked
     assert pip[:4] == ["-m", "pip", "download", "-q"] and {"pybind11>=2.12", "ninja", "pytest"} < set(pip)
     assert not list((folder / "wheels").iterdir())
     assert (built_with["PROKL_CUDA_ARCHS"], built_with["PROKL_BUILD_CUDA"]) == ("80", "1")
     assert (folder / "extension" / NAME).read_text() == "machine code"
-    assert (folder / "extension" / unpack.SOURCES).read_text() == unpack.fingerprint()
-    assert ahead == ["-m", "bench.compiled.ahead", "80"] and "TRITON_INTERPRET" not in compiled_with
+    assert (folder / "extension" / pack.SOURCES).read_text() == pack.fingerprint()
+    assert ahead == ["-m", "bench.compile_report.ahead", "80"] and "TRITON_INTERPRET" not in compiled_with
     assert [path.name for path in (folder / "triton" / "KEY").iterdir()] == ["some_kernel.cubin"]
     assert capsys.readouterr().out.endswith(" MiB of at most 40\n")
 
 
 def test_what_takes_more_than_the_limit_is_an_error_that_names_the_largest(folder, asked, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "check_size", partial(prepare.check_size, limit=12))
-    assert prepare.main(["--only", "extension"]) == 2
+    monkeypatch.setattr(pack, "check_size", partial(pack.check_size, limit=12))
+    assert compile_report.main(["pack", "--only", "extension"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {folder} has 0.0 MiB: must be at most ") and said.count("\n") == 1
     for name, size in (("a", 5), ("b", 9), ("c", 7), ("d", 6)):
         (folder / name).write_bytes(bytes(size << 20))
-    with pytest.raises(prepare.UsageError, match=r"27\.0 MiB: must be at most 10\. .* b 9\.0 MiB, c 7\.0 MiB, d 6\.0"):
-        prepare.check_size(folder, limit=10 << 20)
-    assert prepare.check_size(folder, limit=28 << 20) > 27 << 20
+    with pytest.raises(pack.UsageError, match=r"27\.0 MiB: must be at most 10\. .* b 9\.0 MiB, c 7\.0 MiB, d 6\.0"):
+        pack.check_size(folder, limit=10 << 20)
+    assert pack.check_size(folder, limit=28 << 20) > 27 << 20
 
 
 def test_a_part_that_fails_ends_it(folder, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 3))
-    assert prepare.main(["--only", "wheels"]) == 2
+    assert compile_report.main(["pack", "--only", "wheels"]) == 2
     assert "error: pip download failed with exit status 3, see above" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--only", "torch"], ["--arch", "sm_90"], ["more"]], ids=" ".join)
 def test_wrong_arguments_are_told_in_one_line(arguments, folder, asked, capsys):
-    assert prepare.main(arguments) == 2
+    assert compile_report.main(["pack", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1 and not asked and not folder.exists()
 
 
 def test_help_needs_no_torch():
-    done = run_python("-c", "import sys; sys.modules['torch'] = None; import runpy; sys.argv = ['x', '--help']; "
-                      "runpy.run_module('bench.prepare', run_name='__main__')")  # fmt: skip
+    code = "import sys; sys.modules['torch'] = None; import runpy; sys.argv = ['x', 'pack', '--help']; "
+    done = run_python("-c", code + "runpy.run_module('bench.compile_report', run_name='__main__')")
     assert done.returncode == 0 and done.stdout.startswith("usage: ./run prepare")
 
 
 @pytest.fixture
 def checkout(tmp_path, folder, monkeypatch):
     """A checkout with csrc and a prepared extension, on a GPU that runs it."""
-    monkeypatch.setattr(unpack, "ROOT", tmp_path)
-    monkeypatch.setattr(unpack, "unsupported_reason", lambda: None)
+    monkeypatch.setattr(pack, "ROOT", tmp_path)
+    monkeypatch.setattr(pack, "unsupported_reason", lambda: None)
     (tmp_path / "prokl").mkdir()
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "qr.cu").write_text("code")
     own = folder / "extension"
     own.mkdir(parents=True)
     (own / NAME).write_text("machine code")
-    (own / unpack.SOURCES).write_text(unpack.fingerprint())
+    (own / pack.SOURCES).write_text(pack.fingerprint())
     return tmp_path
 
 
 def test_an_extension_that_fits_is_placed_and_marked(checkout, folder, monkeypatch, capsys):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(checkout / "cache"))
-    assert unpack.main([]) == 0
+    assert compile_report.main(["unpack"]) == 0
     assert capsys.readouterr().out == "extension: placed\n"
     assert (checkout / "prokl" / NAME).read_text() == "machine code"
-    assert (folder / "extension" / unpack.PLACED).exists()
+    assert (folder / "extension" / pack.PLACED).exists()
 
 
 def other_sources(checkout, own, monkeypatch):
@@ -123,7 +123,7 @@ def other_python(checkout, own, monkeypatch):
 
 
 def other_gpu(checkout, own, monkeypatch):
-    monkeypatch.setattr(unpack, "unsupported_reason", lambda: "cuda has compute capability 8.0")
+    monkeypatch.setattr(pack, "unsupported_reason", lambda: "cuda has compute capability 8.0")
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def other_gpu(checkout, own, monkeypatch):
 )
 def test_one_that_does_not_fit_is_not_left_there_and_is_built(change, why, checkout, folder, monkeypatch):
     own = folder / "extension"
-    (own / unpack.PLACED).touch()  # of a run before
+    (own / pack.PLACED).touch()  # of a run before
     change(checkout, own, monkeypatch)
-    said = unpack.place_extension(own)
+    said = pack.place_extension(own)
     assert said.startswith("not used: ") and why in said
-    assert not (own / unpack.PLACED).exists() and not list((checkout / "prokl").iterdir())
+    assert not (own / pack.PLACED).exists() and not list((checkout / "prokl").iterdir())
 
 
 def test_tools_come_from_the_wheels_alone(folder, asked):
-    assert unpack.install_tools(folder / "wheels") == "there"
+    assert pack.install_tools(folder / "wheels") == "there"
     ((arguments, _),) = asked
     assert {"--no-index", "--find-links", str(folder / "wheels"), "ninja"} < set(arguments)
 
 
 def test_without_a_folder_for_kernels_it_says_so(folder, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert unpack.main([]) == 2 and "TRITON_CACHE_DIR is not set" in capsys.readouterr().err
+    assert compile_report.main(["unpack"]) == 2 and "TRITON_CACHE_DIR is not set" in capsys.readouterr().err
 
 
 def test_entries_that_are_there_stay_and_others_name_their_new_files(tmp_path):
@@ -156,10 +156,10 @@ def test_entries_that_are_there_stay_and_others_name_their_new_files(tmp_path):
         (prepared / key).mkdir(parents=True)
         (prepared / key / "k.cubin").write_text(key)
         paths = {name: f"/elsewhere/{key}/{name}" for name in ("k.cubin", "k.source")}
-        (prepared / key / f"{unpack.GROUP}k.json").write_text(json.dumps({"child_paths": paths}))
+        (prepared / key / f"{pack.GROUP}k.json").write_text(json.dumps({"child_paths": paths}))
     (cache / "OLD").mkdir(parents=True)
-    assert unpack.copy_kernels(prepared, cache) == f"1 entries new in {cache}"
-    found = json.loads((cache / "NEW" / f"{unpack.GROUP}k.json").read_text())
+    assert pack.copy_kernels(prepared, cache) == f"1 entries new in {cache}"
+    found = json.loads((cache / "NEW" / f"{pack.GROUP}k.json").read_text())
     assert found == {"child_paths": {"k.cubin": str(cache / "NEW" / "k.cubin")}}
     assert not list((cache / "OLD").iterdir())
 
@@ -169,7 +169,7 @@ import sys
 import torch
 from unittest.mock import patch
 import triton
-from bench.compiled import ahead, triton_kernels
+from bench.compile_report import ahead, triton_kernels
 from bench.micro.case import Sizes, numbers
 from bench.micro.kernels import KERNELS
 from prokl.kernels import launch
@@ -202,7 +202,7 @@ def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory
     moved = shutil.move(made, tmp_path / "travelled")
     for text in moved.rglob("*.source"):
         text.unlink()
-    unpack.copy_kernels(moved, there)
+    pack.copy_kernels(moved, there)
     shutil.rmtree(moved)
     done = run_python("-c", COMPILE, "used", TRITON_CACHE_DIR=str(there))
     assert done.returncode == 0, done.stderr
@@ -210,7 +210,7 @@ def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory
 
 
 AHEAD = """
-from bench.compiled import ahead
+from bench.compile_report import ahead
 
 found = ahead.launches([ahead.SETS["gpt2-124m/4"]])[::16]
 ahead.launches = lambda sets: found

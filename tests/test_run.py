@@ -94,7 +94,7 @@ def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_bu
         if placed:
             (clone / "build" / "prepared" / "extension" / "placed").touch()
         log.unlink(missing_ok=True)
-        assert script("gpu", "--part", "first")[1] == ["-m bench.unpack", "-m bench.first"]
+        assert script("gpu", "--part", "first")[1] == ["-m bench.compile_report unpack", "-m bench.first"]
         build, cache = log.read_text().splitlines()[-1].split(" ")
         assert (build == "0") is placed and cache == str(clone / "build" / "triton")
 
@@ -102,7 +102,7 @@ def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_bu
 def test_prepare_takes_the_interpreter_as_it_is(script):
     assert script("prepare", "--only", "wheels", "--arch", "80") == (
         0,
-        ["-m bench.prepare --only wheels --arch 80"],
+        ["-m bench.compile_report pack --only wheels --arch 80"],
         "",
     )
 

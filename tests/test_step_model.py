@@ -5,19 +5,17 @@ Where a bound on launches is exceeded the step launches more than it did; where 
 
 import re
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bench import costs, rows, step_model
-from bench.compiled.launches import describe
+from bench import costs, rows
+from bench.compile_report import __main__ as compile_report
+from bench.compile_report import model, qr_counts, trace
+from bench.compile_report.launch_counts import KERNELS, Work
 from bench.counts import pro_klshampoo, pro_klshampoo_traffic, step_cost
-from bench.model import occupancy, qr_counts, rates, trace
-from bench.model.launch_counts import KERNELS, Work
-from bench.model.occupancy import programs_per_processor
 from bench.shapes import PAPER, SETS, ParameterSet
 from prokl import ProKLShampoo
 from prokl.algorithm.shapes import effective_rank
@@ -46,7 +44,7 @@ def traced(m, n, count=3, dtype=torch.bfloat16, rank=RANK, precision="balanced")
     return {kind: buckets[0] for kind, buckets in found.items()}
 
 
-@pytest.fixture(scope="module", params=step_model.PRECISIONS)
+@pytest.fixture(scope="module", params=model.PRECISIONS)
 def paper(request):
     """Launches of GPT-2 124M, bucket by bucket."""
     return trace.steps(SETS["gpt2-124m"], torch.bfloat16, RANK, request.param)
@@ -62,7 +60,7 @@ def test_every_kernel_has_its_work_counted():
     files = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
     kernels = {name for text in files for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", text)}
     assert set(KERNELS) == kernels
-    both = [trace.steps(SETS["gpt2-124m"], torch.bfloat16, RANK, precision) for precision in step_model.PRECISIONS]
+    both = [trace.steps(SETS["gpt2-124m"], torch.bfloat16, RANK, precision) for precision in model.PRECISIONS]
     launched = [e for found in both for bucket in found["refresh"] for e in bucket if e.launch]
     assert {e.kernel for e in launched} == kernels
     multiply = ("tl.dot", "add_product(")
@@ -75,7 +73,7 @@ def test_every_kernel_has_its_work_counted():
     assert {e.kernel for e in launched if e.work.flops} == with_dot
 
 
-@pytest.mark.parametrize("precision", step_model.PRECISIONS)
+@pytest.mark.parametrize("precision", model.PRECISIONS)
 @pytest.mark.parametrize("shape", [(24, 40), (20, 20)])
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
@@ -103,7 +101,7 @@ def comparable(event):
     return event.stage, event.kernel, event.work.bytes if event.kernel == trace.TORCH else None
 
 
-@pytest.mark.parametrize("precision", step_model.PRECISIONS)
+@pytest.mark.parametrize("precision", model.PRECISIONS)
 @pytest.mark.parametrize("m, n, rank", [(768, 3072, 128), (768, 768, 128), (100, 300, 37), (130, 131, 16)])
 def test_products_are_those_of_the_counts_stage_by_stage(m, n, rank, precision):
     count = 3
@@ -182,7 +180,7 @@ def test_a_pair_is_read_and_stored_as_two_planes_and_rows_energies_store_no_prod
     assert count * (3 * 4 * m * n + 4 * (m + n) * RANK + 4 * m * n) <= events["momentum", "momentum"][0]
 
 
-@pytest.mark.parametrize("dtype", step_model.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", model.DTYPES, ids=str)
 @pytest.mark.parametrize("m, n", [(768, 3072), (768, 768)])
 def test_a_step_moves_gradient_weight_and_state_at_least_once(m, n, dtype):
     events = traced(m, n, dtype=dtype)
@@ -285,89 +283,47 @@ def test_no_bucket_launches_more_than_it_did(paper):
         assert max(map(len, paper[kind])) <= most
 
 
-def test_no_launch_is_quicker_by_tiles_than_by_the_lower_bound(paper):
+def test_a_launch_takes_its_arithmetic_or_its_memory_and_no_less_than_a_launch(paper):
     for e in (e for bucket in paper["refresh"] for e in bucket):
-        assert rates.NODE <= rates.brief(e) <= rates.tiles(e), e
+        work = e.work
+        arithmetic = sum(flops / model.RATES[path] for path, flops in work.flops.items())
+        assert model.seconds(e) - model.LAUNCH == pytest.approx(max(arithmetic, work.bytes / model.BANDWIDTH), rel=1e-9)
+        no_work = replace(e, work=replace(work, bytes=0.0, flops={}))
+        assert model.seconds(no_work) == model.LAUNCH
 
 
-def test_a_program_more_than_there_is_room_for_takes_another_wave(paper):
-    e = next(e for e in paper["ordinary"][0] if e.stage == "direction" and e.kernel == "product")
-    room = rates.PROCESSORS * programs_per_processor(e.launch)
-
-    def seconds(programs):
-        flops = {path: own / e.work.programs * programs for path, own in e.work.flops.items()}
-        return rates.tiles(replace(e, work=replace(e.work, bytes=0.0, programs=programs, flops=flops))) - rates.NODE
-
-    assert seconds(1) == pytest.approx(seconds(room)) and seconds(room + 1) == pytest.approx(2 * seconds(room))
-
-
-@pytest.mark.parametrize(
-    "compiled, expected",
-    [
-        ([(120, 48)], 2),  # 65536 registers, 256 threads
-        ([(130, 48)], 1),
-        ([(64, 48)], 4),
-        ([(64, 100)], 2),  # 228 KiB, one more for each
-        ([(64, 48), (130, 48)], 1),  # nothing says which of them it is like
-        ([], 1),
-    ],
-)
-def test_a_processor_holds_what_registers_and_shared_memory_leave_room_for(paper, compiled, expected, monkeypatch):
-    e = next(e for e in paper["ordinary"][0] if e.stage == "direction" and e.kernel == "product")
-    own = describe(e.launch)
-    like = [(f"{own} {i}", registers, shared * 1024) for i, (registers, shared) in enumerate(compiled)]
-    like += [(f"{own} M:?", 255, 0), (own.replace("8 warps", "4 warps"), 255, 0)]  # odd sizes, another tile
-    monkeypatch.setattr(occupancy, "_compiled", lambda: {"product": like})
-    assert programs_per_processor(e.launch) == expected
-
-
-def test_what_multiplies_nothing_takes_its_bytes():
-    e = trace.Event("", trace.TORCH, Work(rates.BRIEF_BANDWIDTH / 1e3))
-    assert rates.brief(e) == pytest.approx(1e-3 + rates.NODE)
-
-
-@pytest.mark.parametrize("precision", step_model.PRECISIONS)
+@pytest.mark.parametrize("precision", model.PRECISIONS)
 @pytest.mark.parametrize("name", PAPER)
 def test_the_committed_rows_are_those_of_this_code(name, precision):
-    committed = [row for row in rows.read(rows.RESULTS / "step_model.csv") if row["model"] == name]
+    committed = [row for row in rows.read(rows.RESULTS / "model.csv") if row["model"] == name]
     committed = [row for row in committed if row["precision"] == precision]
-    found = [row for dtype in step_model.DTYPES for row in step_model.set_rows(SETS[name], dtype, precision)]
-    columns = [column for column in committed[0] if column not in ("device", *step_model.KNOWN)]
+    found = [row for dtype in model.DTYPES for row in model.set_rows(SETS[name], dtype, precision)]
     # Another torch may make other operators of an expression.
-    same = committed[0]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    kept = [{c: row[c] for c in columns} for row in committed if same or row["kernel"] != trace.TORCH]
-    fresh = [{c: rows.text(row.get(c)) for c in columns} for row in found if same or row["kernel"] != trace.TORCH]
-    assert kept == fresh, (
-        "run python -m bench.step_model --out bench/results/step_model.csv, then python -m bench.tables"
-    )
+    if committed[0]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]:
+        fresh = [{key: rows.text(value) for key, value in row.items()} for row in found]
+        remedy = "run python -m bench.compile_report model --out bench/results, then python -m bench.tables"
+        assert [{key: row[key] for key in fresh[0]} for row in committed] == fresh, remedy
 
 
-def test_the_command_writes_the_rows_of_the_sets_it_is_given_and_prints_their_totals(tmp_path, capsys):
-    path = tmp_path / "rows.csv"
-    assert step_model.main(["--sets", "gpt2-124m/4", "--parts", "--out", str(path)]) == 0
-    written, printed = rows.read(path), capsys.readouterr().out
-    assert {row["dtype"] for row in written} == {"bfloat16", "float32"}
-    assert {row["case"] for row in written} == {step_model.ORDINARY, step_model.ON_TOP}
-    assert {row["device"] for row in written} == {step_model.MODELLED}
-    assert {row["precision"] for row in written} == {*step_model.PRECISIONS}
-    own = [row for row in written if row["dtype"] == "bfloat16" and row["precision"] == "balanced"]
-    ordinary, refresh, both = (step_model.total(own, k, "launches") for k in ("ordinary", "refresh", "amortised"))
-    assert both == pytest.approx(0.9 * ordinary + 0.1 * refresh) and refresh > ordinary > 0
-    assert (
-        f"{ordinary:.0f} launches" in printed and f"{refresh:.0f} launches" in printed and "track_subspace" in printed
-    )
-    assert step_model.main(["--out", str(tmp_path)]) == 2
+def test_the_command_writes_the_rows_of_either_kind_of_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(model.report, "__defaults__", (("gpt2-124m/4",),))
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert compile_report.main(["model", "--out", str(tmp_path)]) == 0
+    written = rows.read(tmp_path / "model.csv")
+    named = [(row["dtype"], row["precision"], row["case"]) for row in written]
+    assert named == [
+        (dtype, precision, kind)
+        for dtype in ("bfloat16", "float32")
+        for precision in model.PRECISIONS
+        for kind in trace.KINDS
+    ]
+    assert {row["device"] for row in written} == {model.MODELLED}
 
 
 def test_the_committed_rows_are_of_all_models_and_within_the_bounds():
-    committed = rows.read(rows.RESULTS / "step_model.csv")
+    committed = rows.read(rows.RESULTS / "model.csv")
     assert tuple(dict.fromkeys(row["model"] for row in committed)) == PAPER
     assert {row["rank"] for row in committed} == {str(RANK)} and costs.NS_STEPS == 5
-    for name, precision in product(PAPER, step_model.PRECISIONS):
-        for dtype in ("bfloat16", "float32"):
-            own = [row for row in committed if (row["model"], row["precision"]) == (name, precision)]
-            own = [row for row in own if row["dtype"] == dtype]
-            buckets = int(own[0]["buckets"])
-            for kind, most in MOST_OF_A_MODEL.items():
-                launches = step_model.total(own, kind, "launches")
-                assert launches <= (most if precision == "before" else min(MOST[kind] * buckets, most))
+    for row in committed:
+        most = min(MOST[row["case"]] * int(row["buckets"]), MOST_OF_A_MODEL[row["case"]])
+        assert int(row["launches"]) <= most

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.compiled.launches import Launch, recording
-from bench.model import qr_counts
-from bench.model.launch_counts import KERNELS, Work
+from bench.compile_report import qr_counts
+from bench.compile_report.launch_counts import KERNELS, Work
+from bench.compile_report.launches import Launch, recording
 from bench.shapes import ParameterSet
 from prokl import ProKLShampoo
 from prokl.backends.cuda_qr import Kind

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.model.launch_counts import Work, ceil_div
+from bench.compile_report.launch_counts import Work, ceil_div
 
 PATH = "fp32"
 BLOCK = 128

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.compiled import ptx
-from bench.compiled.launches import Launch, describe, recording, shapes
+from bench.compile_report import ptx
+from bench.compile_report.launches import Launch, describe, recording, shapes
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
 from prokl.backends.triton_ops import TritonPrimitives

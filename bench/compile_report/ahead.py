@@ -1,9 +1,10 @@
-"""Compiles what the benchmarks launch into Triton's cache, without a GPU: ``python -m bench.compiled.ahead ARCH``.
+"""Compiles what the benchmarks launch into Triton's cache, without a GPU, as ``./run prepare`` does.
 
 An entry's key is made of what is in Triton's files, of Python's version through its libtriton, of ptxas's version, of a
 kernel's text and line number, its arguments' types and what they are specialised on, and of settings in TRITON_...
 variables; of no path, driver or torch. Triton of the same wheel finds the entries on another machine, therefore, once
-:mod:`bench.unpack` has written anew where their files are; it still compiles a launcher in C for each signature there.
+:mod:`bench.compile_report.pack` has written anew where their files are; it still compiles a launcher in C for each
+signature there.
 """
 
 import sys
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from bench import first
 from bench.command import Parser, command
-from bench.compiled.launches import Launch
-from bench.compiled.triton_kernels import build
+from bench.compile_report.launches import Launch
+from bench.compile_report.trace import Event, steps_of, tracing
+from bench.compile_report.triton_kernels import build
 from bench.micro import groups
 from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS
-from bench.model.trace import Event, steps_of, tracing
 from bench.shapes import PAPER, SETS, ParameterSet
 from bench.steps.entries import model_entries
 from prokl import ProKLShampoo
@@ -106,7 +107,7 @@ def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:
 @command
 def main(argv: Sequence[str]) -> int:
     """Compile; return the exit status."""
-    parser = Parser(prog="python -m bench.compiled.ahead", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="python -m bench.compile_report.ahead", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("arch", type=int, help="compute capability without its point, as 90")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=[*PAPER], metavar="SET", help=", ".join(SETS))
     a = parser.parse_args(argv)

@@ -1,0 +1,101 @@
+"""What compilers make of the kernels, without a GPU: ``python -m bench.compile_report aot --out bench/results``.
+
+``aot`` compiles every Triton kernel for sm_80, 90 and 100, beside what other versions of Triton made of them, ``csrc``
+has nvcc compile csrc/, ``model`` says what a step launches of both. Exit status 1: a kernel spills, takes more shared
+memory than there is, multiplies matrices without tensor cores, has lost its pipeline, or moves whole matrices by less
+than 16 bytes at a time. ``pack`` is ``./run prepare``; ``unpack`` takes up what it made.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.command import Parser, UsageError, command, cores, make_folder
+from bench.compile_report import pack
+
+Found = tuple[Sequence[Mapping[str, Any]], list[str]]
+"""Rows, and what is wrong."""
+
+
+def _needs_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("Triton is not installed: pip install triton, or choose csrc")
+    from prokl.kernels import launch
+
+    if launch.INTERPRETED:
+        raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
+
+
+def of_triton() -> Found:
+    """Compile the Triton kernels."""
+    _needs_triton()
+    from bench.compile_report import triton_kernels
+
+    found, wrong = triton_kernels.report(cores())
+    return list(map(vars, found)), wrong
+
+
+def of_csrc() -> Found:
+    """Compile csrc/."""
+    from bench.compile_report import csrc
+
+    found = csrc.report(cores())
+    return list(map(vars, found)), list(csrc.complaints(found))
+
+
+def of_model() -> Found:
+    """Trace the steps of the paper's models."""
+    _needs_triton()
+    from bench.compile_report import model
+
+    return model.report(), []
+
+
+REPORTS: dict[str, Callable[[], Found]] = {"aot": of_triton, "csrc": of_csrc, "model": of_model}
+KEYS: dict[str, tuple[str, ...]] = {"aot": ("triton",), "csrc": (), "model": ()}
+"""Columns by which rows of another compiler stay in a file; none do where there are none."""
+
+
+def report(name: str, out: Path | None) -> list[str]:
+    """Make one report, print its rows and write them; return what is wrong."""
+    import pandas
+
+    from bench import rows
+
+    if out:
+        make_folder(out)
+    found, wrong = REPORTS[name]()
+    print(pandas.DataFrame(found).to_string(index=False), flush=True)
+    if out:
+        rows.upsert(out / f"{name}.csv", found, KEYS[name])
+    return wrong
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status."""
+    parser = Parser(prog="python -m bench.compile_report", description=(__doc__ or "").partition("\n")[0])
+    names = parser.add_subparsers(dest="name", required=True, parser_class=Parser)
+    for name in REPORTS:
+        own = names.add_parser(name, help=REPORTS[name].__doc__)
+        own.add_argument("--out", type=Path, metavar="DIR", help=f"folder of {name}.csv")
+    own = names.add_parser("pack", prog="./run prepare", help="make what a GPU machine without network lacks")
+    parts = ", ".join(pack.PARTS)
+    own.add_argument("--only", nargs="+", choices=pack.PARTS, default=[*pack.PARTS], metavar="PART", help=parts)
+    own.add_argument("--arch", type=int, default=90, help="the GPU's compute capability without its point (90)")
+    names.add_parser("unpack", help="take up what pack made, as far as it fits this machine")
+    a = parser.parse_args(argv)
+    if a.name == "pack":
+        pack.pack(a.only, a.arch)
+    elif a.name == "unpack":
+        pack.unpack()
+    elif wrong := report(a.name, a.out):
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

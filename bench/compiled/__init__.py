@@ -1,1 +1,0 @@
-"""What the compilers make of the kernels, Triton's and csrc's."""
