@@ -1,7 +1,8 @@
-"""The documents' tables, and their plots, from the recorded rows: ``python -m bench.tables [--check]``.
+"""The documents' tables, and their plots, from the recorded rows: ``python -m bench.tables [--check] [--show DIR]``.
 
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; what is between them is replaced. With --check
-nothing is written, and the exit status says whether the documents show what the rows give.
+nothing is written, and the exit status says whether the documents show what the rows give. With --show the rows of
+another folder, as of ``./run bench``, are printed as tables.
 """
 
 import difflib
@@ -12,15 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import timing_tables, trials
+from bench import trials
 from bench.ablations import tables as ablations
-from bench.command import command, options
+from bench.command import UsageError, command, options
 from bench.compile_report.tables import steps_table
 from bench.experiments import alpha, comparisons, cost
 from bench.experiments import tables as experiments
 from bench.lengths import figure
 from bench.lengths import tables as lengths
 from bench.rows import RESULTS, frame
+from bench.shapes import ASPECTS, SMALL
+from bench.timing import tables as timing
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -36,14 +39,14 @@ TABLES: dict[str, Callable[[], str]] = {
     **{
         name: lambda file=file, table=table: table(frame(RESULTS / file))
         for name, file, table in (
-            ("costs", "step-cpu.csv", partial(timing_tables.costs, names=timing_tables.MAIN)),
-            ("steps", "step-cpu.csv", timing_tables.steps),
-            ("floors", "step-cpu.csv", timing_tables.floors),
-            ("aspects", "step-cpu.csv", timing_tables.aspects),
-            ("micro", "micro-cpu.csv", partial(timing_tables.primitives, shapes=PRIMITIVES)),
-            ("state", "memory.csv", partial(timing_tables.memory, metric="state")),
-            ("workspace", "memory.csv", partial(timing_tables.memory, metric="workspace")),
-            ("divided", "divided.csv", timing_tables.divided),
+            ("costs", "step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
+            ("steps", "step-cpu.csv", timing.steps),
+            ("floors", "step-cpu.csv", timing.floors),
+            ("aspects", "step-cpu.csv", timing.aspects),
+            ("micro", "micro-cpu.csv", partial(timing.primitives, shapes=PRIMITIVES)),
+            ("state", "memory.csv", partial(timing.memory, metric="state")),
+            ("workspace", "memory.csv", partial(timing.memory, metric="workspace")),
+            ("divided", "divided.csv", timing.divided),
             ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
             *(
                 (f"disturbances-{part}", "disturbances.csv", partial(ablations.disturbances_table, lines=lines))
@@ -84,6 +87,7 @@ class Options:
     """Rewrite the documents' tables and the plots from the recorded rows, or check the documents."""
 
     check: bool = False  # Write nothing; fail if a document differs from the rows
+    show: Path | None = None  # Write nothing; print micro-cpu.csv, step-cpu.csv and memory.csv of this folder as tables
 
 
 def rendered(text: str) -> str:
@@ -98,18 +102,40 @@ def rendered(text: str) -> str:
 def draw() -> None:
     """Draw the figures of the results again."""
     steps = frame(RESULTS / "step-cpu.csv")
-    timing_tables.plot_steps(steps, RESULTS / "step-cpu.png")
-    timing_tables.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
+    timing.plot_steps(steps, RESULTS / "step-cpu.png")
+    timing.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     figure.draw(RESULTS / "lengths-loss.png", *lengths_rows)
     figure.draw(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
 
 
+def shown(folder: Path) -> list[str]:
+    """Return tables of what a folder has rows for.
+
+    Raises:
+        UsageError: it has none.
+    """
+    micro, step, memory = (frame(folder / f"{name}.csv") for name in ("micro-cpu", "step-cpu", "memory"))
+    found = [timing.primitives(micro)] if len(micro) else []
+    models = set() if step.empty else set(step.loc[step["metric"] == "step", "model"])
+    found += [timing.steps(step)] if models & set(SMALL) else []
+    found += [timing.aspects(step)] if models & set(ASPECTS) else []
+    if len(memory):
+        found += [timing.memory(memory, metric, memory["model"].unique()) for metric in ("state", "workspace")]
+    if not found:
+        raise UsageError(f"{folder}: has no rows of micro, step or memory; measure with ./run bench --out {folder}")
+    return found
+
+
 @command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
-    check = options(Options, argv, "bench.tables").check
+    o = options(Options, argv, "bench.tables")
+    if o.show:
+        print("\n".join(shown(o.show)))
+        return 0
+    check = o.check
     differ = False
     for document in DOCUMENTS:
         before = document.read_text(encoding="utf-8")

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import divided, rows, timing_tables
-from bench.steps.traffic import Traffic
+from bench import rows
+from bench.timing import __main__ as timing
+from bench.timing import divided, tables
+from bench.timing.traffic import Traffic
 from tests.distributed.pool import (
     pools,  # noqa: F401  (a fixture)
 )
@@ -44,7 +46,7 @@ def test_the_bytes_of_collectives_are_those_that_go_to_other_ranks(pools):  # no
 def test_ranks_have_the_state_once_together_and_get_what_they_do_not_own(tmp_path, capsys):
     out = tmp_path / "divided.csv"
     options = ["--layers", "2", "--width", "24", "--periods", "1", "--out", str(out)]
-    assert divided.main([*options, "--ranks", "2"]) == 0
+    assert timing.main(["divided", *options, "--ranks", "2"]) == 0
     figures = {}
     for row in rows.read(out):
         key = row["case"], int(row["ranks"]), row["metric"]
@@ -73,7 +75,7 @@ def test_ranks_have_the_state_once_together_and_get_what_they_do_not_own(tmp_pat
     matrices = of("fsdp2", 2, "owned weights")
     assert sum(matrices) == 4 * (8 * 24 * 24 + 6 * 24 * 64) and of("fsdp2", 2, "room for these") == matrices
     assert sum(of("fsdp2", 2, "received")) == 3 * sum(matrices) / 2
-    lines = timing_tables.divided(rows.frame(out)).splitlines()[2:]
+    lines = tables.divided(rows.frame(out)).splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines]
     assert [name for name, _ in cells] == ["DDP, 1 rank", "DDP, 2 ranks", "FSDP2, 1 rank", "FSDP2, 2 ranks"]
     assert [state.split()[1] for _, state in cells] == ["(1.00)", "(0.50)"] * 2
@@ -81,5 +83,5 @@ def test_ranks_have_the_state_once_together_and_get_what_they_do_not_own(tmp_pat
 
 @pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--ranks", "2", "2"], ["--periods", "0"], ["--width", "9"]])
 def test_wrong_input_is_refused_in_one_line(arguments, capsys):
-    assert divided.main(arguments) == 2
+    assert timing.main(["divided", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"error: {arguments[0]} ")

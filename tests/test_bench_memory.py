@@ -5,9 +5,11 @@ import gc
 import pytest
 import torch
 
-from bench import memory, rows
+from bench import rows
 from bench.shapes import SETS, ParameterSet
-from bench.steps.peak import Peak
+from bench.timing import __main__ as timing
+from bench.timing import memory
+from bench.timing.peak import Peak
 
 TINY = ParameterSet("tiny", ((2, 12, 12), (1, 20, 12), (2, 12, 20)), (4,))
 LINES = {
@@ -118,10 +120,11 @@ def test_muon_and_adamw_take_what_one_weight_takes_or_nothing():
 
 def test_the_rows_of_a_set_are_written_and_not_counted_again(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(SETS, "tiny", TINY)
+    monkeypatch.setitem(timing.EVERY, "tiny", TINY)
     here = {column: "x" for column in rows.SAME} | {"date": "2000-01-01"}
     monkeypatch.setattr(rows, "environment", lambda device: here)
-    arguments = ["--sets", "tiny", "--out", str(tmp_path / "memory.csv")]
-    assert memory.main(arguments) == 0
+    arguments = ["memory", "--sets", "tiny", "--out", str(tmp_path / "memory.csv")]
+    assert timing.main(arguments) == 0
     found = rows.read(tmp_path / "memory.csv")
     assert len(capsys.readouterr().out.splitlines()) == len(found) == 2 * (2 * 3 + 2 * 5)
     every = {(r["optimizer"], r["dtype"], r["metric"], r["unit"]): r for r in found}
@@ -133,11 +136,11 @@ def test_the_rows_of_a_set_are_written_and_not_counted_again(monkeypatch, tmp_pa
         assert int(elements["median"]) - table == {"muon": 0, "adamw": 5}.get(method, 25)
         assert float(elements["ratio"]) == pytest.approx(int(elements["median"]) / (2 * 144 + 3 * 240), rel=1e-6)
         assert int(every[method, "bfloat16", "state", "bytes"]["floor"]) == 2 * table
-    assert memory.main(arguments) == 0
+    assert timing.main(arguments) == 0
     assert capsys.readouterr().out.startswith("tiny: in ")
-    assert memory.main([*arguments, "--again"]) == 0
+    assert timing.main([*arguments, "--again"]) == 0
     assert capsys.readouterr().out.startswith("tiny muon")
-    assert memory.main(["--out", str(tmp_path)]) == 2
+    assert timing.main(["memory", "--out", str(tmp_path)]) == 2
 
 
 def test_the_recorded_figures_are_those_of_the_table():

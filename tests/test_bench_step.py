@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import rows, step
+from bench import rows
 from bench.rates import Rates, machine_rates
 from bench.shapes import ASPECTS, ParameterSet
-from bench.steps import agreement, entries, kernels, peers
-from bench.steps.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
-from bench.steps.problem import Problem
-from bench.steps.runs import TimedRun, enter, take_turns
+from bench.timing import __main__ as timing
+from bench.timing import agreement, entries, kernels, peers
+from bench.timing import steps as step
+from bench.timing.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
+from bench.timing.problem import Problem
+from bench.timing.runs import TimedRun, enter, take_turns
 from prokl import ProKLShampoo
 from prokl.backends import triton_ops
 from prokl.kernels import launch
@@ -22,17 +24,17 @@ from tests.commands import ROOT, read, run_python
 CPU = torch.device("cpu")
 TINY = ParameterSet("tiny", ((2, 8, 12), (1, 12, 8), (1, 8, 8)), (2, 3, 4))
 RATES = Rates(2e12, 1e12, 1e11)
-QUICK = ["--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]
+QUICK = ["steps", "--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """The set "tiny" without peers, and rates that are not measured."""
-    monkeypatch.setitem(step.EVERY, "tiny", TINY)
+    monkeypatch.setitem(timing.EVERY, "tiny", TINY)
     monkeypatch.setattr("bench.rates.measure_rates", lambda device: RATES)
     monkeypatch.setattr(step, "peers", lambda rank, polar: [])
     here = {column: "x" for column in rows.SAME} | {"date": "2000-01-01"}
-    monkeypatch.setattr(step.rows, "environment", lambda device: here)
+    monkeypatch.setattr(rows, "environment", lambda device: here)
     return here
 
 
@@ -228,7 +230,7 @@ def test_runs_take_turns_and_fewer_rounds_are_spread_over_the_others():
 def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(tiny, tmp_path, capsys):
     out = tmp_path / "rows.csv"
     arguments = [*QUICK, "--out", str(out), "--seconds", "5"]  # three periods, however busy the machine is
-    assert step.main(arguments) == 0
+    assert timing.main(arguments) == 0
     found = read(out)
     assert [r["case"] for r in found[:3]] == ["machine"] * 3 and found[0]["median"] == "2000"
     steps = [r for r in found if r["metric"] == "step"]
@@ -248,9 +250,9 @@ def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(
     for metric in ("step without refresh", "refresh step"):
         assert len([r for r in found if r["metric"] == metric]) == len([r for r in steps if r["backend"]])
     capsys.readouterr()
-    assert step.main(arguments) == 0
+    assert timing.main(arguments) == 0
     assert capsys.readouterr().out.startswith("tiny: in ") and read(out) == found
-    assert step.main([*arguments, "--again"]) == 0
+    assert timing.main([*arguments, "--again"]) == 0
     again = read(out)
     assert again != found and again[:3] == found[:3]  # the ceilings of the file stay
     assert [(r["optimizer"], r["metric"]) for r in again] == [(r["optimizer"], r["metric"]) for r in found]
@@ -266,26 +268,26 @@ def test_ceilings_of_another_commit_are_measured_anew(tiny, tmp_path):
 def test_something_wrong_gives_status_1_and_the_rows_of_what_is_right_are_kept(tiny, monkeypatch, capsys, tmp_path):
     out, right = tmp_path / "rows.csv", pro("torch", 2, torch.float32)
     monkeypatch.setattr(step, "model_entries", lambda s, device, polar: [muon(polar), made_by(Off), right])
-    assert step.main([*QUICK, "--out", str(out)]) == 1
+    assert timing.main([*QUICK, "--out", str(out)]) == 1
     assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in capsys.readouterr().out
     found = {(r["optimizer"], r["rank"]): r["median"] for r in read(out) if r["metric"] == "step"}
     assert [bool(median) for median in found.values()] == [True, True, False]
     assert list(found) == [("muon", ""), ("pro-klshampoo", "2"), ("pro-klshampoo", "3")]
-    assert step.main([*QUICK, "--out", str(out)]) == 1  # what was wrong is not taken as measured
+    assert timing.main([*QUICK, "--out", str(out)]) == 1  # what was wrong is not taken as measured
 
 
 def test_products_that_are_emulated_in_bfloat16_are_left_out_with_the_reason(tiny, monkeypatch, capsys):
     monkeypatch.setattr("bench.rates.measure_rates", lambda device: Rates(1e10, 1e11, 1e10))
-    assert step.main(QUICK) == 0
+    assert timing.main(QUICK) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
     assert [line.partition(" step: ")[0] for line in lines] == ["tiny muon", "tiny pro-klshampoo torch r=3"]
     assert all("10.0 times as long as in float32" in line for line in lines)
 
 
 def test_n_over_m_is_a_set_of_its_own(tiny, monkeypatch, tmp_path):
-    monkeypatch.setitem(step.EVERY, "n/m=2", ParameterSet("n/m=2", ((1, 8, 16),), (3,)))
+    monkeypatch.setitem(timing.EVERY, "n/m=2", ParameterSet("n/m=2", ((1, 8, 16),), (3,)))
     out = tmp_path / "rows.csv"
-    assert "n/m=2" in ASPECTS and step.main([*QUICK, "--sets", "n/m=2", "--out", str(out)]) == 0
+    assert "n/m=2" in ASPECTS and timing.main([*QUICK, "--sets", "n/m=2", "--out", str(out)]) == 0
     found = [(r["optimizer"], r["backend"]) for r in read(out) if r["metric"] == "step"]
     assert found == [("muon", ""), ("pro-klshampoo", "torch"), ("kl-shampoo", "torch"), ("kl-shampoo", "reference")]
     against = [r["optimizer"] for r in read(out) if r["metric"] == "step over klshampoo reference"]
@@ -294,7 +296,7 @@ def test_n_over_m_is_a_set_of_its_own(tiny, monkeypatch, tmp_path):
 
 def test_kernels_are_listed_by_their_share(tiny, tmp_path):
     out = tmp_path / "rows.csv"
-    assert step.main(["--kernels", "--sets", "tiny", "--out", str(out)]) == 0
+    assert timing.main(["kernels", "--sets", "tiny", "--out", str(out)]) == 0
     whole, total, calls, *own = read(out)
     assert [r["metric"] for r in (whole, total, calls)] == ["step", "kernel time", "kernel calls"]
     assert float(total["ratio"]) == pytest.approx(float(total["median"]) / float(whole["median"]), rel=1e-5)
@@ -306,7 +308,7 @@ def test_kernels_are_listed_by_their_share(tiny, tmp_path):
 
 def test_a_step_that_is_too_slow_or_wrong_has_no_kernels(tiny, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "SLOWEST", 0.0)
-    assert step.main(["--kernels", "--sets", "tiny"]) == 1
+    assert timing.main(["kernels", "--sets", "tiny"]) == 1
     assert "kernel time: too slow" in capsys.readouterr().out
 
 
@@ -324,7 +326,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(arguments, message, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "f").write_text("a,b\n")
-    assert step.main(arguments) == 2
+    assert timing.main(["steps", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
@@ -372,7 +374,7 @@ OFFLINE = """
 import sys
 for name in ("pandas", "scipy", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "tokenizers"):
     sys.modules[name] = None
-import bench.step, bench.conftest, bench.micro.bench_micro
+import bench.timing.__main__, bench.conftest, bench.micro.bench_micro
 """
 
 

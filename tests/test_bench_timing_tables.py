@@ -2,9 +2,10 @@
 
 import pytest
 
-from bench import rows, summary, timing_tables
+from bench import rows, tables
 from bench.shapes import SMALL
-from bench.steps.entries import EAGER
+from bench.timing import tables as timing
+from bench.timing.entries import EAGER
 
 SINGLE, HALF = {"dtype": "float32"}, {"dtype": "float32, Newton-Schulz bfloat16"}
 AGAINST = "step over klshampoo reference"
@@ -48,7 +49,7 @@ def cells(table):
 
 
 def test_every_optimizer_has_a_line_and_whoever_has_no_figure_a_reason(frame):
-    table = timing_tables.steps(frame(STEPS))
+    table = timing.steps(frame(STEPS))
     assert [line[:3] for line in cells(table)] == [
         ["Muon", "10.0 (1.00)", "-"],
         ["Pro-KLShampoo, r = 8", "15.5 (1.54)", "31.0 (1.20)"],
@@ -63,19 +64,19 @@ def test_every_optimizer_has_a_line_and_whoever_has_no_figure_a_reason(frame):
 
 
 def test_floors_are_those_of_the_usual_newton_schulz(frame):
-    found = [line[:2] for line in cells(timing_tables.floors(frame(STEPS)))]
+    found = [line[:2] for line in cells(timing.floors(frame(STEPS)))]
     assert found == [["Muon", "4.0 (2.5)"], ["Pro-KLShampoo, r = 8", "5.0 (3.1)"]]
 
 
 def test_aspects_are_in_the_order_of_numbers(frame):
-    head, _, over_muon, over_kl, _ = timing_tables.aspects(frame(STEPS)).splitlines()
+    head, _, over_muon, over_kl, _ = timing.aspects(frame(STEPS)).splitlines()
     assert [cell.strip() for cell in head.split("|")[2:4]] == ["n/m=2", "n/m=16"]
     assert [cell.strip() for cell in over_muon.split("|")[2:4]] == ["2.00", "1.25"]
     assert [cell.strip() for cell in over_kl.split("|")[2:4]] == ["-", "0.07"]
 
 
 def test_the_figures_are_drawn(frame, tmp_path):
-    for draw in (timing_tables.plot_steps, timing_tables.plot_aspects):
+    for draw in (timing.plot_steps, timing.plot_aspects):
         draw(frame(STEPS), tmp_path / "figure.png")
         assert (tmp_path / "figure.png").stat().st_size > 1000
         (tmp_path / "figure.png").unlink()
@@ -89,23 +90,23 @@ def test_primitives_stand_beside_the_plain_form_and_memory_is_in_megabytes(frame
     micro = [time("g", "plain", 4.0, ""), time("g", "pro-klshampoo", 2.0), time("g", "kl-shampoo", 40.0)]
     micro += [time("h", "plain", 4.0, ""), time("h", "pro-klshampoo", None)]
     found = frame(micro, "micro-cpu.csv")
-    assert cells(timing_tables.primitives(found)) == [
+    assert cells(timing.primitives(found)) == [
         ["g", "4.00", "2.00 (0.50)", "40.00 (10.00)"],
         ["h", "4.00", "-", "-"],
     ]
-    assert cells(timing_tables.primitives(found, ["9x9x9"])) == []
+    assert cells(timing.primitives(found, ["9x9x9"])) == []
     memory = {"model": "tiny/4", "optimizer": "pro-klshampoo", "backend": "torch", "rank": 32, "metric": "state"}
     memory |= {"unit": "bytes", "dtype": "float32"}
     given = [memory | {"median": 2_500_001}, memory | {"median": 7, "unit": "elements"}]
     given += [memory | {"median": 1, "dtype": "bfloat16"}, memory | {"median": 9e6, "metric": "workspace"}]
-    table = timing_tables.memory(frame(given, "memory.csv"), "state", ["tiny/4", "other"])
+    table = timing.memory(frame(given, "memory.csv"), "state", ["tiny/4", "other"])
     assert cells(table) == [["Pro-KLShampoo, r = 32", "3", "-"]]
     frame(STEPS)
-    assert summary.main([str(tmp_path)]) == 0
+    assert tables.main(["--show", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("4.00", "10.0 (1.00)", "n/m=16", "workspace, MB"))
 
 
 def test_a_folder_without_rows_is_refused(tmp_path, capsys):
-    assert summary.main([str(tmp_path / "empty")]) == 2
+    assert tables.main(["--show", str(tmp_path / "empty")]) == 2
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "empty").exists()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.steps.peak import Peak
+from bench.timing.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.device import workspace

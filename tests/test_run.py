@@ -39,13 +39,17 @@ def script(tmp_path):
 
 
 def test_bench_measures_primitives_steps_and_memory_and_a_part_that_fails_does_not_stop_the_others(script):
-    status, commands, error = script("bench", "--out", "rows", fail="bench.step")
+    status, commands, error = script("bench", "--out", "rows", fail="timing steps")
     assert status == 1 and error.endswith("\nFailed: step\n")
-    assert [c.split(" ")[1] for c in commands] == ["pytest", "bench.step", "bench.memory", "bench.summary"]
+    assert [c.split(" ")[1] for c in commands] == ["pytest", "bench.timing", "bench.timing", "bench.tables"]
     assert "--benchmark-only" in commands[0] and commands[0].endswith("--rows /elsewhere/rows/micro-cpu.csv")
     assert commands[1].endswith("--out /elsewhere/rows/step-cpu.csv") and commands[3].endswith(" /elsewhere/rows")
     status, commands, _ = script("bench", "--part", "step")
-    assert status == 0 and commands[0] == "-m bench.step --out /clone/runs/bench/step-cpu.csv" and len(commands) == 2
+    assert (
+        status == 0
+        and commands[0] == "-m bench.timing steps --out /clone/runs/bench/step-cpu.csv"
+        and len(commands) == 2
+    )
 
 
 def test_without_triton_the_primitives_are_skipped(script):
@@ -58,8 +62,8 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     status, step, _ = script("gpu", "--part", "step", "--out", "rows")
     assert status == 0 and [*micro, *step] == [
         "-m pytest bench -q --benchmark-only --benchmark-quiet --device cuda --rows /elsewhere/rows/micro-gpu.csv",
-        "-m bench.step --device cuda --out /elsewhere/rows/step-gpu.csv",
-        "-m bench.step --kernels --device cuda --out /elsewhere/rows/step-kernels-gpu.csv",
+        "-m bench.timing steps --device cuda --out /elsewhere/rows/step-gpu.csv",
+        "-m bench.timing kernels --device cuda --out /elsewhere/rows/step-kernels-gpu.csv",
     ]
     status, commands, error = script("gpu", "--part", "micro", fail="import pytest_benchmark")
     assert status == 1 and commands == [] and "needs pytest-benchmark" in error

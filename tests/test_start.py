@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.models import build, byte_gpt
-from bench.steps.peak import Peak
+from bench.timing.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.initial import initialise, initialise_kl
 from tests.inputs import METHODS, PRO, normal

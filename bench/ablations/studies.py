@@ -1,6 +1,7 @@
 """The studies, each a few lines: what is trained, what its variants change, and what is watched."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -219,7 +220,7 @@ STUDIES = {
         (BYTE_GPT,),
         ("adamw", *OURS, "muon", "complement-only", "smok-hop", "subspace-only"),
         rates,
-        partial(language.figures, SMALL_ONLY, by_default, language.watch_sizes),
+        partial(language.figures, {BYTE_GPT: replace(SMALL, eval_windows=64)}, by_default, language.watch_sizes),
         steps=200,
     ),
     "robustness": Study(

@@ -26,7 +26,7 @@ from bench.micro import groups
 from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import PAPER, SETS, ParameterSet
-from bench.steps.entries import model_entries
+from bench.timing.entries import model_entries
 from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.select import _triton_backend
@@ -53,7 +53,7 @@ def _called(case: Case, sizes: Sizes, dtypes: Dtypes, precision: str) -> list[Ev
 
 
 def of_steps(s: ParameterSet) -> Iterator[Event]:
-    """Yield what the steps of :mod:`bench.step` launch on a set, and those before that hold them to the reference."""
+    """Yield what timed steps launch on a set, and those before that hold them to the reference."""
     for entry in model_entries(s, CUDA, torch.bfloat16):
         if entry.backend != "triton":
             continue
@@ -85,7 +85,7 @@ def of_first() -> Iterator[Event]:
 def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
     """Return what the benchmarks launch on these sets, each once."""
     both = ["torch", "triton"]
-    with patch("bench.steps.entries.backends", lambda device: both), patch.object(groups, "backends", lambda _: both):
+    with patch("bench.timing.entries.backends", lambda device: both), patch.object(groups, "backends", lambda _: both):
         events = [*of_first(), *of_primitives(sets), *(event for s in sets for event in of_steps(s))]
     return list(dict.fromkeys(event.launch for event in events if event.launch is not None))
 

@@ -3,7 +3,7 @@
 from pandas import DataFrame
 
 from bench.markdown import figure, table
-from bench.steps.entries import PERIOD
+from bench.timing.entries import PERIOD
 
 
 def steps_table(found: DataFrame) -> str:

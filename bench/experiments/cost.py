@@ -1,7 +1,8 @@
 """The paper's table of memory and cost, evaluated for its models: state of the matrix weights, operations of a step.
 
-Memory is what ``bench.memory`` holds real optimizers to, line by line; operations are what ``bench.costs`` counts in
-the code, not the paper's leading order. Embedding, head and norms, which AdamW has under every method, are left out.
+Memory is what ``bench.timing.memory`` holds real optimizers to, line by line; operations are what ``bench.costs``
+counts in the code, not the paper's leading order. Embedding, head and norms, which AdamW has under every method, are
+left out.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from bench.drawing import plt, save, tidy
 from bench.experiments.scales import Scale
 from bench.markdown import figure
 from bench.markdown import table as markdown
-from bench.memory import FREQUENCY, TABLE
 from bench.optimizers import OPTIMIZERS, label
 from bench.rows import Row, frame, write
 from bench.shapes import SETS, ParameterSet
+from bench.timing.memory import FREQUENCY, TABLE
 from prokl.algorithm.shapes import effective_rank
 
 OPERATIONS = {

@@ -22,7 +22,7 @@ from bench.micro.kernels import KERNELS, PRIMITIVES
 from bench.micro.stages import STAGES
 from bench.rates import Rates, machine_rates
 from bench.shapes import ParameterSet
-from bench.steps.entries import backends
+from bench.timing.entries import backends
 from prokl import ops
 from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.shapes import effective_rank

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bench import gate
 from bench.shapes import ParameterSet
-from bench.steps.entries import Entry
-from bench.steps.problem import Problem, Shape
+from bench.timing.entries import Entry
+from bench.timing.problem import Problem, Shape
 
 AGREE = 1e-6
 """Largest distance from the reference, both in float64, relative to the distance moved. Measured: at most 4e-14; a

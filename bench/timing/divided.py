@@ -1,6 +1,6 @@
-"""What ranks have, take and send of a divided optimizer: ``python -m bench.divided [--ranks 1 2 4] [--out CSV]``.
+"""What ranks have, take and send of a divided optimizer.
 
-Every rank is a process of gloo on this machine, with one thread; ``bench/steps/rank.py`` says what it measures. Ratios
+Every rank is a process of gloo on this machine, with one thread; ``bench/timing/rank.py`` says what it measures. Ratios
 are to one process's, and of what is sent and received to a ring all-reduce of the gradients.
 """
 
@@ -10,49 +10,32 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import multiprocessing
 from torch.multiprocessing.spawn import start_processes
 
-from bench import command, rows
+from bench import rows
+from bench.command import cores
 from bench.models import ModelConfig, llama
-from bench.steps.rank import LAUNCHERS, RANK, model_of, run_rank
+from bench.timing.rank import LAUNCHERS, RANK, model_of, run_rank
 
 VOCABULARY = 4096
-PRELOADED = ["bench.steps.rank"]
+PRELOADED = ["bench.timing.rank"]
 """Imported once for all ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Measure a divided optimizer with processes on this machine."""
-
-    out: Path = rows.RESULTS / "divided.csv"  # Results file
-    ranks: tuple[int, ...] = (1, 2, 4)  # Processes; one always, with which the others are compared
-    layers: int = 6  # Of the model
-    width: int = 192  # Of the model
-    periods: int = 9  # Of ten steps, timed after a first one
-
-    def __post_init__(self) -> None:
-        command.at_least(1, ranks=self.ranks, layers=self.layers, width=self.width, periods=self.periods)
-        command.some(ranks=self.ranks)
-        if self.width % 2:
-            raise command.UsageError(f"--width {self.width}: must be even, as rotary positions need")
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model: seven matrices of three shapes a layer, embedding, head and norms."""
-        return llama(self.layers, self.width, 1, 8 * self.width // 3, VOCABULARY)
+def config_of(layers: int, width: int) -> ModelConfig:
+    """Return the model: seven matrices of three shapes a layer, embedding, head and norms."""
+    return llama(layers, width, 1, 8 * width // 3, VOCABULARY)
 
 
-def run(ranks: int, o: Options) -> list[rows.Row]:
+def run(ranks: int, config: ModelConfig, periods: int) -> list[rows.Row]:
     """Return the rows of all ranks."""
     with tempfile.TemporaryDirectory(prefix="divided-") as folder:
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-        start_processes(run_rank, (ranks, o.config, o.periods, folder), nprocs=ranks, start_method="forkserver")
+        start_processes(run_rank, (ranks, config, periods, folder), nprocs=ranks, start_method="forkserver")
         files = [Path(folder, f"{place}.json") for place in range(ranks)]
         return [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
 
@@ -85,28 +68,17 @@ def compared(found: Sequence[rows.Row], alone: Sequence[rows.Row], gradients: in
         yield head | {"metric": f"largest {metric} over mean", "unit": "1", "median": max(own) / statistics.mean(own)}
 
 
-@command.command
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
-    o = command.options(Options, argv, "bench.divided")
-    command.make_file(o.out)
-    (text, gradients), config = weights_of(o.config), o.config
+def measure(every: Sequence[int], config: ModelConfig, periods: int) -> Iterator[list[rows.Row]]:
+    """Yield the rows of each launcher and number of ranks; one alone always, with which the others are compared."""
+    text, gradients = weights_of(config)
     same = {"model": "llama", "optimizer": "pro-klshampoo", "backend": "torch", "rank": RANK, "dtype": "float32"}
     same |= {name: getattr(config, name) for name in ("layers", "width", "mlp_width", "vocabulary")}
-    same |= rows.environment(torch.device("cpu")) | {"shapes": text, "threads": "1", "cores": command.cores()}
+    same |= {"shapes": text, "threads": "1", "cores": cores()}
     alone: dict[str, list[rows.Row]] = {}
-    for ranks in dict.fromkeys((1, *o.ranks)):
+    for ranks in dict.fromkeys((1, *every)):
         print(f"measuring ranks={ranks} ...", file=sys.stderr, flush=True)
-        every = run(ranks, o)
-        note = f"more ranks than cores: {ranks} on {command.cores()}" if ranks > command.cores() else ""
+        found = run(ranks, config, periods)
+        note = f"more ranks than cores: {ranks} on {cores()}" if ranks > cores() else ""
         for name in LAUNCHERS:
-            found = [row for row in every if row["case"] == name]
-            done = compared(found, alone.setdefault(name, found), gradients)
-            found = [same | row | {"note": note} for row in done]
-            print("\n".join(map(rows.describe, found)), flush=True)
-            rows.upsert(o.out, found, ("case", "ranks"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            its = [row for row in found if row["case"] == name]
+            yield [same | row | {"note": note} for row in compared(its, alone.setdefault(name, its), gradients)]

@@ -1,33 +1,26 @@
-"""Times whole optimizer steps beside Muon's, AdamW's and other packages': ``python -m bench.step [--out CSV]``.
+"""Times whole optimizer steps beside Muon's, AdamW's and other packages'.
 
 Refreshes are amortised over periods of ten steps. The optimizers take turns, period by period, for about a second
 each. Newton-Schulz runs in the dtype that is faster here, bfloat16 or float32, in all but two rows; ratios are to
 torch.optim.Muon with the same one. On a GPU the steps are replayed from CUDA graphs, but for one row. The reference,
 weight by weight, is measured at the largest rank only. Nothing is reported of an optimizer that does not go where the
 reference goes, or whose weights end not finite. A peer that cannot run gets a row that says why; what is this package's
-and fails is wrong, and the exit status 1.
-
-With --kernels it lists where the time of a step goes instead, kernel by kernel.
+and fails is wrong.
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import costs, rows
-from bench.command import Parser, UsageError, command
-from bench.rates import Rates, machine_rates, main_dtype
-from bench.shapes import ASPECTS, PAPER, SETS, SMALL, ParameterSet
-from bench.steps import kernels
-from bench.steps.entries import PERIOD, Entry, aspect_entries, model_entries
-from bench.steps.peers import peers
-from bench.steps.problem import Problem
-from bench.steps.runs import TimedRun, enter, take_turns
+from bench.rates import Rates, main_dtype
+from bench.shapes import ASPECTS, ParameterSet
+from bench.timing.entries import PERIOD, Entry, aspect_entries, model_entries
+from bench.timing.peers import peers
+from bench.timing.problem import Problem
+from bench.timing.runs import TimedRun, enter, take_turns
 
 FEWEST = 3
 """Periods timed at least."""
@@ -38,7 +31,6 @@ EMULATED = 4
 no instructions for them takes ten times as long."""
 KL_EACH = ("kl-shampoo", "reference", None, None, False)
 """Key of KL-Shampoo stepped weight by weight, as its authors' code does."""
-EVERY = SETS | ASPECTS
 
 
 def step_ms(run: TimedRun) -> list[float]:
@@ -99,65 +91,3 @@ def measure(s: ParameterSet, device: torch.device, rates: Rates, seconds: float,
     runs, others = enter(entries, Problem(s, device), SLOWEST)
     take_turns(runs, seconds, FEWEST, rounds)
     return set_rows(runs, left_out + others, s, rates)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line.
-
-    Raises:
-        UsageError: there is no such device, or a number is out of bounds, in one line with the remedy.
-    """
-    parser = Parser(prog="python -m bench.step", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--sets",
-        nargs="+",
-        choices=EVERY,
-        metavar="SET",
-        help=f"of {', '.join(EVERY)} (default: the small sets and n/m; on cuda and with --kernels models alone)",
-    )
-    parser.add_argument("--kernels", action="store_true", help="list kernels, or on a CPU PyTorch's operators")
-    parser.add_argument("--seconds", type=float, default=1.0, metavar="S", help="per optimizer and set (default: 1)")
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="periods at most (default: 15)")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same sets'")
-    parser.add_argument("--again", action="store_true", help="measure also what --out has of this commit and machine")
-    a = parser.parse_args(argv)
-    if not a.seconds > 0 or a.rounds < FEWEST:
-        raise UsageError(f"--seconds {a.seconds:g} --rounds {a.rounds}: must be more than 0, and at least {FEWEST}")
-    a.device = torch.device(a.device)
-    if a.device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
-    if a.out:
-        rows.read(a.out)  # now, not after measuring
-    models = PAPER if a.device.type == "cuda" else SMALL
-    a.sets = a.sets or [*models, *(ASPECTS if models == SMALL and not a.kernels else ())]
-    return a
-
-
-@command
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, write; return the exit status, which is 1 where something was wrong."""
-    a = parse(argv)
-    torch.set_float32_matmul_precision("highest")
-    here, rates, failed = rows.environment(a.device), None, False
-    for name in a.sets:
-        if a.out and not a.again and rows.measured(a.out, {"model": name}, here):
-            print(f"{name}: in {a.out} already; --again measures it anew", flush=True)
-            continue
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        if a.kernels:
-            found = list(kernels.measure(EVERY[name], a.device))
-            failed |= any("median" not in row for row in found)
-        else:
-            rates = rates or machine_rates(a.device, a.out, here)
-            found = measure(EVERY[name], a.device, rates, a.seconds, a.rounds)
-            failed |= any(row["note"].startswith("wrong") for row in found)
-        for row in found:
-            print(rows.describe(row), flush=True)
-        if a.out:
-            rows.upsert(a.out, [row | here for row in found], key=("model", "case"))
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.steps import agreement
-from bench.steps.entries import PERIOD, Entry
-from bench.steps.peers import CannotRun, reason
-from bench.steps.problem import Problem
+from bench.timing import agreement
+from bench.timing.entries import PERIOD, Entry
+from bench.timing.peers import CannotRun, reason
+from bench.timing.problem import Problem
 
 
 class TimedRun:

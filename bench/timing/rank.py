@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bench import rows
 from bench.models import ModelConfig, build
-from bench.steps.entries import PERIOD
-from bench.steps.traffic import Traffic
+from bench.timing.entries import PERIOD
+from bench.timing.traffic import Traffic
 from prokl import ProKLShampoo, param_groups
 from prokl.distributed.weights import local
 

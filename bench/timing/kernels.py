@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import rows
 from bench.shapes import ParameterSet
-from bench.steps.entries import PERIOD, backends, pro
-from bench.steps.problem import Problem
-from bench.steps.runs import TimedRun, enter
+from bench.timing.entries import PERIOD, backends, pro
+from bench.timing.problem import Problem
+from bench.timing.runs import TimedRun, enter
 
 SLOWEST = 20.0
 """Seconds that a period may take."""

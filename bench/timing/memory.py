@@ -1,4 +1,4 @@
-"""Memory of every method: ``python -m bench.memory [--sets gpt2-124m] [--out bench/results/memory.csv]``.
+"""Memory of every method: its state and its workspace.
 
 State is that of a real optimizer with one weight of every shape, times their number. The figure of the paper's table
 of memory (``TABLE``) stands in the column ``floor``; beyond it a state holds the scalars listed in ``SCALARS``.
@@ -13,21 +13,18 @@ Nothing here is timed, and the figures are the same on every machine.
 Dimension key: m short side, n long side, r rank.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench import rows
-from bench.command import Parser, UsageError, command
 from bench.optimizers import OPTIMIZERS
-from bench.shapes import SETS, ParameterSet
-from bench.steps.entries import PERIOD
-from bench.steps.peak import Peak
+from bench.shapes import ParameterSet
+from bench.timing.entries import PERIOD
+from bench.timing.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape, effective_rank
 from prokl.backends import device
@@ -202,31 +199,3 @@ def workspace_figures(
     yield "workspace", {"median": ordinary, "ratio": ordinary / bound, "note": note}
     yield "workspace of a refresh step", {"median": refresh, "ratio": refresh / bound, "note": note}
     yield "workspace bound", {"median": bound}
-
-
-@command
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, write; return the exit status."""
-    parser = Parser(prog="python -m bench.memory", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*SETS], metavar="SET", help=", ".join(SETS))
-    parser.add_argument("--out", type=Path, metavar="CSV", help="also put the rows there, in place of the same sets'")
-    parser.add_argument("--again", action="store_true", help="measure also what --out has of this commit and machine")
-    a = parser.parse_args(argv)
-    if a.out and a.out.is_dir():
-        raise UsageError(f"--out {a.out}: must be a file; name one in it")
-    if a.out:
-        rows.read(a.out)  # now, not after measuring
-    here = rows.environment(torch.device("cpu"))
-    for name in a.sets:
-        if a.out and not a.again and rows.measured(a.out, {"model": name}, here):
-            print(f"{name}: in {a.out} already; --again measures it anew", flush=True)
-            continue
-        found = list(set_rows(SETS[name]))
-        print("\n".join(map(rows.describe, found)), flush=True)
-        if a.out:
-            rows.upsert(a.out, [row | here for row in found], key=("model",))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from bench import rows
 from bench.optimizers import OPTIMIZERS
-from bench.steps.entries import PERIOD, Entry
+from bench.timing.entries import PERIOD, Entry
 
 
 class CannotRun(Exception):

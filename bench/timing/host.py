@@ -1,22 +1,19 @@
-"""Times the host's part of a step, launches and replays left out: ``python -m bench.host [--out CSV]``.
+"""Times the host's part of a step, launches and replays left out.
 
 A step that is replayed from CUDA graphs is, on the host, checks of what may have changed since the last one, tables of
 addresses that are written anew where gradients lie elsewhere, one replay a batch, and clocks. Here the tables lie on a
 CPU, where writing one is a copy in place of a launch, and nothing is replayed. Figures are of the process's own time.
 """
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from bench import rows
-from bench.command import Parser, UsageError, command
 from prokl import KLShampoo, ProKLShampoo
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
@@ -72,28 +69,3 @@ def measure(steps: int) -> Iterator[rows.Row]:
             who = {"model": f"{LAYERS} layers", "case": case, "optimizer": optimizer, "backend": "triton"}
             found = rows.quartiles(step_ms(optimizer, apart, elsewhere, steps))
             yield who | {"metric": "host's part of a step", "unit": "ms", "rounds": steps} | found
-
-
-@command
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, write; return the exit status."""
-    parser = Parser(prog="python -m bench.host", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=400, metavar="N", help="of every case (default: 400)")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same cases'")
-    a = parser.parse_args(argv)
-    if a.steps < 2:
-        raise UsageError(f"--steps {a.steps}: must be at least 2")
-    if a.out:
-        rows.read(a.out)  # now, not after measuring
-    torch.set_num_threads(1)
-    here = rows.environment(torch.device("cpu"))
-    found = [row | here for row in measure(a.steps)]
-    for row in found:
-        print(rows.describe(row), flush=True)
-    if a.out:
-        rows.upsert(a.out, found, key=("optimizer", "case"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

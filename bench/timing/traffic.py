@@ -45,4 +45,4 @@ class Traffic(TorchDispatchMode):
             into, out, into_rows, out_rows = args[0], args[1], args[3], args[4]
             own_into, own_out = into_rows[self.place] * into.itemsize, out_rows[self.place] * out.itemsize
             return out.nbytes - own_out, into.nbytes - own_into
-        raise NotImplementedError(f"c10d::{name} is not counted; say in bench/steps/traffic.py what it moves.")
+        raise NotImplementedError(f"c10d::{name} is not counted; say in bench/timing/traffic.py what it moves.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.shapes import ParameterSet
-from bench.steps.entries import PERIOD, Entry
+from bench.timing.entries import PERIOD, Entry
 
 SETTLING = 1 + PERIOD
 """The start and a period: bases have been refreshed as they are in training, the clock is where a period ends, and

@@ -9,7 +9,7 @@ from bench.drawing import plt, save, tidy
 from bench.markdown import figure, table
 from bench.optimizers import OPTIMIZERS, label
 from bench.shapes import ASPECTS, PAPER, SMALL
-from bench.steps.entries import EAGER
+from bench.timing.entries import EAGER
 
 LAUNCHERS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 PLAIN = "plain"

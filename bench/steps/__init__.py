@@ -1,1 +1,0 @@
-"""Whole optimizer steps timed beside other packages', and the memory that they take."""

@@ -1,0 +1,1 @@
+"""What steps take: time beside other packages', kernels, memory, a divided step, the host's part."""
