@@ -1,12 +1,13 @@
 """Benchmarks of prokl; run from a checkout, never installed.
 
-Commands: ``pretrain``, ``experiments``, ``lengths``, ``trials`` and ``ablations`` train; ``timing`` and ``pytest
-bench`` measure steps, stages and kernels; ``compile_report`` compiles; ``tables`` shows what was recorded in
-``results``; ``first`` asks a GPU whether anything works; ``c4`` makes data. What they are built from:
+Eight commands, six of them for people: ``pretrain`` compares optimizers on a small model, ``study`` makes the paper's
+tables and what else is compared by searches, ``ablations`` changes one thing at a time, ``timing`` measures steps and
+``pytest bench`` stages and kernels, ``compile_report`` compiles, ``tables`` shows what was recorded in ``results``; and
+``first`` asks a GPU whether anything works, ``c4`` makes data. What they are built from:
 
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
 * ``ablations``: variants x seeds, by one schema of rows; ``paired``: their differences.
-* ``training``: data, one training loop; ``experiments``: the paper's tables and figures, ``pretrain`` the smallest.
+* ``training``: data, one training loop.
 * ``timing``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first.
 * ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.
 * ``models``, ``presets``, ``shapes``, ``costs``, ``rates``: models, the paper's settings, counts, the machine's rates.

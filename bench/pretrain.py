@@ -1,7 +1,7 @@
 """``python -m bench.pretrain`` trains a small GPT on real text with several optimizers side by side.
 
 All start from the same weights, see the same batches, and take turns step by step, so that their timings share
-whatever else the machine does. It is the smallest of :mod:`bench.experiments`, with fixed learning rates in place of
+whatever else the machine does. It is the smallest of :mod:`bench.study`, with fixed learning rates in place of
 searches. The run ends with a table and writes into ``--out``: ``table.md``, ``summary.csv``, ``curves.csv``,
 ``loss.png``, ``spectrum.png``, and below ``runs`` what the same command goes on from.
 """
@@ -16,17 +16,17 @@ import torch
 
 from bench import command
 from bench.command import UsageError
-from bench.experiments import figures, results, tables
-from bench.experiments.options import Training
-from bench.experiments.pool import Interrupted, runner
-from bench.experiments.protocol import PRO, Kind
-from bench.experiments.protocol import kind as kind_of
-from bench.experiments.scales import AUTO, DEMO, Scale
-from bench.experiments.spectra import watch_end
-from bench.experiments.study import Study
 from bench.models import BYTES, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, label
 from bench.rows import frame, write
+from bench.study import figures, results, tables
+from bench.study.options import Training
+from bench.study.pool import Interrupted, runner
+from bench.study.protocol import PRO, Kind
+from bench.study.protocol import kind as kind_of
+from bench.study.scales import AUTO, DEMO, Scale
+from bench.study.spectra import watch_end
+from bench.study.study import Study
 from bench.training.loop import deferred_interrupt
 from bench.training.settings import Settings
 from bench.training.spectrum_figure import draw, normalised

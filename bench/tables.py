@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench import trials
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
 from bench.compile_report.tables import steps_table
-from bench.experiments import alpha, comparisons, cost
-from bench.experiments import tables as experiments
-from bench.lengths import figure
-from bench.lengths import tables as lengths
 from bench.rows import RESULTS, frame
 from bench.shapes import ASPECTS, SMALL
+from bench.study import alpha, comparisons, cost, size
+from bench.study import lengths_figure as figure
+from bench.study import lengths_tables as lengths
+from bench.study import tables as experiments
 from bench.timing import tables as timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("undisturbed", "undisturbed.csv", ablations.bounded_table),
             ("one-rate", "one-rate.csv", ablations.rates_table),
             ("digits", "digits.csv", ablations.digits_table),
-            ("size", "size.csv", trials.size_table),
+            ("size", "size.csv", size.size_table),
             ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
             ("results", "lengths.csv", partial(lengths.short_table, steps=figure.STEPS)),
             ("lengths-first", "lengths.csv", partial(lengths.losses_table, selecting=True)),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from bench.experiments import units
-from bench.experiments.units import Place
+from bench.study import units
+from bench.study.units import Place
 from bench.training.processes import join, leave
 from tests.experiments import MICRO, task
 

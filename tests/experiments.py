@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from bench.experiments.scales import Scale
-from bench.experiments.units import Task
 from bench.models import gpt2
 from bench.optimizers import Hyper
+from bench.study.scales import Scale
+from bench.study.units import Task
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), "gpt2-124m", (2, 4, 8), 4, 2, 4, batch=4)
 HYPERS = {

@@ -1,4 +1,4 @@
-"""``bench.lengths``: what is trained is fixed before it is, and found by rules."""
+"""``bench.study lengths``: what is trained is fixed before it is, and found by rules."""
 
 import math
 import subprocess
@@ -9,9 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.lengths import __main__ as lengths
-from bench.lengths import figure, runs, tables
-from bench.lengths.protocol import (
+from bench import rows
+from bench.rows import frame
+from bench.study import __main__ as study
+from bench.study import lengths_figure as figure
+from bench.study import lengths_tables as tables
+from bench.study import policies, queue, units
+from bench.study.lengths import (
     ADAMW_LR,
     FORMS,
     FURTHEST,
@@ -24,7 +28,6 @@ from bench.lengths.protocol import (
     tuned,
     wanted,
 )
-from bench.rows import frame
 from bench.training.run import Record
 
 MODEL = "gpt2-tiny"
@@ -156,25 +159,28 @@ def test_powers_are_those_of_recorded_rates():
     assert [power(rounded(0.003 * STEP**k), 0.003) for k in range(-4, 5)] == list(range(-4, 5))
 
 
-def recorded(unit):
-    """What training a unit returns, by the formula."""
+def recorded(job, folder):
+    """What training a job returns, by the formula."""
+    h = job.hyper
+    unit = Unit(job.scale.name, job.steps, job.name, h.lr, h.adamw_lr, h.alpha_kl, job.seed)
     losses = [(0, 5.0), (unit.steps, loss_of(unit))]
-    return Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
-                  validation=losses), {"data": "text"}  # fmt: skip
+    record = Record(losses=[1.0] * unit.steps, model_seconds=[0.1] * unit.steps, optimizer_seconds=[0.1] * unit.steps,
+                    validation=losses)  # fmt: skip
+    return units.Result(record, 0, {}, ""), {"data": "text"}
 
 
 def test_runs_are_written_as_they_end_and_not_trained_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(lengths, "one_run_each", ThreadPoolExecutor)
-    monkeypatch.setattr(lengths, "train", recorded)
+    monkeypatch.setattr(queue, "one_run_each", ThreadPoolExecutor)
+    monkeypatch.setattr(queue, "train", recorded)
     arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "muon", "--seeds", "0"]
-    assert lengths.main([*arguments, "--jobs", "2"]) == 0
+    assert study.main(["lengths", *arguments, "--jobs", "2"]) == 0
     found = tables.units(frame(tmp_path / "lengths.csv"))
     assert not list(wanted((MODEL,), (400,), ("adamw", "muon"), (0,), found))
     assert found == {unit: pytest.approx(loss_of(unit), rel=1e-6) for unit in found}
-    curve = lengths.rows.read(tmp_path / "lengths-curves.csv")
+    curve = rows.read(tmp_path / "lengths-curves.csv")
     assert len(curve) == 2 * len(found) and curve[1]["seconds"] == "80"
-    monkeypatch.setattr(lengths, "train", lambda unit: pytest.fail("trained again"))
-    assert lengths.main(arguments) == 0
+    monkeypatch.setattr(queue, "train", lambda *job: pytest.fail("trained again"))
+    assert study.main(["lengths", *arguments]) == 0
 
 
 def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monkeypatch):
@@ -185,11 +191,11 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monke
             raise KeyboardInterrupt
         written.append(path.name)
 
-    monkeypatch.setattr(lengths, "one_run_each", ThreadPoolExecutor)
-    monkeypatch.setattr(lengths, "train", recorded)
-    monkeypatch.setattr(lengths.rows, "upsert", killed)
+    monkeypatch.setattr(queue, "one_run_each", ThreadPoolExecutor)
+    monkeypatch.setattr(queue, "train", recorded)
+    monkeypatch.setattr(rows, "upsert", killed)
     arguments = [f"--out={tmp_path}", "--models", MODEL, "--lengths", "400", "--forms", "adamw", "--seeds", "0"]
-    assert lengths.main([*arguments, "--jobs", "1"]) == 130
+    assert study.main(["lengths", *arguments, "--jobs", "1"]) == 130
     assert written == ["lengths-curves.csv"]  # lengths.csv says what is done
 
 
@@ -206,7 +212,7 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     beside = replace(at_default(MODEL, 400, "muon", 0), lr=0.0123)  # no rate of the grid
     every = [row_of(*one) for one in (of_one_seed | losses | {former: 1.0, beside: 9.0}).items()]
     every += 2 * [row | {"model_ms": 90.0, "optimizer_ms": 1e3} for row in every if row["optimizer"] == "muon"]
-    lengths.rows.write(tmp_path / "rows.csv", every)
+    rows.write(tmp_path / "rows.csv", every)
     found = frame(tmp_path / "rows.csv")
     muon = tuned(MODEL, 400, "muon", losses).unit
     default = at_default(MODEL, 400, "muon", 0)
@@ -224,14 +230,14 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     (line,) = (line for line in shown if "| SOAP " in line)  # on the seed that it shares with Muon
     assert f"{loss_of_soap(of_one_seed) - losses[muon]:+.3f} |" in line and line.endswith(" 1 |")
     short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]
-    lengths.rows.write(tmp_path / "short.csv", short)
+    rows.write(tmp_path / "short.csv", short)
     assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"))
 
 
 def test_lengths_come_in_order_and_the_rest_behind_them_whichever_method_has_which(tmp_path):
     short, _ = trained((400,), ("adamw", "soap"), (0, 1))
     longer, _ = trained((400, 1600), ("muon",), (0, 1))
-    lengths.rows.write(tmp_path / "rows.csv", [row_of(*one) for one in (short | longer).items()])
+    rows.write(tmp_path / "rows.csv", [row_of(*one) for one in (short | longer).items()])
     shown = tables.losses_table(frame(tmp_path / "rows.csv"), True).splitlines()
     title = [cell.strip() for cell in shown[0].split("|")[1:-1]]
     assert title == ["optimizer", "to tune", f"{MODEL}, 400", f"{MODEL}, 1,600", "step, ms", "state, MB", "seeds"]
@@ -252,15 +258,15 @@ def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on
         own = {"model_ms": 30.0, "optimizer_ms": 70.0 if unit.form == "adamw" else 20.0}
         found.append(row_of(unit, losses[unit]) | {name: ms * slower[unit.form] for name, ms in own.items()})
         slower[unit.form] *= 3.0  # as others share the machine
-    lengths.rows.write(tmp_path / "rows.csv", found)
-    lengths.rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
+    rows.write(tmp_path / "rows.csv", found)
+    rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
     shown = tables.reached_table(frame(tmp_path / "rows.csv"), tmp_path / "curves.csv").splitlines()
     (line,) = (line for line in shown if "AdamW" in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
     (line,) = (line for line in shown if "| Muon " in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
     untimed = [row | ({"model_ms": None, "optimizer_ms": None} if row["optimizer"] == "adamw" else {}) for row in found]
-    lengths.rows.write(tmp_path / "untimed.csv", untimed)  # the runs of a machine that does other things
+    rows.write(tmp_path / "untimed.csv", untimed)  # the runs of a machine that does other things
     shown = tables.reached_table(frame(tmp_path / "untimed.csv"), tmp_path / "curves.csv").splitlines()
     (line,) = (line for line in shown if "AdamW" in line)
     assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "-"]
@@ -268,7 +274,8 @@ def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on
     assert line.split("|")[4].strip() == "-"
     drawn = []
     monkeypatch.setattr(figure, "save", lambda it, path: drawn.extend(axes.get_lines() for axes in it.axes))
-    figure.draw(tmp_path / "loss.png", frame(tmp_path / "rows.csv"), frame(tmp_path / "curves.csv"), 400)
+    for x in ("step", "seconds"):
+        figure.draw(tmp_path / "loss.png", frame(tmp_path / "rows.csv"), frame(tmp_path / "curves.csv"), x, 400)
     assert [[(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines] for lines in drawn] == [
         [(400, 1.0), (400, 1.5)],  # AdamW, Muon: steps
         [(pytest.approx(40), 1.0), (pytest.approx(20), 1.5)],  # seconds
@@ -280,10 +287,10 @@ def test_the_command_trains_in_processes_of_its_own(tmp_path):
     """As users start it, where all but one run are done: what processes import is not the command itself."""
     missing = at_default(MODEL, 1, "adamw", 0)
     losses, _ = trained((1,), ("adamw",), (0,))
-    lengths.rows.write(tmp_path / "lengths.csv", [row_of(*one) for one in losses.items() if one[0] != missing])
+    rows.write(tmp_path / "lengths.csv", [row_of(*one) for one in losses.items() if one[0] != missing])
     names = ["--models", MODEL, "--lengths", "1", "--forms", "adamw", "--seeds", "0", "--jobs", "2"]
-    command = [sys.executable, "-m", "bench.lengths", f"--out={tmp_path}", *names]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=lengths.rows.ROOT)
+    command = [sys.executable, "-m", "bench.study", "lengths", f"--out={tmp_path}", f"--folder={tmp_path}", *names]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=rows.ROOT)
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("gpt2-tiny, 1 steps, adamw lr 0.001, seed 0: ") and found.stdout.count("\n") == 1
     assert tables.units(frame(tmp_path / "lengths.csv")).keys() == losses.keys()
@@ -291,15 +298,15 @@ def test_the_command_trains_in_processes_of_its_own(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["adamw", "muon", "pro-klshampoo-paper", "cosmos", "online-kl-shampoo-0.9"])
-def test_a_unit_is_trained_with_its_settings(form):
+def test_a_unit_is_trained_with_its_settings(form, tmp_path):
     threads = torch.get_num_threads()
     unit = replace(at_default(MODEL, 1, form, 0), lr=1e-3)
     try:
-        record, where = runs.train(unit)
+        result, data = queue.train(policies.Lengths(policies.LengthsOptions(out=tmp_path)).job(unit), tmp_path)
     finally:
         torch.set_num_threads(threads)
-    row, curve = runs.rows_of(unit, record, where)
-    assert row["lr"] == 1e-3 and row["optimizer"] == form and row["state_mb"] > 0 and where["threads"] == "1"
+    row, curve = policies.rows_of(unit, result, data)
+    assert row["lr"] == 1e-3 and row["optimizer"] == form and row["state_mb"] > 0 and row["threads"] == "1"
     assert [one["step"] for one in curve] == [0, 1] and row["validation_loss"] == curve[-1]["validation_loss"] > 1
 
 
@@ -311,12 +318,12 @@ def test_a_unit_is_trained_with_its_settings(form):
     ],
 )
 def test_wrong_input_is_refused_in_one_line(arguments, says, capsys):
-    assert lengths.main(arguments) == 2
+    assert study.main(["lengths", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
     unit = Unit(MODEL, 400, "pro-klshampoo-paper", 0.01333, 0.00225, 0.015, 1)
     row = {"model": unit.model, "steps": 400, "optimizer": unit.form, "seed": 1, "validation_loss": 2.0}
-    lengths.rows.write(tmp_path / "rows.csv", [row | {"lr": unit.lr, "adamw_lr": unit.adamw_lr, "alpha_kl": 0.015}])
+    rows.write(tmp_path / "rows.csv", [row | {"lr": unit.lr, "adamw_lr": unit.adamw_lr, "alpha_kl": 0.015}])
     assert tables.units(frame(tmp_path / "rows.csv")) == {unit: 2.0}

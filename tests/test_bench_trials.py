@@ -1,4 +1,4 @@
-"""``bench.trials``: what is trained is fixed, goes on where it was stopped, and is what it says."""
+"""``bench.study size``: what is trained is fixed, goes on where it was stopped, and is what it says."""
 
 import math
 from dataclasses import replace
@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench import rows, trials
-from bench.trials import CHANGES, PRO, RATES, Trial
+from bench import rows
+from bench.study import __main__ as study
+from bench.study import policies, queue, size, units
+from bench.study.size import CHANGES, PRO, RATES, Trial
 
 
 def all_of(wanted, loss):
@@ -20,7 +22,7 @@ def all_of(wanted, loss):
 
 
 def test_of_the_size_every_method_has_its_first_rate_before_any_has_its_second():
-    order = all_of(trials.size, lambda trial: trial.hyper.lr)
+    order = all_of(size.size, lambda trial: trial.hyper.lr)
     each = len(RATES)
     for i in range(3):
         its = order[i * each : (i + 1) * each]
@@ -30,7 +32,7 @@ def test_of_the_size_every_method_has_its_first_rate_before_any_has_its_second()
 
 def test_changes_are_made_at_the_best_rate_and_the_two_best_methods_have_a_second_seed():
     best = {PRO: 0.02, "muon": 0.008889}
-    order = all_of(trials.size, lambda trial: abs(trial.hyper.lr - best.get(trial.hyper.method, 9.0)))
+    order = all_of(size.size, lambda trial: abs(trial.hyper.lr - best.get(trial.hyper.method, 9.0)))
     changed = [trial for trial in order if trial.base]
     assert {(trial.case, trial.hyper.lr, trial.base) for trial in changed} == {
         (case, 0.02, "Pro-KLShampoo") for case in CHANGES
@@ -45,25 +47,26 @@ def test_changes_are_made_at_the_best_rate_and_the_two_best_methods_have_a_secon
 
 @pytest.mark.slow
 def test_the_command_trains_what_is_missing_writes_its_row_and_does_not_repeat_it(tmp_path, monkeypatch, capsys):
-    wanted = [Trial("llama-tiny", 2, "a change", "base", trials.FORMS[PRO].default)]
-    monkeypatch.setattr(trials, "size", lambda known: iter(wanted))
+    wanted = [Trial("llama-tiny", 2, "a change", "base", size.FORMS[PRO].default)]
+    monkeypatch.setattr(policies, "size", lambda known: iter(wanted))
     arguments = ["--out", str(tmp_path), "--folder", str(tmp_path / "runs"), "--jobs", "1"]
-    assert trials.main(arguments) == 0
+    assert study.main(["size", *arguments]) == 0
     (row,) = rows.read(tmp_path / "size.csv")
     assert row["case"] == "a change" and row["base"] == "base" and row["threads"] == "1"
     assert 2 < float(row["validation_loss"]) < 6
     assert capsys.readouterr().out.count("\n") == 1
-    assert trials.main(arguments) == 0 and capsys.readouterr().out == ""
+    assert study.main(["size", *arguments]) == 0 and capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_loss(tmp_path, monkeypatch):
-    trial = Trial("llama-tiny", 6, "a change", "base", trials.FORMS[PRO].default)
+    trial = Trial("llama-tiny", 6, "a change", "base", size.FORMS[PRO].default)
+    job = policies.Size(policies.SizeOptions(out=tmp_path)).job(trial)
     threads = torch.get_num_threads()
     try:
-        whole = trials.train(trial, tmp_path / "whole")
-        monkeypatch.setattr(trials, "CHECKPOINT_SECONDS", 0.0)
-        advance, left = trials.units.Run.advance, [3]
+        whole, _ = queue.train(job, tmp_path / "whole")
+        monkeypatch.setattr(queue, "CHECKPOINT_SECONDS", 0.0)
+        advance, left = units.Run.advance, [3]
 
         def interrupted(run):
             if not left[0]:
@@ -71,14 +74,14 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_loss(tmp_path, monkeypatch):
             left[0] -= 1
             advance(run)
 
-        monkeypatch.setattr(trials.units.Run, "advance", interrupted)
+        monkeypatch.setattr(units.Run, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            trials.train(trial, tmp_path / "parts")
+            queue.train(job, tmp_path / "parts")
         left[0] = 3  # what remains, and no more
-        again = trials.train(trial, tmp_path / "parts")
+        again, _ = queue.train(job, tmp_path / "parts")
     finally:
         torch.set_num_threads(threads)
-    assert again["validation_loss"] == whole["validation_loss"]
+    assert again.record.final_loss == whole.record.final_loss
 
 
 def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_other_rates():
@@ -88,7 +91,7 @@ def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_other_
     found = [row("Muon", 0.02, 2.5), row("Muon", 0.01333, math.nan), row("KL-Shampoo", 0.005, 2.0)]
     found += [row("KL-Shampoo", 0.003333, 0.1, seed=1), row("Pro-KLShampoo", 0.02, 1.5)]
     found += [row("r = 24", 0.02, 1.75, base="Pro-KLShampoo")]
-    shown = trials.size_table(trials.DataFrame(found)).splitlines()[2:]
+    shown = size.size_table(size.DataFrame(found)).splitlines()[2:]
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in shown}
     assert cells == {
         "Pro-KLShampoo": ["0.00889: -, 0.0133: -, 0.02: 1.500", "-0.500", ""],
@@ -97,12 +100,12 @@ def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_other_
         "Pro-KLShampoo, r = 24": ["0.02: 1.750", "", "+0.250"],
     }
     without = [one for one in found if one["case"] != "KL-Shampoo"]
-    assert "| 0.00889: -, 0.0133: inf, 0.02: 2.500 |" in trials.size_table(trials.DataFrame(without))
-    assert "|" not in trials.size_table(trials.DataFrame())
+    assert "| 0.00889: -, 0.0133: inf, 0.02: 2.500 |" in size.size_table(size.DataFrame(without))
+    assert "|" not in size.size_table(size.DataFrame())
 
 
 def test_a_diverged_run_is_known_and_above_all(tmp_path):
-    trial = next(trials.size({}))
-    key = dict(zip(trials.KEY, trial.key, strict=True))
+    trial = next(size.size({}))
+    key = dict(zip(size.KEY, trial.key, strict=True))
     rows.write(tmp_path / "rows.csv", [key | {"validation_loss": math.nan, "note": "diverged at step 7"}])
-    assert trials.losses_of(tmp_path / "rows.csv") == {trial.key: math.inf}
+    assert size.losses_of(tmp_path / "rows.csv") == {trial.key: math.inf}

@@ -12,15 +12,15 @@ import time
 import pytest
 import torch
 
-from bench.experiments import __main__ as command
-from bench.experiments.comparisons import draw
-from bench.experiments.options import STILL
-from bench.experiments.protocol import Tuning
-from bench.experiments.scales import SCALES
-from bench.experiments.spectra import WATCHINGS
-from bench.experiments.study import Study
 from bench.optimizers import Hyper
 from bench.rows import frame
+from bench.study import __main__ as command
+from bench.study.comparisons import draw
+from bench.study.options import STILL
+from bench.study.protocol import Tuning
+from bench.study.scales import SCALES
+from bench.study.spectra import WATCHINGS
+from bench.study.study import Study
 from bench.training.run import Run
 from tests.commands import ROOT
 from tests.experiments import MICRO
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
     arguments = [
         sys.executable,
         "-m",
-        "bench.experiments",
+        "bench.study",
         "ablation",
         "--data",
         text,

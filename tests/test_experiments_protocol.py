@@ -6,12 +6,12 @@ import pytest
 
 from bench import presets
 from bench.command import UsageError
-from bench.experiments.comparisons import COMPARISONS
-from bench.experiments.protocol import ABLATIONS, PRO, Kind, kind, tuned
-from bench.experiments.scales import SCALES
-from bench.experiments.search import WIDEST, Search, beside, search_all
 from bench.optimizers import Hyper
 from bench.presets import RANGES, Range, preset
+from bench.study.comparisons import COMPARISONS
+from bench.study.protocol import ABLATIONS, PRO, Kind, kind, tuned
+from bench.study.scales import SCALES
+from bench.study.search import WIDEST, Search, beside, search_all
 
 SCALE = {scale.name: scale for scales in SCALES.values() for scale in scales}
 BEST = {"adamw": 5e-3, "muon": 2e-2, "kl-shampoo": 1e-2, PRO: 2e-2, "smok-hop": 3e-3, "cosmos": 1e-3}

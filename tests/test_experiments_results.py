@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from pandas import DataFrame
 
-from bench.experiments import results, tables
-from bench.experiments.protocol import Kind, Tuning
-from bench.experiments.search import Search
-from bench.experiments.units import Result
 from bench.optimizers import Hyper
 from bench.presets import Range
+from bench.study import results, tables
+from bench.study.protocol import Kind, Tuning
+from bench.study.search import Search
+from bench.study.units import Result
 from bench.training.run import Record
 from tests.experiments import MICRO
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.experiments import units
-from bench.experiments.units import Place
+from bench.study import units
+from bench.study.units import Place
 from bench.training.processes import Processes
 from bench.training.run import Run
 from tests.commands import ROOT

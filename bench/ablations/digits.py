@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from bench import rows
 from bench.ablations.study import Settings, Unit
-from bench.lengths.protocol import FORMS
 from bench.optimizers import build
+from bench.study.lengths import FORMS
 from bench.training.schedules import linear
 
 PATCH, PATCHES, WIDTH, LAYERS = 2, 16, 64, 3

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from bench import rows
 from bench.ablations.study import Settings, Unit
-from bench.experiments.scales import AUTO, DEMO, SCALES, Scale
 from bench.models import byte_gpt
 from bench.optimizers import Hyper, build
+from bench.study.scales import AUTO, DEMO, SCALES, Scale
 from bench.training.run import Run, Trainee, Watch, nothing
 from bench.training.sources import Source, open_source
 from prokl import diagnostics

@@ -12,10 +12,10 @@ from bench.ablations import digits, disturbed, experts, language
 from bench.ablations.forms import FORMS, Form, bounded
 from bench.ablations.language import SMALL, TINY
 from bench.ablations.study import Settings, Study, Unit
-from bench.experiments.protocol import RANKED
-from bench.experiments.scales import DEMO
-from bench.lengths import protocol
 from bench.optimizers import OPTIMIZERS, Hyper
+from bench.study import lengths as protocol
+from bench.study.protocol import RANKED
+from bench.study.scales import DEMO
 from bench.training.run import nothing
 
 BYTE_GPT = DEMO.name
@@ -30,7 +30,7 @@ def by_default(model: str, method: str) -> Hyper:
 
 
 def tuned(model: str, form: str) -> Hyper:
-    """Return a form of bench.lengths at its defaults."""
+    """Return a form of ``bench.study lengths`` at its defaults."""
     return protocol.FORMS[form].default
 
 

@@ -9,10 +9,10 @@ from bench.ablations import disturbed, experts
 from bench.ablations.forms import FORMS
 from bench.ablations.language import recorded_row
 from bench.ablations.studies import EXPERTS, MATCHED, ORIGINAL, OWN, USUAL, changed, of_digits
-from bench.lengths.protocol import FORMS as TUNED
 from bench.markdown import figure, table, with_error
 from bench.optimizers import OPTIMIZERS, label
 from bench.paired import CONFIDENCE, paired
+from bench.study.lengths import FORMS as TUNED
 
 LOSS = "validation loss"
 STEPS = 400

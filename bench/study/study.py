@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.experiments.pool import Runner
-from bench.experiments.protocol import Kind, Tuning, tuned
-from bench.experiments.scales import Scale
-from bench.experiments.units import Result, Task
 from bench.optimizers import Hyper
+from bench.study.pool import Runner
+from bench.study.protocol import Kind, Tuning, tuned
+from bench.study.scales import Scale
+from bench.study.units import Result, Task
 from bench.training.run import Watch, nothing
 
 

@@ -1,4 +1,4 @@
-"""The figures of :mod:`bench.lengths`: validation loss along the runs of one length, against steps and seconds."""
+"""The figures of ``bench.study lengths``: validation loss along the runs of one length, against steps and seconds."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from matplotlib.axes import Axes
 from pandas import DataFrame
 
 from bench.drawing import plt, save, tidy
-from bench.experiments.figures import curve, fit
-from bench.lengths.protocol import FORMS
-from bench.lengths.tables import MAIN, Compared, curves_of, judged, step_ms, units
 from bench.optimizers import OPTIMIZERS
+from bench.study.figures import curve, fit
+from bench.study.lengths import FORMS
+from bench.study.lengths_tables import MAIN, Compared, curves_of, judged, step_ms, units
 
 STEPS = 1600
 OURS = "pro-klshampoo"

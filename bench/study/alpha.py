@@ -6,11 +6,11 @@ from pathlib import Path
 from pandas import DataFrame
 
 from bench.drawing import plt, save, tidy
-from bench.experiments.scales import Scale
 from bench.markdown import table as markdown
 from bench.models import FAMILIES
 from bench.rows import Row, frame, write
 from bench.shapes import PAPER
+from bench.study.scales import Scale
 from prokl.algorithm.shapes import MatrixShape
 from prokl.diagnostics import alpha_kl_bracket
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bench.command import UsageError
-from bench.experiments.protocol import PRO
-from bench.experiments.protocol import kind as kind_of
-from bench.experiments.study import Study
 from bench.rows import Row, write
+from bench.study.protocol import PRO
+from bench.study.protocol import kind as kind_of
+from bench.study.study import Study
 from bench.training.run import Trainee, Watch
 from bench.training.spectrum_figure import draw, normalised, place_of
 from prokl import diagnostics

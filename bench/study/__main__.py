@@ -1,4 +1,7 @@
-"""``python -m bench.experiments NAME`` makes one table or figure of the paper; ``--help`` lists them."""
+"""``python -m bench.study NAME`` makes a table or figure of the paper, or one beside them; ``--help`` lists them.
+
+``lengths`` and ``size``, whose options are their own, go on with the recorded rows (:mod:`bench.study.policies`).
+"""
 
 import sys
 from collections.abc import Sequence
@@ -7,12 +10,12 @@ from contextlib import ExitStack
 import torch
 
 from bench import command
-from bench.experiments import alpha, cost
-from bench.experiments.comparisons import COMPARISONS
-from bench.experiments.options import STILL, Options
-from bench.experiments.pool import Interrupted, runner
-from bench.experiments.spectra import WATCHINGS
-from bench.experiments.study import Study
+from bench.study import alpha, cost, policies
+from bench.study.comparisons import COMPARISONS
+from bench.study.options import STILL, Options
+from bench.study.pool import Interrupted, runner
+from bench.study.spectra import WATCHINGS
+from bench.study.study import Study
 from bench.training.loop import deferred_interrupt
 from bench.training.processes import join, leave
 
@@ -43,9 +46,11 @@ def _run(o: Options) -> str:
 @command.command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    if argv[:1] and argv[0] in policies.POLICIES:
+        return policies.main(argv[0], argv[1:])
     threads = torch.get_num_threads()
     try:
-        options = command.options(Options, argv, "bench.experiments")
+        options = command.options(Options, argv, "bench.study")
         torch.set_num_threads(1)
         text = _run(options)
         if text:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from bench.command import UsageError
-from bench.experiments.scales import Scale
-from bench.experiments.search import Search, search_all
 from bench.optimizers import Hyper, label
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
+from bench.study.scales import Scale
+from bench.study.search import Search, search_all
 
 PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
 RANKED = (PRO, "smok-hop", "cosmos", *ABLATIONS)

@@ -1,41 +1,29 @@
-"""A model three times as wide as the tiny ones, of 5.1M parameters: ``python -m bench.trials [--out bench/results]``.
+"""A model three times as wide as the tiny ones: which runs of it are made, and their table.
 
-Methods and single changes of Pro-KLShampoo, into size.csv; the runs were fixed before they were trained.
-
-What has a row is not trained again; a run that was stopped goes on from its checkpoint in --folder. Every run has one
-thread: with two, sums have another order, and losses differ from the first steps on by rounding. They do not depend on
-what else the machine does; times would, and are not kept.
+Losses do not depend on what else the machine does; times would, and are not kept.
 """
 
 import math
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import torch
 from pandas import DataFrame
 
-from bench import command, rows
-from bench.experiments import units
-from bench.experiments.scales import SCALES, Scale
-from bench.lengths.protocol import FIRST_SEED, FORMS
+from bench import rows
 from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
-from bench.training.sources import Source
-from bench.workers import one_run_each
+from bench.study.lengths import FIRST_SEED, FORMS
+from bench.study.scales import Scale
+from bench.study.units import Result
 
 LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
-MODELS = {scale.name: scale for scale in (*SCALES["tiny"], LARGER)}
 PRO = "pro-klshampoo"
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
-CHECKPOINT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -112,36 +100,11 @@ def _of_method(form: str, lr: float) -> Trial:
     return Trial(LARGER.name, LARGER.steps, own.label, "", hyper)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Train what is missing, one run a process."""
-
-    out: Path = rows.RESULTS  # Folder of size.csv
-    folder: Path = Path("runs/trials")  # Of checkpoints and of what has ended
-    jobs: int = command.cores()  # Runs at a time, each on one thread
-
-    def __post_init__(self) -> None:
-        command.at_least(1, jobs=self.jobs)
-
-
-def train(trial: Trial, folder: Path) -> rows.Row:
-    """Train on one thread, from the last checkpoint if there is one, and return the row."""
-    torch.set_num_threads(1)
-    scale = MODELS[trial.model]
-    source = scale.open(None)
-    settings = scale.settings({trial.case: trial.hyper}, source.vocabulary, "cpu", curve=False)
-    settings = replace(settings, steps=trial.steps, eval_every=trial.steps)
-    task = units.Task(folder / re.sub(r"\W+", "-", trial.case), settings, trial.seed)
-    found = units.run(task, units.Place(source, lambda: False, CHECKPOINT_SECONDS))
-    assert found is not None
-    return row_of(trial, found[trial.case], source)
-
-
-def row_of(trial: Trial, result: units.Result, source: Source) -> rows.Row:
+def row_of(trial: Trial, result: Result, data: rows.Row) -> rows.Row:
     """Return the row of a run."""
     own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
     own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
-    own |= {"data": source.name, "data_sha256": source.sha256}
+    own |= data
     if (step := result.record.diverged_at) is not None:
         own["note"] = f"diverged at step {step}"
     return own | result.environment
@@ -153,23 +116,6 @@ def losses_of(path: Path) -> dict[tuple[str, ...], float]:
     for row in rows.read(path):
         found[tuple(row.get(name, "") for name in KEY)] = float(row["validation_loss"] or math.inf)
     return found
-
-
-def run(o: Options) -> None:
-    """Train what is wanted until nothing is."""
-    path, under_way = o.out / "size.csv", dict[Future[rows.Row], Trial]()
-    with one_run_each(o.jobs) as pool:
-        while True:
-            busy, known = {trial.key for trial in under_way.values()}, losses_of(path)
-            for trial in size(known):
-                if len(under_way) < o.jobs and trial.key not in busy and trial.key not in known:
-                    under_way[pool.submit(train, trial, o.folder)] = trial
-            if not under_way:
-                return
-            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                trial, row = under_way.pop(future), future.result()
-                rows.upsert(path, [row], KEY)
-                print(f"{', '.join(trial.key)}: {row['validation_loss']:.4f}", flush=True)
 
 
 def size_table(found: DataFrame) -> str:
@@ -196,16 +142,3 @@ def size_table(found: DataFrame) -> str:
         named = {"case": f"{pro}, {case}", "validation loss by lr": f"{lr:.3g}: {figure(loss, 3)}"}
         lines.append(named | {f"lowest − {rival}'s": "", f"− {pro}": figure(loss - losses[pro][lr], 3, "+")})
     return table(DataFrame(lines), 2) if lines else "None of these runs has been made yet.\n"
-
-
-@command.command
-def main(argv: Sequence[str]) -> int:
-    """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
-    o = command.options(Options, argv, "bench.trials")
-    command.make_folder(o.out)
-    run(o)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,12 +13,12 @@ from pandas import DataFrame
 
 from bench.costs import terms
 from bench.drawing import plt, save, tidy
-from bench.experiments.scales import Scale
 from bench.markdown import figure
 from bench.markdown import table as markdown
 from bench.optimizers import OPTIMIZERS, label
 from bench.rows import Row, frame, write
 from bench.shapes import SETS, ParameterSet
+from bench.study.scales import Scale
 from bench.timing.memory import FREQUENCY, TABLE
 from prokl.algorithm.shapes import effective_rank
 

@@ -1,4 +1,4 @@
-"""The tables of :mod:`bench.lengths` from its rows: losses by method and length, and what the defaults lose."""
+"""The tables of ``bench.study lengths`` from its rows: losses by method and length, and what the defaults lose."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from pandas import DataFrame, Series
 
-from bench.lengths.protocol import FIRST_SEED, FORMS, STEP, Tuned, Unit, at_default, power, rounded, tuned
 from bench.markdown import figure, table, with_error
 from bench.rows import RESULTS, frame
+from bench.study.lengths import FIRST_SEED, FORMS, STEP, Tuned, Unit, at_default, power, rounded, tuned
 
 CURVES = RESULTS / "lengths-curves.csv"
 REFERENCES = ("muon", "kl-shampoo")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench.experiments import units
-from bench.experiments.scales import Scale
-from bench.experiments.units import Place, Result, Task
+from bench.study import units
+from bench.study.scales import Scale
+from bench.study.units import Place, Result, Task
 from bench.training.loop import Interrupt
 from bench.training.processes import ALONE, Processes
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from pandas import DataFrame
 
 from bench.command import UsageError
-from bench.experiments import figures, results, tables
-from bench.experiments.protocol import PRO, Kind, check, kind
-from bench.experiments.scales import SCALES, Scale
-from bench.experiments.study import Study
 from bench.rows import frame, upsert
+from bench.study import figures, results, tables
+from bench.study.protocol import PRO, Kind, check, kind
+from bench.study.scales import SCALES, Scale
+from bench.study.study import Study
 
 Claims = list[tuple[Kind, Kind]]
 

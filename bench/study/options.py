@@ -1,4 +1,4 @@
-"""What the commands of ``bench.experiments`` take; every wrong value ends in one line with the remedy."""
+"""What the commands of ``bench.study`` take; every wrong value ends in one line with the remedy."""
 
 import os
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ import torch
 import tyro
 
 from bench.command import UsageError, at_least, cores, distinct, positive, some
-from bench.experiments.protocol import ABLATIONS
-from bench.experiments.scales import AUTO, PAPER_START, SCALES, Scale
 from bench.optimizers import OPTIMIZERS
+from bench.study.protocol import ABLATIONS
+from bench.study.scales import AUTO, PAPER_START, SCALES, Scale
 
 STILL: dict[str, Sequence[str]] = {"alpha": ("paper", "small", "tiny"), "memory": ("paper",)}
 """Those that train nothing, with the scales that they have."""
@@ -27,6 +27,8 @@ NAMES = {
     "phi": "spectra of Phi_L under Pro-KLShampoo over windows of 10 minibatches",
     "alpha": "the brackets on alpha_kl, without training",
     "memory": "state and operations of a step on the paper's models, without training",
+    "lengths": "every method tuned at every length of a run",
+    "size": "a model three times as wide, on a fixed grid",
 }
 
 
@@ -108,6 +110,10 @@ class Options(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.name in ("lengths", "size"):
+            raise UsageError(
+                f"{self.name} has options of its own: give it first, see python -m bench.study {self.name} --help"
+            )
         at_least(1, jobs=self.jobs)
         positive(starts=self.starts)
         distinct(starts=self.starts)

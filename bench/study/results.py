@@ -7,12 +7,12 @@ from statistics import fmean
 import numpy as np
 from pandas import DataFrame
 
-from bench.experiments.protocol import Kind, Tuning, paper_range
-from bench.experiments.study import Study
-from bench.experiments.units import Result
 from bench.optimizers import Hyper
 from bench.paired import CONFIDENCE, paired
 from bench.rows import Row
+from bench.study.protocol import Kind, Tuning, paper_range
+from bench.study.study import Study
+from bench.study.units import Result
 from bench.training.run import Record
 
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to

@@ -1,1 +1,0 @@
-"""The paper's tables and figures, one command each: ``python -m bench.experiments NAME``."""

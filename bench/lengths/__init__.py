@@ -1,1 +1,0 @@
-"""Final losses by the length of a run, every method at its defaults and tuned at that length."""

@@ -1,0 +1,1 @@
+"""The paper's tables and figures, one command each: ``python -m bench.study NAME``."""
