@@ -53,12 +53,12 @@ KEYS = {
 """
 VALUES = {
     **_columns("", "rounds", "median q1 q3 ratio floor"),
-    **_columns("seeds validation_loss_per_seed", "steps_done", "validation_loss validation_loss_se train_loss seconds"),
+    **_columns("seeds validation_loss_per_seed", "", "validation_loss validation_loss_se train_loss seconds"),
     **_columns("diverged_at selected in_paper_range"),
     **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
     **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
-    **_columns(real="state_mb peak_gib difference difference_se difference_upper confidence"),
-    **_columns("verdict decided bounded_per_seed"),
+    **_columns(real="state_mb peak_gib difference difference_se confidence"),
+    **_columns("verdict decided"),
     **_columns(whole="above_twice_tail_mean", real="largest_over_tail_mean tail_am_gm"),
     **_columns(real="tail_variance clipped_L clipped_S clipped_mu"),
     **_columns(whole="k", real="low high"),
@@ -70,15 +70,15 @@ VALUES = {
     **_columns(whole="buckets launches", real="gflop gb ms"),
 }
 """What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
-lower bound in the same unit; ``_se`` is a standard error, ``_upper`` the end of an interval at ``confidence``."""
+lower bound in the same unit; ``_se`` is a standard error; ``confidence`` is that of a verdict."""
 SETTINGS = {
     **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context"),
     **_columns("autocast state_dtype", "steps eval_every eval_windows batch micro_batch"),
-    **_columns("data data_sha256", "train_bytes validation_bytes"),
+    **_columns("data data_sha256"),
 }
 """What a run was made of."""
-PROVENANCE = _columns("device cpu threads cores system python torch triton nvcc cuda prokl commit date")
+PROVENANCE = _columns("device cpu threads cores torch triton nvcc cuda prokl commit date")
 """Where, with what and when it was measured."""
 COLUMNS = KEYS | VALUES | SETTINGS | PROVENANCE | _columns("note")
 """Every column that a file may have, with its type. ``note`` says why there is no value, or what a reader must know."""

@@ -72,10 +72,6 @@ TABLES: dict[str, Callable[[], str]] = {
             ("ablation", "ablation.csv", experiments.ablation_table),
             ("ablation-orderings", "ablation-orderings.csv", experiments.orderings_table),
             ("step-model", "model.csv", steps_table),
-            *(
-                (f"sensitivity-{varied}", "sensitivity.csv", partial(experiments.sensitivity_table, varied=varied))
-                for varied in experiments.VARIED
-            ),
         )
     },
 }

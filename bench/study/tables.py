@@ -8,8 +8,6 @@ from bench.markdown import figure, table, with_error
 from bench.optimizers import OPTIMIZERS, label
 
 Cell = Callable[[Series], str]
-VARIED = {"start": "start", "steps": "steps", "lr": "lr ×", "rank": "r ="}
-"""What sensitivity.csv has rows of, as written in front of its values."""
 
 
 def _name(row: Series) -> str:
@@ -116,18 +114,3 @@ def cosmos_table(rows: DataFrame) -> str:
         lines.append(line)
     cells = DataFrame(lines)
     return table(cells.loc[:, (cells != "-").any()], 2)
-
-
-def sensitivity_table(rows: DataFrame, varied: str) -> str:
-    """Return differences of two optimizers by what was varied, a star where told from 0; rows of sensitivity.csv."""
-    rows = rows[rows["varied"] == varied]
-    names = [
-        (label(row["optimizer"]) if varied == "rank" else _name(row))
-        + (f", start {row['start']}" if varied == "steps" else "")
-        + f" − {label(row['minus'])}"
-        for _, row in rows.iterrows()
-    ]
-    cells = map(lambda mean, error: with_error(mean, error, sign="+"), rows["difference"], rows["difference_se"])
-    stars = [cell + (" *" if decided == "yes" else "") for cell, decided in zip(cells, rows["decided"], strict=True)]
-    index = rows[["model"]].assign(**{"difference of losses": names})
-    return pivot(index, [f"{VARIED[varied]} {value}" for value in rows["value"]], stars)
