@@ -102,7 +102,8 @@ def run(o: Options) -> str:
     """Train every seed and write the results; return the table."""
     command.make_folder(o.out)
     torch.set_num_threads(o.threads)
-    with deferred_interrupt() as interrupt, runner(o.scale, o.data, 1, interrupt, o.checkpoint_seconds) as by:
+    with deferred_interrupt() as interrupt:
+        by = runner(o.scale, o.data, 1, interrupt, o.checkpoint_seconds)
         source, selected = by.place.source, o.selected
         print(f"{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
         study = Study(o.scale, by, o.out, o.seeds, search=False, device="cpu")

@@ -5,7 +5,6 @@
 
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 
@@ -31,12 +30,12 @@ def _run(o: Options) -> str:
     processes, device = join(o.place)
     if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
         print(f"Left out, as the paper has not all that {o.name} needs: {', '.join(left_out)}", flush=True)
-    with deferred_interrupt() as interrupt, ExitStack() as stack:
+    with deferred_interrupt() as interrupt:
         studies = []
         for scale in scales:
             by = runner(scale, o.data, o.runs_at_a_time, interrupt, o.checkpoint_seconds, processes)
             search = o.tune or not scale.is_paper
-            studies.append(Study(scale, stack.enter_context(by), o.out, o.seeds, search, device))
+            studies.append(Study(scale, by, o.out, o.seeds, search, device))
         if comparison:
             return comparison.run(studies, starts, o.out)
         drawn = [WATCHINGS[o.name].run(study, starts[0], o.out) for study in studies]

@@ -1,13 +1,9 @@
 """Run tasks: one after another, or several at a time in processes of one thread each."""
 
-import multiprocessing
-import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,26 +13,17 @@ from bench.study.scales import Scale
 from bench.study.units import Place, Result, Task
 from bench.training.loop import Interrupt
 from bench.training.processes import ALONE, Processes
+from bench.workers import asked_to_stop, one_run_each
 
 
 class Interrupted(Exception):
     """Ctrl-C; everything that was done is kept."""
 
 
-_place: Place  # of a worker
-
-
-def _start_worker(scale: Scale, data: Path | None, checkpoint_seconds: float, stopped: Any) -> None:
-    """Prepare a process for its tasks; Ctrl-C reaches it through the event, so that it ends after a whole step."""
-    global _place
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _run_alone(task: Task, scale: Scale, data: Path | None, checkpoint_seconds: float) -> dict[str, Result] | None:
+    """Run a task in a process of its own."""
     torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    _place = Place(scale.open(data), lambda: stopped.is_set() or not parent.is_alive(), checkpoint_seconds)
-
-
-def _run_in_worker(task: Task) -> dict[str, Result] | None:
-    return None if _place.stop() else units.run(task, _place)
+    return units.run(task, Place(scale.open(data), asked_to_stop(), checkpoint_seconds))
 
 
 @dataclass
@@ -44,7 +31,9 @@ class Runner:
     """The tasks of one scale's experiments, in this process or in others."""
 
     place: Place  # of tasks that run in this process
-    workers: ProcessPoolExecutor | None = None  # the other processes, if there are any
+    scale: Scale  # of the tasks
+    data: Path | None  # that they train on
+    jobs: int  # processes at a time; one is this process
 
     def run(self, tasks: Sequence[Task], what: str) -> list[dict[str, Result]]:
         """Return the results of every task, in their order.
@@ -65,13 +54,15 @@ class Runner:
         return [results[i] for i in range(len(tasks))]
 
     def _results(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Result] | None]]:
-        if self.workers is None:
+        if self.jobs == 1:
             for i, task in enumerate(tasks):
                 yield i, units.run(task, self.place)
             return
-        futures = {self.workers.submit(_run_in_worker, task): i for i, task in enumerate(tasks)}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        given = self.scale, self.data, self.place.checkpoint_seconds
+        with one_run_each(self.jobs) as pool:
+            futures = {pool.submit(_run_alone, task, *given): i for i, task in enumerate(tasks)}
+            for future in as_completed(futures):
+                yield futures[future], future.result()
 
 
 def _summary(task: Task, found: dict[str, Result]) -> str:
@@ -83,7 +74,6 @@ def _summary(task: Task, found: dict[str, Result]) -> str:
     return f"seed {task.seed}: " + "; ".join(losses)
 
 
-@contextmanager
 def runner(
     scale: Scale,
     data: Path | None,
@@ -91,18 +81,13 @@ def runner(
     interrupt: Interrupt,
     checkpoint_seconds: float,
     processes: Processes = ALONE,
-) -> Iterator[Runner]:
-    """Yield a runner with ``jobs`` processes at a time, which end with it."""
+) -> Runner:
+    """Return a runner with ``jobs`` processes at a time; Ctrl-C ends those after a step, and they leave checkpoints."""
     place = Place(scale.open(data), lambda: interrupt.requested, checkpoint_seconds, processes, shown=jobs == 1)
-    if jobs == 1:
-        yield Runner(place)
-        return
-    context = multiprocessing.get_context("spawn")
-    stopped = context.Event()
-    interrupt.then.append(stopped.set)
-    workers = ProcessPoolExecutor(jobs, context, _start_worker, (scale, data, checkpoint_seconds, stopped))
-    try:
-        yield Runner(place, workers)
-    finally:
-        stopped.set()  # after an error in one, the others end after a step, and leave their checkpoints
-        workers.shutdown(cancel_futures=True)
+    if jobs > 1:
+        interrupt.then.append(_interrupt)
+    return Runner(place, scale, data, jobs)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt

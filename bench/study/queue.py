@@ -18,7 +18,7 @@ from bench import command, rows
 from bench.optimizers import Hyper
 from bench.study import units
 from bench.study.scales import Scale
-from bench.workers import one_run_each
+from bench.workers import asked_to_stop, one_run_each
 
 CHECKPOINT_SECONDS = 120.0
 T = TypeVar("T")
@@ -59,8 +59,9 @@ def train(job: Job, folder: Path) -> tuple[units.Result, rows.Row]:
     settings = job.scale.settings({job.name: job.hyper}, source.vocabulary, "cpu", curve=True)
     settings = replace(settings, steps=job.steps, eval_every=max(1, job.steps // job.evaluations))
     task = units.Task(folder / re.sub(r"\W+", "-", job.name), settings, job.seed)
-    found = units.run(task, units.Place(source, lambda: False, CHECKPOINT_SECONDS))
-    assert found is not None
+    found = units.run(task, units.Place(source, asked_to_stop(), CHECKPOINT_SECONDS))
+    if found is None:
+        raise KeyboardInterrupt
     return found[job.name], {"data": source.name, "data_sha256": source.sha256}
 
 

@@ -33,11 +33,11 @@ def deferred_interrupt() -> Iterator[Interrupt]:
         if interrupt.requested:
             raise KeyboardInterrupt
         interrupt.requested = True
-        for act in interrupt.then:
-            act()
         print(
             "\nFinishing this step and saving; Ctrl-C again gives up what the last checkpoint lacks.", file=sys.stderr
         )
+        for act in interrupt.then:
+            act()
 
     previous = signal.signal(signal.SIGINT, handler)
     try:
