@@ -52,7 +52,11 @@ class Pair(NamedTuple):
 
 
 Operand = Tensor | Pair
-"""What a product takes. A backend's ``operand`` makes it."""
+"""What a product takes."""
+RESIDUAL = 2.0**-14
+"""Size of X - (X U) U^T over that of X up to which it may be rounding of pairs alone. U, twice, and X U lose 2^-17
+each, and their products 2^-18; where the entries of X are alike these losses are, too: 3.4e-5, of which twice as much
+is allowed."""
 
 
 def parts(left: Operand, right: Operand) -> list[tuple[Tensor, Tensor]]:
@@ -63,17 +67,3 @@ def parts(left: Operand, right: Operand) -> list[tuple[Tensor, Tensor]]:
     (a, a_lo), (b, b_lo) = ((t.hi, t.lo) if isinstance(t, Pair) else (t, None) for t in (left, right))
     found = [(a_lo, b), (a, b_lo), (a, b)]
     return [(x, y) for x, y in found if x is not None and y is not None]
-
-
-def residual_noise(U: Operand, dtype: torch.dtype, stored: torch.dtype) -> float:
-    """Return the size of X - (X U) U^T over that of X up to which it may be rounding alone.
-
-    A hundred roundings of the dtype. Of pairs U, twice, and X U lose 2^-17 each, and their products 2^-18; where the
-    entries of X are alike these losses are, too: 3.4e-5, of which twice as much is allowed. Kernels add X U up in tiles
-    of 16 rows of U or more, each time within half a unit in the last place, eps / 2 or less, of a whole that grows from
-    zero: within n / 64 eps in all, where the tiles are alike. Where U is stored in less, what it loses there, twice, up
-    to half a unit in the last place each.
-    """
-    eps = torch.finfo(dtype).eps
-    own = 2.0**-14 if isinstance(U, Pair) else 100 * eps
-    return max(own, U.shape[-2] / 64 * eps, torch.finfo(stored).eps)

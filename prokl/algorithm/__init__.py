@@ -1,1 +1,1 @@
-"""The mathematics of a step, on tensors and primitives; imports nothing of prokl outside this folder."""
+"""The mathematics of a step, on tensors over an algebra; imports nothing of prokl outside this folder."""

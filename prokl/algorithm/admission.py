@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import Admitted, Roots, State, clipped_ema, damp
 from prokl.algorithm.evidence import Sizes, in_range, judge, norm
 from prokl.algorithm.initial import ceiling_factor
-from prokl.algorithm.primitives import Admitted, Roots, State, clipped_ema, damp
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling, widest
 
@@ -101,7 +101,7 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
 
 
 def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
-    """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.primitives.Primitives.admit`."""
+    """Decide about a gradient and average the eigenvalues; see the stage :meth:`admit` of :mod:`prokl.algorithm.stages`."""
     dtype, m = A.dtype, A.shape[-2]
     s, eps = inverse_roots(state), damping(state, h)
     a, factor = damped(s, eps), ceiling_factor(state).to(eps.dtype)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import State
+from prokl.algorithm.algebra import State
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import widest
 

@@ -1,6 +1,6 @@
-"""The fast step of KL-Shampoo, both factors whole, for all weights of one oriented shape.
+"""KL-Shampoo, both factors whole, for all weights of one oriented shape: its stages over the algebra, and its method.
 
-Its stages are those of :mod:`prokl.algorithm.reference_kl`. Dimension key: B matrices, m short side, n long side.
+The stages are those of :mod:`prokl.algorithm.reference_kl`. Dimension key: B matrices, m short side, n long side.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference_kl
+from prokl.algorithm.algebra import Algebra, Direction, Factor, State, clipped_ema
 from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group, refreshed_rows, select_rows
-from prokl.algorithm.primitives import Direction, Primitives, State, clipped_ema
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
-from prokl.pair import Operand
 
 
-class Operands(NamedTuple):
+class Given(NamedTuple):
     """What several products take."""
 
-    G: Operand
+    G: Factor
     """The gradient (B,m,n)."""
-    Q_L: Operand
+    Q_L: Factor
     """(B,m,m)."""
-    Q_R: Operand
+    Q_R: Factor
     """(B,n,n)."""
-
-    @classmethod
-    def of(cls, G: Tensor, state: State, ops: Primitives) -> Operands:
-        """Make them."""
-        return cls(*(ops.operand(t) for t in (G, state["Q_L"], state["Q_R"])))
 
 
 class Whitening(NamedTuple):
@@ -43,12 +37,6 @@ class Whitening(NamedTuple):
     """Q_L^T G (B,m,n)."""
     A: Tensor
     """Q_L^T G Q_R (B,m,n)."""
-
-
-def whitening(given: Operands, ops: Primitives) -> Whitening:
-    """Turn the gradient into the eigenbases."""
-    QtG = ops.product(given.Q_L.mT, given.G)
-    return Whitening(QtG, ops.product(QtG, given.Q_R))
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:
@@ -73,71 +61,114 @@ def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
     return verdict, state | {key: state[key] * factor for key, factor in factors.items()}
 
 
-def momentum(G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
-    """Update the momentum, M <- momentum M + (1 - momentum) c G (B,m,n)."""
-    scaled = G if verdict is None else G * verdict.scale[:, None, None]
-    return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
+class KLShampooStages(Algebra):
+    """KL-Shampoo's step; a :class:`prokl.algorithm.method.Batched`."""
 
+    def given(self, G: Tensor, state: State) -> Given:
+        """Return the gradient and both bases."""
+        return Given(G, state["Q_L"], state["Q_R"])
 
-def direction(M: Tensor, given: Operands, state: State, h: Hyper, ops: Primitives) -> tuple[Tensor, Tensor | None]:
-    """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
+    def whitening(self, given: Given) -> Whitening:
+        """Turn the gradient into the eigenbases."""
+        QtG = self.product(given.Q_L.mT, given.G)
+        return Whitening(QtG, self.product(QtG, given.Q_R))
 
-    The factor of ``adjust_lr_fn`` is part of a product.
+    def momentum(self, G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
+        """Update the momentum, M <- momentum M + (1 - momentum) c G (B,m,n)."""
+        scaled = G if verdict is None else G * verdict.scale[:, None, None]
+        return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
 
-    Returns:
-        The direction, and the factor (B,) that it was cut by, None where there is no bound.
-    """
-    mm = ops.product
-    _, Q_L, Q_R = given
-    eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
-    s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-    whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
-    if h.clip_threshold is not None:
-        m, n = M.shape[-2:]
-        factor = evidence.cut(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
-        whitened = whitened * factor.to(M.dtype)[:, None, None]
-    return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
+    def direction(self, M: Tensor, given: Given, state: State, h: Hyper) -> tuple[Tensor, Tensor | None]:
+        """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
 
+        The factor of ``adjust_lr_fn`` is part of a product.
 
-def statistics(
-    given: Operands, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper, ops: Primitives
-) -> State:
-    """Update the EMAs of both factors and both spectra by c G, each side whitened by the other side's eigenvalues."""
-    QtG, A = whitening
-    m, n = A.shape[-2:]
-    s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    factor, c_L, c_R = ceiling_factor(state), s_L, s_R
-    if verdict is not None:
-        c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
-    ell = (A * c_R[:, None, :]).square().mean(dim=-1)
-    rho = (A * c_L[:, :, None]).square().mean(dim=-2)
-    X = ops.operand(ops.product(given.G, given.Q_R) * c_R[:, None, :])
-    Y = ops.operand(QtG * c_L[:, :, None])
-    gain = 1 - h.beta2
-    return {
-        "L": ops.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
-        "R": ops.symmetric_product(Y.mT, C=state["R"], beta=h.beta2, alpha=gain / m),
-        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
-        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
-    }
+        Returns:
+            The direction, and the factor (B,) that it was cut by, None where there is no bound.
+        """
+        mm = self.product
+        _, Q_L, Q_R = given
+        eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
+        s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
+        whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
+        if h.clip_threshold is not None:
+            m, n = M.shape[-2:]
+            factor = evidence.cut(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
+            whitened = whitened * factor.to(M.dtype)[:, None, None]
+        return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 
+    def statistics(self, given: Given, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper) -> State:
+        """Update the EMAs of both factors and both spectra by c G, each side whitened by the other's eigenvalues."""
+        A = whitening.A
+        m, n = A.shape[-2:]
+        s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
+        factor, c_L, c_R = ceiling_factor(state), s_L, s_R
+        if verdict is not None:
+            c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
+        ell = (A * c_R[:, None, :]).square().mean(dim=-1)
+        rho = (A * c_L[:, :, None]).square().mean(dim=-2)
+        X, Y = self.samples(given, whitening, c_L, c_R)
+        gain = 1 - h.beta2
+        return {
+            "L": self.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
+            "R": self.symmetric_product(Y.mT, C=state["R"], beta=h.beta2, alpha=gain / m),
+            "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
+            "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
+        }
 
-def refresh_eigenbases(state: State, rows: Tensor | None, ops: Primitives) -> State:
-    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
-    L, Q_L, R, Q_R = (select_rows(state[key], rows) for key in ("L", "Q_L", "R", "Q_R"))
-    return {
-        "Q_L": refreshed_rows(state, "Q_L", rows, ops.refresh_basis(L, Q_L)),
-        "Q_R": refreshed_rows(state, "Q_R", rows, ops.refresh_basis(R, Q_R)),
-    }
+    def samples(self, given: Given, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Factor, Factor]:
+        """Return G Q_R c_R and c_L Q_L^T G (B,m,n), whose products with themselves the factors average."""
+        return self.product(given.G, given.Q_R) * c_R[:, None, :], whitening.QtG * c_L[:, :, None]
+
+    def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
+        """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
+        L, Q_L, R, Q_R = (select_rows(state[key], rows) for key in ("L", "Q_L", "R", "Q_R"))
+        return {
+            "Q_L": refreshed_rows(state, "Q_L", rows, self.refresh_basis(L, Q_L)),
+            "Q_R": refreshed_rows(state, "Q_R", rows, self.refresh_basis(R, Q_R)),
+        }
+
+    def whitened_size(self, G: Tensor, state: State, h: Hyper) -> Tensor:
+        """Return the whitened size (B,) of G by the state before it."""
+        return whitened_sizes(self.whitening(self.given(G, state)).A, state).whole
+
+    def next_direction(
+        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
+    ) -> Direction:
+        """Return the direction that the next step takes with G."""
+        G = G.to(state["inv_sqrt_lambda_L"].dtype)
+        given = self.given(G, state)
+        verdict, used = decide(self.whitening(given).A, state, h)
+        delta, _ = self.direction(self.momentum(G, verdict, state, h), given, used, h)
+        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
+
+    def step(
+        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
+    ) -> tuple[Direction, State, Tensor | None]:
+        """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
+        G = G.to(state["inv_sqrt_lambda_L"].dtype)
+        given = self.given(G, state)
+        found = self.whitening(given)
+        verdict, used = decide(found.A, state, h)
+        M = self.momentum(G, verdict, state, h)
+        delta, factor = self.direction(M, given, used, h)
+        new = {"M": M} | self.statistics(given, found, verdict, state, h)
+        evident = None
+        if verdict is not None and factor is not None:
+            bounded = verdict.bounded | (factor < 1)
+            new |= verdict.changed | {"clipped": state["clipped"] + bounded}
+            roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
+            evident = verdict.evident & evidence.in_range(roots, M.shape[-1], state["M"].dtype)
+        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
 
 class KLShampooMethod:
     """KL-Shampoo as a :class:`prokl.algorithm.method.Method`."""
 
+    name: str = "kl-shampoo"
     fixed: tuple[str, ...] = ("state_dtype", "init_eigenvalue")
     check = staticmethod(check_common)
     hyper = staticmethod(Hyper.of)
-    refresh_eigenbases = staticmethod(refresh_eigenbases)
     reference_refresh = staticmethod(reference_kl.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
@@ -167,39 +198,6 @@ class KLShampooMethod:
     def initialise(self, G: Tensor, rank: int, group: Group) -> State:
         """Make the state (B,...) from the initialising gradients G (B,m,n)."""
         return initialise_kl(G, group["beta2"], group["init_eigenvalue"])
-
-    def whitened_size(self, G: Tensor, state: State, h: Hyper, ops: Primitives) -> Tensor:
-        """Return the whitened size (B,) of G by the state before it."""
-        return whitened_sizes(whitening(Operands.of(G, state, ops), ops).A, state).whole
-
-    def direction(
-        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> Direction:
-        """Return the direction that the next step takes with G."""
-        G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        given = Operands.of(G, state, ops)
-        verdict, used = decide(whitening(given, ops).A, state, h)
-        delta, _ = direction(momentum(G, verdict, state, h), given, used, h, ops)
-        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
-
-    def step(
-        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> tuple[Direction, State, Tensor | None]:
-        """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
-        G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        given = Operands.of(G, state, ops)
-        found = whitening(given, ops)
-        verdict, used = decide(found.A, state, h)
-        M = momentum(G, verdict, state, h)
-        delta, factor = direction(M, given, used, h, ops)
-        new = {"M": M} | statistics(given, found, verdict, state, h, ops)
-        evident = None
-        if verdict is not None and factor is not None:
-            bounded = verdict.bounded | (factor < 1)
-            new |= verdict.changed | {"clipped": state["clipped"] + bounded}
-            roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
-            evident = verdict.evident & evidence.in_range(roots, M.shape[-1], state["M"].dtype)
-        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
     def reference_step(
         self, W: Tensor, G: Tensor, state: State, h: Hyper, *, aspect_scale: float, refresh: bool, stored: torch.dtype

@@ -1,4 +1,4 @@
-"""The interface of an algorithm to the rest of prokl: everything that tells one matrix method from another."""
+"""The two interfaces of an algorithm to the rest of prokl: what tells one matrix method from another, and its step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Direction, Primitives, State
+from prokl.algorithm.algebra import Direction, State
 from prokl.algorithm.settings import Hyper
 
 H = TypeVar("H", bound=Hyper)
+B = TypeVar("B", bound=Hyper, contravariant=True)
 Group = dict[str, Any]
 """A parameter group, with all of its hyper-parameters."""
 
 
 class Method(Protocol[H]):
-    """One matrix method: its settings, its state, its batched step and its specification.
+    """One matrix method: its settings, its state and its specification.
 
     Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
     """
 
+    name: str
+    """Of its stages in a backend."""
     fixed: tuple[str, ...]
     """Hyper-parameters that the state of a weight is made with and that may not change under it."""
 
@@ -51,18 +54,33 @@ class Method(Protocol[H]):
         """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
         ...
 
-    def whitened_size(self, G: Tensor, state: State, h: H, ops: Primitives) -> Tensor:
+    def reference_step(
+        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
+    ) -> tuple[Tensor, State]:
+        """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
+        ...
+
+    def reference_refresh(self, state: State) -> State:
+        """Return what the specification's refresh changes, for one matrix."""
+        ...
+
+
+class Batched(Protocol[B]):
+    """The batched step of a method on a backend.
+
+    Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
+    """
+
+    def whitened_size(self, G: Tensor, state: State, h: B) -> Tensor:
         """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
         ...
 
-    def direction(
-        self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
-    ) -> Direction:
+    def next_direction(self, G: Tensor, state: State, h: B, aspect_scale: Tensor, active: Tensor | None) -> Direction:
         """Return the direction that the next step takes with G; like :meth:`step` it may overwrite G and M."""
         ...
 
     def step(
-        self, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None, ops: Primitives
+        self, G: Tensor, state: State, h: B, aspect_scale: Tensor, active: Tensor | None
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step after the initialising one, all but the refresh, for B matrices.
 
@@ -73,7 +91,6 @@ class Method(Protocol[H]):
             h: hyper-parameters.
             aspect_scale: c_a (B,), of the weights' original shapes.
             active: (B,) bool, the matrices that step; None: all. What comes out for the others may be anything.
-            ops: primitives.
 
         Returns:
             The direction (B,m,n) as factors; what the step changes of the state; (B,) bool, False where of that only
@@ -81,18 +98,8 @@ class Method(Protocol[H]):
         """
         ...
 
-    def refresh_eigenbases(self, state: State, rows: Tensor | None, ops: Primitives) -> State:
+    def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
         """Return the refreshed eigenbases (B,...), those of ``rows`` (an index) alone; None refreshes all."""
-        ...
-
-    def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
-    ) -> tuple[Tensor, State]:
-        """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
-        ...
-
-    def reference_refresh(self, state: State) -> State:
-        """Return what the specification's refresh changes, for one matrix."""
         ...
 
 

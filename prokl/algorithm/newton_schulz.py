@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Primitives
+from prokl.algorithm.algebra import Algebra
 
 Coefficients = tuple[float, float, float]
 
@@ -29,12 +29,29 @@ GRAM_ASPECT = 1.5
 costs 10 n/m + 5 products of m x m matrices, the Gram form with its restarts 6 n/m + 11."""
 
 
+class Polynomials(Algebra):
+    """An algebra with two operations that a backend may fuse."""
+
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T: (B,m,k), (B,) or None for 1, symmetric (B,m,m)."""
+        return self.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
+
+    def shifted_polynomial(
+        self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
+        D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
+        shifted = D.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return D, shifted
+
+
 def use_gram(m: int, n: int) -> bool:
     """Return True if the Gram form is the cheaper one for an m x n matrix."""
     return n >= GRAM_ASPECT * m
 
 
-def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Primitives) -> Tensor:
+def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Polynomials) -> Tensor:
     """Iterate X <- aX + (bA + cA^2)X with A = XX^T, ``steps`` times from scale X (B,m,n) of norm at most 1."""
     a, b, c = coefficients
     for _ in range(steps):
@@ -48,7 +65,7 @@ def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coeffici
     return X
 
 
-def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Primitives) -> Tensor:
+def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Polynomials) -> Tensor:
     """Compute Q with (``steps`` iterations from X) = Q X, given R = X X^T. R (B,m,m), symmetric -> Q (B,m,m).
 
     Every matrix here is a polynomial of R, so all of them are symmetric and commute. aI is never added to Z
@@ -74,7 +91,7 @@ def newton_schulz_factors(
     scale: Tensor | None,
     steps: int,
     coefficients: Coefficients,
-    ops: Primitives,
+    ops: Polynomials,
     *,
     gram: bool | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
@@ -89,7 +106,7 @@ def newton_schulz_factors(
             X is normalised. Products of an X that is not must be in the range of its dtype: float16's is too small.
         steps: number of iterations, at least 1.
         coefficients: (a, b, c) of the quintic.
-        ops: primitives.
+        ops: the algebra.
         gram: form to use; None chooses by :func:`use_gram`.
 
     Returns:

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Primitives
+from prokl.algorithm.algebra import Algebra, Factor
 from prokl.backends import extension
-from prokl.backends.torch_ops import TorchPrimitives
-from prokl.pair import Operand
+from prokl.backends.torch_ops import TorchAlgebra
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 BLOCK = {torch.float32: 128, torch.float64: 64}
@@ -41,7 +40,7 @@ LIMIT = 65535
 
 
 class Products(Protocol):
-    """What a QR takes of :class:`prokl.algorithm.primitives.Primitives`."""
+    """What a QR takes of :class:`prokl.algorithm.algebra.Algebra`."""
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -106,7 +105,7 @@ def qr(A: Tensor) -> Factorisation:
     return Factorisation(*torch.ops.prokl.qr(A))
 
 
-def track(ops: Products, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
+def track(ops: Products, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Factorisation:
     """Return Q of the QR of V = alpha G_perp^T Y + U K = Phi U, Phi positive semi-definite (Algorithm 2 (4)).
 
     V chol(K)^-T has nearly orthogonal columns, as K = U^T V. Where K is singular to working precision Phi + delta I
@@ -123,7 +122,7 @@ def track(ops: Products, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alph
     return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, used, 2)
 
 
-def refresh_basis(ops: Primitives, L: Tensor, Q: Tensor) -> Factorisation:
+def refresh_basis(ops: Algebra, L: Tensor, Q: Tensor) -> Factorisation:
     """Return Q of qr(L Q) (Algorithm 2 (5)) for symmetric L and a basis Q (B,m,m): that of Q C, C C^T = Q^T L Q.
 
     Q C C^T is Q Q^T L Q: what Q lacks of an orthogonal matrix turns every span of leading columns as far as it is
@@ -191,7 +190,7 @@ def _gram(ops: Products, W: Tensor) -> Tensor:
 def _products(device: torch.device) -> Products:
     """Return products that are exact to float32, whatever torch's TF32 switches say."""
     if device.type != "cuda":
-        return TorchPrimitives(host_readable=False)
+        return TorchAlgebra(host_readable=False)
     from prokl.kernels.product import product  # which need Triton
     from prokl.kernels.symmetric_product import symmetric_product
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.primitives import Direction
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.rounding import Rounding
 

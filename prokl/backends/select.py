@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
-from prokl.algorithm.primitives import Primitives
+from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import BACKENDS
 from prokl.algorithm.shapes import widest
-from prokl.backends import extension
+from prokl.backends import extension, torch_ops, torch_pairs
 from prokl.backends.device import gpu_unsupported_reason, is_host_readable
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding
-from prokl.backends.torch_ops import TorchPrimitives
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Backend:
     """Everything that a bucket needs of a backend on one kind of device."""
 
     name: str
-    ops: Primitives
+    stages: Mapping[str, Batched[Any]]
+    """The batched step of each method, by its name."""
     io: Callable[[Sequence[Member], Layout, Rounding], BucketIO]
     host_readable: bool
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
@@ -43,19 +44,22 @@ memory: nothing that a CUDA graph can capture, and the QR of a refresh in PyTorc
 
 @cache
 def _torch_backend(host_readable: bool, balanced: bool) -> Backend:
-    return Backend("torch", TorchPrimitives(host_readable, balanced), TorchIO, host_readable, graphs=False)
+    of = torch_pairs.STAGES if balanced else torch_ops.STAGES
+    stages = {name: form(host_readable) for name, form in of.items()}
+    return Backend("torch", stages, TorchIO, host_readable, graphs=False)
 
 
-REFERENCE = Backend("reference", TorchPrimitives(True, False), TorchIO, host_readable=True, graphs=False)
-"""The specification itself, one matrix at a time; nothing calls its primitives."""
+REFERENCE = Backend("reference", {}, TorchIO, host_readable=True, graphs=False)
+"""The specification itself, one matrix at a time."""
 
 
 @cache
 def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, graphs: bool) -> Backend:
-    from prokl.backends.triton_ops import TritonIO, TritonPrimitives  # with kernels.launch the only imports of Triton
+    from prokl.backends import triton_ops, triton_pairs  # with kernels.launch the only imports of Triton
 
-    ops = TritonPrimitives(use_cuda_qr, host_readable, balanced)
-    return Backend("triton", ops, TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
+    of = triton_pairs.STAGES if balanced else triton_ops.STAGES
+    stages = {name: form(use_cuda_qr, host_readable) for name, form in of.items()}
+    return Backend("triton", stages, triton_ops.TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
 
 
 def _interpreted() -> bool:
@@ -77,25 +81,28 @@ def _unsupported_reason(device: torch.device) -> str | None:
     return gpu_unsupported_reason(device) if device.type == "cuda" else None
 
 
-def select(backend: str | None, device: torch.device, precision: str | None = None) -> Backend:
-    """Return the backend that ``backend`` means on ``device``, with products of this ``precision``.
+def select(
+    backend: str | None, device: torch.device, precision: str | None = None, dtype: torch.dtype = torch.float32
+) -> Backend:
+    """Return the backend that ``backend`` means on ``device``, with products of this ``precision`` in ``dtype``.
 
     ``backend=None`` chooses: Triton's on a CUDA device that runs it, PyTorch's elsewhere; :func:`explain` says which.
     Triton's takes QR from the CUDA extension where that runs, as :func:`explain_qr` says, and otherwise from the same
-    methods in PyTorch. ``precision=None`` is "balanced" in the kernels on a CUDA device, elsewhere "faithful".
+    methods in PyTorch. ``precision=None`` is "balanced" in the kernels on a CUDA device, elsewhere "faithful". Only
+    products of float32 can be balanced.
 
     Raises:
         ValueError: an unknown backend, or "triton" where the kernels cannot run.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
-    readable = is_host_readable(device)
+    readable, halves = is_host_readable(device), dtype == torch.float32
     if backend == "reference":
         if widest(device) != torch.float64:
             raise ValueError(f'Invalid backend={backend!r}: it needs float64, which {device} has not. Use "torch".')
         return REFERENCE
     if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
-        return _torch_backend(readable, precision == "balanced")
+        return _torch_backend(readable, halves and precision == "balanced")
     reason = _unsupported_reason(device)
     if reason is not None:
         raise ValueError(f'Invalid backend={backend!r}: {reason}. Use backend="torch", or None to choose.')
@@ -109,7 +116,7 @@ def select(backend: str | None, device: torch.device, precision: str | None = No
         warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
     on_gpu = device.type == "cuda"
     balanced = on_gpu if precision is None else precision == "balanced"
-    return _triton_backend(reason is None, readable, balanced, on_gpu)
+    return _triton_backend(reason is None, readable, halves and balanced, on_gpu)
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:

@@ -1,4 +1,4 @@
-"""The primitives of the batched step as Triton launches, and the reading and writing of a bucket through tables.
+"""The algebra as Triton launches, the stages fused, and the reading and writing of a bucket through tables.
 
 Products of float32 are split into three of TF32 (``tf32x3``), about as exact as float32 and several times as fast on
 a GPU; torch's own TF32 switches touch none of them.
@@ -8,15 +8,19 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import Admitted, Algebra, Direction, Factor, Roots, State
 from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
-from prokl.algorithm.primitives import Admitted, Direction, Primitives, Residual, Roots, State
-from prokl.algorithm.settings import Hyper
+from prokl.algorithm.klshampoo import KLShampooStages
+from prokl.algorithm.method import Batched
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.stages import Lookahead, Projected, ProKLShampooStages, Residual
 from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
@@ -27,15 +31,13 @@ from prokl.kernels.combine import combine, samples
 from prokl.kernels.momentum import momentum as launch_momentum
 from prokl.kernels.norms import cut, inverse_norm
 from prokl.kernels.precondition import can_use_precondition, precondition
-from prokl.kernels.product import product, product_pair, row_energies
+from prokl.kernels.product import product
 from prokl.kernels.project import project
-from prokl.kernels.split import split, split_two
 from prokl.kernels.stack import stack
 from prokl.kernels.store import store
 from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
-from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product, symmetric_product_pair
+from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
 from prokl.kernels.usable import usable
-from prokl.pair import Operand, Pair, residual_noise
 
 CUBLAS: frozenset[tuple[int, int, int]] = frozenset()
 """(m, k, n) of the products of bfloat16 matrices, those of Newton-Schulz that are not symmetric, that go to torch's
@@ -44,39 +46,92 @@ the microbenchmarks, which times both, has been run on a GPU."""
 
 
 def by_cublas(
-    left: Operand, right: Operand, C: Tensor | None, alpha: float | Tensor, beta: float | Tensor
+    left: Factor, right: Factor, C: Tensor | None, alpha: float | Tensor, beta: float | Tensor
 ) -> Tensor | None:
     """Return alpha left right + beta C where :data:`CUBLAS` has the shape; None elsewhere, and for scales by matrix."""
     if (left.shape[-2], left.shape[-1], right.shape[-1]) not in CUBLAS:
         return None
-    if isinstance(left, Pair) or isinstance(right, Pair) or isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         return None
-    if any(t.dtype != torch.bfloat16 for t in (left, right, C) if t is not None):
+    if any(not isinstance(t, Tensor) or t.dtype != torch.bfloat16 for t in (left, right, C) if t is not None):
         return None
     return alpha * torch.bmm(left, right) if C is None else torch.baddbmm(C, left, right, alpha=alpha, beta=beta)
 
 
-class TritonPrimitives(Primitives):
-    """Fused kernels; QR by the CUDA extension, or by the same methods in PyTorch where that does not run.
+class TritonAlgebra(Algebra):
+    """Products as launches; QR by the CUDA extension, or by the same methods in PyTorch where that does not run.
 
     Args:
         use_cuda_qr: True if the extension runs on this device.
         host_readable: True if reading a value on the host costs nothing (an interpreting CPU).
-        balanced: True if the large products of float32 are those of pairs.
     """
 
     name = "triton"
     # The launchers are the entries: they take a tile and a precision besides.
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
+
+    def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
+        self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
+
+    def product(
+        self,
+        left: Factor,
+        right: Factor,
+        /,
+        *,
+        C: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        """Return alpha left right + beta C."""
+        found = by_cublas(left, right, C, alpha, beta)
+        return product(left, right, C=C, alpha=alpha, beta=beta) if found is None else found
+
+    def spectral(self, Q: Tensor, a: Tensor) -> Factor:
+        """Return Q diag(a) Q^T."""
+        return symmetric_product(Q * a.sqrt()[:, None, :])
+
+    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q^T L Q, of which half is computed, and L Q."""
+        A = product(L, Q)
+        # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
+        return symmetric_polynomial(Q.mT, A.mT), A
+
+    def diagonal(self, Q: Tensor, E: Tensor) -> Tensor:
+        """Return the diagonal of Q^T E Q."""
+        return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+
+    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
+        """Return Q of qr(V), in PyTorch."""
+        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, product)
+
+    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(L Q)."""
+        if self.use_cuda_qr:
+            return cuda_qr.refresh_basis(self, L, Q).Q
+        return qr.householder_qr(product(L, Q)) if self.host_readable else qr.cholesky_refresh(L, Q, product)
+
+    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(S Q)."""
+        if self.use_cuda_qr:
+            return cuda_qr.refresh_coordinates(self, S, Q).Q
+        return qr.householder_qr(product(S, Q)) if self.host_readable else qr.cholesky_coordinates(S, Q, product)
+
+
+class TritonStages(TritonAlgebra, ProKLShampooStages):
+    """Pro-KLShampoo's stages, those that are fused."""
+
     shifted_polynomial = staticmethod(shifted_polynomial)
     factor_ema = staticmethod(factor_ema)
     coordinates_ema = staticmethod(coordinates_ema)
-    project = staticmethod(project)
     cut = staticmethod(cut)
 
-    def __init__(self, use_cuda_qr: bool, host_readable: bool, balanced: bool = False) -> None:
-        self.use_cuda_qr, self.host_readable, self.balanced = use_cuda_qr, host_readable, balanced
+    def project(self, G: Tensor, state: State, active: Tensor | None) -> Projected:
+        """Read G and M once for both projections."""
+        U = state["U"]
+        G_tilde, M_tilde, _ = project(G, state["M"], U, active)
+        return Projected(G_tilde, M_tilde, self.product(G_tilde, U.mT, C=G, alpha=-1.0), U, state["Q_L"])
 
     def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
@@ -104,105 +159,44 @@ class TritonPrimitives(Primitives):
         evident, bounded = found.flags.unbind()
         return Admitted(c, used, s, a, tail, changed, bounded, evident)
 
-    def operand(self, t: Tensor) -> Operand:
-        """Return a pair of float32 numbers where products are balanced, else the tensor."""
-        return split(t) if self.balanced and t.dtype == torch.float32 else t
+    def momentum(
+        self, G: Tensor, projected: Projected, scale: Tensor | None, state: State, h: ProHyper, active: Tensor | None
+    ) -> tuple[Tensor, Lookahead]:
+        """Update M in place and form the residual in one launch, after one for G^ U."""
+        (g, a, b), M, U = h.gradient_weights, state["M"], projected.U
+        G_par = self.combined(projected.G_tilde, a + b * g, projected.M_tilde, b * h.momentum, scale)
+        own = G_par if h.variant in COMPLEMENT_VARIANTS else None
+        G_hat_perp, size, whole = launch_momentum(
+            G, M, own, U, momentum=h.momentum, weights=(g, a, b), scale=scale, active=active
+        )
+        if G_hat_perp is None or size is None or whole is None:
+            return M, Lookahead(G_par, None, U)
+        return M, Lookahead(G_par, Residual(G_hat_perp, size, whole, self.noise(G.shape[-1], size.dtype, M.dtype)), U)
 
-    def operands(self, t: Tensor, u: Tensor) -> tuple[Operand, Operand]:
-        """Return the operand of both, in one launch."""
-        if self.balanced and t.dtype == u.dtype == torch.float32:
-            return split_two(t, u)
-        return self.operand(t), self.operand(u)
+    def combined(self, x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None) -> Factor:
+        """Return scale alpha x + beta y."""
+        return combine(x, alpha, y, beta, scale)
 
-    def _factors(self, left: Operand, right: Operand) -> tuple[Operand, Operand]:
-        """Return both as a product takes them: beside a pair float32 is split."""
-        if isinstance(left, Pair) or isinstance(right, Pair):
-            left, right = (self.operand(t) if isinstance(t, Tensor) else t for t in (left, right))
-        return left, right
+    def subspace(
+        self, P: Factor, lookahead: Lookahead, state: State, a_S: Tensor, weight: float, h: ProHyper
+    ) -> tuple[Tensor, Tensor]:
+        """Form the left factor in one launch, but where r x r does not fit one program."""
+        Q_S, G_par = state["Q_S"], lookahead.G_par
+        if not can_use_precondition(P, G_par, Q_S, a_S):
+            return super().subspace(P, lookahead, state, a_S, weight, h)
+        return precondition(P, G_par, Q_S, a_S, weight), state["U"]
 
-    def product(
-        self,
-        left: Operand,
-        right: Operand,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
-    ) -> Tensor:
-        """Return alpha left right + beta C."""
-        left, right = self._factors(left, right)
-        found = by_cublas(left, right, C, alpha, beta)
-        return product(left, right, C=C, alpha=alpha, beta=beta) if found is None else found
-
-    def product_operand(
-        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: float = 1.0
-    ) -> Operand:
-        """Return the operand of alpha left right + C, split as it is stored."""
-        left, right = self._factors(left, right)
-        halves = isinstance(left, Pair) or (self.balanced and left.dtype == torch.float32)
-        return (product_pair if halves else product)(left, right, C=C, alpha=alpha)
+    def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
+        G_hat_perp, size, whole, noise = residual
+        half = torch.bfloat16 if dtype == torch.bfloat16 else None
+        X, energy = product(P, G_hat_perp, out_dtype=half, energy=True)
+        inverse = inverse_norm(energy, size, whole, noise)
+        return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
 
     def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
         """Return scale^2 X X^T."""
         return symmetric_product(X) if scale is None else gram(X, scale)
-
-    def spectral_operand(self, Q: Tensor, a: Tensor) -> Operand:
-        """Return the operand of Q diag(a) Q^T, split as it is stored."""
-        if self.balanced and Q.dtype == torch.float32:
-            return symmetric_product_pair(split(Q, a))
-        return symmetric_product(Q * a.sqrt()[:, None, :])
-
-    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Q^T L Q, of which half is computed, and L Q."""
-        A = product(L, Q)
-        # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
-        return symmetric_polynomial(Q.mT, A.mT), A
-
-    def row_energies(self, Q: Operand, G_perp: Operand, E: Tensor) -> Tensor:
-        """Return diag(Q^T E Q), by the product that is smaller unless pairs need the other."""
-        if isinstance(Q, Tensor) and isinstance(G_perp, Tensor):
-            return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
-        left, right = self._factors(Q.mT, G_perp)
-        return row_energies(left, right)
-
-    def momentum(
-        self,
-        G: Tensor,
-        M: Tensor,
-        G_tilde: Tensor,
-        M_tilde: Tensor,
-        U: Operand,
-        momentum: float,
-        weights: tuple[float, float, float],
-        scale: Tensor | None,
-        active: Tensor | None,
-        complement: bool,
-    ) -> tuple[Tensor, Operand, Residual | None]:
-        """Update M in place and form the residual."""
-        g, a, b = weights
-        G_par = combine(G_tilde, a + b * g, M_tilde, b * momentum, scale, isinstance(U, Pair))
-        own = G_par if complement else None
-        G_hat_perp, size, whole = launch_momentum(
-            G, M, own, U, momentum=momentum, weights=weights, scale=scale, active=active
-        )
-        if G_hat_perp is None or size is None or whole is None:
-            return M, G_par, None
-        return M, G_par, Residual(G_hat_perp, size, whole, residual_noise(U, size.dtype, M.dtype) ** 2)
-
-    def precondition(self, P: Operand, G_par: Operand, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
-        """Return alpha P G_par S^-1/2: one launch; products of pairs, and where r x r does not fit one program."""
-        if isinstance(P, Tensor) and isinstance(G_par, Tensor) and can_use_precondition(P, G_par, Q_S, a_S):
-            return precondition(P, G_par, Q_S, a_S, alpha)
-        return self.product(P, self.product_operand(G_par, self.spectral_operand(Q_S, a_S)), alpha=alpha)
-
-    def whiten(self, P: Operand, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
-        G_hat_perp, size, whole, noise = residual
-        half = torch.bfloat16 if dtype == torch.bfloat16 else None
-        X, energy = product(*self._factors(P, G_hat_perp), out_dtype=half, energy=True)
-        inverse = inverse_norm(energy, size, whole, noise)
-        return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
 
     def samples(
         self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
@@ -210,24 +204,18 @@ class TritonPrimitives(Primitives):
         """Whiten what the factors' EMAs are made of, in one launch."""
         return samples(GQ, QtG, a.L, a.S, scale, weight)
 
-    def track(self, G_perp: Operand, Y: Operand, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
         if self.use_cuda_qr:
             return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q
-        V = self.product(G_perp.mT, Y, C=product(U, K), alpha=alpha)
-        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, product)
+        return super().track(G_perp, Y, K, U, alpha)
 
-    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q of qr(L Q)."""
-        if self.use_cuda_qr:
-            return cuda_qr.refresh_basis(self, L, Q).Q
-        return qr.householder_qr(product(L, Q)) if self.host_readable else qr.cholesky_refresh(L, Q, product)
 
-    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
-        """Return Q of qr(S Q)."""
-        if self.use_cuda_qr:
-            return cuda_qr.refresh_coordinates(self, S, Q).Q
-        return qr.householder_qr(product(S, Q)) if self.host_readable else qr.cholesky_coordinates(S, Q, product)
+class TritonKLStages(TritonAlgebra, KLShampooStages):
+    """KL-Shampoo's stages, as they are written, over launches."""
+
+
+STAGES: dict[str, Callable[[bool, bool], Batched[Any]]] = {"pro-klshampoo": TritonStages, "kl-shampoo": TritonKLStages}
 
 
 class TritonIO:

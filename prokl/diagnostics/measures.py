@@ -7,19 +7,22 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import Direction
+from prokl.algorithm.method import Batched
 from prokl.algorithm.newton_schulz import gram_factor
-from prokl.algorithm.primitives import Direction
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
 from prokl.backends.device import on_device
 from prokl.backends.io import in_float32
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.diagnostics.weights import Batch
 
-OPS = TorchPrimitives(host_readable=False)
-"""PyTorch's primitives, which run on any device."""
+OPS = TorchStages(host_readable=False)
+"""PyTorch's form, which runs on any device."""
 
 BASES = ("U", "Q_L", "Q_S", "Q_R")
 
@@ -93,7 +96,7 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if "U" in batch.state:
         captured, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
         found["captured_energy"] = (captured / whole).square()
-    found["whitened_size"] = batch.method.whitened_size(G, batch.state, batch.method.hyper(batch.group), OPS)
+    found["whitened_size"] = _stages(batch).whitened_size(G, batch.state, batch.method.hyper(batch.group))
     direction = coming_direction(batch, G, usable)
     D = direction.dense()
     found["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
@@ -109,12 +112,16 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
 
 
 def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:
-    """Return D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, by PyTorch's primitives.
+    """Return D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, in PyTorch.
 
     G and the batch's M may be overwritten.
     """
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
-    return batch.method.direction(G, batch.state, batch.method.hyper(batch.group), scales, usable, OPS)
+    return _stages(batch).next_direction(G, batch.state, batch.method.hyper(batch.group), scales, usable)
+
+
+def _stages(batch: Batch) -> Batched[Any]:
+    return STAGES[batch.method.name](False)
 
 
 def _trace(A: Tensor) -> Tensor:

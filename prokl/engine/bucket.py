@@ -16,7 +16,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress, groupby
 from operator import is_, itemgetter
 from typing import Any
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import State
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.primitives import State
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
-from prokl.backends.select import Backend, select
+from prokl.backends.select import Backend
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.rows import RowSets
 from prokl.engine.schedule import Plan, Schedule
@@ -67,6 +67,7 @@ class Bucket:
         records: each one's parameter's.
         method: the matrix method.
         rank: effective rank.
+        select: chooses the backend.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Bucket:
         records: Sequence[Record],
         method: Method[Any],
         rank: int,
+        select: Callable[[str | None, torch.device, str | None, torch.dtype], Backend],
     ) -> None:
-        self.method, self.rank = method, rank
+        self.method, self.rank, self._select = method, rank, select
         self.follow(groups)
         group = groups[0]
         self.states, self.records, self._made_of = list(states), list(records), list(map(_identity, pieces))
@@ -196,7 +198,7 @@ class Bucket:
 
     def _choose_backend(self, asked: str | None, precision: str | None) -> None:
         """Take another backend; one that is refused, or has no memory for its tables, leaves everything as it was."""
-        backend = select(asked, self.layout.device, precision)
+        backend = self._select(asked, self.layout.device, precision, self.dtype)
         if backend is not self.backend:
             self.io = backend.io(self.members, self.layout, self.rounding)
             self.backend = backend
@@ -274,7 +276,8 @@ class Bucket:
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
         state, active = self._arithmetic("M"), self._active(moving, steps)
-        direction, new, evident = self.method.step(G, state, self.h, self.aspect_scale, active, backend.ops)
+        stages = backend.stages[self.method.name]
+        direction, new, evident = stages.step(G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
@@ -285,7 +288,8 @@ class Bucket:
         """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
         due, some = torch.logical_and(finite, self.stacks["stale"]), self.rows.of(rows)
         state = self._arithmetic()
-        new = self.method.refresh_eigenbases(state, None if some is None else some.indices, backend.ops)
+        stages = backend.stages[self.method.name]
+        new = stages.refresh_eigenbases(state, None if some is None else some.indices)
         masks: tuple[Tensor, ...] = (due,) if some is None else (due, some.mask)
         if some is None and backend.host_readable and bool(due.all()):
             masks = ()

@@ -56,12 +56,15 @@ class Engine:
     Attributes:
         groups, state: as an optimizer has them, or a division of its stand-ins; whoever owns the engine sets both.
         first: number of a part's first matrix in its stack, where a weight is part of one.
+        select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
 
     Args:
         method: the matrix method.
         defaults: the settings of a matrix group.
         title: of the optimizer, for errors.
     """
+
+    select = staticmethod(select)
 
     def __init__(self, method: Method[Any], defaults: dict[str, Any], title: str) -> None:
         self.method, self.defaults, self.title = method, defaults, title
@@ -220,7 +223,7 @@ class Engine:
         for unit in units(self.groups[index : index + 1], index):
             check_matrix_parameter(unit.p, unit.name)
             check_reading(unit.p, unit.name, unit.how)
-            select(group["backend"], unit.p.device)
+            self.select(group["backend"], unit.p.device)
             check_writable(unit.p, unit.name)
             check_in_memory(unit.p, unit.name)
 
@@ -283,7 +286,7 @@ class Engine:
                 else:
                     records = [self.signatures.of(piece.p) for piece in run]
                     try:
-                        bucket = kind(run, groups, states, records, self.method, rank)
+                        bucket = kind(run, groups, states, records, self.method, rank, self.select)
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(_no_room(run, error)) from error
                 filled[key].append(bucket)
