@@ -22,8 +22,8 @@ from bench.micro.kernels import KERNELS
 from bench.optimizers import arguments
 from bench.shapes import ParameterSet
 from prokl import ProKLShampoo, doctor
-from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.settings import PRECISIONS
+from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.select import select
 
 SIZES = Sizes(B=4, m=768, n=3072, r=128)
@@ -56,7 +56,7 @@ class Options:
         command.at_least(0, seconds=self.seconds)
 
 
-def kernel(case: Case, sizes: Sizes, device: torch.device, ops: Primitives | None) -> str:
+def kernel(case: Case, sizes: Sizes, device: torch.device, ops: ProKLShampooStages | None) -> str:
     """Compare a kernel with float64."""
     dtypes = (case.timed or case.dtypes)[0]
     inputs = case.inputs(sizes, dtypes, numbers(device))
@@ -115,7 +115,7 @@ def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
     """Yield what is asked, the cheapest first."""
     for name, line in doctor.lines():
         yield f"doctor: {name}", line
-    ops = select("triton", device, "balanced").ops
+    ops = select("triton", device, "balanced").stages["pro-klshampoo"]
     for case in KERNELS:
         yield f"kernel: {case.name}", partial(kernel, case, sizes, device, ops)
     found: list[list[Tensor]] = []

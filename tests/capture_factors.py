@@ -26,7 +26,7 @@ from bench.rows import commit
 from bench.training.run import Run
 from bench.training.settings import Settings
 from bench.training.sources import Source, open_source
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 
 DATA = Path(__file__).parent / "data" / "captured_factors.npz"
 SEED = 0
@@ -56,14 +56,14 @@ def recording(calls: Calls) -> ExitStack:
     """Return the context in which PyTorch's QRs leave inputs and result in ``calls``."""
     stack = ExitStack()
     for name in INPUTS:
-        qr = getattr(TorchPrimitives, name)
+        qr = getattr(TorchStages, name)
 
         def call(self, *inputs, name=name, qr=qr):
             before = tuple(t.clone() for t in inputs)  # bases are state, which the step writes in place afterwards
             calls.append((name, before, qr(self, *inputs)))
             return calls[-1][2]
 
-        stack.enter_context(mock.patch.object(TorchPrimitives, name, call))
+        stack.enter_context(mock.patch.object(TorchStages, name, call))
     return stack
 
 

@@ -12,9 +12,8 @@ import prokl
 from bench.models import BYTES, build, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, split
 from bench.training.sources import open_source
-from prokl.algorithm.primitives import State
-from prokl.backends import torch_ops
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.algorithm.algebra import State
+from prokl.backends import torch_ops, torch_pairs
 from prokl.pair import Pair
 
 MODEL, BATCH, RANK = byte_gpt(2, 64, 2, 64), 4, 16
@@ -25,17 +24,16 @@ CLASSES = {"pro-klshampoo": prokl.ProKLShampoo, "kl-shampoo": prokl.KLShampoo}
 KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0", "trust", "stale")
 """What a state in bfloat16 has in the arithmetic dtype all the same, of what steps read."""
 PRODUCTS = {
-    "project": "G U and M U",
-    "product_operand": "G_perp",
+    "project": "G U, M U and G_perp",
     "symmetric_product": "E",
-    "row_energies": "diag(Q_L^T E Q_L)",
-    "momentum": "the residual of the momentum",
-    "spectral_operand": "P",
+    "residual_energies": "diag(Q_L^T E Q_L)",
+    "residual": "the residual of the momentum",
+    "spectral": "P",
     "precondition": "P G_par S^-1/2",
     "whiten": "X",
     "product": "V; of KL-Shampoo all but those of the factors",
 }
-"""Primitives that take pairs, with what Pro-KLShampoo's step asks of them."""
+"""Operations and parts of stages that take pairs, with what Pro-KLShampoo's step asks of them."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +57,38 @@ class Case:
 
 def one_part(left, right):
     """Return the product of what bfloat16 alone holds of two float32 operands of which one at least is a pair."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        return left @ right
     left, right = (t.hi if isinstance(t, Pair) else t.bfloat16() for t in (left, right))
     return left.float() @ right.float()
 
 
-class Coarse(TorchPrimitives):
-    """Balanced products, save those that the step asks of the named primitives: they take one bfloat16 part alone."""
+def balanced() -> dict:
+    """Return the stages of both methods with balanced products and the QRs of a GPU."""
+    return {name: form(False) for name, form in torch_pairs.STAGES.items()}
 
-    def __init__(self, *names: str) -> None:
-        super().__init__(host_readable=False, balanced=True)
-        self.outside = True
+
+def coarse(*names: str) -> dict:
+    """Return such stages whose products have one bfloat16 part alone where a step asks for these operations."""
+    return {name: Coarse(stages, names).stages for name, stages in balanced().items()}
+
+
+class Coarse:
+    """Balanced stages of which some operations take one bfloat16 part alone."""
+
+    def __init__(self, stages, names) -> None:
+        self.stages, self.outside = stages, True
         for name in PRODUCTS:
-            setattr(self, name, self._wrapped(getattr(self, name), one_part if name in names else torch_ops._product))
+            if hasattr(stages, name):
+                own = one_part if name in names else torch_pairs.product
+                setattr(stages, name, self._wrapped(getattr(stages, name), own))
 
-    def _wrapped(self, primitive, product):
+    def _wrapped(self, operation, product):
         def call(*args, **kwargs):
-            if not self.outside:  # what a primitive asks of another is its own
-                return primitive(*args, **kwargs)
+            if not self.outside:  # what an operation asks of another is its own
+                return operation(*args, **kwargs)
             self.outside = False
             try:
-                with mock.patch.object(torch_ops, "_product", product):
-                    return primitive(*args, **kwargs)
+                with mock.patch.object(torch_pairs, "product", product):
+                    return operation(*args, **kwargs)
             finally:
                 self.outside = True
 
@@ -92,16 +99,15 @@ def step(
     case: Case,
     dtype: torch.dtype,
     *,
-    balanced: bool = False,
     ns_dtype: torch.dtype | None = None,
-    ops: TorchPrimitives | None = None,
+    stages: dict | None = None,
 ) -> tuple[Tensor, State]:
     """Step a case in ``dtype``, with the QRs of a GPU; return direction and new state, in float64."""
     of = CLASSES[case.method].method
     state = {k: v.to(dtype)[None].clone() for k, v in case.state.items()}
-    ops = ops or TorchPrimitives(host_readable=False, balanced=balanced)
+    own = stages[case.method] if stages else torch_ops.STAGES[case.method](False)
     hyper = of.hyper(case.settings | {"ns_dtype": ns_dtype})
-    direction, new, _ = of.step(case.G.to(dtype)[None].clone(), state, hyper, torch.ones(1, dtype=dtype), None, ops)
+    direction, new, _ = own.step(case.G.to(dtype)[None].clone(), state, hyper, torch.ones(1, dtype=dtype), None)
     return direction.dense()[0].double(), {k: v[0].double() for k, v in new.items()}
 
 
@@ -126,8 +132,8 @@ def errors(found: tuple[Tensor, State], exact: tuple[Tensor, State]) -> dict[str
     return out | ({"U": angle(new["U"], wanted["U"])} if "U" in wanted else {})
 
 
-def exceeded(case: Case, worst: float, *ops: TorchPrimitives) -> list[dict[str, tuple[float, float]]]:
-    """Return, for each of ``ops``, which bounds a step in float32 exceeds, with error and bound.
+def exceeded(case: Case, worst: float, *stages: dict) -> list[dict[str, tuple[float, float]]]:
+    """Return, for each of these ``stages``, which bounds a step in float32 exceeds, with error and bound.
 
     The direction may be off by 1.25 times what Newton-Schulz in bfloat16 alone makes of it in float64; KL-Shampoo,
     which has none, by 2^-9, about what rounding the direction to bfloat16 would change. Of the eigenvalues after their
@@ -141,7 +147,7 @@ def exceeded(case: Case, worst: float, *ops: TorchPrimitives) -> list[dict[str, 
     bounds |= {"direction": 2.0**-9, "median": 1e-3, "worst": max(worst, 10 * own["worst"])}
     if case.method == "pro-klshampoo":
         bounds["direction"] = 1.25 * relative(step(case, torch.float64, ns_dtype=torch.bfloat16)[0], exact[0])
-    found = [errors(step(case, torch.float32, ns_dtype=torch.bfloat16, ops=of), exact) for of in ops]
+    found = [errors(step(case, torch.float32, ns_dtype=torch.bfloat16, stages=of), exact) for of in stages]
     return [{k: (error, bounds[k]) for k, error in e.items() if not error <= bounds[k]} for e in found]
 
 

@@ -64,8 +64,8 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def precision_of(backend, device, precision=None):
     """What a precision, or None, means to a backend on a device."""
-    ops = select(backend, torch.device(device), precision).ops
-    return "balanced" if ops is not None and ops.balanced else "faithful"
+    found, balanced = (select(backend, torch.device(device), p) for p in (precision, "balanced"))
+    return "balanced" if found.stages and found is balanced else "faithful"
 
 
 FACTOR = 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prokl.backends import cuda_qr, qr
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ def pieces(V, K, U):
 def products_on(device):
     """The products of a step there."""
     if device.type != "cuda":
-        return TorchPrimitives(host_readable=False)
-    from prokl.backends.triton_ops import TritonPrimitives
+        return TorchStages(host_readable=False)
+    from prokl.backends.triton_ops import TritonStages
 
-    return TritonPrimitives(use_cuda_qr=True, host_readable=False)
+    return TritonStages(use_cuda_qr=True, host_readable=False)
 
 
 def track(V, K, U):
@@ -56,8 +56,8 @@ def refresh_coordinates(S, Q):
 def torch_forms(name):
     """PyTorch's primitive of this name, as on a CPU and as where the host may not read."""
     return {
-        "torch on a host": Form(getattr(TorchPrimitives(host_readable=True), name)),
-        "torch on a device": Form(getattr(TorchPrimitives(host_readable=False), name)),
+        "torch on a host": Form(getattr(TorchStages(host_readable=True), name)),
+        "torch on a device": Form(getattr(TorchStages(host_readable=False), name)),
     }
 
 

@@ -7,7 +7,7 @@ products are PyTorch's, as Triton's would be compiled while the sanitizer looks 
 import torch
 
 from prokl.backends import cuda_qr
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces
 from tests.qr_problems import CLASSES
@@ -25,7 +25,7 @@ CALLS = [
 ]
 
 
-PRODUCTS = TorchPrimitives(host_readable=False)
+PRODUCTS = TorchStages(host_readable=False)
 FUNCTIONS = {
     "qr": lambda A: cuda_qr._factorised(PRODUCTS, A, None),
     "tracking": lambda *inputs: cuda_qr.track(PRODUCTS, *pieces(*inputs)),

@@ -2,7 +2,8 @@
 
 import torch
 
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
+from prokl.backends.torch_pairs import PairedStages
 from prokl.pair import Pair, parts
 
 TF32, BF16 = 8, 16
@@ -68,8 +69,8 @@ def dot(self, a, b, d, precision, _):
     return type(d)(z.numpy(), d.dtype.scalar)
 
 
-class TensorCores(TorchPrimitives):
-    """PyTorch's primitives over such products."""
+class TensorCores(TorchStages):
+    """PyTorch's stages over such products."""
 
     def product(self, left, right, /, *, C=None, alpha=1.0, beta=1.0):
         # One loop over the depth for each part of a pair.
@@ -84,10 +85,13 @@ class TensorCores(TorchPrimitives):
         A = product(L, Q)
         return product(Q.mT, A), A
 
-    def project(self, G, M, U, active):
+    def projections(self, G, M, U, active):
         from prokl.kernels.project import choose_tile
 
         paired = isinstance(U, Pair)
         depth = choose_tile(U.shape[-1], torch.float32, paired=paired).k
-        GU, MU = (product(Pair.split(X) if paired else X, U, depth) for X in (G, M))
-        return GU, MU, self.operand(GU)
+        return tuple(product(Pair.split(X) if paired else X, U, depth) for X in (G, M))
+
+
+class PairedTensorCores(TensorCores, PairedStages):
+    """The same with pairs."""

@@ -18,14 +18,14 @@ if not torch.cuda.is_available():
 
 import prokl
 from prokl.algorithm import admission, evidence
-from prokl.algorithm.primitives import Admitted, Roots
+from prokl.algorithm.algebra import Admitted, Roots
 from prokl.algorithm.shapes import ceiling
-from prokl.backends.triton_ops import TritonPrimitives
+from prokl.backends.triton_ops import TritonStages
 from prokl.kernels.admit import ELEMENTS, NUMBERS
 from prokl.kernels.launch import INTERPRETED
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-admit = TritonPrimitives(use_cuda_qr=False, host_readable=INTERPRETED).admit
+admit = TritonStages(use_cuda_qr=False, host_readable=INTERPRETED).admit
 SIZES = [
     (1, 1, 2, 1),
     (3, 5, 9, 4),

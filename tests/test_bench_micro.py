@@ -20,8 +20,8 @@ from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.micro.stages import STAGES  # noqa: E402
 from bench.rates import Rates  # noqa: E402
 from bench.shapes import PAPER, SETS, SMALL, ParameterSet  # noqa: E402
-from prokl.backends.torch_ops import TorchPrimitives  # noqa: E402
-from prokl.backends.triton_ops import TritonPrimitives  # noqa: E402
+from prokl.backends.torch_ops import TorchStages  # noqa: E402
+from prokl.backends.triton_ops import TritonStages  # noqa: E402
 from prokl.kernels.launch import INTERPRETED  # noqa: E402
 from tests.commands import ROOT, read  # noqa: E402
 
@@ -31,8 +31,8 @@ RATES = Rates(2e12, 1e12, 1e11)
 SIZES, SQUARE = Sizes(2, 24, 40, 8), Sizes(2, 24, 24, 8)
 EVERY = (*STAGES, *PRIMITIVES, *KERNELS)
 COMPARED = [case for own in (*STAGES, *PRIMITIVES) for case in (own, own.counterpart) if case]
-ON_CPU = TorchPrimitives(host_readable=True)
-AS_ON_GPU = TorchPrimitives(host_readable=False)
+ON_CPU = TorchStages(host_readable=True)
+AS_ON_GPU = TorchStages(host_readable=False)
 
 
 def inputs(case, d=FP32_POLAR, size=SIZES, device=CPU):
@@ -57,7 +57,7 @@ def test_every_case_over_the_kernels_agrees_with_its_plain_form(case, d):
     fresh = inputs(case, d, size, device)
     for own in filter(None, (case, case.counterpart)):
         fresh = inputs(own, d, size, device)
-        assert complaint(own, TritonPrimitives(use_cuda_qr=not INTERPRETED, host_readable=INTERPRETED), fresh) == ""
+        assert complaint(own, TritonStages(use_cuda_qr=not INTERPRETED, host_readable=INTERPRETED), fresh) == ""
 
 
 @pytest.mark.parametrize("size", [SIZES, SQUARE], ids=["wide", "square"])
@@ -69,9 +69,9 @@ def test_every_stage_and_primitive_agrees_with_its_plain_form(case, size):
 
 @pytest.mark.parametrize("name", ["track subspace", "refresh eigenbases"])
 def test_the_stages_with_qr_agree_over_the_extension(name, extension_on_cpu):
-    class Extension(TorchPrimitives):
-        track, refresh_basis = TritonPrimitives.track, TritonPrimitives.refresh_basis
-        refresh_coordinates = TritonPrimitives.refresh_coordinates
+    class Extension(TorchStages):
+        track, refresh_basis = TritonStages.track, TritonStages.refresh_basis
+        refresh_coordinates = TritonStages.refresh_coordinates
         use_cuda_qr = True
 
     assert complaint(named(name), Extension(host_readable=False), inputs(named(name))) == ""

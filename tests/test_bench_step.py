@@ -16,7 +16,7 @@ from bench.timing.entries import EAGER, PERIOD, Float32Muon, aspect_entries, mod
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, take_turns
 from prokl import ProKLShampoo
-from prokl.backends import triton_ops
+from prokl.backends import triton_pairs
 from prokl.kernels import launch
 from prokl.pair import Pair
 from tests.commands import ROOT, read, run_python
@@ -110,8 +110,8 @@ def test_balanced_entries_of_the_kernels_err_as_pytorchs_form_of_the_same_pairs(
 @interpreted
 def test_a_balanced_entry_whose_pairs_lost_a_half_does_not_enter(as_on_cuda, monkeypatch):
     smok_hop = next(entry for entry in as_on_cuda if entry.optimizer == "smok-hop")
-    split = triton_ops.split
-    monkeypatch.setattr(triton_ops, "split", lambda *a: Pair(split(*a).both * torch.tensor([1, 0]).view(2, 1, 1, 1)))
+    split = triton_pairs.split
+    monkeypatch.setattr(triton_pairs, "split", lambda *a: Pair(split(*a).both * torch.tensor([1, 0]).view(2, 1, 1, 1)))
     assert "in float32, may be" in agreement.complaint.__wrapped__(smok_hop, (12, 8), CPU)  # not what is cached
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from prokl.algorithm.primitives import Direction
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.settings import BF16_WEIGHTS
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.io import Layout, Member, Rates, TorchIO

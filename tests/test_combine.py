@@ -12,15 +12,16 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
-from prokl.algorithm.primitives import Residual, Roots
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.algorithm.algebra import Roots
+from prokl.algorithm.stages import Residual
+from prokl.backends.torch_ops import TorchStages
 from prokl.kernels.combine import COLUMNS, ROWS, combine, samples
 from prokl.kernels.norms import TILE, cut, inverse_norm
 from prokl.kernels.split import split, split_two
 from prokl.pair import Pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TORCH = TorchPrimitives(True)
+TORCH = TorchStages(True)
 SIZES = [(2, ROWS + 3, COLUMNS + 5), (3, 1, 1), (1, 2 * ROWS, 7), (0, 5, 4)]  # B, M, N
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

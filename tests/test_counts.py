@@ -13,7 +13,7 @@ from bench.shapes import ASPECTS, PAPER, SETS, SMALL, ParameterSet
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.newton_schulz import newton_schulz_factors
 from prokl.algorithm.shapes import MatrixShape
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 from prokl.distributed.division import matrix_cost
 from prokl.engine.pieces import Piece
 
@@ -92,7 +92,7 @@ def test_newton_schulz_is_counted_apart(m, n):
 
     def run():
         X = torch.randn(1, m, n)
-        Q, Y, _ = newton_schulz_factors(X, None, h["ns_steps"], h["ns_coefficients"], TorchPrimitives(True))
+        Q, Y, _ = newton_schulz_factors(X, None, h["ns_steps"], h["ns_coefficients"], TorchStages(True))
         return Y if Q is None else Q @ Y
 
     assert h["ns_steps"] == costs.NS_STEPS

@@ -6,7 +6,7 @@ import torch
 from prokl import ProKLShampoo, ops
 from prokl.backends import cuda_qr, extension, qr
 from prokl.backends.select import select
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 from prokl.cuda_qr import Used
 from tests import sanitize_qr
 from tests.host_extension import order, shared_limit
@@ -224,17 +224,17 @@ def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_c
         monkeypatch.setattr(cuda_qr, name, lambda *args, name=name: noted(name))
     monkeypatch.setattr(qr, "householder_qr", lambda A: called.append("householder"))
 
-    def factorise(primitives):
-        primitives.track(A, A, A, A, 1.0)
-        primitives.refresh_basis(A, A)
-        primitives.refresh_coordinates(A, A)
+    def factorise(stages):
+        stages.track(A, A, A, A, 1.0)
+        stages.refresh_basis(A, A)
+        stages.refresh_coordinates(A, A)
 
-    factorise(select("triton", torch.device("cpu")).ops)
+    factorise(select("triton", torch.device("cpu")).stages["pro-klshampoo"])
     assert called == ["track", "refresh_basis", "refresh_coordinates"]
     assert ops.explain_qr("cpu", "triton") == "CUDA extension: it runs on cpu"
     assert ops.explain_qr("cpu") == "PyTorch: the torch backend calls no kernels"
     monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
-    factorise(select("triton", torch.device("cpu")).ops)
+    factorise(select("triton", torch.device("cpu")).stages["pro-klshampoo"])
     assert called[3:] == ["householder"] * 3
     assert ops.explain_qr("cpu", "triton") == "PyTorch: it was left out"
 
@@ -283,7 +283,7 @@ def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, d
 @pytest.mark.parametrize("place", [(0, 0), (2, 2), (3, 1)])
 def test_a_k_that_is_not_finite_keeps_u(extension_on_cpu, value, place):
     V, K, U = draw("tracking", "condition 1e+04, settled", (2, 60, 12))
-    products, (G_perp, Y, *_) = TorchPrimitives(host_readable=False), pieces(V, K, U)
+    products, (G_perp, Y, *_) = TorchStages(host_readable=False), pieces(V, K, U)
     wanted = track(V, K, U)
     K[1, place[0], place[1]] = K[1, place[1], place[0]] = value
     Q, used = cuda_qr.track(products, G_perp, Y, K, U, 1.0)

@@ -106,7 +106,7 @@ def test_it_runs_on_the_current_stream():
 
 
 def test_steps_on_the_device_take_the_extension_and_equal_the_references():
-    assert select(None, CUDA).ops.use_cuda_qr
+    assert select(None, CUDA).stages["pro-klshampoo"].use_cuda_qr
     assert ops.explain_qr(CUDA).startswith("CUDA extension: ")
     stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float64)
     stream = [[g.to(CUDA) for g in gradients] for gradients in stream]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from prokl.algorithm import admission, evidence, primitives
+from prokl.algorithm import admission, algebra, evidence
 from prokl.backends import io, qr
 from prokl.backends.io import TorchIO
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchAlgebra, TorchStages
 from tests import fuzz
 from tests.fuzz import examine, main
 from tests.fuzz_cases import OTHERS, SIZES, STRUCTURES, draw, gradients
@@ -69,7 +69,7 @@ def unfiltered(patch):
 
 
 def without_ceilings(patch):
-    patch.setattr(admission, "clipped_ema", lambda s, x, b, limit: primitives.clipped_ema(s, x, b, limit + torch.inf))
+    patch.setattr(admission, "clipped_ema", lambda s, x, b, limit: algebra.clipped_ema(s, x, b, limit + torch.inf))
 
 
 def nearly_orthonormal(patch):
@@ -78,28 +78,28 @@ def nearly_orthonormal(patch):
 
 
 def indefinite(patch):
-    product = TorchPrimitives.symmetric_product
+    product = TorchAlgebra.symmetric_product
 
     def shifted(self, A, /, *, C=None, alpha=1.0, beta=1.0):
         D = product(self, A, C=C, alpha=alpha, beta=beta)
         return D if C is None else D - 1e-3 * D.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] * torch.eye(len(D[0]))
 
-    patch.setattr(TorchPrimitives, "symmetric_product", shifted)
+    patch.setattr(TorchAlgebra, "symmetric_product", shifted)
 
 
 def lopsided(patch):
-    product = TorchPrimitives.symmetric_product
+    product = TorchAlgebra.symmetric_product
 
     def skewed(self, A, /, *, C=None, alpha=1.0, beta=1.0):
         D = product(self, A, C=C, alpha=alpha, beta=beta)
         return D if C is None else D * (1 + 1e-3 * torch.ones_like(D).triu(1))
 
-    patch.setattr(TorchPrimitives, "symmetric_product", skewed)
+    patch.setattr(TorchAlgebra, "symmetric_product", skewed)
 
 
 def imprecise(patch):
-    project = TorchPrimitives.project
-    patch.setattr(TorchPrimitives, "project", lambda self, *args: tuple(t * (1 + 1e-8) for t in project(self, *args)))
+    both = TorchStages.projections
+    patch.setattr(TorchStages, "projections", lambda self, *args: tuple(t * (1 + 1e-8) for t in both(self, *args)))
 
 
 def failing(patch):

@@ -16,13 +16,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-import prokl.engine.bucket
 import prokl.engine.graphs
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.select import select
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.engine.bucket import Bucket
+from prokl.engine.engine import Engine
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads
 from tests.problems import VARIANTS, gradient_stream, made, same_clocks, state_tensors
@@ -91,20 +91,23 @@ def recorded(monkeypatch):
 
         return replay
 
-    real = prokl.engine.bucket.select
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda *asked: replace(real(*asked), graphs=True))
+    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: replace(select(*asked), graphs=True)))
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
     monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device: None)
     forbid_host_reads(monkeypatch)
     return recordings
 
 
+def in_pytorch():
+    return {name: form(False) for name, form in STAGES.items()}
+
+
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
     triton = select("triton", torch.device("cpu"))
-    backend = replace(triton, name="few kernels", ops=TorchPrimitives(host_readable=False), graphs=True)
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: backend)
+    backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True)
+    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
 
 
 def train(cls, graphs, change=lambda t, optimizer, gradients: None, steps=STEPS, dtype=torch.float32, **kwargs):
@@ -299,8 +302,8 @@ def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monke
 
 @pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
-    others = [replace(prokl.engine.bucket.select("triton", None, None)) for _ in range(2)]
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: others[name is None])
+    others = [replace(Engine.select("triton", None)) for _ in range(2)]
+    monkeypatch.setattr(Engine, "select", staticmethod(lambda name, *asked: others[name is None]))
 
     def change(t, optimizer, gradients):
         optimizer.param_groups[0]["backend"] = "triton" if t < 8 or t > 12 else None
@@ -367,9 +370,8 @@ def test_a_replay_that_fails_is_noted_once_and_its_step_runs_plainly(recorded, f
 
 def test_refreshes_that_no_graph_can_capture_run_plainly_and_ordinary_steps_are_replayed(recorded, monkeypatch):
     triton = select("triton", torch.device("cpu"))
-    ops = TorchPrimitives(host_readable=False)
-    backend = replace(triton, name="few kernels", ops=ops, graphs=True, graphs_of_refreshes=False)
-    monkeypatch.setattr(prokl.engine.bucket, "select", lambda name, device, precision: backend)
+    backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True, graphs_of_refreshes=False)
+    monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
     cls, kwargs = METHODS[0]
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == BUCKETS
@@ -554,7 +556,7 @@ def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(re
 
     def change(t, optimizer, gradients):
         if t == 2:  # the second ordinary step, which is recorded
-            monkeypatch.setattr(optimizer.method, "step", fail, raising=False)
+            monkeypatch.setattr(TorchStages, "step", fail)
 
     with pytest.raises(ZeroDivisionError, match="the step's own"):
         train(cls, True, change, **kwargs)

@@ -5,11 +5,13 @@ B: matrices; M: short side; N: long side; R: rank.
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.algorithm.stages import Projected
+from prokl.backends.torch_ops import TorchStages
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
 from prokl.kernels.momentum import TILES, TILES_FP64, choose_tile, momentum
@@ -132,9 +134,10 @@ def test_the_wide_tile_is_only_for_loads_of_16_bytes(monkeypatch):
 def torch_form(a, momentum, weights):
     """The new momentum, G^ U for some projections, and the residual of it."""
     G, M, G_tilde, U = (a[k].clone() for k in NAMES[:4])  # G and M are overwritten
-    settings = (momentum, weights, a["scale"], None, True)
-    M, G_par, residual = TorchPrimitives(True).momentum(G, M, G_tilde, G_tilde.flip(1), U, *settings)
-    return M, G_par, residual.G_hat_perp
+    h = SimpleNamespace(momentum=momentum, gradient_weights=weights, variant="pro-klshampoo")
+    projected = Projected(G_tilde, G_tilde.flip(1), None, U, None)
+    M, ahead = TorchStages(True).momentum(G, projected, a["scale"], {"M": M}, h, None)
+    return M, ahead.G_par, ahead.residual.G_hat_perp
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 0.95), (0.05, 0, 1), (1, 0, 1)])

@@ -6,11 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prokl.algorithm.newton_schulz import newton_schulz_factors, standard, use_gram
 from prokl.backends import triton_ops
-from prokl.backends.torch_ops import TorchPrimitives
-from prokl.backends.triton_ops import TritonPrimitives
+from prokl.backends.torch_ops import TorchStages
+from prokl.backends.triton_ops import TritonStages
 
-TORCH = TorchPrimitives(host_readable=True)
-KERNELS = TritonPrimitives(use_cuda_qr=False, host_readable=False)
+TORCH = TorchStages(host_readable=True)
+KERNELS = TritonStages(use_cuda_qr=False, host_readable=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MUON = (3.4445, -4.7750, 2.0315)
 OTHER = (2.0, -1.5, 0.5)
@@ -112,7 +112,7 @@ def test_the_form_is_chosen_by_aspect_and_can_be_asked_for(m, n):
 def test_the_gram_form_restarts_after_two_iterations(steps, restarts):
     products = []
 
-    class Counting(TorchPrimitives):
+    class Counting(TorchStages):
         def product(self, *args, **kwargs):
             products.append(1)
             return super().product(*args, **kwargs)
@@ -120,7 +120,7 @@ def test_the_gram_form_restarts_after_two_iterations(steps, restarts):
         def gram(self, X, scale):
             return super().product(X, X.mT, alpha=1.0 if scale is None else scale.square())
 
-        symmetric_polynomial = TorchPrimitives.product
+        symmetric_polynomial = TorchStages.product
 
     X = problem(1, 8, 16)
     newton_schulz_factors(X, inverse_norm(X), steps, MUON, Counting(True), gram=True)

@@ -162,7 +162,7 @@ doctor.main()
 print("report", compile_report.main(["aot"]))
 """
 TAKE_TRITON = re.compile(
-    r"prokl\.(kernels\.|backends\.triton_ops)"
+    r"prokl\.(kernels\.|backends\.triton_(ops|pairs))"
     r"|bench\.(first|micro\.|compile_report\.(ahead|launches|model|trace|triton_kernels))"
 )
 

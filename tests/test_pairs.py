@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import prokl
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_pairs import PairedStages
 from prokl.kernels.launch import Tile
 from prokl.kernels.momentum import TILES_HALF as MOMENTUM_TILES
 from prokl.kernels.momentum import momentum
@@ -22,7 +22,7 @@ from tests.problems import made
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
 SMALL = [Tile(16, 16, 16, 4, 2), Tile(32, 16, 32, 4, 2)]
-OPS = TorchPrimitives(host_readable=False, balanced=True)
+OPS = PairedStages(host_readable=False)
 
 
 def randn(*shape, seed=0, spread=3.0):

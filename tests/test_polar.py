@@ -10,9 +10,9 @@ import prokl
 from prokl.algorithm import settings
 from prokl.algorithm.newton_schulz import gram_factor, newton_schulz_factors, use_gram
 from prokl.algorithm.reference import newton_schulz, polar
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 
-OPS = TorchPrimitives(host_readable=True)
+OPS = TorchStages(host_readable=True)
 MUON = (3.4445, -4.7750, 2.0315)
 CUBIC = (1.5, -0.5, 0.0)
 

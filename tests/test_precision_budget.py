@@ -11,12 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from prokl.backends import torch_ops
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends import torch_pairs
 from tests import precision_cases as cases
-from tests.precision_cases import PRODUCTS, Coarse, adversarial, adversarial_kl, captured, exceeded, relative
+from tests.precision_cases import PRODUCTS, adversarial, adversarial_kl, captured, coarse, exceeded, relative
 
-BALANCED = TorchPrimitives(host_readable=False, balanced=True)
+BALANCED = cases.balanced()
 ROUNDED = ("nothing", "gradient", "state")
 HARDEST, EASIEST = (1e6, 0.999), (1e2, 0.9)
 
@@ -38,7 +37,7 @@ def test_beyond_the_budget_kl_shampoo_is_off_by_what_sixteen_bits_hold():
     """Both factors at 1e6 multiply rounding by up to 1e6. The direction is off by 2e-2 then, float32's by 6e-4."""
     case = adversarial_kl(1e6, 1e6)
     exact = cases.step(case, torch.float64)[0]
-    off, own = (relative(cases.step(case, torch.float32, balanced=b)[0], exact) for b in (True, False))
+    off, own = (relative(cases.step(case, torch.float32, stages=of)[0], exact) for of in (BALANCED, None))
     assert off <= 128 * own < 0.1  # 2^-17 of a factor over 2^-24
 
 
@@ -53,12 +52,11 @@ def test_a_balanced_step_stays_within_the_budget_on_states_captured_from_trainin
 
 
 NEEDS = {  # what breaks on the hardest or on the easiest adversarial state
-    "project": {"direction", "worst", "S"},
-    "product_operand": {"worst", "L", "U"},
+    "project": {"direction", "worst", "L", "S", "U"},
     "symmetric_product": {"L"},
-    "row_energies": {"worst"},
-    "momentum": {"direction"},
-    "spectral_operand": {"direction"},
+    "residual_energies": {"worst"},
+    "residual": {"direction"},
+    "spectral": {"direction"},
     "precondition": {"direction"},
     "whiten": {"direction"},
     "product": {"U"},
@@ -67,14 +65,14 @@ NEEDS = {  # what breaks on the hardest or on the easiest adversarial state
 
 def test_every_product_needs_both_of_its_parts():
     assert NEEDS.keys() == PRODUCTS.keys()
-    coarse = [Coarse(name) for name in PRODUCTS]
-    broken = [exceeded(adversarial(*state), 1e-3, *coarse) for state in (HARDEST, EASIEST)]
+    each = [coarse(name) for name in PRODUCTS]
+    broken = [exceeded(adversarial(*state), 1e-3, *each) for state in (HARDEST, EASIEST)]
     for name, *found in zip(PRODUCTS, *broken, strict=True):
         assert set().union(*found) >= NEEDS[name], name
 
 
 def test_every_product_of_kl_shampoo_needs_both_of_its_parts():
-    products, factors = exceeded(adversarial_kl(1e2, 1e2), 1e-3, Coarse("product"), Coarse("symmetric_product"))
+    products, factors = exceeded(adversarial_kl(1e2, 1e2), 1e-3, coarse("product"), coarse("symmetric_product"))
     assert products.keys() >= {"direction", "L", "R"}
     assert factors.keys() == {"L", "R"}
 
@@ -82,7 +80,7 @@ def test_every_product_of_kl_shampoo_needs_both_of_its_parts():
 @pytest.mark.parametrize("method", cases.CLASSES)
 def test_one_part_alone_is_over_the_budget_on_captured_states_too(method):
     case = captured(method).cases[cases.SNAPSHOTS[-1], cases.WEIGHTS[-1]]
-    assert exceeded(case, 1e-2, BALANCED, Coarse(*PRODUCTS))[1].keys() >= {"direction", "L"}
+    assert exceeded(case, 1e-2, BALANCED, coarse(*PRODUCTS))[1].keys() >= {"direction", "L"}
 
 
 def drifts(method, gradients, precision, exact):
@@ -114,7 +112,7 @@ def test_100_steps_on_recorded_gradients_end_where_faithful_ones_do(method, roun
     own = drifts(method, gradients, "faithful", exact)
     assert not over(drifts(method, gradients, "balanced", exact), own)
     last = [of_step[-1:] for of_step in gradients]
-    with mock.patch.object(torch_ops, "_product", cases.one_part):
+    with mock.patch.object(torch_pairs, "product", cases.one_part):
         broken = over(drifts(method, last, "balanced", exact[-1:]), own[-1:])
     # At other rates of the recorded run: by 84 to 1,320 times float32's own error, S by 23 to 4,030.
     assert {key for _, key in broken} >= {"L", "U" if method == "pro-klshampoo" else "R", "Q_L"}

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
 from prokl.kernels.precondition import TILES, TILES_FP64, can_use_precondition, choose_tile, precondition
@@ -33,7 +33,7 @@ def arguments(B, M, R, dtypes=DTYPES[0], seed=0):
 
 
 def truth(a, alpha):
-    return TorchPrimitives(True).precondition(*(a[k].double() for k in NAMES), alpha)
+    return TorchStages(True).precondition(*(a[k].double() for k in NAMES), alpha)
 
 
 def assert_close(got, a, alpha):
@@ -188,7 +188,7 @@ def test_the_predicate_says_what_the_launcher_takes():
 def test_error_is_at_most_twice_that_of_torch(dtypes, precision):
     a = arguments(4, 500, 120, dtypes)
     unit = {"ieee": 2**-24, "tf32x3": 2**-22, "tf32": 2**-11}[precision]  # rounding of an operand
-    plain = TorchPrimitives(True).precondition(*(a[k].float() for k in NAMES), 0.7)
+    plain = TorchStages(True).precondition(*(a[k].float() for k in NAMES), 0.7)
     got, value = precondition(**a, alpha=0.7, precision=precision), truth(a, 0.7)
     size = truth({k: t.abs() for k, t in a.items()}, 0.7).norm()
     assert (got.double() - value).norm() <= 2 * (plain.double() - value).norm() + 3 * unit * size

@@ -184,7 +184,7 @@ else:
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     def start(kernel, grid, device, *arguments, **constants):
         kernel.warmup(*arguments, grid=grid, **constants)
-    ops = ahead._triton_backend(True, False, False, True).ops
+    ops = ahead._triton_backend(True, False, False, True).stages["pro-klshampoo"]
     with patch.object(launch, "start", start), patch.object(launch, "DEVICES", ("cpu",)):
         for case in cases:
             case.bind(case.inputs(sizes, case.dtypes[0], numbers(torch.device("cpu"))), ops)()

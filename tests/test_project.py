@@ -4,17 +4,19 @@ B: matrices; M: short side; N: long side; R: rank.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime import interpreter
 
+from prokl.algorithm.stages import Projected
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
 from prokl.kernels.project import TILES, TILES_FP64, TILES_PAIR, choose_tile, project
-from prokl.pair import residual_noise
+from prokl.pair import Pair
 from tests import tensor_cores
-from tests.tensor_cores import TensorCores
+from tests.tensor_cores import PairedTensorCores, TensorCores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(2, 70, 130, 33), (3, 65, 64, 130), (1, 7, 101, 1), (2, 1, 1, 1), (2, 1, 40, 5), (1, 40, 1, 1)]  # B, M, N, R
@@ -83,11 +85,10 @@ def test_every_tile(tile):
 def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatch):
     """Not into the whole, of which they would cut off a little every time: 3 n / 16 times of pairs."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.dot)
-    ops = TensorCores(host_readable=False, balanced=balanced)
     G, momentum, U = arguments(2, 5, 333, 20)
-    U = ops.operand(U)
-    got, wanted = project(G, momentum, U), ops.project(G, momentum, U, None)
-    assert all(torch.equal(x, y) for x, y in zip(got[:2], wanted[:2], strict=True))
+    U = Pair.split(U) if balanced else U
+    got, wanted = project(G, momentum, U), TensorCores(False).projections(G, momentum, U, None)
+    assert all(torch.equal(x, y) for x, y in zip(got[:2], wanted, strict=True))
 
 
 @pytest.mark.slow
@@ -99,20 +100,22 @@ def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(b
     """
     n, r = 50304, 128
     g = torch.Generator().manual_seed(0)
-    ops = TensorCores(host_readable=False, balanced=balanced)
+    stages = (PairedTensorCores if balanced else TensorCores)(host_readable=False)
     basis = torch.cat((torch.ones(n, 1), torch.randn(n, r, generator=g)), dim=1).double()
     basis = torch.linalg.qr(basis)[0].mT
     weights = torch.randn(2, 2, r, generator=g, dtype=DOUBLE)
     weights[1, :, 1:] = 0  # the first gradients lie in all of the subspace, the second ones in the equal entries
     G = weights @ basis[:r]
-    U = ops.operand(basis[:r].mT.float().expand(2, n, r))
-    noise = residual_noise(U, SINGLE, SINGLE)
+    U = basis[:r].mT.float().expand(2, n, r)
+    U = Pair.split(U) if balanced else U
+    noise = stages.noise(n, SINGLE, SINGLE) ** 0.5
     for complement in (0.0, 2 * noise):
         X = (G + complement * G.norm(dim=2, keepdim=True) * basis[r]).float()
-        zero, settings = torch.zeros_like(X), (0.9, (1.0, 1.0, 0.9), None, None, True)
-        GU, MU, _ = ops.project(X, zero, U, None)
-        _, _, found = ops.momentum(X, zero, GU, MU, U, *settings)
-        assert found.negligible().tolist() == [complement == 0] * 2
+        state, h = {"M": torch.zeros_like(X)}, SimpleNamespace(momentum=0.9, gradient_weights=(1.0, 1.0, 0.9))
+        h.variant = "pro-klshampoo"
+        projected = Projected(*stages.projections(X, state["M"], U, None), None, U, None)
+        ahead = stages.momentum(X, projected, None, state, h, None)[1]
+        assert ahead.residual.negligible().tolist() == [complement == 0] * 2
 
 
 def test_every_tile_is_chosen_for_some_rank():

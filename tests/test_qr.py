@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from prokl.backends.qr import cholesky_refresh, householder_qr, shift_of
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -47,7 +47,7 @@ def symmetric_problem(cond, drift, m=40, B=3):
 
 @pytest.fixture(params=[True, False], ids=["on-a-host", "on-a-device"])
 def ops(request):
-    return TorchPrimitives(host_readable=request.param)
+    return TorchStages(host_readable=request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,7 +107,7 @@ def test_tracking_of_a_zero_matrix_is_orthonormal(ops):
 
 
 def test_nan_in_one_matrix_leaves_the_others_alone():
-    ops = TorchPrimitives(host_readable=False)
+    ops = TorchStages(host_readable=False)
     V, K, U = tracking_problem(1e2, 0.1)
     good = ops.tracking_qr(V, K, U)
     V[1, 3, 2] = K[1, 1, 1] = float("nan")
@@ -144,7 +144,7 @@ def test_refresh_of_a_rank_deficient_factor_is_orthonormal(rank):
 
 def test_refresh_basis_on_a_cpu_is_householder():
     L, basis = symmetric_problem(1e2, 0.1)
-    assert torch.equal(TorchPrimitives(host_readable=True).refresh_basis(L, basis), householder_qr(L @ basis))
+    assert torch.equal(TorchStages(host_readable=True).refresh_basis(L, basis), householder_qr(L @ basis))
 
 
 def coordinates_problem(cond, skew, r=12, B=3):

@@ -5,9 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from prokl.backends.io import _fill
-from prokl.backends.torch_ops import PANEL, PANELS, TorchPrimitives
+from prokl.backends.torch_ops import PANEL, PANELS, TorchStages
 
-CPU, ELSEWHERE = TorchPrimitives(host_readable=True), TorchPrimitives(host_readable=False)
+CPU, ELSEWHERE = TorchStages(host_readable=True), TorchStages(host_readable=False)
 SIZES = (1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL, 3 * PANEL + 5)
 WEIGHTS = {
     "plain": {},

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.backends.torch_ops import TorchStages
 from prokl.kernels import launch
 from prokl.kernels.launch import Tile
 from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
@@ -394,12 +394,12 @@ def test_the_emas_of_factors_are_those_of_the_pytorch_form(m, k, dtype):
     sizes = 0.95 * S.double().abs() + 0.1 * X.double().abs() @ X.double().abs().mT
     eps = torch.finfo(dtype).eps
     L = factor_ema(S, X, E, tail, 0.95, 0.1)
-    expected = TorchPrimitives(True).factor_ema(*wide, 0.95, 0.1)
+    expected = TorchStages(True).factor_ema(*wide, 0.95, 0.1)
     size = sizes + wide[3][:, None, None] * E.double().abs()
     assert torch.equal(L, L.mT) and ((L.double() - expected).abs() <= (k + 6) * eps * size).all()
     new, K = coordinates_ema(S, X, 0.95, 0.1)
     for found, wanted in zip(
-        (new, K), TorchPrimitives(True).coordinates_ema(S.double(), X.double(), 0.95, 0.1), strict=True
+        (new, K), TorchStages(True).coordinates_ema(S.double(), X.double(), 0.95, 0.1), strict=True
     ):
         assert torch.equal(found, found.mT)
         assert ((found.double() - wanted).abs() <= 2 * (k + 6) * eps * sizes).all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prokl.algorithm.admission import averaged
-from prokl.algorithm.primitives import Roots
+from prokl.algorithm.algebra import Roots
 from prokl.algorithm.shapes import ceiling
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
 

@@ -45,8 +45,7 @@ def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Event]
 
 
 def _called(case: Case, sizes: Sizes, dtypes: Dtypes, precision: str) -> list[Event]:
-    ops = _triton_backend(True, False, precision == "balanced", True).ops
-    assert ops is not None
+    ops = _triton_backend(True, False, precision == "balanced", True).stages["pro-klshampoo"]
     with tracing() as events:
         case.bind(case.inputs(sizes, dtypes, _shapes), ops)()
     return events

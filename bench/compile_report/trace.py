@@ -29,6 +29,7 @@ from prokl.backends.device import SHARE
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
+from prokl.engine.engine import Engine
 from prokl.kernels import launch as launching
 
 MEMORY = 139 * 2**30
@@ -145,16 +146,16 @@ def tracing() -> Iterator[list[Event]]:
         work = KERNELS[launch.kernel](launch.by_name, launch.programs)
         events.append(Event(stage(), launch.kernel, work, launch))
 
-    def gpu(backend: str | None, device: torch.device, precision: str | None = None) -> Any:
-        return _triton_backend(True, False, precision != "faithful", True)  # on a GPU None is balanced
+    def gpu(backend: str | None, device: Any, precision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        balanced = precision != "faithful" and dtype == torch.float32  # on a GPU None is balanced
+        return _triton_backend(True, False, balanced, True)
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
         stack.enter_context(patch.object(launching, "DEVICES", ("cpu",)))
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
         stack.enter_context(patch("prokl.engine.validation.oddity", lambda t: None))  # tensors without memory
-        stack.enter_context(patch("prokl.engine.bucket.select", gpu))
-        stack.enter_context(patch("prokl.engine.engine.select", gpu))
+        stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
         stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // SHARE))
         stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))

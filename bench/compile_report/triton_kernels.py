@@ -22,7 +22,7 @@ from bench.compile_report import ptx
 from bench.compile_report.launches import Launch, describe, recording, shapes
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
-from prokl.backends.triton_ops import TritonPrimitives
+from prokl.backends.triton_ops import TritonStages
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -116,7 +116,7 @@ class Offline:
 
 def record(case: Case, sizes: Sizes = SIZES) -> list[Launch]:
     """Record what ``case`` launches, for all of its dtypes and tiles, and at odd sizes as it chooses for the first."""
-    ops = TritonPrimitives(use_cuda_qr=False, host_readable=False)
+    ops = TritonStages(use_cuda_qr=False, host_readable=False)
     with recording() as launches:
         for dtypes in case.dtypes:
             for tile in case.tiles(dtypes):

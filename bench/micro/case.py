@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bench import gate
-from prokl.algorithm.primitives import Direction, Primitives
-from prokl.backends.torch_ops import TorchPrimitives
+from prokl.algorithm.algebra import Direction
+from prokl.algorithm.stages import ProKLShampooStages
+from prokl.backends import torch_ops, torch_pairs, triton_ops, triton_pairs
 from prokl.kernels.launch import Tile
 from prokl.pair import Operand, Pair
 
@@ -26,7 +27,7 @@ at most 1e-14, in Newton-Schulz, whose steps magnify rounding; a wrong index giv
 Inputs = dict[str, Any]
 Draw = Callable[..., Tensor]
 """Makes a tensor of a shape and ``dtype``: random numbers, or no numbers where only shapes and dtypes matter."""
-Bind = Callable[[Inputs, Primitives], Callable[[], Any]]
+Bind = Callable[[Inputs, ProKLShampooStages], Callable[[], Any]]
 """From inputs and primitives, the call that is timed."""
 
 
@@ -115,10 +116,18 @@ def has_pair(x: Any) -> bool:
     return isinstance(x, Pair) or any(isinstance(value, Pair) for value in values)
 
 
-def torch_form(i: Inputs, split: bool = False) -> TorchPrimitives:
-    """Return PyTorch's primitives for where the inputs are, balanced if one of them is a pair or a result is to be."""
+def torch_form(i: Inputs, split: bool = False) -> ProKLShampooStages:
+    """Return PyTorch's stages for where the inputs are, balanced if one of them is a pair or a result is to be."""
     first = next(t for t in _tensors(i))
-    return TorchPrimitives(first.device.type == "cpu", split or has_pair(i))
+    form = torch_pairs.PairedStages if split or has_pair(i) else torch_ops.TorchStages
+    return form(first.device.type == "cpu")
+
+
+def beside(ops: Any, method: str = "pro-klshampoo", pairs: bool = False) -> Any:
+    """Return the stages of a method on the backend of ``ops``, with ``pairs`` or as they are without."""
+    if ops.name == "triton":
+        return (triton_pairs if pairs else triton_ops).STAGES[method](ops.use_cuda_qr, ops.host_readable)
+    return (torch_pairs if pairs else torch_ops).STAGES[method](ops.host_readable)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -170,7 +179,7 @@ def call(name: str, *arguments: str) -> Bind:
     A bucket's I/O gives gradients G in the weights' dtype to Triton alone, to others in the arithmetic one.
     """
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         if "G" in i and ops.name != "triton":
             i = i | {"G": i["G"].to(arithmetic(i["U"]))}
         given = [i[key] for key in arguments]
@@ -242,7 +251,9 @@ def expect(case: Case, fresh: Callable[[], Inputs], split: bool = False) -> Expe
     return Expected(truth, case.reference(fresh(), split), wrong)
 
 
-def complaint(case: Case, ops: Primitives | None, fresh: Callable[[], Inputs], expected: Expected | None = None) -> str:
+def complaint(
+    case: Case, ops: ProKLShampooStages | None, fresh: Callable[[], Inputs], expected: Expected | None = None
+) -> str:
     """Say what is wrong with the case over a backend's primitives, None for its plain form; "" if nothing is."""
     results = case.bind(fresh(), ops)() if ops else None
     expected = expected or expect(case, fresh, has_pair(results))

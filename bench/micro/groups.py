@@ -24,8 +24,8 @@ from bench.rates import Rates, machine_rates
 from bench.shapes import ParameterSet
 from bench.timing.entries import backends
 from prokl import ops
-from prokl.algorithm.primitives import Primitives
 from prokl.algorithm.shapes import effective_rank
+from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.select import select
 
 PLAIN, OURS, KL = "plain", "pro-klshampoo", "kl-shampoo"
@@ -46,9 +46,9 @@ class Form:
     backend: str
     case: Case
 
-    def primitives(self, device: torch.device) -> Primitives | None:
+    def primitives(self, device: torch.device) -> ProKLShampooStages | None:
         """Return the backend's primitives, as exact as float32; None for the plain form. Pairs have own cases."""
-        return None if self.name == PLAIN else select(self.backend, device, "faithful").ops
+        return None if self.name == PLAIN else select(self.backend, device, "faithful").stages[OURS]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from bench.micro.case import Bind, Case, Draw, Dtypes, Inputs, Sizes, tensors
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.evidence import ALWAYS_MOVE
-from prokl.algorithm.primitives import Direction, Primitives
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
+from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
@@ -43,7 +44,7 @@ def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, 
     return inputs
 
 
-def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
+def io(i: Inputs, ops: ProKLShampooStages, mode: str = "plain") -> BucketIO:
     """Return a bucket's I/O on these weights, which are their own gradients; ``mode`` rounds bfloat16 ones."""
     parameters = [torch.nn.Parameter(W, requires_grad=False) for W in i["weights"]]
     for p, W in zip(parameters, i["weights"], strict=True):
@@ -61,7 +62,7 @@ def io(i: Inputs, ops: Primitives, mode: str = "plain") -> BucketIO:
 def stack_case(name: str, negate: bool, **fields: Any) -> Case:
     """Return what gathers gradients, with the other sign or not."""
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         own, W = io(i, ops), i["weights"][0]
         skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
         return lambda: own.gather(negate, skipped).G.to(W.dtype)
@@ -72,7 +73,7 @@ def stack_case(name: str, negate: bool, **fields: Any) -> Case:
 def usable_case(name: str, stacked: bool, **fields: Any) -> Case:
     """Return what judges matrices by energies (B,r) in parts: each a member, or all one."""
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
         energy: Tensor = i["energy"]
         B, device = len(energy), energy.device
         most = B if stacked else 1
@@ -96,7 +97,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
     specs = [f"{key} {STATE[key]} {'arithmetic' if STATE[key] == '.' else 'momentum'}" for key in keys.split()]
     specs += [f"new_{spec.rpartition(' ')[0]}" for spec in specs] + [f"{mask} .?" for mask in masks]
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
         slots = []
         for key in keys.split():
             to, value, own = i[key], i[f"new_{key}"], masks[:1] if key in ALWAYS_MOVE else masks
@@ -117,7 +118,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
 
 
 def _apply(mode: str = "plain", **decay: bool) -> Bind:
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
         own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
 
         def run() -> list[Tensor]:

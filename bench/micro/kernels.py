@@ -25,15 +25,17 @@ from bench.micro.case import (
     Parts,
     Sizes,
     arithmetic,
+    beside,
     call,
     tensors,
 )
 from bench.micro.io import KL_STEPPED, LR, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.small import SMALL
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
+from prokl.algorithm.algebra import Direction
 from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
-from prokl.algorithm.primitives import Direction, Primitives, Residual
 from prokl.algorithm.shapes import compute_dtype
+from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual
 from prokl.kernels import (
     momentum,
     precondition,
@@ -67,7 +69,7 @@ def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
     def form(m: int, n: int) -> bool:
         return use_gram(m, n) if gram is None else gram
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Direction]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Direction]:
         X, scale = i["X"], _inverse_norm(i["X"])
         if ops.name != "triton":  # as its whiten does
             X, scale = X * scale.to(X.dtype)[:, None, None], None
@@ -90,7 +92,7 @@ def _inverse_norm(X: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(X, dim=(-2, -1), dtype=compute_dtype(X.dtype))
 
 
-def _whiten(i: Inputs, ops: Primitives) -> Callable[[], Direction]:
+def _whiten(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Direction]:
     def run() -> Direction:
         X, scale = ops.whiten(i["P"], Residual(i["G_perp"], i["size"], i["whole"], 0.0), i["dtype"])
         return Direction(X, None, scale)
@@ -98,12 +100,12 @@ def _whiten(i: Inputs, ops: Primitives) -> Callable[[], Direction]:
     return run
 
 
-def _polynomial(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+def _polynomial(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
     R, (_, b, c) = i["R"], NS_COEFFICIENTS
     return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
 
 
-def _shifted(i: Inputs, ops: Primitives) -> Callable[[], tuple[Tensor, Tensor]]:
+def _shifted(i: Inputs, ops: ProKLShampooStages) -> Callable[[], tuple[Tensor, Tensor]]:
     R, (a, b, c) = i["R"], NS_COEFFICIENTS
     return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
 
@@ -113,16 +115,16 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
-def _scaled_gram(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+def _scaled_gram(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
     return lambda: ops.gram(i["X"], i["scale"])
 
 
-def _symmetric_pair(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+def _symmetric_pair(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
     form = symmetric_product.symmetric_product_pair if ops.name == "triton" else ops.symmetric_product
     return lambda: form(i["A"])
 
 
-def _split_product(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+def _split_product(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
     form = product.product_pair if ops.name == "triton" else ops.product
     return lambda: form(i["A"], i["B"])
 
@@ -130,21 +132,29 @@ def _split_product(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
     inputs = _optional(active, "G mn weights", "M mn momentum", "U nr" + " pair" * pair)
     name = "projection" + " active" * active + " of pairs" * pair
-    bind = call("project", "G", "M", "U", "active")
+    bind = call("projections", "G", "M", "U", "active")
     return Case(name, inputs, bind, lambda s: 4 * s.m * s.n * s.r, module=project, narrow=True, **fields)
 
 
-def _residual(i: Inputs, ops: Primitives) -> Callable[[], Operand]:
+def _residual(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
     G = i["G"] if ops.name == "triton" else i["G"].to(arithmetic(i["U"]))
-    return lambda: ops.product_operand(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
+    if not isinstance(i["U"], Pair):
+        form = ops.product
+    elif ops.name == "triton":
+        form = product.product_pair
+    else:
+        form = lambda *args, **kwargs: Pair.split(ops.product(*args, **kwargs))  # noqa: E731
+    return lambda: form(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
 
 
-def _row_energies(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+def _row_energies(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
     Q, G_perp = i["Q"], i["G_perp"]
-    E = None if isinstance(G_perp, Pair) else ops.symmetric_product(G_perp)  # which pairs do without
-    if ops.name == "triton" and E is None:
-        return lambda: Parts(ops.row_energies(Q, G_perp, E))
-    return lambda: ops.row_energies(Q, G_perp, E)
+    if not isinstance(G_perp, Pair):
+        E = ops.symmetric_product(G_perp)  # which pairs do without
+        return lambda: ops.diagonal(Q, E)
+    if ops.name == "triton":
+        return lambda: Parts(product.row_energies(Q.mT, G_perp))
+    return lambda: ops.product(Q.mT, G_perp).square().sum(dim=-1)
 
 
 def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -162,18 +172,20 @@ def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
 def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **fields: Any) -> Case:
     specs = ["G mn weights", "M mn momentum", "G_tilde mr", "M_tilde mr", "U nr" + " pair" * pair]
     more = {} if scaled else {"scale": None}
-    inputs = _optional(
-        active, *specs, *["scale .+"] * scaled, momentum=H.momentum, weights=H.gradient_weights, complement=hat, **more
-    )
-    names = ("G", "M", "G_tilde", "M_tilde", "U", "momentum", "weights", "scale", "active", "complement")
-    bound = call("momentum", *names)
+    inputs = _optional(active, *specs, *["scale .+"] * scaled, **more)
+    h = H if hat else replace(H, variant="subspace-only")
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-        run = bound(i, ops)
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+        own = beside(ops, pairs=isinstance(i["U"], Pair))
+        G = i["G"] if ops.name == "triton" else i["G"].to(arithmetic(i["U"]))
+        projected = Projected(i["G_tilde"], i["M_tilde"], None, i["U"], None)
 
         def found() -> tuple[Any, ...]:
-            M, G_par, residual = run()
-            return (M, G_par, residual.G_hat_perp) if residual else (M, G_par)
+            M, ahead = own.momentum(G, projected, i["scale"], {"M": i["M"]}, h, i["active"])
+            G_par = ahead.G_par
+            if isinstance(i["U"], Pair) and isinstance(G_par, Tensor):  # PyTorch splits it where it is multiplied
+                G_par = Pair.split(G_par)
+            return (M, G_par, ahead.residual.G_hat_perp) if hat else (M, G_par)
 
         return found
 

@@ -12,18 +12,19 @@ from torch import Tensor
 from bench.micro.case import BF16_STATE, FP32, FP32_POLAR, FP64, Case, Inputs, call, tensors
 from bench.micro.io import STEPPED, store_case
 from bench.micro.stages import H
-from prokl.algorithm.primitives import Primitives, Residual, Roots
+from prokl.algorithm.algebra import Roots
+from prokl.algorithm.stages import ProKLShampooStages, Residual
 from prokl.kernels import admit, combine, norms, split
 from prokl.pair import Pair
 
 
-def _split_two(i: Inputs, ops: Primitives) -> Callable[[], tuple[Pair, Pair]]:
+def _split_two(i: Inputs, ops: ProKLShampooStages) -> Callable[[], tuple[Pair, Pair]]:
     if ops.name == "triton":
         return lambda: split.split_two(i["x"], i["y"])
     return lambda: (Pair.split(i["x"]), Pair.split(i["y"]))
 
 
-def _split(i: Inputs, ops: Primitives) -> Callable[[], Pair]:
+def _split(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Pair]:
     x, a = i["x"], i.get("a")
     if ops.name == "triton":
         return lambda: split.split(x, a)
@@ -34,7 +35,7 @@ def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
     inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
     weights = H.gradient_weights[0], H.momentum
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         x, y, c = i["x"], i["y"], i.get("scale")
         if ops.name != "triton":
             sum_of = lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y  # noqa: E731
@@ -49,7 +50,7 @@ def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
 def _samples(scaled: bool, **fields: Any) -> Case:
     inputs = tensors("GQ mr", "QtG mr", "a_L m", "a_S r", *["scale .+"] * scaled)
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         roots = Roots(i["a_L"], i["a_S"], i["a_L"])  # of mu none is read
         return lambda: ops.samples(i["GQ"], i["QtG"], roots, i.get("scale"), 0.1)
 
@@ -57,7 +58,7 @@ def _samples(scaled: bool, **fields: Any) -> Case:
     return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
 
 
-def _normalising(i: Inputs, ops: Primitives) -> Callable[[], Tensor]:
+def _normalising(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
     energy, residual = i["energy"], Residual(i["energy"], i["size"], i["whole"], 1e-9)
     if ops.name == "triton":
         return lambda: norms.inverse_norm(*residual)
@@ -69,7 +70,7 @@ def _admit(**fields: Any) -> Case:
     drawn = tensors("A mr", "QtG mr", "e_res m+", "M . momentum", *roots)
     names = ("A", "QtG", "e_res")
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         state = {name: t for name, t in i.items() if name not in names}
         return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
 

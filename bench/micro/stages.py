@@ -14,12 +14,13 @@ from torch import Tensor
 from bench import counts
 from bench.costs import NS_STEPS
 from bench.counts import Term
-from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, flat
-from prokl.algorithm import klshampoo, pro_klshampoo, reference, reference_kl
+from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, beside, flat
+from prokl.algorithm import klshampoo, reference, reference_kl
 from prokl.algorithm.admission import damped, damping, inverse_roots
+from prokl.algorithm.algebra import Admitted, Roots, State
 from prokl.algorithm.evidence import Verdict
-from prokl.algorithm.primitives import Admitted, Primitives, Roots, State
 from prokl.algorithm.settings import Hyper, ProHyper
+from prokl.algorithm.stages import Energies, Projected, ProKLShampooStages
 from prokl.backends.qr import householder_qr
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -88,15 +89,15 @@ def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State) -> Inputs:
 class Run:
     """Pro-KLShampoo's step over a backend, stage by stage: each returns the call of one, after those before it."""
 
-    def __init__(self, i: Inputs, ops: Primitives) -> None:
+    def __init__(self, i: Inputs, ops: ProKLShampooStages) -> None:
         self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
 
     def project(self) -> Callable[[], Any]:
-        return lambda: pro_klshampoo.project(self.G, self.state, None, self.ops)[0][:3]  # without U
+        return lambda: self.ops.project(self.G, self.state, None)[:3]  # without U and Q_L
 
     def energies(self) -> Callable[[], Any]:
-        projected, Q_L = self.projected, self.ops.operand(self.state["Q_L"])
-        return lambda: pro_klshampoo.energies(projected, Q_L, self.state, self.ops)
+        projected = self.projected
+        return lambda: self.ops.energies(projected, self.state)
 
     def admit(self) -> Callable[[], Any]:
         found, n = self.found, self.G.shape[-1]
@@ -109,12 +110,12 @@ class Run:
         return run
 
     @cached_property
-    def projected(self) -> pro_klshampoo.Projected:
-        return pro_klshampoo.project(self.G, self.state, None, self.ops)[0]
+    def projected(self) -> Projected:
+        return self.ops.project(self.G, self.state, None)
 
     @cached_property
-    def found(self) -> pro_klshampoo.Energies:
-        found: pro_klshampoo.Energies = self.energies()()
+    def found(self) -> Energies:
+        found: Energies = self.energies()()
         return found
 
     @cached_property
@@ -126,7 +127,7 @@ class Run:
         projected, admitted = self.projected, self.admitted
 
         def run() -> tuple[Any, ...]:
-            M, ahead = pro_klshampoo.momentum(self.G, projected, admitted, self.state, self.h, None, self.ops)
+            M, ahead = self.ops.momentum(self.G, projected, admitted.scale, self.state, self.h, None)
             assert ahead.residual is not None
             return M, ahead.G_par, ahead.residual.G_hat_perp
 
@@ -135,29 +136,29 @@ class Run:
     def direction(self) -> Callable[[], Any]:
         # The stage before may overwrite G and M, which others still read.
         own, scale = self.state | {"M": self.state["M"].clone()}, torch.ones_like(self.G[:, 0, 0])
-        _, ahead = pro_klshampoo.momentum(self.G.clone(), self.projected, self.admitted, own, self.h, None, self.ops)
+        _, ahead = self.ops.momentum(self.G.clone(), self.projected, self.admitted.scale, own, self.h, None)
         before = damped(inverse_roots(self.state), damping(self.state, self.h))
         roots, bounded = Roots(*(t.to(self.G.dtype) for t in before)), self.admitted.bounded
-        return lambda: pro_klshampoo.direction(ahead, self.state, roots, bounded, self.h, scale, self.ops)[0]
+        return lambda: self.ops.direction(ahead, self.state, roots, bounded, self.h, scale)[0]
 
     def statistics(self) -> Callable[[], Any]:
         found, admitted, n = self.found, self.admitted, self.G.shape[-1]
 
         def run() -> State:
             fresh = found._replace(E=found.E.clone())  # which may be overwritten
-            return pro_klshampoo.statistics(fresh, admitted, self.state, self.h, n, self.ops)[0]
+            return self.ops.statistics(fresh, admitted, self.state, self.h, n)[0]
 
         return run
 
     def track_subspace(self) -> Callable[[], Any]:
-        projected, c = self.projected, self.admitted.scale
+        G_perp, c = self.projected.G_perp, self.admitted.scale
         fresh = self.found._replace(E=self.found.E.clone())
-        moments, sample = pro_klshampoo.statistics(fresh, self.admitted, self.state, self.h, self.G.shape[-1], self.ops)
+        moments, sample = self.ops.statistics(fresh, self.admitted, self.state, self.h, self.G.shape[-1])
         state = self.state | moments
-        return lambda: pro_klshampoo.track_subspace(projected, c, sample, state, self.ops)
+        return lambda: self.ops.track_subspace(G_perp, c, sample, state)
 
     def refresh_eigenbases(self) -> Callable[[], Any]:
-        return lambda: pro_klshampoo.refresh_eigenbases(self.state, None, self.ops)
+        return lambda: self.ops.refresh_eigenbases(self.state, None)
 
 
 def _decided(verdict: Verdict | None) -> tuple[Tensor, Tensor]:
@@ -215,7 +216,7 @@ def _pro(stage: str, plain: Callable[[Tensor, State, ProHyper], Any], other: Cas
     def terms(s: Sizes) -> list[Term]:
         return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS)
 
-    def bind(i: Inputs, ops: Primitives) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         call: Callable[[], Any] = getattr(Run(i, ops), stage)()
         return call
 
@@ -223,37 +224,44 @@ def _pro(stage: str, plain: Callable[[Tensor, State, ProHyper], Any], other: Cas
     return Case(name, pro_inputs, bind, _work(terms, stage), polar, each(plain), other, timed=(FP32,))
 
 
-def _given(i: Inputs, ops: Primitives) -> klshampoo.Operands:
-    return klshampoo.Operands.of(i["G"], i["state"], ops)
+def _kl_stages(ops: ProKLShampooStages) -> klshampoo.KLShampooStages:
+    found: klshampoo.KLShampooStages = beside(ops, "kl-shampoo")
+    return found
 
 
-def _kl_whitening(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    return lambda: klshampoo.whitening(_given(i, ops), ops)
+def _whitening(i: Inputs, ops: ProKLShampooStages) -> tuple[klshampoo.Given, klshampoo.Whitening]:
+    own = _kl_stages(ops)
+    given = own.given(i["G"], i["state"])
+    return given, own.whitening(given)
 
 
-def _kl_decide(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    A = klshampoo.whitening(_given(i, ops), ops).A
+def _kl_whitening(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    return lambda: _whitening(i, ops)[1]
+
+
+def _kl_decide(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    A = _whitening(i, ops)[1].A
     return lambda: _decided(klshampoo.decide(A, i["state"], KL_H)[0])
 
 
-def _kl_verdict(i: Inputs, ops: Primitives) -> Verdict | None:
-    return klshampoo.decide(klshampoo.whitening(_given(i, ops), ops).A, i["state"], KL_H)[0]
+def _kl_verdict(i: Inputs, ops: ProKLShampooStages) -> Verdict | None:
+    return klshampoo.decide(_whitening(i, ops)[1].A, i["state"], KL_H)[0]
 
 
-def _kl_momentum(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    verdict = _kl_verdict(i, ops)
-    return lambda: klshampoo.momentum(i["G"], verdict, i["state"], KL_H)
+def _kl_momentum(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    own, verdict = _kl_stages(ops), _kl_verdict(i, ops)
+    return lambda: own.momentum(i["G"], verdict, i["state"], KL_H)
 
 
-def _kl_direction(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    M = _kl_momentum(i, ops)()
-    given = _given(i, ops)
-    return lambda: klshampoo.direction(M, given, i["state"], KL_H, ops)[0]
+def _kl_direction(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    own, M = _kl_stages(ops), _kl_momentum(i, ops)()
+    given = own.given(i["G"], i["state"])
+    return lambda: own.direction(M, given, i["state"], KL_H)[0]
 
 
-def _kl_statistics(i: Inputs, ops: Primitives) -> Callable[[], Any]:
-    given, whitening, verdict = _given(i, ops), _kl_whitening(i, ops)(), _kl_verdict(i, ops)
-    return lambda: klshampoo.statistics(given, whitening, verdict, i["state"], KL_H, ops)
+def _kl_statistics(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    own, (given, whitening), verdict = _kl_stages(ops), _whitening(i, ops), _kl_verdict(i, ops)
+    return lambda: own.statistics(given, whitening, verdict, i["state"], KL_H)
 
 
 def _kl_whitened(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
@@ -306,7 +314,7 @@ STAGES = (
         lambda G, state, h: reference.refresh_eigenbases(state),
         _kl(
             "refresh_eigenbases",
-            lambda i, ops: lambda: klshampoo.refresh_eigenbases(i["state"], None, ops),
+            lambda i, ops: lambda: _kl_stages(ops).refresh_eigenbases(i["state"], None),
             lambda G, state, h: reference_kl.refresh_eigenbases(state),
         ),
     ),

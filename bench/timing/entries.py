@@ -59,8 +59,8 @@ class Entry:
 
     def precision(self, device: torch.device) -> str:
         """Return which of prokl's precisions its steps have there, by its own setting or by default."""
-        ops = select(self.backend, device, dict(self.settings)["precision"]).ops
-        return "balanced" if ops is not None and ops.balanced else "faithful"
+        found = select(self.backend, device, dict(self.settings)["precision"])
+        return "balanced" if found.stages and found is select(self.backend, device, "balanced") else "faithful"
 
     @property
     def dtypes(self) -> str:

@@ -17,6 +17,7 @@ from bench import rows
 from prokl import KLShampoo, ProKLShampoo
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
+from prokl.engine.engine import Engine
 from prokl.engine.graphs import Capture
 
 LAYERS = 24
@@ -42,10 +43,8 @@ def _execute(bucket: Bucket, plan: Any) -> tuple[int, ...]:
 def step_ms(optimizer: str, apart: bool, elsewhere: bool, steps: int) -> list[float]:
     """Return what every step took."""
     with ExitStack() as stack:
-        for name in ("bucket", "engine"):
-            stack.enter_context(
-                patch(f"prokl.engine.{name}.select", lambda *_: _triton_backend(True, False, True, True))
-            )
+        gpu = staticmethod(lambda *_: _triton_backend(True, False, True, True))
+        stack.enter_context(patch.object(Engine, "select", gpu))
         stack.enter_context(patch("prokl.engine.graphs.record", lambda *_: lambda: None))
         stack.enter_context(patch.object(Capture, "on", lambda device: None))
         stack.enter_context(patch.object(Bucket, "execute", _execute))

@@ -101,7 +101,7 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
 
 
 def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
-    """Decide about a gradient and average the eigenvalues; see the stage :meth:`admit` of :mod:`prokl.algorithm.stages`."""
+    """Decide about a gradient and average the eigenvalues; see :mod:`prokl.algorithm.stages`."""
     dtype, m = A.dtype, A.shape[-2]
     s, eps = inverse_roots(state), damping(state, h)
     a, factor = damped(s, eps), ceiling_factor(state).to(eps.dtype)

@@ -110,9 +110,12 @@ class ProKLShampooStages(Polynomials):
     def project(self, G: Tensor, state: State, active: Tensor | None) -> Projected:
         """Do the first half of (1): G~ = G U, and of the old M, G_perp = G - G~ U^T."""
         U = state["U"]
-        G_tilde = self.product(G, U)
-        M_tilde = self.product(state["M"].to(G.dtype), U)
+        G_tilde, M_tilde = self.projections(G, state["M"], U, active)
         return Projected(G_tilde, M_tilde, self.product(G_tilde, U.mT, C=G, alpha=-1.0), U, state["Q_L"])
+
+    def projections(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
+        return self.product(G, U), self.product(M.to(G.dtype), U)
 
     def energies(self, projected: Projected, state: State) -> Energies:
         """Compute what the statistics, and the whitened size of the gradient, are made of."""
@@ -217,7 +220,8 @@ class ProKLShampooStages(Polynomials):
                 scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
         clipped = None
         if h.variant in SUBSPACE_VARIANTS:
-            left, right = self.subspace(P, lookahead, state, roots.S, weight, h)
+            left = self.precondition(P, lookahead.G_par, state["Q_S"], roots.S, weight)
+            right = self.right_factor(lookahead.U, state, h)
             if bounded is not None:
                 largest = usual * weight * (m * r) ** 0.5
                 left, clipped = self.cut(left, largest, right.dtype, bounded, state["clipped"])
@@ -239,12 +243,13 @@ class ProKLShampooStages(Polynomials):
         inverse = torch.where(residual.negligible() | vanishing, 0.0, 1 / norm)
         return X.mul_(inverse[:, None, None]).to(dtype), None
 
-    def subspace(
-        self, P: Factor, lookahead: Lookahead, state: State, a_S: Tensor, weight: float, h: ProHyper
-    ) -> tuple[Tensor, Tensor]:
-        """Return weight L^-1/2 G^par S^-1/2 (B,m,r) and U (B,n,r): the factors of what lies in the subspace."""
-        root = self.spectral(state["Q_S"], a_S)
-        return self.product(P, self.product(lookahead.G_par, root), alpha=weight), state["U"]
+    def precondition(self, P: Factor, G_par: Factor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par Q_S diag(a_S) Q_S^T: (B,m,m), (B,m,r), (B,r,r), (B,r) -> (B,m,r)."""
+        return self.product(P, self.product(G_par, self.spectral(Q_S, a_S)), alpha=alpha)
+
+    def right_factor(self, U: Factor, state: State, h: ProHyper) -> Tensor:
+        """Return U (B,n,r) as the direction takes it; ``U`` is that of :class:`Projected`."""
+        return state["U"]
 
     def cut(
         self, t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped: Tensor

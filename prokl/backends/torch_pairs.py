@@ -15,7 +15,7 @@ from prokl.algorithm.algebra import State
 from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
-from prokl.algorithm.stages import Lookahead, Projected, ProKLShampooStages, Residual, squared_norms
+from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual, squared_norms
 from prokl.backends.torch_ops import TorchAlgebra, per_matrix
 from prokl.pair import RESIDUAL, Operand, Pair, parts
 
@@ -86,13 +86,9 @@ class PairedStages(PairedAlgebra, ProKLShampooStages):
         """Return what the roundings of pairs may leave of a gradient beside the subspace."""
         return RESIDUAL
 
-    def subspace(
-        self, P: Pair, lookahead: Lookahead, state: State, a_S: Tensor, weight: float, h: ProHyper
-    ) -> tuple[Tensor, Tensor]:
-        """Return the factors of what lies in the subspace."""
-        left, U = super().subspace(P, lookahead, state, a_S, weight, h)
-        # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
-        return left, lookahead.U.hi if h.variant in POLAR_VARIANTS else U
+    def right_factor(self, U: Pair, state: State, h: ProHyper) -> Tensor:
+        """Return U in bfloat16, but where no Newton-Schulz errs by more than that rounding."""
+        return U.hi if h.variant in POLAR_VARIANTS else state["U"]
 
 
 class PairedKLStages(PairedAlgebra, KLShampooStages):

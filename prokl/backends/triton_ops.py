@@ -127,11 +127,9 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
     coordinates_ema = staticmethod(coordinates_ema)
     cut = staticmethod(cut)
 
-    def project(self, G: Tensor, state: State, active: Tensor | None) -> Projected:
-        """Read G and M once for both projections."""
-        U = state["U"]
-        G_tilde, M_tilde, _ = project(G, state["M"], U, active)
-        return Projected(G_tilde, M_tilde, self.product(G_tilde, U.mT, C=G, alpha=-1.0), U, state["Q_L"])
+    def projections(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Read G and M once for G U and M U."""
+        return project(G, M, U, active)[:2]
 
     def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
@@ -177,14 +175,11 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
         """Return scale alpha x + beta y."""
         return combine(x, alpha, y, beta, scale)
 
-    def subspace(
-        self, P: Factor, lookahead: Lookahead, state: State, a_S: Tensor, weight: float, h: ProHyper
-    ) -> tuple[Tensor, Tensor]:
-        """Form the left factor in one launch, but where r x r does not fit one program."""
-        Q_S, G_par = state["Q_S"], lookahead.G_par
+    def precondition(self, P: Factor, G_par: Factor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par S^-1/2 in one launch, but where r x r does not fit one program."""
         if not can_use_precondition(P, G_par, Q_S, a_S):
-            return super().subspace(P, lookahead, state, a_S, weight, h)
-        return precondition(P, G_par, Q_S, a_S, weight), state["U"]
+            return super().precondition(P, G_par, Q_S, a_S, alpha)
+        return precondition(P, G_par, Q_S, a_S, alpha)
 
     def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""

@@ -15,7 +15,7 @@ from prokl.algorithm.algebra import State
 from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
-from prokl.algorithm.stages import Lookahead, Projected, Sample
+from prokl.algorithm.stages import Projected, Sample
 from prokl.backends.triton_ops import TritonAlgebra, TritonStages
 from prokl.kernels.combine import combine
 from prokl.kernels.product import product_pair, row_energies
@@ -71,13 +71,13 @@ class PairedStages(PairedAlgebra, TritonStages):
         """Return what the roundings of pairs may leave of a gradient beside the subspace."""
         return RESIDUAL
 
-    def subspace(
-        self, P: Pair, lookahead: Lookahead, state: State, a_S: Tensor, weight: float, h: ProHyper
-    ) -> tuple[Tensor, Tensor]:
-        """Form the left factor in two products."""
-        left = self.product(P, product_pair(lookahead.G_par, self.spectral(state["Q_S"], a_S)), alpha=weight)
-        # Without Newton-Schulz there is no error for a rounding to bfloat16 to be within.
-        return left, lookahead.U.hi if h.variant in POLAR_VARIANTS else state["U"]
+    def precondition(self, P: Pair, G_par: Pair, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
+        """Return alpha P G_par S^-1/2 in two products."""
+        return self.product(P, product_pair(G_par, self.spectral(Q_S, a_S)), alpha=alpha)
+
+    def right_factor(self, U: Pair, state: State, h: ProHyper) -> Tensor:
+        """Return U in bfloat16, but where no Newton-Schulz errs by more than that rounding."""
+        return U.hi if h.variant in POLAR_VARIANTS else state["U"]
 
     def whitened(self, sample: Sample, state: State) -> Pair:
         """Return (1 - beta2)/m c L^-1 G~, split as it is stored."""
