@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,3 +90,15 @@ def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: 
     # Triton launches on the current device; -1 leaves it alone.
     with torch.cuda.device(device.index if device.type == "cuda" else -1):
         kernel[grid](*arguments, **constants)
+
+
+@contextmanager
+def sent_to(launcher: Callable[..., None], *devices: str) -> Iterator[None]:
+    """Call ``launcher`` in the place of :func:`start`, also for tensors on these types of device."""
+    global start, DEVICES
+    before = start, DEVICES
+    start, DEVICES = launcher, (*DEVICES, *devices)
+    try:
+        yield
+    finally:
+        start, DEVICES = before
