@@ -30,7 +30,7 @@ class Term:
     """One product or factorisation of a step.
 
     Attributes:
-        what: the result, in the letters of :mod:`prokl.algorithm.pro_klshampoo`.
+        what: the result, in the letters of :mod:`prokl.algorithm.stages`.
         flops: operations.
         kind: "symmetric" is a product with a symmetric result.
         newton_schulz: whether it belongs to Newton-Schulz, which may run in bfloat16.
@@ -126,7 +126,7 @@ def newton_schulz(m: int, n: int, steps: int) -> list[Term]:
 
 
 def pro_klshampoo(m: int, n: int, r: int, ns_steps: int = 5, balanced: bool = False) -> list[Term]:
-    """Count :mod:`prokl.algorithm.pro_klshampoo` from top to bottom, refresh included; r is the effective rank."""
+    """Count :mod:`prokl.algorithm.stages` from top to bottom, refresh included; r is the effective rank."""
     residual = Term("Q_L^T G_perp", 2 * m * m * n) if balanced else Term("E Q_L", 2 * m**3)
     return _staged(
         {

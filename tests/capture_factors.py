@@ -31,7 +31,7 @@ from prokl.backends.torch_ops import TorchStages
 DATA = Path(__file__).parent / "data" / "captured_factors.npz"
 SEED = 0
 INPUTS = {"tracking_qr": ("V", "K", "U"), "refresh_basis": ("L", "Q_L"), "refresh_coordinates": ("S", "Q_S")}
-"""Of the primitives that are QRs; the last one names the state that the result becomes."""
+"""Of the operations that are QRs; the last one names the state that the result becomes."""
 Plan = Mapping[tuple[str, str], Sequence[int]]
 """(weight, primitive) -> steps after the initialising one; refreshes are at multiples of ten."""
 
@@ -49,7 +49,7 @@ PLAN: Plan = {
 }
 
 Calls = list[tuple[str, tuple[Tensor, ...], Tensor]]
-"""The QRs of one step: primitive, inputs, result."""
+"""The QRs of one step: operation, inputs, result."""
 
 
 def recording(calls: Calls) -> ExitStack:

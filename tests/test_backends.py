@@ -1,4 +1,4 @@
-"""Which table of primitives runs where, and what is said when the one asked for cannot."""
+"""Which backend runs where, and what is said when the one asked for cannot."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """The stages of a step of Pro-KLShampoo for all weights of one oriented shape, written once over the algebra.
 
 They are those of :mod:`prokl.algorithm.reference`, in the same order; (1) to (5) are the parts of Algorithm 2 as
-docs/architecture.md numbers them. A backend may override a stage, or a part of one, by what does the same in fewer
+docs/algorithm.md numbers them. A backend may override a stage, or a part of one, by what does the same in fewer
 launches. Differences from the specification, none of them in the mathematics:
 
 * L^-1/2 = Q_L diag(.) Q_L^T is formed once as an m x m matrix P, and X = P G^perp once; Newton-Schulz then works

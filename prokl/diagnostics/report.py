@@ -48,7 +48,7 @@ def scalars(
 
     Args:
         optimizer: a ProKLShampoo or KLShampoo on any backend, also in Accelerate's or Lightning's wrapper. The coming
-            update is computed by PyTorch's primitives.
+            update is computed in PyTorch.
         model: names the weights of an optimizer that was made without names.
         rank: where the tail of KL-Shampoo's factors begins, "auto" as ProKLShampoo's; Pro-KLShampoo has its own.
         phi: averages of :func:`phi` over minibatches by weight. Pro-KLShampoo keeps no spectrum of R, and gets
