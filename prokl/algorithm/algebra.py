@@ -15,6 +15,8 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 """Stacked state of B matrices; keys as in :mod:`prokl.algorithm.reference`."""
+Scale = float | Tensor
+"""A number, or one for each matrix (B,)."""
 Factor = Any
 """A matrix as the products of a backend take it: a tensor, or what the backend has made of one. It has an ``mT``."""
 
@@ -105,33 +107,19 @@ class Algebra(Protocol):
     """As in ``backend=``."""
 
     def product(
-        self,
-        left: Factor,
-        right: Factor,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
-        """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n); alpha and beta are numbers, or (B,)."""
+        """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n)."""
         ...
 
     def symmetric_product(
-        self, A: Factor, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+        self, A: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
         ...
 
     def symmetric_polynomial(
-        self,
-        left: Tensor,
-        right: Tensor,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Tensor, right: Tensor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C for symmetric (B,m,m) that commute, as polynomials of one matrix do."""
         ...

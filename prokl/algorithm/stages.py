@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import admission, evidence
-from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, State
+from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, Scale, State
 from prokl.algorithm.method import refreshed_rows, select_rows
 from prokl.algorithm.newton_schulz import Polynomials, newton_schulz_factors
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
@@ -180,13 +180,7 @@ class ProKLShampooStages(Polynomials):
         return 100 * torch.finfo(dtype).eps
 
     def direction(
-        self,
-        lookahead: Lookahead,
-        state: State,
-        roots: Roots,
-        bounded: Tensor | None,
-        h: ProHyper,
-        aspect_scale: Tensor,
+        self, ahead: Lookahead, state: State, roots: Roots, bounded: Tensor | None, h: ProHyper, aspect_scale: Tensor
     ) -> tuple[Direction, Tensor | None]:
         """Do (2): Delta_res + alpha_kl Delta_sub as factors, with the previous step's state; P = Q_L diag(a_L) Q_L^T.
 
@@ -199,7 +193,7 @@ class ProKLShampooStages(Polynomials):
             The direction, and the count "clipped" (B,) of steps where it or the gradient was bounded, None without a
             bound.
         """
-        residual = lookahead.residual
+        residual = ahead.residual
         usual = evidence.COHERENT * h.gain
         (n, r), m = state["U"].shape[-2:], state["Q_L"].shape[-1]
         whole = h.direction_scale(n)
@@ -220,8 +214,8 @@ class ProKLShampooStages(Polynomials):
                 scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
         clipped = None
         if h.variant in SUBSPACE_VARIANTS:
-            left = self.precondition(P, lookahead.G_par, state["Q_S"], roots.S, weight)
-            right = self.right_factor(lookahead.U, state, h)
+            left = self.precondition(P, ahead.G_par, state["Q_S"], roots.S, weight)
+            right = self.right_factor(ahead.U, state, h)
             if bounded is not None:
                 largest = usual * weight * (m * r) ** 0.5
                 left, clipped = self.cut(left, largest, right.dtype, bounded, state["clipped"])
@@ -308,7 +302,7 @@ class ProKLShampooStages(Polynomials):
         """Return (1 - beta2)/m c L^-1 G~ (B,m,r)."""
         return self.product(state["Q_L"], sample.whitened)
 
-    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: Scale) -> Tensor:
         """Return Q (B,n,r) of qr(V) for V = alpha G_perp^T Y + U K.
 
         V is Phi U with Phi positive semi-definite and K = U^T V, which makes a QR without Householder.
@@ -316,7 +310,6 @@ class ProKLShampooStages(Polynomials):
         Args:
             G_perp: (B,m,n), orthogonal to U. Y: (B,m,r).
             K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
-            alpha: a number, or (B,).
         """
         return self.tracking_qr(self.product(G_perp.mT, Y, C=self.product(U, K), alpha=alpha), K, U)
 

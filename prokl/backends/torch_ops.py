@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra, Factor
+from prokl.algorithm.algebra import Algebra, Factor, Scale
 from prokl.algorithm.klshampoo import KLShampooStages
 from prokl.algorithm.method import Batched
 from prokl.algorithm.stages import ProKLShampooStages
@@ -39,7 +39,7 @@ def _panels(m: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, m))
 
 
-def per_matrix(scale: float | Tensor) -> float | Tensor:
+def per_matrix(scale: Scale) -> Scale:
     """Return a scale so that it broadcasts over matrices."""
     return scale[:, None, None] if isinstance(scale, Tensor) else scale
 
@@ -58,14 +58,7 @@ class TorchAlgebra(Algebra):
         self.host_readable = host_readable
 
     def product(
-        self,
-        left: Tensor,
-        right: Tensor,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Tensor, right: Tensor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
@@ -76,20 +69,13 @@ class TorchAlgebra(Algebra):
         return left @ right if alpha == 1 else alpha * (left @ right)
 
     def symmetric_product(
-        self, A: Tensor, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+        self, A: Tensor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C."""
         return self.symmetric_polynomial(A, A.mT, C=C, alpha=alpha, beta=beta)
 
     def symmetric_polynomial(
-        self,
-        left: Tensor,
-        right: Tensor,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Tensor, right: Tensor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C, which is symmetric: on a CPU the panels up to the diagonal."""
         if not (self.host_readable and _pays(left)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import State
+from prokl.algorithm.algebra import Scale, State
 from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
@@ -35,14 +35,7 @@ class PairedAlgebra(TorchAlgebra):
     """PyTorch's algebra, whose products take pairs too: beside one the other factor is split."""
 
     def product(
-        self,
-        left: Operand,
-        right: Operand,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(left, Tensor) and isinstance(right, Tensor):
@@ -51,7 +44,7 @@ class PairedAlgebra(TorchAlgebra):
         return D if C is None else D + C * per_matrix(beta)
 
     def symmetric_product(
-        self, A: Operand, /, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, beta: float | Tensor = 1.0
+        self, A: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C."""
         if isinstance(A, Tensor):

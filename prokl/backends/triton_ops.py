@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Admitted, Algebra, Direction, Factor, Roots, State
+from prokl.algorithm.algebra import Admitted, Algebra, Direction, Factor, Roots, Scale, State
 from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
 from prokl.algorithm.klshampoo import KLShampooStages
 from prokl.algorithm.method import Batched
@@ -45,9 +45,7 @@ CUBLAS: frozenset[tuple[int, int, int]] = frozenset()
 the microbenchmarks, which times both, has been run on a GPU."""
 
 
-def by_cublas(
-    left: Factor, right: Factor, C: Tensor | None, alpha: float | Tensor, beta: float | Tensor
-) -> Tensor | None:
+def by_cublas(left: Factor, right: Factor, C: Tensor | None, alpha: Scale, beta: Scale) -> Tensor | None:
     """Return alpha left right + beta C where :data:`CUBLAS` has the shape; None elsewhere, and for scales by matrix."""
     if (left.shape[-2], left.shape[-1], right.shape[-1]) not in CUBLAS:
         return None
@@ -75,14 +73,7 @@ class TritonAlgebra(Algebra):
         self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
 
     def product(
-        self,
-        left: Factor,
-        right: Factor,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         found = by_cublas(left, right, C, alpha, beta)
@@ -199,7 +190,7 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
         """Whiten what the factors' EMAs are made of, in one launch."""
         return samples(GQ, QtG, a.L, a.S, scale, weight)
 
-    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float | Tensor) -> Tensor:
+    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: Scale) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
         if self.use_cuda_qr:
             return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import State
+from prokl.algorithm.algebra import Scale, State
 from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
@@ -29,14 +29,7 @@ class PairedAlgebra(TritonAlgebra):
     """Launches whose products take pairs too: beside one the other factor is split, unless it is bfloat16."""
 
     def product(
-        self,
-        left: Operand,
-        right: Operand,
-        /,
-        *,
-        C: Tensor | None = None,
-        alpha: float | Tensor = 1.0,
-        beta: float | Tensor = 1.0,
+        self, left: Operand, right: Operand, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
         if isinstance(left, Pair) or isinstance(right, Pair):
