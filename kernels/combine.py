@@ -1,6 +1,6 @@
 """Elementwise parts of a step between its products: sums of two matrices, and what the EMAs are made of.
 
-In PyTorch: ``TorchPrimitives.momentum``, ``.factor_ema`` and ``.samples``. B: matrices; M: rows; N: columns.
+In PyTorch: ``ProKLShampooStages.momentum``, ``.factor_ema`` and ``.samples``. B: matrices; M: rows; N: columns.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Momentum update and the residual of its lookahead in one pass over the gradient.
 
-In PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.momentum``.
+In PyTorch: ``prokl.algorithm.stages.ProKLShampooStages.momentum``.
 
 B: matrices; M: short side; N: long side; R: rank.
 """

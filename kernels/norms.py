@@ -1,6 +1,6 @@
 """What follows from norms of whole matrices: a bound on one, and the factor that normalises another.
 
-In PyTorch: ``TorchPrimitives.cut`` and ``.whiten``. B: matrices.
+In PyTorch: ``ProKLShampooStages.cut`` and ``.whiten``. B: matrices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Subspace part of the direction in one launch; in PyTorch: ``prokl.backends.torch_ops.TorchPrimitives.precondition``.
+"""Subspace part of the direction in one launch; in PyTorch: ``prokl.algorithm.stages.ProKLShampooStages.precondition``.
 
 B: matrices; M: short side; R: rank.
 """
