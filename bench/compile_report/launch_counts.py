@@ -46,14 +46,12 @@ class Work:
             operation of those is one of the product that comes out, not of the several that it is made of.
         products: operations of the same products as :class:`bench.counts.Term` counts them: no tile's edge,
             no halves.
-        tile: rows and columns of the product that a program keeps in registers.
     """
 
     bytes: float
     programs: int = 0
     flops: Mapping[str, float] = field(default_factory=dict)
     products: float = 0.0
-    tile: tuple[int, int] = (0, 0)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -100,7 +98,6 @@ def _product(a: Arguments, programs: int) -> Work:
         programs,
         {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
         2.0 * batch * M * N * K,
-        (a["TILE_M"], a["TILE_N"]),
     )
 
 
@@ -120,7 +117,6 @@ def _symmetric_product(a: Arguments, programs: int) -> Work:
         programs,
         {path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"]): 2.0 * programs * tile**2 * depth},
         2.0 * batch * M * M * K,
-        (tile, tile),
     )
 
 
@@ -141,7 +137,6 @@ def _project(a: Arguments, programs: int) -> Work:
         programs,
         flops,
         4.0 * batch * M * N * R,
-        (a["TILE_M"], a["TILE_R"]),
     )
 
 
@@ -161,7 +156,6 @@ def _momentum(a: Arguments, programs: int) -> Work:
         programs,
         {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
         2.0 * size * R,
-        (a["TILE_M"], a["TILE_N"]),
     )
 
 
@@ -176,7 +170,6 @@ def _precondition(a: Arguments, programs: int) -> Work:
         programs,
         {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
         2.0 * batch * (M * M * R + 2 * M * R * R),
-        (a["TILE_M"], a["TILE_R"]),
     )
 
 
@@ -198,7 +191,7 @@ def _apply(a: Arguments, programs: int) -> Work:
         products += 2.0 * batch * M * N * R
         path = path_of(a["OPERAND_LOW_RANK"], a["PRECISION_LOW_RANK"])
         flops[path] = flops.get(path, 0.0) + tile * ceil_div(R, a["TILE_R"]) * a["TILE_R"]
-    return Work(moved, programs, flops, products, (a["TILE_M"], a["TILE_N"]))
+    return Work(moved, programs, flops, products)
 
 
 def _stack(a: Arguments, programs: int) -> Work:

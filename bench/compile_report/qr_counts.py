@@ -74,4 +74,4 @@ def finish(batch: int, n: int, k: int, parts: int) -> Iterator[Launch]:
         yield _launch("finish", batch, 1, ceil_div(k, ROWS) if k > BLOCK else parts * k**2)
         return
     flops = {PATH: batch * (4.0 * n * k**2 - 4 / 3 * k**3)}
-    yield "finish", Work(4.0 * batch * 2 * n * k, batch, flops, tile=(n, k))
+    yield "finish", Work(4.0 * batch * 2 * n * k, batch, flops)
