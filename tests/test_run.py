@@ -134,7 +134,7 @@ def test_what_it_does_not_take_is_refused_in_one_line(arguments, script):
 def test_without_a_job_and_for_help_it_says_what_there_is(script):
     status, commands, error = script()
     assert (status, commands) == (2, []) and all(
-        f"./run {job}" in error for job in ("pretrain", "test", "integrations", "bench", "prepare", "gpu")
+        f"./run {job}" in error for job in ("pretrain", "test", "integrations", "docs", "bench", "prepare", "gpu")
     )
     assert script("gpu", "--help") == (0, [], "")
 
@@ -142,7 +142,7 @@ def test_without_a_job_and_for_help_it_says_what_there_is(script):
 @pytest.mark.parametrize("arguments", [["foo"], ["foo", "--help"], ["--part"]], ids=" ".join)
 def test_an_unknown_job_is_named(arguments, script):
     status, commands, error = script(*arguments)
-    jobs = "pretrain, test, integrations, bench, prepare or gpu"
+    jobs = "pretrain, test, integrations, docs, bench, prepare or gpu"
     assert (status, commands) == (2, [])
     assert error == f"./run: there is no job '{arguments[0]}'; it takes {jobs}, see ./run --help\n"
 
