@@ -3,12 +3,12 @@
 import re
 
 import pytest
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.test_examples import run
 
 pytest.importorskip("transformers")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 
 @pytest.mark.slow
