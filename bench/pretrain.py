@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pandas import DataFrame
 
 from bench import command
 from bench.command import UsageError
-from bench.models import BYTES, byte_gpt
+from bench.models import BYTES, build, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, label
 from bench.rows import frame, write
 from bench.study import figures, results, tables
@@ -98,14 +99,49 @@ class Options(Training):
         return self.scale.settings({kind.key: hyper for kind, hyper in self.selected.items()}, BYTES, "cpu", curve)
 
 
+def announcement(o: Options) -> str:
+    """Return what a run will do, and where its results go."""
+    with torch.device("meta"):
+        million = sum(p.numel() for p in build(o.scale.config).parameters()) / 1e6
+    seeds = f"{len(o.seeds)} seed{'s' * (len(o.seeds) > 1)}"
+    names = ", ".join(dict.fromkeys(label(name) for name in o.optimizers))
+    return (
+        f"Trains a GPT of {million:.1f}M parameters for {o.steps} steps with {names}, side by side, on {seeds}.\n"
+        f"After some steps the bar says how long it takes. Results go to {o.out}. Ctrl-C keeps what was done."
+    )
+
+
+def verdict(rows: DataFrame) -> str:
+    """Return who ended lowest, by how much, and how the time of its steps compares; ``rows`` of summary.csv."""
+    ended = rows.dropna(subset="validation_loss").sort_values("validation_loss")
+    if ended.empty:
+        return "Every run diverged: no loss was finite at the end."
+    named = [name + (f", lr {lr:g}" if many else "") for name, lr, many in _named(ended)]
+    losses, ms = ended["validation_loss"].to_list(), (ended["model_ms"] + ended["optimizer_ms"]).to_list()
+    lines = [f"{named[0]} ended lowest, at a validation loss of {losses[0]:.4f} nats a byte."]
+    if len(named) > 1:
+        lines.append(f"{named[1]} came next, {losses[1] - losses[0]:.4f} above; {named[-1]} last, at {losses[-1]:.4f}.")
+        quickest = min(range(len(ms)), key=ms.__getitem__)
+        lines.append(f"Its training step took {ms[0] / ms[quickest]:.2f} times as long as {named[quickest]}'s.")
+    if len(str(ended["validation_loss_per_seed"].iloc[0]).split()) == 1:
+        lines[0] += " One seed: differences of 0.01 or 0.02 may be chance."
+    return "\n".join(lines)
+
+
+def _named(rows: DataFrame) -> list[tuple[str, float, bool]]:
+    counts = rows["optimizer"].value_counts()
+    methods = zip(rows["optimizer"], rows["lr"], strict=True)
+    return [(label(str(name)), lr, bool(counts[name] > 1)) for name, lr in methods]
+
+
 def run(o: Options) -> str:
-    """Train every seed and write the results; return the table."""
+    """Train every seed and write the results; return the verdict and the table."""
     command.make_folder(o.out)
     torch.set_num_threads(o.threads)
     with deferred_interrupt() as interrupt:
         by = runner(o.scale, o.data, 1, interrupt, o.checkpoint_seconds)
         source, selected = by.place.source, o.selected
-        print(f"{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
+        print(f"{announcement(o)}\n{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
         study = Study(o.scale, by, o.out, o.seeds, search=False, device="cpu")
         found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
     write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found, timed=True))
@@ -116,7 +152,7 @@ def run(o: Options) -> str:
     what = f"{o.steps} steps of {o.batch} x {o.context} bytes, seeds {' '.join(map(str, o.seeds))}"
     table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.pretrain_table(rows)}"
     (o.out / "table.md").write_text(table, encoding="utf-8")
-    return table
+    return f"{verdict(rows)}\n\n{table}"
 
 
 def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
@@ -136,7 +172,9 @@ def main(argv: Sequence[str]) -> int:
     threads = torch.get_num_threads()
     try:
         options = command.options(Options, argv, "bench.pretrain")
-        print(f"\n{run(options)}\nResults are in {options.out}", flush=True)
+        print(f"\n{run(options)}", flush=True)
+        pictures = [path for name in ("loss.png", "spectrum.png") if (path := options.out / name).exists()]
+        print(f"Pictures: {', '.join(map(str, pictures))}\nResults: {options.out}", flush=True)
         return 0
     except (Interrupted, KeyboardInterrupt):
         raise KeyboardInterrupt("Interrupted; the same command goes on.") from None

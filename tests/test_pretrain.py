@@ -272,3 +272,30 @@ def test_pro_klshampoo_is_trained_with_the_packages_defaults_but_for_what_is_giv
     assert settings[0]["algorithm"] == "matrix" and settings[0]["beta2"] == 0.9
     settings[0] |= own
     assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == settings
+
+
+def test_who_won_and_by_how_much_is_said_first(trained, capsys):
+    rows = frame(trained / "summary.csv")
+    first, second, third = pretrain.verdict(rows).split("\n")
+    ended = rows.sort_values("validation_loss")
+    lowest, next_one = (OPTIMIZERS[name].label for name in ended["optimizer"][:2])
+    apart = ended["validation_loss"].iloc[1] - ended["validation_loss"].iloc[0]
+    assert (
+        first == f"{lowest} ended lowest, at a validation loss of {ended['validation_loss'].iloc[0]:.4f} nats a byte."
+    )
+    assert second.startswith(f"{next_one} came next, {apart:.4f} above; ")
+    times = ended["model_ms"] + ended["optimizer_ms"]
+    assert f"took {times.iloc[0] / times.min():.2f} times as long" in third
+    alone = rows[:1].assign(validation_loss_per_seed="1.5")
+    assert pretrain.verdict(alone).endswith("may be chance.") and "\n" not in pretrain.verdict(alone)
+    assert pretrain.verdict(rows.assign(validation_loss=math.nan)).startswith("Every run diverged")
+
+
+def test_a_run_begins_with_what_it_will_do_and_ends_with_where_the_pictures_are(text, tmp_path, capsys):
+    assert run(text, tmp_path / "out", "--optimizers", "adamw", "pro-klshampoo") == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert re.match(
+        r"Trains a GPT of 0\.0M parameters for 14 steps with AdamW, Pro-KLShampoo, side by side, on 1 ", lines[0]
+    )
+    assert f"Results go to {tmp_path / 'out'}." in lines[1]
+    assert lines[-2] == f"Pictures: {tmp_path / 'out' / 'loss.png'}, {tmp_path / 'out' / 'spectrum.png'}"

@@ -10,6 +10,7 @@ from pandas import DataFrame, isna
 
 from bench.drawing import plt, save, tidy
 from bench.optimizers import OPTIMIZERS, label
+from bench.study.protocol import PRO
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 PANELS = (
@@ -65,7 +66,8 @@ def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
     ranks = sorted(among[among["optimizer"] == method]["rank"].dropna().unique())
     width = 1.6 if isna(rank) else WIDTHS[ranks.index(rank) - len(ranks)]
     name = label(str(method), None if isna(rank) else rank)
-    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name}
+    faint = {} if method == PRO else {"alpha": 0.65}
+    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name} | faint
 
 
 def fit(axes: Axes) -> None:
