@@ -26,19 +26,6 @@ MOST = 65536
 """Columns at most, as a program holds a row."""
 
 
-class Bound(NamedTuple):
-    """The numbers of a decision, as ``prokl.algorithm.evidence`` has them."""
-
-    kappa: float
-    """Largest whitened size."""
-    quiet: float
-    """That below which a gradient is silence."""
-    trusted: float
-    """Trust from which a state is kept through silence."""
-    lost: float
-    """Trust that a silent gradient takes."""
-
-
 class Found(NamedTuple):
     """What a launch leaves, contiguous and in the dtype of the arithmetic."""
 
@@ -47,7 +34,7 @@ class Found(NamedTuple):
     columns: Tensor
     """(3,B,r): likewise of S."""
     scalars: Tensor
-    """(7,B): c, likewise three of mu, the weight of G_perp G_perp^T in L, trust, lambda_0."""
+    """(6,B): c, likewise three of mu, the weight of G_perp G_perp^T in L, lambda_0."""
     flags: Tensor
     """(2,B), bool: whether the gradient is evidence, whether something was bounded."""
 
@@ -78,7 +65,6 @@ def admit_kernel(
     s_L_ptr,
     s_S_ptr,
     s_mu_ptr,
-    trust_ptr,
     lambda_0_ptr,
     sums_ptr,
     rows_ptr,
@@ -91,9 +77,7 @@ def admit_kernel(
     PARTS,
     beta2: tl.float64,
     kappa: tl.float64,
-    quiet_below: tl.float64,
-    trusted_above: tl.float64,
-    lost: tl.float64,
+    units: tl.float64,
     damping: tl.float64,
     N: tl.float64,
     ceiling_m: tl.float64,
@@ -114,7 +98,6 @@ def admit_kernel(
     stride_s_S_b,
     stride_s_S_r,
     stride_s_mu_b,
-    stride_trust_b,
     stride_lambda_0_b,
     BOUNDED: tl.constexpr,
     AUTO: tl.constexpr,
@@ -126,7 +109,7 @@ def admit_kernel(
     """Admit one gradient a program: A, QtG (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and those damped,
-    columns (3, B, R) likewise; scalars (7, B) c, mu's three, tail, trust, lambda_0; flags (2, B) evident and bounded.
+    columns (3, B, R) likewise; scalars (6, B) c, mu's three, tail, lambda_0; flags (2, B) evident and bounded.
     sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored. TILE_R holds
     all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
     """
@@ -195,24 +178,16 @@ def admit_kernel(
         in_complement = tl.sum(complement) / (m * (n - r))
         size = tl.sqrt(tl.where(in_subspace > in_complement, in_subspace, in_complement))
         known = (in_subspace < float("inf")) & (in_complement < float("inf"))
-        quiet = known & (size < quiet_below)
-        beyond = known & (size > kappa)
-        c = tl.where(beyond, kappa / size, tl.where(known, one, 0.0))
+        c = tl.where(known & (size > kappa), kappa / size, tl.where(known, one, 0.0))
         weight = c / kappa
         excess = _beyond(weight * a_S * tl.sqrt(rho))
         used = a_S / excess
         bounded = (c < 1.0) | (tl.max(excess) > 1.0)
-        trust = tl.load(trust_ptr + i_b * stride_trust_b).to(tl.float64)
-        trusted = trust > trusted_above
-        evident = known & ~(quiet & trusted)
-        gain = one - beta2
-        trust += tl.where(quiet, one * -lost, tl.where(beyond, -2.0 * gain, tl.where(known, gain, one * 0.0)))
-        tl.store(scalars_ptr + 5 * B + i_b, tl.minimum(tl.maximum(trust, 0.0), 1.0).to(DTYPE))
+        evident = known
         if AUTO:
             rms = tl.sqrt((tl.sum(squares) + tl.sum(energy)) / (m * n))
-            fallen = tl.where(quiet & (rms > 0.0) & (rms / quiet_below < start), rms / quiet_below, start)
-            own = tl.where(beyond & (c * rms > start), c * rms, fallen)
-            tl.store(scalars_ptr + 6 * B + i_b, tl.where(trusted, start, own).to(DTYPE))
+            lower = tl.where(units * rms > beta2 * start, units * rms, beta2 * start)
+            tl.store(scalars_ptr + 5 * B + i_b, tl.where(known & (rms > 0.0) & (lower < start), lower, start).to(DTYPE))
         c = c.to(DTYPE).to(tl.float64)  # as momentum and statistics take it
         tl.store(scalars_ptr + i_b, c.to(DTYPE))
     column = columns_ptr + i_b * R + o_r
@@ -263,10 +238,10 @@ def admit(
     QtG: Tensor,
     e_res: Tensor,
     roots: tuple[Tensor, Tensor, Tensor],
-    trust: Tensor | None,
     lambda_0: Tensor | None,
     *,
-    bound: Bound | None,
+    kappa: float | None,
+    units: float,
     beta2: float,
     damping: float,
     n: int,
@@ -283,9 +258,9 @@ def admit(
         QtG: Q_L^T G~ (B,m,r).
         e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m), or parts (B,k,m) that add up to it.
         roots: undamped inverse roots (B,m), (B,r), (B,) before the step.
-        trust: (B,), with ``bound``.
         lambda_0: (B,), which ceilings and damping follow, or None for 1.
-        bound: what decides, or None for no decision.
+        kappa: largest whitened size, or None for no decision.
+        units: how many times a gradient's root mean square lambda_0 may be.
         beta2: EMA weight.
         damping: eps.
         n: long side, above r.
@@ -300,26 +275,24 @@ def admit(
     B, m, r = A.shape
     if n <= r:
         raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
-    if bound is not None and trust is None:
-        raise ValueError("trust is None; must be (B,) where there is a bound.")
     e_res = e_res.unsqueeze(1) if e_res.ndim == 2 else e_res
     inputs: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"A": (A, (B, m, r)), "QtG": (QtG, (B, m, r))}
     inputs["e_res"] = e_res, (B, e_res.shape[1], m)
     names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu")
     inputs |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
-    inputs |= {"trust": (trust if bound else None, (B,)), "lambda_0": (lambda_0, (B,))}
+    inputs["lambda_0"] = lambda_0, (B,)
     given = {name: (t, shape) for name, (t, shape) in inputs.items() if t is not None}
     for name, (t, shape) in given.items():
         launch.check(name, t, shape, A.device, like="A")
 
     dtype = launch.arithmetic_dtype(*(t for t, _ in given.values()))
-    shapes = ((3, B, m), (3, B, r), (7, B))
+    shapes = ((3, B, m), (3, B, r), (6, B))
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
         spare = 1 if aligned(A, QtG) else 2  # every element has an address in registers then
-        read = [given[name][0] if name in given else A for name in (*names, "trust", "lambda_0")]  # A: not read
+        read = [given[name][0] if name in given else A for name in (*names, "lambda_0")]  # A: not read
         launch.start(
             admit_kernel,
             (B,),
@@ -338,7 +311,8 @@ def admit(
             r,
             e_res.shape[1],
             float(beta2),
-            *(float(x) for x in bound or (0.0, 0.0, 0.0, 0.0)),
+            float(kappa or 0.0),
+            float(units),
             float(damping),
             float(n),
             *(float(x) for x in ceilings),
@@ -346,7 +320,7 @@ def admit(
             float(largest),
             *(stride for t in (A, QtG, e_res, *read[:3]) for stride in t.stride()),
             *(t.stride(0) for t in read[3:]),
-            BOUNDED=bound is not None,
+            BOUNDED=kappa is not None,
             AUTO=lambda_0 is not None,
             DTYPE=TRITON_DTYPES[dtype],
             TILE_M=max(1, min(height, ELEMENTS // spare // width)),

@@ -120,7 +120,7 @@ def check_still(a: History) -> Iterator[Finding]:
             yield from a.broken("not counted as skipped", 1 - changed, 0.0, bad)
         else:
             # A zero one, too, may be that of a refresh step, in which bases follow what was learnt before.
-            still = none | bad if key in ("Q_L", "Q_S", "Q_R", "stale") else none | zero | bad
+            still = none | bad if key in ("Q_L", "Q_S", "Q_R") else none | zero | bad
             yield from a.broken(f"{key} without a usable gradient, changed entries", changed, 0.0, still)
             if key == "W":
                 yield from a.broken("W by the initialising gradient, changed entries", changed, 0.0, begins)
@@ -213,11 +213,15 @@ def check_roots(a: History) -> Iterator[Finding]:
 
 
 def check_counters(a: History) -> Iterator[Finding]:
-    """Trust is a share, and the count of bounded steps grows."""
-    trust = a.values["trust"][1:].double()
-    yield from a.broken("trust outside [0, 1]", (trust - 0.5).abs(), 0.5)
+    """The count of bounded steps grows; lambda_0 falls, by beta2 a step at most."""
     counted = a.values["clipped"].double()
     yield from a.broken("clipped shrinks by", counted[:-1] - counted[1:], 0.0)
+    if "lambda_0" in a.values:
+        units = a.values["lambda_0"].double()
+        before, after = units[:-1], units[1:]
+        lowest = before * a.h.beta2 * (1 - 4 * a.rounding)
+        yield from a.broken("lambda_0 grows by", after - before, 0.0, a.stepped)
+        yield from a.broken("lambda_0 falls by", before - after, before - lowest, a.stepped)
 
 
 def longest_direction(a: History) -> float:

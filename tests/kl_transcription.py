@@ -66,7 +66,7 @@ class KLTranscription:
         self.s_L = torch.full((self.rows,), start, dtype=torch.float64)
         self.s_R = torch.full((self.cols,), start, dtype=torch.float64)
         self.M = torch.zeros_like(self.W)
-        self.t, self.stale = 0, False
+        self.t = 0
 
     def step(self, G):
         G, Q_L, Q_R = G.to(torch.float64), self.Q_L, self.Q_R
@@ -79,21 +79,19 @@ class KLTranscription:
         self.guard.look(float(squares.mean().sqrt()))
         s_L = self.guard.temper(self.s_L, squares.mean(dim=1).sqrt())
         s = torch.outer(s_L, self.guard.temper(self.s_R, squares.mean(dim=0).sqrt()))
-        rms = float(G.square().mean().sqrt())
-        G = self.guard.c * G
+        raw, G = G, self.guard.c * G
         self.M = torch.lerp(self.M, G, 1 - self.momentum)
         whitened = (Q_L.T @ self.M @ Q_R) * (s / (1 + self.damping * s))
         self.direction = Q_L @ self.guard.hold(whitened, self.M.numel()) @ Q_R.T
         if self.matched:
             self.direction *= 0.2 / math.sqrt((1 - self.momentum) / (1 + self.momentum))
-        if self.guard.learns:
-            self._learn(G)
+        self._learn(G)
         self._refresh()
         self.W = self.W - self.lr * self.direction
         self.W = shrunk(self.W, self.direction, self.lr * self.weight_decay, self.cautious)
         self.guard.close()
-        if self.init_eigenvalue == "auto" and self.guard.unit:
-            self._measure_in(self.guard.unit(self.lambda_0, rms))
+        if self.init_eigenvalue == "auto":
+            self._measure_in(self.guard.unit(self.lambda_0, raw))
 
     def _learn(self, G):
         """EMAs of both factors and spectra."""
@@ -107,12 +105,10 @@ class KLTranscription:
         right = (A * self.s_L[:, None]).square().mean(dim=0)  # Jacobi: with the old lambda_L
         self.s_L = (beta2 * self.s_L**-2 + (1 - beta2) * left).rsqrt().clamp(max=self.C_L)
         self.s_R = (beta2 * self.s_R**-2 + (1 - beta2) * right).rsqrt().clamp(max=self.C_R)
-        self.stale = True
 
     def _refresh(self):
-        if self.t % self.tau == 0 and self.stale:
+        if self.t % self.tau == 0:
             self.Q_L, self.Q_R = qr_q(self.L @ self.Q_L), qr_q(self.R @ self.Q_R)
-            self.stale = False
 
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
@@ -125,11 +121,10 @@ class KLTranscription:
             "inv_sqrt_lambda_R": self.s_R,
         }
         state = {"M": self.M, **sides}
-        counters = {"trust": self.guard.trust, "clipped": float(self.guard.count), "stale": float(self.stale)}
         if self.rows > self.cols:
             state = {key[:-1] + {"L": "R", "R": "L"}[key[-1]]: value for key, value in sides.items()}
             state["M"] = self.M.T
-        state |= {key: torch.tensor(value, dtype=torch.float64) for key, value in counters.items()}
+        state["clipped"] = torch.tensor(float(self.guard.count), dtype=torch.float64)
         if self.init_eigenvalue == "auto":
             state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)
         return state

@@ -21,7 +21,7 @@ STEPS = 101  # the first initialises, so that the last one refreshes the eigenba
 SNAPSHOTS = (3, 11, 33, 100)  # steps whose state is kept as it is before them; it is fresh from a refresh before 11
 WEIGHTS = ("blocks.0.q_proj.weight", "blocks.1.up_proj.weight", "blocks.1.down_proj.weight")
 CLASSES = {"pro-klshampoo": prokl.ProKLShampoo, "kl-shampoo": prokl.KLShampoo}
-KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0", "trust", "stale")
+KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0")
 """What a state in bfloat16 has in the arithmetic dtype all the same, of what steps read."""
 PRODUCTS = {
     "project": "G U, M U and G_perp",

@@ -33,7 +33,7 @@ def test_same_weights_and_state_in_float64(cls, kwargs, monkeypatch):
         return (i == 1 and t < 3) or (i == 4 and t % 5 == 2)
 
     stream = gradient_stream(SHAPES, 24)
-    for t, size in ((18, 1e5), (20, 1e-6), (22, 0.0)):  # bounded, silent to a trusted state, none
+    for t, size in ((18, 1e5), (20, 1e-6), (22, 0.0)):  # bounded, tiny, none
         for i in (0, 3, 5):  # of a bucket some, the weight alone in its bucket, and a stack
             stream[t][i] *= size
     plain, one = run(cls, stream, absent=late, **kwargs)

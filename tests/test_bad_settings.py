@@ -271,7 +271,7 @@ def test_a_rank_larger_than_the_weight_allows_is_clamped(shape, r, backend):
     expected = {
         "M": (m, n), "U": (n, r), "L": (m, m), "S": (r, r), "Q_L": (m, m), "Q_S": (r, r),
         "inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_S": (r,), "inv_sqrt_mu": (), "lambda_0": (),
-        "trust": (), "clipped": (), "stale": (),
+        "clipped": (),
     }  # fmt: skip
     assert {k: tuple(v.shape) for k, v in state.items() if k not in ("step", "skipped")} == {
         k: stack + tail for k, tail in expected.items()

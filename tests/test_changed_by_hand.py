@@ -235,7 +235,7 @@ def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("only", [None, "M", "L", "Q_L", "inv_sqrt_lambda_L", "trust", "skipped"])
+@pytest.mark.parametrize("only", [None, "M", "L", "Q_L", "inv_sqrt_lambda_L", "clipped", "skipped"])
 def test_state_moved_through_data_is_what_the_next_step_uses(cls, kwargs, only):
     """As trainers do that move state off a device, and back, while something else needs its memory."""
     plain, one = stepped(cls, kwargs, 6)

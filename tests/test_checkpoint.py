@@ -144,14 +144,14 @@ def test_the_dtype_of_the_state_survives(cls, dtype, state_dtype):
         for name in SHAPES:
             state = resumed.optimizer.state[resumed.weights[name]]
             dtypes = {k: v.dtype for k, v in state.items() if torch.is_tensor(v) and k not in ("skipped", "step")}
-            scalars = {dtypes.pop(key) for key in ("lambda_0", "trust", "clipped", "stale")}
+            scalars = {dtypes.pop(key) for key in ("lambda_0", "clipped")}
             assert scalars == {torch.float64 if torch.float64 in (dtype, stored) else torch.float32}
             assert set(dtypes.values()) == {stored}
             assert state["skipped"].dtype == torch.int64
         resumed.steps(5, 7)
 
 
-COMMON_KEYS = {"step", "skipped", "clipped", "stale", "trust", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
+COMMON_KEYS = {"step", "skipped", "clipped", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
 KEYS = {
     PRO: COMMON_KEYS | {"U", "S", "Q_S", "inv_sqrt_lambda_S", "inv_sqrt_mu"},
     KL: COMMON_KEYS | {"R", "Q_R", "inv_sqrt_lambda_R"},
@@ -374,13 +374,12 @@ def test_an_adamw_group_of_an_older_file_without_a_key_gets_its_default(key):
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])
-def test_a_state_of_an_older_file_is_trusted_and_continues_as_it_did(cls):
-    """Until 0.4 there was no bound, no counter and no trust."""
+def test_a_state_of_an_older_file_continues_as_it_did(cls):
+    """Until 0.4 there was no bound and no counter."""
     run = Run(cls, {"clip_threshold": None}).steps(0, 8)
     old = copy.deepcopy(run.optimizer.state_dict())
     for state in old["state"].values():
-        for key in ("trust", "clipped", "stale"):
-            state.pop(key, None)
+        state.pop("clipped", None)
     for group in old["param_groups"]:
         group.pop("clip_threshold", None)
     resumed = Run(cls, {"clip_threshold": None}).steps(0, 1)
@@ -390,8 +389,7 @@ def test_a_state_of_an_older_file_is_trusted_and_continues_as_it_did(cls):
     resumed.optimizer.load_state_dict(old)
     for name in ("a", "stack"):
         state = resumed.optimizer.state[resumed.weights[name]]
-        assert bool((state["trust"] == 1).all()) and not state["clipped"].any()
-        assert state["trust"].shape == state["clipped"].shape == state["lambda_0"].shape
+        assert not state["clipped"].any() and state["clipped"].shape == state["lambda_0"].shape
     resumed.steps(8, 12)
     run.steps(8, 12)
     for name, p in resumed.weights.items():

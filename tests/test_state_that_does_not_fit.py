@@ -153,7 +153,10 @@ def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does()
     assert_nothing_moved(before, optimizer)
 
 
-MATRIX_KEYS = {PRO: ("M", "U", "L", "Q_L", "S", "Q_S", "inv_sqrt_lambda_L", "inv_sqrt_mu", "trust", "skipped"), KL: ()}
+MATRIX_KEYS = {
+    PRO: ("M", "U", "L", "Q_L", "S", "Q_S", "inv_sqrt_lambda_L", "inv_sqrt_mu", "clipped", "skipped"),
+    KL: (),
+}
 MATRIX_KEYS[KL] = ("M", "L", "Q_L", "R", "Q_R", "inv_sqrt_lambda_R", "lambda_0", "clipped", "skipped")
 ODD = {
     "fewer rows": (lambda t: t[:1] if t.ndim else t.expand(2), "of shape"),

@@ -59,25 +59,18 @@ class Guard:
 
     def __init__(self, kappa, beta2, gain):
         self.kappa, self.beta2, self.gain = kappa, beta2, gain
-        self.trust, self.count = 0.0, 0
-        self.c, self.learns = 1.0, True
+        self.count, self.c = 0, 1.0
 
     def look(self, size):
-        """Take in the size of a gradient: sets c, whether statistics learn from it, and whether it makes a new unit."""
-        self.c, self.learns, self.acted, self.unit = 1.0, True, False, None
-        if self.kappa is None:
-            return
-        trusted = self.trust > 0.5
-        if size > self.kappa:
+        """Take in the size of a gradient: sets c."""
+        self.c, self.acted = 1.0, False
+        if self.kappa is not None and size > self.kappa:
             self.c, self.acted = self.kappa / size, True
-            self.unit = (lambda unit, rms: max(unit, self.c * rms)) if not trusted else None
-            self.trust = max(0.0, self.trust - 2 * (1 - self.beta2))
-        elif size < 0.01:
-            self.learns = not trusted
-            self.unit = (lambda unit, rms: min(unit, 100 * rms)) if not trusted else None
-            self.trust = max(0.0, self.trust - 1 / 60)
-        else:
-            self.trust = min(1.0, self.trust + 1 - self.beta2)
+
+    def unit(self, lambda_0, G):
+        """Return the unit of ceilings and damping after a gradient: at most 100 times its size, or a little smaller."""
+        rms = float(G.square().mean().sqrt())
+        return lambda_0 if self.kappa is None else min(lambda_0, max(self.beta2 * lambda_0, 100 * rms))
 
     def temper(self, a, sizes):
         """Lower the inverse root of each direction in which c G is beyond the threshold, as far as it is."""
@@ -153,8 +146,8 @@ class ProTranscription:
         (self._step_right if self.rows <= self.cols else self._step_left)(self.guard.c * G)
         self._refresh()
         self.guard.close()
-        if self.init_eigenvalue == "auto" and self.guard.unit:
-            self._measure_in(self.guard.unit(self.lambda_0, float(G.square().mean().sqrt())))
+        if self.init_eigenvalue == "auto":
+            self._measure_in(self.guard.unit(self.lambda_0, G))
 
     def _whitened_size(self, G):
         """The larger rms of L^-1/2 G R^-1/2 in the subspace and outside it, R = U S U^T + mu (I - U U^T)."""
@@ -170,10 +163,9 @@ class ProTranscription:
         return float(max(inside.square().mean(), beside.square().sum() / (self.m * (self.n - self.r))) ** 0.5)
 
     def _refresh(self):
-        """(5) periodic eigenbasis refresh, of what has changed since the last one."""
-        if self.t % self.tau == 0 and self.stale:
+        """(5) periodic eigenbasis refresh."""
+        if self.t % self.tau == 0:
             self.Q_short, self.Q_S = qr_q(self.short @ self.Q_short), qr_q(self.S @ self.Q_S)
-            self.stale = False
 
     def _roots_of_the_direction(self):
         short = self.guard.temper(self.damped(self.s_short), self.row_sizes)
@@ -214,7 +206,7 @@ class ProTranscription:
         self.s_S = torch.full((self.r,), start, dtype=torch.float64)
         self.s_mu = torch.tensor(start, dtype=torch.float64)
         self.M = torch.zeros_like(self.W)
-        self.t, self.stale = 0, False
+        self.t = 0
 
     def damped(self, s):
         """1 / (sqrt(lambda) + eps) from s = lambda^(-1/2)."""
@@ -268,8 +260,6 @@ class ProTranscription:
         D_sub = Q_L @ D_L @ Q_L.T @ G_hat_par @ Q_S @ D_S @ Q_S.T @ U.T
         D_res = self._residual_direction(G_hat, G_hat_perp, Q_L @ D_L @ Q_L.T @ G_hat_perp)
         self._move(D_res, D_sub)
-        if not self.guard.learns:
-            return
         # (3) statistics of the raw gradient
         D_L, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         G_til = G @ U
@@ -292,7 +282,6 @@ class ProTranscription:
         U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / m * G.T @ Q_L @ D_L @ D_L @ Q_L.T @ G @ U)
         T_rot = U.T @ U_new
         self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
-        self.stale = True
 
     def _step_left(self, G):
         p, q, r, beta2, U = self.rows, self.cols, self.r, self.beta2, self.U
@@ -306,8 +295,6 @@ class ProTranscription:
         D_sub = U @ Q_S @ D_S @ Q_S.T @ G_hat_par @ Q_R @ D_R @ Q_R.T
         D_res = self._residual_direction(G_hat, G_hat_perp, G_hat_perp @ Q_R @ D_R @ Q_R.T)
         self._move(D_res, D_sub)
-        if not self.guard.learns:
-            return
         # (3)
         D_R, D_S = torch.diag(self.damped(self.s_short)), torch.diag(self.damped(self.s_S))
         G_til = U.T @ G
@@ -330,7 +317,6 @@ class ProTranscription:
         U_new = qr_q(beta2 * U @ self.S + (1 - beta2) / q * G @ Q_R @ D_R @ D_R @ Q_R.T @ G.T @ U)
         T_rot = U.T @ U_new
         self.S, self.Q_S, self.U = T_rot.T @ self.S @ T_rot, T_rot.T @ Q_S, U_new
-        self.stale = True
 
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
@@ -344,9 +330,7 @@ class ProTranscription:
             "inv_sqrt_lambda_L": self.s_short,
             "inv_sqrt_lambda_S": self.s_S,
             "inv_sqrt_mu": self.s_mu,
-            "trust": torch.tensor(self.guard.trust, dtype=torch.float64),
             "clipped": torch.tensor(float(self.guard.count), dtype=torch.float64),
-            "stale": torch.tensor(float(self.stale), dtype=torch.float64),
         }
         if self.init_eigenvalue == "auto":
             state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)

@@ -26,10 +26,10 @@ FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active
 """Of a direction, and which matrices step."""
 STATE = {"U": "nr", "L": "mm", "S": "rr", "Q_L": "mm", "Q_S": "rr"}
 STATE |= {"M": "mn", "R": "nn", "inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
-STATE |= dict.fromkeys(("inv_sqrt_mu", "trust", "clipped", "stale", "lambda_0"), ".")
+STATE |= dict.fromkeys(("inv_sqrt_mu", "clipped", "lambda_0"), ".")
 """Sides of what a step stores."""
-KL_STEPPED = "M L R inv_sqrt_lambda_L inv_sqrt_lambda_R trust clipped stale lambda_0"
-STEPPED = "U L S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu trust clipped stale lambda_0"
+KL_STEPPED = "M L R inv_sqrt_lambda_L inv_sqrt_lambda_R clipped lambda_0"
+STEPPED = "U L S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu clipped lambda_0"
 """In the order of the state."""
 
 
@@ -93,7 +93,7 @@ def usable_case(name: str, stacked: bool, **fields: Any) -> Case:
 
 
 def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
-    """Return what stores these keys of the state where ``masks``, a letter each, are all True; "stale" with fewer."""
+    """Return what stores these keys of the state where ``masks``, a letter each, are all True."""
     specs = [f"{key} {STATE[key]} {'arithmetic' if STATE[key] == '.' else 'momentum'}" for key in keys.split()]
     specs += [f"new_{spec.rpartition(' ')[0]}" for spec in specs] + [f"{mask} .?" for mask in masks]
 
@@ -101,8 +101,6 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
         slots = []
         for key in keys.split():
             to, value, own = i[key], i[f"new_{key}"], masks[:1] if key in ALWAYS_MOVE else masks
-            if key == "stale":
-                value = torch.ones((), dtype=to.dtype, device=to.device).expand(len(to))
             slots.append(Slot(to, value, tuple(i[mask] for mask in own)))
 
         def run() -> list[Tensor]:

@@ -66,7 +66,7 @@ def _normalising(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
 
 
 def _admit(**fields: Any) -> Case:
-    roots = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "trust .+", "lambda_0 .+")
+    roots = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "lambda_0 .+")
     drawn = tensors("A mr", "QtG mr", "e_res m+", "M . momentum", *roots)
     names = ("A", "QtG", "e_res")
 
@@ -95,7 +95,7 @@ SMALL: tuple[Case, ...] = (
         dtypes=(FP32, FP64), timed=(FP32,), module=norms,
     ),
     store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
-    store_case("store bases", "Q_L Q_S stale", "a", dtypes=(FP32, BF16_STATE)),
+    store_case("store bases", "Q_L Q_S", "a", dtypes=(FP32, BF16_STATE)),
     Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
     Case(
         "split two", tensors("x mm", "y nr"), _split_two, lambda s: 2 * (s.m * s.m + s.n * s.r),

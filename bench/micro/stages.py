@@ -81,7 +81,7 @@ def surprising(inputs: Callable[[Sizes, Dtypes, Draw], Inputs]) -> Callable[[Siz
 
 
 def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State) -> Inputs:
-    state |= {"trust": torch.ones_like(state["L"][:, 0, 0]), "clipped": torch.zeros_like(state["L"][:, 0, 0])}
+    state["clipped"] = torch.zeros_like(state["L"][:, 0, 0])
     stored = {name: t if name == "M" else t.to(d.arithmetic).contiguous() for name, t in state.items()}
     return {"G": draw(s.B, s.m, s.n, dtype=d.weights).to(d.arithmetic), "state": stored}
 
@@ -102,12 +102,7 @@ class Run:
     def admit(self) -> Callable[[], Any]:
         found, n = self.found, self.G.shape[-1]
 
-        def run() -> tuple[Tensor, Tensor]:
-            admitted = self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, n)
-            assert admitted.scale is not None
-            return admitted.scale, admitted.changed["trust"]
-
-        return run
+        return lambda: self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, n).scale
 
     @cached_property
     def projected(self) -> Projected:
@@ -161,9 +156,9 @@ class Run:
         return lambda: self.ops.refresh_eigenbases(self.state, None)
 
 
-def _decided(verdict: Verdict | None) -> tuple[Tensor, Tensor]:
+def _decided(verdict: Verdict | None) -> Tensor:
     assert verdict is not None
-    return verdict.scale, verdict.changed["trust"]
+    return verdict.scale
 
 
 def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
@@ -177,9 +172,8 @@ def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), GQ, QtG, QtG @ state["Q_S"]
 
 
-def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
-    scale, _, changed = reference.admit(size, reference.rms(G), state, h)
-    return state["trust"].new_tensor(scale), (state | changed)["trust"]
+def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> Tensor:
+    return G.new_tensor(reference.admit(size, reference.rms(G), state, h)[0])
 
 
 def _direction(G: Tensor, state: State, h: ProHyper) -> Tensor:

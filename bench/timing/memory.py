@@ -60,8 +60,8 @@ TABLE: dict[str, Callable[[int, int, int], dict[str, int]]] = {
 }
 """Elements of one weight in the lines of the paper's table; Muon's and AdamW's likewise, which it does not have."""
 SCALARS: dict[str, tuple[str, ...]] = {
-    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "stale", "step", "trust"),
-    "kl-shampoo": ("clipped", "lambda_0", "skipped", "stale", "step", "trust"),
+    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "step"),
+    "kl-shampoo": ("clipped", "lambda_0", "skipped", "step"),
     "muon": (),
     "adamw": ("step",),
 }

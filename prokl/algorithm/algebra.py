@@ -46,7 +46,7 @@ class Admitted(NamedTuple):
     tail: Tensor
     """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
     changed: State
-    """The new trust and, for "auto", lambda_0 (B,); empty without a bound."""
+    """For "auto" the new lambda_0 (B,); empty without a bound."""
     bounded: Tensor | None
     """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
     evident: Tensor | None

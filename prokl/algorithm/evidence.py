@@ -1,4 +1,4 @@
-"""What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is silent.
+"""What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is zero.
 
 The state predicts whitened gradients of size 1: E[g g^T] = L (x) R makes E ||L^-1/2 G R^-1/2||^2 = m n. So the root
 mean square of the whitened gradient, by the state before it, says how surprising the gradient is. Pro-KLShampoo takes
@@ -13,10 +13,10 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
   step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
 * The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to.
-* A gradient below QUIET leaves factors and eigenvalues as they are: it is silence, not evidence of small gradients.
-  That takes a state which gradients of its size have confirmed, and ends after PATIENCE such gradients or a burst of
-  larger ones, so that neither a start out of proportion nor a lasting change of scale is kept. A gradient of exactly
-  zero teaches nothing and moves nothing, however many follow.
+* A gradient of exactly zero teaches nothing and moves nothing, however many follow. Smaller ones are evidence, and what
+  follows them is bounded.
+* lambda_0, the unit of an "auto" start's ceilings and damping, falls to UNITS times what gradients are, so that the
+  ceilings of a start out of proportion do not keep the eigenvalues from coming down.
 
 Dimension key: B matrices, m short side, k size of the long side's factor.
 """
@@ -33,24 +33,16 @@ from prokl.algorithm.algebra import State
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import widest
 
-QUIET = 0.01
-"""Whitened size below which a gradient is silence. In recorded runs the smallest after 20 steps was 0.014."""
-
-PATIENCE = 30
-"""Silent gradients after which a fully trusted state takes small gradients for evidence again: some more than the EMAs
-remember by default. Bounded steps cover what comes after longer silence; a longer patience kept KL-Shampoo's steps
-small for as long after every burst of outliers and every lasting fall of the gradients."""
-
-TRUSTED = 0.5
-"""Trust from which a state is kept through silence; 1 / (2 (1 - beta2)) gradients of the size that it predicts. One
-that is bounded takes two of them back: it has moved the scale."""
+UNITS = 100.0
+"""How many times a gradient's root mean square lambda_0 may be: below that the ceilings, at least 10 a side, act on it
+in the smallest weights."""
 
 COHERENT = 2.0
 """Of the whitened momentum's bound. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
 where gradients did not differ at all, or without momentum; with 2 none was."""
 
-ALWAYS_MOVE = ("M", "trust", "clipped", "lambda_0")
-"""State that a silent gradient changes, too."""
+ALWAYS_MOVE = ("M", "clipped", "lambda_0")
+"""State that a gradient without evidence changes, too."""
 
 
 class Sizes(NamedTuple):
@@ -74,39 +66,34 @@ class Verdict(NamedTuple):
     columns: Tensor
     """(B,k), likewise of the long side."""
     evident: Tensor
-    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays."""
+    """(B,) bool: whether the gradient is evidence, as its size is finite; where False, all but ALWAYS_MOVE stays."""
     bounded: Tensor
     """(B,) bool: whether something is below 1."""
     changed: State
-    """The new trust and, for "auto", lambda_0 (B,)."""
+    """For "auto" the new lambda_0 (B,)."""
 
 
 def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
     """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,).
 
-    One whose size is not finite counts as zero, with c = 0 and no evidence. An "auto" start that has not been confirmed
-    yet takes c G for its initialising gradient where that is larger, and where it was 1 / QUIET times too large this
-    many times G: lambda_0, the unit of ceilings and damping, moves along.
+    One whose size is not finite counts as zero, with c = 0 and no evidence.
     """
-    kappa, trust, size = h.clip_threshold, state["trust"], sizes.whole
+    kappa, size = h.clip_threshold, sizes.whole
     assert kappa is not None
-    known, trusted = size.isfinite(), trust > TRUSTED
-    quiet, beyond = size < QUIET, known & (size > kappa)
-    scale = torch.where(beyond, kappa / size, known.to(size.dtype))
+    known = size.isfinite()
+    scale = torch.where(known & (size > kappa), kappa / size, known.to(size.dtype))
     rows, columns = (
         1 / ((scale / kappa)[:, None] * t).nan_to_num(0.0).clamp(min=1) for t in (sizes.rows, sizes.columns)
     )
-    gained = (1 - h.beta2) * (known & ~quiet & ~beyond).to(trust.dtype)
-    lost = quiet.to(trust.dtype) / (2 * PATIENCE) + 2 * (1 - h.beta2) * beyond.to(trust.dtype)
-    changed = {"trust": (trust + gained - lost).clamp(0, 1)}
-    if "lambda_0" in state:
-        start = state["lambda_0"]
-        grown, fallen = start.maximum((scale * rms).to(start.dtype)), start.minimum((rms / QUIET).to(start.dtype))
-        own = torch.where(beyond, grown, torch.where(quiet & (rms > 0), fallen, start))
-        changed["lambda_0"] = torch.where(trusted, start, own)
     bounded = (scale < 1) | (rows < 1).any(dim=-1) | (columns < 1).any(dim=-1)
-    scale, rows, columns = (t.to(trust.dtype) for t in (scale, rows, columns))
-    return Verdict(scale, rows, columns, known & ~(quiet & trusted), bounded, changed)
+    changed = {}
+    if "lambda_0" in state:
+        start = state["lambda_0"].to(rms.dtype)
+        lower = (h.beta2 * start).maximum(UNITS * rms)
+        falls = known & (rms > 0) & (lower < start)
+        changed["lambda_0"] = torch.where(falls, lower, start).to(state["lambda_0"].dtype)
+    scale, rows, columns = (t.to(state["inv_sqrt_lambda_L"].dtype) for t in (scale, rows, columns))
+    return Verdict(scale, rows, columns, known, bounded, changed)
 
 
 def cut(norm: Tensor, largest: float) -> Tensor:

@@ -34,12 +34,6 @@ def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
     return s.unsqueeze(-1).expand(*s.shape, width).clone()
 
 
-def _unconfirmed(lambda_0: Tensor, auto: bool) -> dict[str, Tensor]:
-    """Return the counters of :mod:`prokl.algorithm.evidence`, and lambda_0 where the state is in its units."""
-    counters = {key: torch.zeros_like(lambda_0) for key in ("trust", "clipped", "stale")}
-    return counters | ({"lambda_0": lambda_0} if auto else {})
-
-
 def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
     """Make Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
 
@@ -55,14 +49,13 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
             and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
 
     Returns:
-        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, trust, clipped, stale and, for "auto",
-        lambda_0.
+        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, U = singular_directions(G, rank)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
-    state = _unconfirmed(lambda_0, auto)
+    state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
     Gt = G @ U
     if auto:
         Gt = Gt * lambda_0.rsqrt()[..., None, None]
@@ -87,13 +80,13 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     a basis. Arguments and "auto" as in :func:`initialise`.
 
     Returns:
-        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, trust, clipped, stale and, for "auto", lambda_0.
+        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, Y = singular_directions(G, n)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
-    state = _unconfirmed(lambda_0, auto)
+    state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
     Gs = G * lambda_0.rsqrt()[..., None, None] if auto else G
     state |= {
         "M": torch.zeros_like(G),

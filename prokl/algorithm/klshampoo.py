@@ -185,9 +185,7 @@ class KLShampooMethod:
             "Q_R": (n, n),
             "inv_sqrt_lambda_L": (m,),
             "inv_sqrt_lambda_R": (n,),
-            "trust": (),
             "clipped": (),
-            "stale": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 

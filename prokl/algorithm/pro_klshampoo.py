@@ -38,9 +38,7 @@ class ProKLShampooMethod:
             "inv_sqrt_lambda_L": (m,),
             "inv_sqrt_lambda_S": (rank,),
             "inv_sqrt_mu": (),
-            "trust": (),
             "clipped": (),
-            "stale": (),
         }
         return shapes | ({"lambda_0": ()} if group["init_eigenvalue"] == "auto" else {})
 

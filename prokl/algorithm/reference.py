@@ -6,7 +6,7 @@ may be stored in any floating dtype, and the caller converts.
 
 Dimension key: m short side, n long side, r rank. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), U (n,r), L and Q_L (m,m), S and Q_S (r,r), inv_sqrt_lambda_L (m,),
-inv_sqrt_lambda_S (r,), inv_sqrt_mu (), trust, clipped and stale (), and lambda_0 () when the start value is "auto".
+inv_sqrt_lambda_S (r,), inv_sqrt_mu (), clipped (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.directions import householder_qr
-from prokl.algorithm.evidence import COHERENT, PATIENCE, QUIET, TRUSTED
+from prokl.algorithm.evidence import COHERENT, UNITS
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
@@ -94,22 +94,17 @@ def admit(size: float, rms: float, state: State, h: Hyper) -> tuple[float, bool,
     """Decide, by its whitened size and its rms, what a gradient may do (:mod:`prokl.algorithm.evidence`).
 
     Returns:
-        c, whether c G is evidence for factors, eigenvalues and bases, and what changes of trust and lambda_0.
+        c, whether c G is evidence for factors, eigenvalues and bases, and the lambda_0 of an "auto" start.
     """
-    kappa, trust = h.clip_threshold, state["trust"]
+    kappa = h.clip_threshold
     if kappa is None:
         return 1.0, True, {}
     if not math.isfinite(size):
         return 0.0, False, {}
-    trusted = bool(trust > TRUSTED)
-    moves = {"lambda_0": state["lambda_0"]} if "lambda_0" in state and not trusted else {}
-    if size < QUIET:
-        fallen = {key: value.clamp(max=rms / QUIET) if rms > 0 else value for key, value in moves.items()}
-        return 1.0, not trusted, fallen | {"trust": (trust - 1 / (2 * PATIENCE)).clamp(min=0)}
-    if size <= kappa:
-        return 1.0, True, {"trust": (trust + (1 - h.beta2)).clamp(max=1)}
-    grown = {key: value.clamp(min=kappa / size * rms) for key, value in moves.items()}
-    return kappa / size, True, grown | {"trust": (trust - 2 * (1 - h.beta2)).clamp(min=0)}
+    changed = {}
+    if "lambda_0" in state and rms > 0:
+        changed["lambda_0"] = state["lambda_0"].clamp(max=max(h.beta2 * float(state["lambda_0"]), UNITS * rms))
+    return min(1.0, kappa / size) if size > 0 else 1.0, True, changed
 
 
 def rms(G: Tensor) -> float:
@@ -262,7 +257,7 @@ def step(
 ) -> tuple[Tensor, State]:
     """Do one step of Algorithm 2 after the initialising one, on c G for G, for one oriented weight.
 
-    Without ``clip_threshold`` c is 1 and every gradient is evidence: the algorithm as printed.
+    Without ``clip_threshold`` c is 1: the algorithm as printed.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype (float32 or float64).
@@ -284,9 +279,8 @@ def step(
     if evident:
         new |= statistics(c * G, state, h)
         new |= track_subspace(c * G, new, h)
-        new["stale"] = torch.ones_like(state["stale"])
-    if refresh and bool(new["stale"] > 0):
-        new |= refresh_eigenbases(new) | {"stale": torch.zeros_like(new["stale"])}
+    if refresh:
+        new |= refresh_eigenbases(new)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}
 
 

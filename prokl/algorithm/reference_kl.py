@@ -2,12 +2,11 @@
 
 Dimension key: m short side, n long side. All tensors are oriented, so m <= n.
 State (one weight): M (m,n), L and Q_L (m,m), R and Q_R (n,n), inv_sqrt_lambda_L (m,), inv_sqrt_lambda_R (n,),
-trust, clipped and stale (), and lambda_0 () when the start value is "auto".
+clipped (), and lambda_0 () when the start value is "auto".
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from prokl.algorithm.directions import householder_qr
@@ -76,7 +75,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
 
     Cautiously it then acts where the updated weight still has the direction's sign: not where the step went past zero.
 
-    Without ``clip_threshold`` c is 1 and every gradient is evidence: the authors' form.
+    Without ``clip_threshold`` c is 1: the authors' form.
 
     Args:
         W, G: weight and finite gradient (m,n), m <= n, in the arithmetic dtype.
@@ -95,7 +94,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
     W = decayed(W, delta, h)
     new = state | {"M": M}
     if evident:
-        new |= statistics(c * G, state, h.beta2) | {"stale": torch.ones_like(state["stale"])}
-    if refresh and bool(new["stale"] > 0):
-        new |= refresh_eigenbases(new) | {"stale": torch.zeros_like(new["stale"])}
+        new |= statistics(c * G, state, h.beta2)
+    if refresh:
+        new |= refresh_eigenbases(new)
     return W, new | decided | {"clipped": state["clipped"] + float(c < 1 or cut)}

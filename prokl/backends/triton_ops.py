@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Admitted, Algebra, Direction, Factor, Roots, Scale, State
-from prokl.algorithm.evidence import PATIENCE, QUIET, TRUSTED
+from prokl.algorithm.evidence import UNITS
 from prokl.algorithm.klshampoo import KLShampooStages
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, Hyper, ProHyper
@@ -25,7 +25,7 @@ from prokl.backends import cuda_qr, qr
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
-from prokl.kernels.admit import Bound, admit
+from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
 from prokl.kernels.combine import combine, samples
 from prokl.kernels.momentum import momentum as launch_momentum
@@ -124,27 +124,25 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
 
     def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
-        kappa = h.clip_threshold
-        bound = None if kappa is None else Bound(kappa, QUIET, TRUSTED, 1 / (2 * PATIENCE))
         found = admit(
             A,
             QtG,
             e_res,
             (state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_S"], state["inv_sqrt_mu"]),
-            state.get("trust"),
             state.get("lambda_0"),
-            bound=bound,
+            kappa=h.clip_threshold,
+            units=UNITS,
             beta2=h.beta2,
             damping=h.eps,
             n=n,
             ceilings=(ceiling(A.shape[1]), ceiling(n)),
             largest=torch.finfo(state["M"].dtype).max,
         )
-        c, *of_mu, tail, trust, lambda_0 = found.scalars.unbind()
+        c, *of_mu, tail, lambda_0 = found.scalars.unbind()
         used, s, a = map(Roots, found.rows.unbind(), found.columns.unbind(), of_mu)
-        if bound is None:
+        if h.clip_threshold is None:
             return Admitted(None, used, s, a, tail, {}, None, None)
-        changed = {"trust": trust} | ({"lambda_0": lambda_0} if "lambda_0" in state else {})
+        changed = {"lambda_0": lambda_0} if "lambda_0" in state else {}
         evident, bounded = found.flags.unbind()
         return Admitted(c, used, s, a, tail, changed, bounded, evident)
 

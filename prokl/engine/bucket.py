@@ -120,7 +120,6 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self.rows = RowSets(count, device)
-        self._zero, self._one = (torch.full((), x, dtype=self.dtype, device=device).expand(count) for x in (0.0, 1.0))
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
@@ -282,18 +281,17 @@ class Bucket:
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
         moves, learns = (tuple(t for t in masks if t is not None) for masks in ([active], [active, evident]))
-        self._store(new | {"stale": self._one}, learns, moves)
+        self._store(new, learns, moves)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
-        """Refresh the bases of ``rows`` whose factors have changed since the last time and whose gradient is finite."""
-        due, some = torch.logical_and(finite, self.stacks["stale"]), self.rows.of(rows)
-        state = self._arithmetic()
+        """Refresh the bases of those of ``rows`` whose gradient is finite."""
+        state, some = self._arithmetic(), self.rows.of(rows)
         stages = backend.stages[self.method.name]
         new = stages.refresh_eigenbases(state, None if some is None else some.indices)
-        masks: tuple[Tensor, ...] = (due,) if some is None else (due, some.mask)
-        if some is None and backend.host_readable and bool(due.all()):
+        masks: tuple[Tensor, ...] = (finite,) if some is None else (finite, some.mask)
+        if some is None and backend.host_readable and bool(finite.all()):
             masks = ()
-        self._store(new | {"stale": self._zero}, masks, masks)
+        self._store(new, masks, masks)
 
     def _arithmetic(self, *besides: str) -> State:
         """Return the state in the arithmetic dtype, of M and the masters only what is asked for: as they are kept."""

@@ -26,6 +26,10 @@ OF_OTHERS = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
 
 
+FORMER = ("trust", "stale")
+"""State keys that checkpoints between 0.4 and 0.5 have."""
+
+
 class _NoCast:
     """Carries a state value through ``Optimizer.load_state_dict``, which would cast it to the weight's dtype."""
 
@@ -230,7 +234,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             _check_split(own, parts, name, how.split)
             if layouts := _layouts(own, p, parts, method, group):
                 for piece, layout in zip(parts, layouts, strict=True):
-                    own = _missing_counters(piece, own, layout) | own
+                    own = _of_today(piece, own, layout)
                     if misfit := _misfit(own, layout, piece, optimizer):
                         misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
                         break
@@ -358,15 +362,16 @@ def _check_values(own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], 
             )
 
 
-def _missing_counters(
+def _of_today(
     piece: Piece, own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Any]:
-    """Return the counters that checkpoints before 0.5 lack; what has trained is trusted."""
+    """Return loaded state without a piece's keys that are no more, and with the count that files before 0.5 lack."""
     if not isinstance(own.get("M" + piece.suffix), Tensor):
-        return {}
-    starts = {"trust": torch.ones, "clipped": torch.zeros, "stale": torch.ones}
-    counters = {key + piece.suffix: make for key, make in starts.items()}
-    return {key: make(needed[key][0], dtype=needed[key][1]) for key, make in counters.items()}
+        return own
+    clipped = "clipped" + piece.suffix
+    shape, dtype = needed[clipped]
+    kept = {key: value for key, value in own.items() if key not in {former + piece.suffix for former in FORMER}}
+    return {clipped: torch.zeros(shape, dtype=dtype), **kept}
 
 
 def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:

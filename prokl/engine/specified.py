@@ -39,8 +39,7 @@ class SpecifiedBucket(Bucket):
                 member.write(weight)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
-        state, due = self._arithmetic(), torch.logical_and(finite, self.stacks["stale"])
-        for b in (b for b in rows if due[b]):
+        state = self._arithmetic()
+        for b in (b for b in rows if finite[b]):
             for key, value in self.method.reference_refresh({k: v[b] for k, v in state.items()}).items():
                 self.stacks[key][b] = value.to(self.stacks[key].dtype)
-            self.stacks["stale"][b] = 0.0

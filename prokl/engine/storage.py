@@ -12,7 +12,7 @@ from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.pieces import Piece, stored_clock
 
-SCALARS = ("lambda_0", "trust", "clipped", "stale")
+SCALARS = ("lambda_0", "clipped")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
 
