@@ -42,7 +42,7 @@ def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
                     style = _style(method, rank, compared)
                     if lr and not isna(lr[0]):
                         style |= {"label": f"{style['label']}, lr {lr[0]:g}", "color": None}
-                    curve(axes, found, x, y, **style)
+                    curve(axes, found, x, y, **style, alpha=1.0 if method == PRO else 0.65)
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
             fit(axes)
             tidy(axes)
@@ -66,8 +66,7 @@ def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
     ranks = sorted(among[among["optimizer"] == method]["rank"].dropna().unique())
     width = 1.6 if isna(rank) else WIDTHS[ranks.index(rank) - len(ranks)]
     name = label(str(method), None if isna(rank) else rank)
-    faint = {} if method == PRO else {"alpha": 0.65}
-    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name} | faint
+    return {"color": OPTIMIZERS[str(method)].colour, "lw": width, "label": name}
 
 
 def fit(axes: Axes) -> None:
