@@ -25,7 +25,7 @@ from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.newcomers import divided, resolved
+from prokl.engine.newcomers import resolved, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
 from prokl.engine.validation import check_keys, check_names, check_no_module, names_alike
 
@@ -84,7 +84,7 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         check_no_module(param_group.get("params"))
-        groups, said = divided(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
+        groups, said = split_off_vectors(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
         before = len(self.param_groups)
         try:
             for group in groups:

@@ -96,7 +96,7 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
     return Verdict(scale, rows, columns, known, bounded, changed)
 
 
-def cut(norm: Tensor, largest: float) -> Tensor:
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
     """Return the factors (B,) that bring ``norm`` (B,) down to ``largest`` where it is beyond."""
     return torch.where(norm > largest, largest / norm, 1.0)
 

@@ -93,7 +93,7 @@ class KLShampooStages(Algebra):
         whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
         if h.clip_threshold is not None:
             m, n = M.shape[-2:]
-            factor = evidence.cut(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
+            factor = evidence.clip_factor(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
             whitened = whitened * factor.to(M.dtype)[:, None, None]
         return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 

@@ -196,8 +196,8 @@ class ProKLShampooStages(Polynomials):
         residual = ahead.residual
         usual = evidence.COHERENT * h.gain
         (n, r), m = state["U"].shape[-2:], state["Q_L"].shape[-1]
-        whole = h.direction_scale(n)
-        weight = whole * h.subspace_weight(m, n, r)
+        direction_scale = h.direction_scale(n)
+        weight = direction_scale * h.subspace_weight(m, n, r)
         P = self.spectral(state["Q_L"], roots.L)
         X = Q = scale = left = right = None
         if residual is not None and h.variant in POLAR_VARIANTS:
@@ -206,11 +206,14 @@ class ProKLShampooStages(Polynomials):
             if h.adjust_lr_fn == "original":
                 scale = aspect_scale if scale is None else scale * aspect_scale
             else:
-                scale = torch.full_like(aspect_scale, whole) if scale is None else scale * whole
+                scale = torch.full_like(aspect_scale, direction_scale) if scale is None else scale * direction_scale
         elif residual is not None:
-            X, scale = self.product(P, residual.G_hat_perp), (whole * roots.mu).masked_fill(residual.negligible(), 0.0)
+            X, scale = (
+                self.product(P, residual.G_hat_perp),
+                (direction_scale * roots.mu).masked_fill(residual.negligible(), 0.0),
+            )
             if bounded is not None:
-                beside = evidence.cut(evidence.norm(X) * scale, usual * whole * (m * (n - r)) ** 0.5)
+                beside = evidence.clip_factor(evidence.norm(X) * scale, usual * direction_scale * (m * (n - r)) ** 0.5)
                 scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
         clipped = None
         if h.variant in SUBSPACE_VARIANTS:
@@ -253,7 +256,7 @@ class ProKLShampooStages(Polynomials):
         The latter is the count ``clipped`` (B,), one more where t was beyond or ``bounded`` (B,), bool, is set. Norms
         are in float64 where there is one: squares of whitened float32 may overflow.
         """
-        factor = evidence.cut(evidence.norm(t), largest)
+        factor = evidence.clip_factor(evidence.norm(t), largest)
         return (t * factor.to(t.dtype)[:, None, None]).to(dtype), clipped + (bounded | (factor < 1))
 
     def statistics(

@@ -201,7 +201,7 @@ class Division:
         begun = False
         try:
             for weight in self.weights.values():
-                weight.lend()
+                weight.fill_stand_in()
             work, begun = self.engine.decide(), True
             return self.waves.step(self.engine, work)
         except BaseException as error:

@@ -112,15 +112,15 @@ class Shards:
                 self.lent[slot.owner].append(slot)
             elif slot.owner == me:
                 self.owned[slot.sender].append(slot)
-        self._lending, self._owning = (_messages(rows, 2) for rows in (self.lent, self.owned))
-        self._giving, self._taking = (_messages(rows, 1) for rows in (self.owned, self.lent))
-        self._there: tuple[Tensor, Any] | None = None
+        self._gather_out, self._gather_in = (_messages(rows, 2) for rows in (self.lent, self.owned))
+        self._return_out, self._return_in = (_messages(rows, 1) for rows in (self.owned, self.lent))
+        self._gathering: tuple[Tensor, Any] | None = None
         self._returning: tuple[Tensor, Any] | None = None
 
     @property
     def received(self) -> int:
         """Bytes that this rank receives, there and back."""
-        return sum(message.size for message in (*self._owning, *self._taking))
+        return sum(message.size for message in (*self._gather_in, *self._return_in))
 
     def _exchange(self, out: Sequence[Message], into: Sequence[Message], buffer: Tensor) -> tuple[Tensor, Any]:
         sizes, given = [m.size for m in into], [m.size for m in out]
@@ -131,27 +131,27 @@ class Shards:
     def _buffer(self, messages: Sequence[Message]) -> Tensor:
         return torch.empty(sum(m.size for m in messages), dtype=torch.uint8, device=self.device)
 
-    def lend(self) -> None:
+    def start_gather(self) -> None:
         """Begin to send weights and gradients to their owners; a gradient that is missing here is sent as zero."""
-        buffer = self._buffer(self._lending)
-        pieces = torch.split(buffer, [m.size for m in self._lending])
-        for slots, message, piece in zip(self.lent, self._lending, pieces, strict=True):
+        buffer = self._buffer(self._gather_out)
+        pieces = torch.split(buffer, [m.size for m in self._gather_out])
+        for slots, message, piece in zip(self.lent, self._gather_out, pieces, strict=True):
             parts = message.parts(piece)
             for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
                 weight.copy_(slot.here())
                 given = slot.gradient()
                 gradient.zero_() if given is None else gradient.copy_(given)
-        self._there = self._exchange(self._lending, self._owning, buffer)
+        self._gathering = self._exchange(self._gather_out, self._gather_in, buffer)
 
-    def take(self) -> None:
+    def wait_gather(self) -> None:
         """Put what has come, and what was here, where it is stepped."""
-        assert self._there is not None
-        (buffer, work), self._there = self._there, None
+        assert self._gathering is not None
+        (buffer, work), self._gathering = self._gathering, None
         for slot in self.own:
             self._stand(slot, slot.here(), slot.gradient())
         work.wait()
-        pieces = torch.split(buffer, [m.size for m in self._owning])
-        for slots, message, piece in zip(self.owned, self._owning, pieces, strict=True):
+        pieces = torch.split(buffer, [m.size for m in self._gather_in])
+        for slots, message, piece in zip(self.owned, self._gather_in, pieces, strict=True):
             parts = message.parts(piece)
             for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
                 self._stand(slot, weight, gradient)
@@ -163,22 +163,22 @@ class Shards:
         if into is not None:
             into.zero_() if gradient is None else into.copy_(gradient)
 
-    def give_back(self) -> None:
+    def start_return(self) -> None:
         """Begin to send stepped weights back."""
-        buffer = self._buffer(self._giving)
-        pieces = torch.split(buffer, [m.size for m in self._giving])
-        for slots, message, piece in zip(self.owned, self._giving, pieces, strict=True):
+        buffer = self._buffer(self._return_out)
+        pieces = torch.split(buffer, [m.size for m in self._return_out])
+        for slots, message, piece in zip(self.owned, self._return_out, pieces, strict=True):
             for slot, part in zip(slots, message.parts(piece), strict=True):
                 part.copy_(slot.standing())
-        self._returning = self._exchange(self._giving, self._taking, buffer)
+        self._returning = self._exchange(self._return_out, self._return_in, buffer)
 
-    def finish(self) -> None:
+    def wait_return(self) -> None:
         """Write what has come back into the weights."""
         assert self._returning is not None
         (buffer, work), self._returning = self._returning, None
         work.wait()
-        pieces = torch.split(buffer, [m.size for m in self._taking])
-        for slots, message, piece in zip(self.lent, self._taking, pieces, strict=True):
+        pieces = torch.split(buffer, [m.size for m in self._return_in])
+        for slots, message, piece in zip(self.lent, self._return_in, pieces, strict=True):
             for slot, part in zip(slots, message.parts(piece), strict=True):
                 slot.here().copy_(part)
         for slot in self.own:

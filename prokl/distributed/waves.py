@@ -59,33 +59,33 @@ class Wave:
             elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
                 self.shards.append(Shards(team, slots, device))
 
-    def lend(self) -> None:
+    def start_gather(self) -> None:
         """Begin to collect."""
         for shards in self.shards:
-            shards.lend()
+            shards.start_gather()
 
-    def take(self) -> None:
+    def wait_gather(self) -> None:
         """Wait for what was collected."""
         for shards in self.shards:
-            shards.take()
+            shards.wait_gather()
 
-    def give(self) -> None:
+    def start_return(self) -> None:
         """Begin to send what was stepped."""
         for shards in self.shards:
-            shards.give_back()
+            shards.start_return()
         for replicas in self.replicas:
             replicas.start()
 
-    def pass_on(self) -> None:
+    def wait_return(self) -> None:
         """Wait for what was stepped elsewhere, and begin to send it to who has copies."""
         for shards in self.shards:
-            shards.finish()
+            shards.wait_return()
         for replicas in self.replicas:
             replicas.finish()
         for copies in self.copies:
             copies.start()
 
-    def finish(self) -> None:
+    def wait_copies(self) -> None:
         """Wait for copies."""
         for copies in self.copies:
             copies.finish()
@@ -157,28 +157,28 @@ class Waves:
         waves = self.waves
         messages: list[str] = []
         if waves:
-            waves[0].lend()
+            waves[0].start_gather()
         engine.step_adamw()  # while the first gradients come
-        self.adamw.give()
+        self.adamw.start_return()
         of_wave = self._buckets_of_waves(work)
         for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank
             messages += engine.advance(bucket, plan)
         for i, wave in enumerate(waves):
-            wave.take()
+            wave.wait_gather()
             if i + 1 < len(waves):
-                waves[i + 1].lend()
+                waves[i + 1].start_gather()
             wave.agree()
             for bucket, plan in of_wave.get(i, []):
                 messages += engine.advance(bucket, plan)
-            wave.give()
+            wave.start_return()
             if i > 0:
-                waves[i - 1].pass_on()
+                waves[i - 1].wait_return()
             if i > 1:
-                waves[i - 2].finish()
+                waves[i - 2].wait_copies()
         for wave in (*waves[-1:], self.adamw):
-            wave.pass_on()
+            wave.wait_return()
         for wave in (*waves[-2:], self.adamw):
-            wave.finish()
+            wave.wait_copies()
         return messages
 
     def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:

@@ -61,7 +61,7 @@ class Undivided:
         """Make the stand-in."""
         return cls(p, nn.Parameter(local(p), p.requires_grad) if is_dtensor(p) else p)
 
-    def lend(self) -> None:
+    def fill_stand_in(self) -> None:
         """Give the stand-in what the weight is now."""
         if self.stand_in is not self.p:
             self.stand_in.data = local(self.p)
@@ -165,7 +165,7 @@ class Divided:
         """Return a block of what is on this rank."""
         return mine[block.within(self.held[self.team.index])]
 
-    def lend(self) -> None:
+    def fill_stand_in(self) -> None:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
         stand_in, mine = self.stand_in, self.mine
         if self.p.grad is not None:  # once a step: of a DTensor it may take all of its ranks

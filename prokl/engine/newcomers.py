@@ -25,7 +25,7 @@ def resolved(group: Group, settings: Collection[str]) -> Group:
     return found | {key: list(found[key]) for key in lists}
 
 
-def divided(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:
+def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:
     """Return a new group as the groups to add, and what there is to say about it.
 
     The weights below 2-D of a group that names no algorithm go to an AdamW group of their own, with the options of the
