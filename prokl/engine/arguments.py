@@ -6,6 +6,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
@@ -41,8 +42,8 @@ def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) ->
     )
 
 
-def _check_arguments(title: str, arguments: Collection[str]) -> None:
-    """Raise TypeError for an argument that belongs elsewhere, with where."""
+def _check_arguments(title: str, arguments: Collection[str], known: Collection[str]) -> None:
+    """Raise TypeError for an argument that is not ``known``: with where it belongs, or what is nearest."""
     for key in arguments:
         if key == "betas":
             where = "AdamW's are adamw_betas of prokl.param_groups, the matrix method's momentum and beta2"
@@ -51,7 +52,11 @@ def _check_arguments(title: str, arguments: Collection[str]) -> None:
         elif key in OF_ADAMW:
             where = f'it is AdamW\'s, and belongs to a group {{"params": [...], "algorithm": "adamw", "{key}": ...}}'
         else:
-            continue
+            nearest = get_close_matches(key, known, n=1)
+            raise TypeError(
+                f"{title}() got an unexpected keyword argument {key!r}: "
+                + (f"the nearest is {nearest[0]!r}." if nearest else f"it takes {', '.join(known)}.")
+            )
         raise TypeError(f"{title}() takes no {key}: {where}.")
 
 
@@ -127,7 +132,7 @@ def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Ca
         def filled(*args: P.args, **kwargs: P.kwargs) -> None:
             title = type(args[0]).__name__
             own = _settled(title, kwargs, advanced)
-            _check_arguments(title, kwargs.keys() - signature.parameters.keys())
+            _check_arguments(title, kwargs.keys() - signature.parameters.keys(), [*usual, "params", "advanced"])
             preset = kwargs.get("preset")
             check_choice("preset", preset, (None, *PRESETS))
             bound = signature.bind_partial(*args, **kwargs).arguments
