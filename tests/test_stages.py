@@ -53,7 +53,7 @@ def values(dtype, stored):
     state |= {"Q_L": basis(B, m, m, seed=5), "Q_S": basis(B, r, r, seed=6) + 0.1 * randn(B, r, r, seed=7)}
     sizes = (("inv_sqrt_lambda_L", (B, m)), ("inv_sqrt_lambda_S", (B, r)), ("inv_sqrt_mu", (B,)))
     state |= {key: 0.5 + randn(*shape, seed=8 + i).abs() for i, (key, shape) in enumerate(sizes)}
-    state |= {key: 0.5 + 0 * state["inv_sqrt_mu"] for key in ("trust", "lambda_0", "clipped")}
+    state |= {key: 0.5 + 0 * state["inv_sqrt_mu"] for key in ("lambda_0", "clipped")}
     a = Roots(*(state[key] for key, _ in sizes))
     v = {
         "G": 3 * randn(B, m, n),
