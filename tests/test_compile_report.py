@@ -261,7 +261,7 @@ from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from unittest.mock import patch
 from prokl.kernels import product
-from prokl.kernels.admit import Bound, admit
+from prokl.kernels.admit import admit
 from prokl.kernels.launch import Tile
 
 with recording() as launches:
@@ -269,8 +269,8 @@ with recording() as launches:
     one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
     roots = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
     rest = {"beta2": 0.9, "damping": 0.0, "n": 1000, "ceilings": (768.0, 1000.0), "largest": 1e38}
-    rest["bound"] = Bound(5.0, 0.01, 0.5, 0.1)
-    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, roots, one, None, **rest)
+    rest |= {"kappa": 5.0, "units": 100.0}
+    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, roots, one, **rest)
 signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
 for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
     print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
@@ -302,7 +302,8 @@ def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_
     assert found["beta2"] == found["N"] == ("any", "f64")
     assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_e_res_b"] == ("aligned", "i64")
     assert found["stride_s_S_r"] == ("any", "i32")  # 3: transposed
-    assert not {"stride_s_L_m", "stride_s_S_b", "stride_trust_b", "BOUNDED", "TILE_M"} & set(found)  # 1, or constexpr
+    # Of 1, or constexpr.
+    assert not {"stride_s_L_m", "stride_s_S_b", "stride_lambda_0_b", "BOUNDED", "TILE_M"} & set(found)
     wrong = [rest for what, rest in lines if what == "wrong"]
     expected = ["registers spill", "loads do not run ahead", "of shared memory; there are", "does not compile"]
     for line, tile, complaint in zip(wrong, ("256x256", "64x64", "128x256", "100x64"), expected, strict=True):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import prokl
 from tests.inputs import KL, PRO, changed, frozen, normal, same_bits
+from tests.problems import made as optimizer_of
 
 CALLS, SAVED = 8, 4
 
@@ -35,7 +36,7 @@ def made(cls, dtype=torch.float32, order=(0, 1, 2, 3), **settings):
         {"params": list(net.named_parameters())[4:], "algorithm": "adamw", "lr": 0.01},
     ]
     rank = {"rank": 3} if cls is PRO else {}
-    return net, cls(groups, precondition_frequency=3, **rank, advanced=settings)
+    return net, optimizer_of(cls, groups, precondition_frequency=3, **rank, **settings)
 
 
 def train(net, optimizer, first, last):

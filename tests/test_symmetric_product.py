@@ -374,7 +374,7 @@ def test_a_shifted_polynomial_is_the_polynomial_and_it_with_the_identity_added(m
     R = symmetric(2, m, dtype)
     Z, Q = shifted_polynomial(R, R, C=R, alpha=0.3, beta=-1.7, shift=2.5)
     plain, size = symmetric_polynomial(R, R, C=R, alpha=0.3, beta=-1.7), R.double().abs()
-    # Sums of m products and an addend, whose order may be another in either kernel: m + 2 roundings each of their sizes.
+    # Sums of m products and an addend, whose order may be another in either: m + 2 roundings each of their sizes.
     rounding = 2 * (m + 2) * torch.finfo(dtype).eps * (0.3 * size @ size + 1.7 * size)
     assert ((Z.double() - plain.double()).abs() <= rounding).all() and torch.equal(Q, Q.mT)
     eye = torch.eye(m, dtype=torch.bool, device=Q.device)
