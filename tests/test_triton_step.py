@@ -261,8 +261,8 @@ def test_the_gradient_is_let_go_after_the_step():
 def test_balanced_steps_are_those_of_pytorchs_halves_and_err_as_pairs_may(cls, kwargs, monkeypatch):
     """Both multiply the same halves, where they come from the same numbers.
 
-    Sums in another order may round a factor to another pair, 2^-16 of it away. Measured: at most 5.5e-5 of the
-    distance moved; with one half alone 1.9e-3 and more.
+    Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away. Measured on two
+    CPUs: at most 5.5e-5 and 1.3e-4 of the distance moved; with one half alone 1.9e-3 and more.
     """
     stream = on_device(gradient_stream([(6, 10), (16, 36), (2, 6, 10)], 6, dtype=torch.float32))
     stream[4][1] *= 1e4
@@ -278,7 +278,7 @@ def test_balanced_steps_are_those_of_pytorchs_halves_and_err_as_pairs_may(cls, k
     monkeypatch.undo()
     for p, q, r in zip(torch_[-1], triton[-1], one_half[-1], strict=True):
         print(f"{relative(q, p):.1e} {relative(r, p):.1e}")
-        assert relative(q, p) <= 2**-13 < relative(r, p)
+        assert relative(q, p) <= 2**-12 < relative(r, p)
     assert held(triton, cls, stream, "balanced", **kwargs) <= 1 < held(one_half, cls, stream, "balanced", **kwargs)
 
 
