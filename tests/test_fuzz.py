@@ -50,7 +50,7 @@ def test_whatever_comes_steps_are_bounded_and_the_state_is_sound_in_many_more_ca
 
 
 def uncut(patch):
-    patch.setattr(evidence, "cut", lambda norm, bound: torch.ones_like(norm))
+    patch.setattr(evidence, "clip_factor", lambda norm, bound: torch.ones_like(norm))
 
 
 def unmasked(patch):
@@ -103,7 +103,7 @@ def imprecise(patch):
 
 
 def failing(patch):
-    patch.setattr(evidence, "cut", lambda *args: 1 / 0)
+    patch.setattr(evidence, "clip_factor", lambda *args: 1 / 0)
 
 
 @pytest.mark.parametrize(
