@@ -67,11 +67,12 @@ def test_nothing_is_begun_once_the_time_is_over(some, capsys):
 @interpreted
 def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
     monkeypatch.setattr(first, "STEPS", 1)
-    ops = select("triton", DEVICE, "balanced").stages["pro-klshampoo"]
+    ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("balanced", "faithful")}
     case = next(case for case in KERNELS if case.name == "product")
     assert first.kernel(case, SMALL, DEVICE, ops).startswith("right")
-    product = type(ops).product
-    monkeypatch.setattr(type(ops), "product", lambda self, *a, **k: product(self, *a, **k) * 1.01)
+    for stages in map(type, ops.values()):  # of pairs first: theirs calls the other
+        product = stages.product
+        monkeypatch.setattr(stages, "product", lambda self, *a, product=product, **k: product(self, *a, **k) * 1.01)
     with pytest.raises(ArithmeticError):
         first.kernel(case, SMALL, DEVICE, ops)
     for precision, most in (("balanced", "0.0039"), ("faithful", "0.00098")):
@@ -84,7 +85,7 @@ def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
 def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
     """What a kernel stores or takes as a pair is held to what a pair holds, not to what bfloat16 does."""
     case = next(own for own in KERNELS if own.name == case)
-    ops = select("triton", DEVICE, "balanced").stages["pro-klshampoo"]
+    ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("faithful", "balanced")}
     for module, name in ((triton_ops, "product"), (product, "product_pair")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
