@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench import command
-from bench.micro.case import Case, Sizes, complaint, numbers
+from bench.micro.case import Case, Sizes, complaint, numbers, precision_of
 from bench.micro.kernels import KERNELS
 from bench.optimizers import arguments
 from bench.shapes import ParameterSet
@@ -25,7 +25,6 @@ from prokl import ProKLShampoo, doctor
 from prokl.algorithm.settings import PRECISIONS
 from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.select import select
-from prokl.pair import Pair
 
 SIZES = Sizes(B=4, m=768, n=3072, r=128)
 STEPS, PERIOD = 13, 4
@@ -61,8 +60,7 @@ def kernel(case: Case, sizes: Sizes, device: torch.device, ops: dict[str, ProKLS
     """Compare a kernel with float64, in the stages of the precision that has such inputs."""
     dtypes = (case.timed or case.dtypes)[0]
     inputs = case.inputs(sizes, dtypes, numbers(device))
-    pairs = any(isinstance(given, Pair) for given in inputs.values())
-    wrong = complaint(case, ops["balanced" if pairs else "faithful"], partial(copy.deepcopy, inputs))
+    wrong = complaint(case, ops[precision_of(inputs)], partial(copy.deepcopy, inputs))
     if wrong:
         raise ArithmeticError(wrong)
     return f"right in {dtypes.name}"

@@ -23,7 +23,7 @@ from bench.compile_report.launches import Launch
 from bench.compile_report.trace import Event, steps_of, tracing
 from bench.compile_report.triton_kernels import build
 from bench.micro import groups
-from bench.micro.case import Case, Dtypes, Sizes
+from bench.micro.case import Case, Dtypes, Sizes, precision_of
 from bench.micro.kernels import KERNELS
 from bench.shapes import PAPER, SETS, ParameterSet
 from bench.timing.entries import model_entries
@@ -44,10 +44,11 @@ def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Event]
             yield from events
 
 
-def _called(case: Case, sizes: Sizes, dtypes: Dtypes, precision: str) -> list[Event]:
-    ops = _triton_backend(True, False, precision == "balanced", True).stages["pro-klshampoo"]
+def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Event]:
+    stages = {p: _triton_backend(True, False, p == "balanced", True).stages["pro-klshampoo"] for p in PRECISIONS}
     with tracing() as events:
-        case.bind(case.inputs(sizes, dtypes, _shapes), ops)()
+        inputs = case.inputs(sizes, dtypes, _shapes)
+        case.bind(inputs, stages[precision_of(inputs)])()
     return events
 
 
@@ -68,13 +69,13 @@ def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Event]:
     for group in groups.groups(sets, CUDA):
         for form in group.forms(CUDA):
             if form.backend == "triton":
-                yield from _called(form.case, group.sizes, group.dtypes, "faithful")
+                yield from _called(form.case, group.sizes, group.dtypes)
 
 
 def of_first() -> Iterator[Event]:
     """Yield what :mod:`bench.first` launches."""
     for case in KERNELS:
-        yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0], "balanced")
+        yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0])
     for precision in PRECISIONS:
         advanced = {"ns_dtype": torch.float32, "precision": precision}
         made = partial(ProKLShampoo, rank=first.SIZES.r, advanced=advanced)

@@ -173,6 +173,11 @@ def arithmetic(t: Operand) -> torch.dtype:
     return torch.float32 if isinstance(t, Pair) else t.dtype
 
 
+def precision_of(inputs: Inputs) -> str:
+    """Return the precision whose stages take such inputs: pairs are of balanced ones alone."""
+    return "balanced" if any(isinstance(given, Pair) for given in inputs.values()) else "faithful"
+
+
 def call(name: str, *arguments: str) -> Bind:
     """Return what binds the primitive ``name`` to these inputs in order, and to all others by name.
 
