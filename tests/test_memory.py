@@ -45,7 +45,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_
             absent=lambda i, t: (i, t) == (2, 2), **kwargs)  # fmt: skip
     allowed = len(shapes) * cls.method.workspace(*shape, 16) * 4
     assert max(most[1:]) <= allowed  # one lacks a gradient, the last is a refresh
-    assert max(most[1:]) >= allowed / 4  # and the bound is no arbitrary one; measured: 0.36 to 0.92 of it
+    assert max(most[1:]) >= allowed / 5  # and the bound is no arbitrary one; measured: 0.25 to 0.92 of it
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow), "reference"])
