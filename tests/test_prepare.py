@@ -176,7 +176,7 @@ from prokl.kernels import launch
 sizes = Sizes(2, 32, 48, 16)
 cases = [case for case in KERNELS if case.name in ("split", "stack", "projection", "product B^T", "symmetric L")]
 if sys.argv[1] == "ahead":
-    events = [e for case in cases for e in ahead._called(case, sizes, case.dtypes[0], "faithful")]
+    events = [e for case in cases for e in ahead._called(case, sizes, case.dtypes[0])]
     print(ahead.compiled([e.launch for e in events], 90))
 else:
     triton.runtime.driver.set_active(triton_kernels.Offline(90))
