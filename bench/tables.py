@@ -18,7 +18,7 @@ from bench.command import UsageError, command, options
 from bench.compile_report.tables import steps_table
 from bench.rows import RESULTS, frame
 from bench.shapes import ASPECTS, SMALL
-from bench.study import alpha, comparisons, cost, size
+from bench.study import comparisons, size
 from bench.study import lengths_figure as figure
 from bench.study import lengths_tables as lengths
 from bench.study import tables as experiments
@@ -57,20 +57,14 @@ TABLES: dict[str, Callable[[], str]] = {
             ("size", "size.csv", size.size_table),
             ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
             ("results", "lengths.csv", partial(lengths.short_table, steps=figure.STEPS)),
-            ("lengths-first", "lengths.csv", partial(lengths.losses_table, selecting=True)),
             ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", lengths.settings_table),
             ("lengths-reached", "lengths.csv", lengths.reached_table),
             ("update-sizes", "one-rate.csv", ablations.sizes_table),
             ("drift", "drift.csv", ablations.drift_table),
             *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
-            ("alpha-kl", "alpha-kl.csv", alpha.table),
-            ("memory-cost", "memory-cost.csv", cost.table),
             ("main", "main.csv", experiments.main_table),
-            ("main-orderings", "main-orderings.csv", experiments.orderings_table),
-            ("main-sweep", "main-sweep.csv", experiments.sweep_table),
             ("ablation", "ablation.csv", experiments.ablation_table),
-            ("ablation-orderings", "ablation-orderings.csv", experiments.orderings_table),
             ("step-model", "model.csv", steps_table),
         )
     },
