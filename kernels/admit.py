@@ -26,7 +26,7 @@ MOST = 65536
 """Columns at most, as a program holds a row."""
 
 
-class Found(NamedTuple):
+class AdmitOutputs(NamedTuple):
     """What a launch leaves, contiguous and in the dtype of the arithmetic."""
 
     rows: Tensor
@@ -177,17 +177,19 @@ def admit_kernel(
         in_subspace = tl.sum(subspace) / (m * r)
         in_complement = tl.sum(complement) / (m * (n - r))
         size = tl.sqrt(tl.where(in_subspace > in_complement, in_subspace, in_complement))
-        known = (in_subspace < float("inf")) & (in_complement < float("inf"))
-        c = tl.where(known & (size > kappa), kappa / size, tl.where(known, one, 0.0))
+        is_finite = (in_subspace < float("inf")) & (in_complement < float("inf"))
+        c = tl.where(is_finite & (size > kappa), kappa / size, tl.where(is_finite, one, 0.0))
         weight = c / kappa
         excess = _beyond(weight * a_S * tl.sqrt(rho))
         used = a_S / excess
         bounded = (c < 1.0) | (tl.max(excess) > 1.0)
-        evident = known
+        evident = is_finite
         if AUTO:
             rms = tl.sqrt((tl.sum(squares) + tl.sum(energy)) / (m * n))
             lower = tl.where(units * rms > beta2 * start, units * rms, beta2 * start)
-            tl.store(scalars_ptr + 5 * B + i_b, tl.where(known & (rms > 0.0) & (lower < start), lower, start).to(DTYPE))
+            tl.store(
+                scalars_ptr + 5 * B + i_b, tl.where(is_finite & (rms > 0.0) & (lower < start), lower, start).to(DTYPE)
+            )
         c = c.to(DTYPE).to(tl.float64)  # as momentum and statistics take it
         tl.store(scalars_ptr + i_b, c.to(DTYPE))
     column = columns_ptr + i_b * R + o_r
@@ -247,7 +249,7 @@ def admit(
     n: int,
     ceilings: tuple[float, float],
     largest: float,
-) -> Found:
+) -> AdmitOutputs:
     """Decide about gradients and do the eigenvalue EMA (Algorithm 2 (3)) in one launch.
 
     Any strides, and any of float16, bfloat16, float32 and float64 for each tensor; what comes out is float64 where one
@@ -281,18 +283,18 @@ def admit(
     names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu")
     inputs |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
     inputs["lambda_0"] = lambda_0, (B,)
-    given = {name: (t, shape) for name, (t, shape) in inputs.items() if t is not None}
-    for name, (t, shape) in given.items():
+    present = {name: (t, shape) for name, (t, shape) in inputs.items() if t is not None}
+    for name, (t, shape) in present.items():
         launch.check(name, t, shape, A.device, like="A")
 
-    dtype = launch.arithmetic_dtype(*(t for t, _ in given.values()))
+    dtype = launch.arithmetic_dtype(*(t for t, _ in present.values()))
     shapes = ((3, B, m), (3, B, r), (6, B))
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
         spare = 1 if aligned(A, QtG) else 2  # every element has an address in registers then
-        read = [given[name][0] if name in given else A for name in (*names, "lambda_0")]  # A: not read
+        read = [present[name][0] if name in present else A for name in (*names, "lambda_0")]  # A: not read
         launch.start(
             admit_kernel,
             (B,),
@@ -330,4 +332,4 @@ def admit(
             # A product contracted into a sum across lanes would leave each lane its own rounding of one number.
             enable_fp_fusion=False,
         )
-    return Found(rows, columns, scalars, flags)
+    return AdmitOutputs(rows, columns, scalars, flags)

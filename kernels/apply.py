@@ -45,8 +45,8 @@ def _update(
     DTYPE: tl.constexpr = at.dtype.element_ty
     W = tl.load(at, mask, 0.0).to(D.dtype)
     if HAS_MASTER:
-        own = tl.load(master_ptr + index, mask, 0.0)
-        W = tl.where(own.to(DTYPE).to(D.dtype) == W, own.to(D.dtype), W)
+        master = tl.load(master_ptr + index, mask, 0.0)
+        W = tl.where(master.to(DTYPE).to(D.dtype) == W, master.to(D.dtype), W)
     W = _stepped(W, D, decay, lr, AFTER, CAUTIOUS)
     if HAS_KEYS:
         W = _stochastic(W.to(tl.float32), key, index)
@@ -298,8 +298,8 @@ def apply(
     launch.check_precision(precision)
     check_addresses(addresses, count, dtype)
     shapes = {"X": (count, m, n), "Q": (count, m, m), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
-    given = {name: t for name, t in zip(shapes, (X, Q, left, right, scale), strict=True) if t is not None}
-    for name, t in given.items():
+    present = {name: t for name, t in zip(shapes, (X, Q, left, right, scale), strict=True) if t is not None}
+    for name, t in present.items():
         launch.check(name, t, shapes[name], addresses.device, like="addresses")
     for name, t in (("lr", lr), ("weight_decay", weight_decay)):
         shape = () if t.ndim == 0 else (1 if len(t) == 1 else count,)
@@ -319,7 +319,7 @@ def apply(
     if count == 0:
         return
 
-    total = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*given.values())
+    total = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*present.values())
     operand = total if X is None or Q is None else launch.operand_dtype(total, X, Q)
     operand_low_rank = total if left is None or right is None else launch.operand_dtype(total, left, right)
     tile = tile or choose_tile(m, n, r, operand)

@@ -114,18 +114,20 @@ def samples_kernel(
     tl.store(whitened_ptr + at, z * (tl.full((), weight, DTYPE) * a_L)[:, None], mask)
 
 
-def _check(given: dict[str, tuple[Tensor, tuple[int, ...]]], scale: Tensor | None) -> tuple[int, int, int, torch.dtype]:
+def _check(
+    operands: dict[str, tuple[Tensor, tuple[int, ...]]], scale: Tensor | None
+) -> tuple[int, int, int, torch.dtype]:
     """Check matrices (B,m,n) and what belongs to them; return sizes and the dtype of the arithmetic."""
-    first = next(iter(given))
-    t = given[first][0]
+    first = next(iter(operands))
+    t = operands[first][0]
     if t.ndim != 3 or 0 in t.shape[1:]:
         raise ValueError(f"{first} has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
     if scale is not None:
-        given = given | {"scale": (scale, (t.shape[0],))}
-    for name, (own, shape) in given.items():
-        launch.check(name, own, shape, t.device, like=first)
+        operands = operands | {"scale": (scale, (t.shape[0],))}
+    for name, (operand, shape) in operands.items():
+        launch.check(name, operand, shape, t.device, like=first)
     batch, m, n = t.shape
-    return batch, m, n, launch.arithmetic_dtype(*(own for own, _ in given.values()))
+    return batch, m, n, launch.arithmetic_dtype(*(operand for operand, _ in operands.values()))
 
 
 def _start(

@@ -47,7 +47,7 @@ def cut_kernel(t_ptr, bounded_ptr, clipped_ptr, out_ptr, count_ptr, COUNT, large
 def inverse_norm_kernel(
     energy_ptr,
     size_ptr,
-    whole_ptr,
+    full_size_ptr,
     inverse_ptr,
     ENERGIES,
     NORMS,
@@ -63,12 +63,12 @@ def inverse_norm_kernel(
     for first in range(0, ENERGIES, TILE):
         energy += tl.load(energy_ptr + i_b * ENERGIES + first + o, first + o < ENERGIES, 0.0).to(DTYPE)
     size = tl.zeros((TILE,), DTYPE)
-    whole = tl.zeros((TILE,), DTYPE)
+    full_size = tl.zeros((TILE,), DTYPE)
     for first in range(0, NORMS, TILE):
         size += tl.load(size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
-        whole += tl.load(whole_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
+        full_size += tl.load(full_size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
     total = tl.sum(energy)
-    vanishes = (tl.sum(size) <= tl.full((), noise, DTYPE) * tl.sum(whole)) | (total < tl.full((), tiny, DTYPE))
+    vanishes = (tl.sum(size) <= tl.full((), noise, DTYPE) * tl.sum(full_size)) | (total < tl.full((), tiny, DTYPE))
     one = tl.full((), 1.0, DTYPE)
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
 
@@ -104,7 +104,7 @@ def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped:
     return out, count
 
 
-def inverse_norm(energy: Tensor, size: Tensor, whole: Tensor, noise: float) -> Tensor:
+def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) -> Tensor:
     """Return 1 / sqrt(energy) in one launch, or zero: of what is negligible, or so small that its square vanishes.
 
     Below the smallest normal number the square of the inverse norm, which the first product takes, overflows.
@@ -112,7 +112,7 @@ def inverse_norm(energy: Tensor, size: Tensor, whole: Tensor, noise: float) -> T
     Args:
         energy: parts (B,k) of the squared norm of X.
         size: parts (B,l) of the squared norm of what X was made from.
-        whole: parts (B,l) of the squared norm of which that is a residual.
+        full_size: parts (B,l) of the squared norm of which that is a residual.
         noise: ratio of the last two up to which it is negligible.
 
     Returns:
@@ -125,16 +125,16 @@ def inverse_norm(energy: Tensor, size: Tensor, whole: Tensor, noise: float) -> T
         raise ValueError(f"energy and size have shapes {tuple(energy.shape)}, {tuple(size.shape)}; must be (B, parts).")
     batch, parts = len(energy), size.shape[1]
     launch.check("energy", energy, tuple(energy.shape), energy.device)
-    for name, t in (("size", size), ("whole", whole)):
+    for name, t in (("size", size), ("full_size", full_size)):
         launch.check(name, t, (batch, parts), energy.device, like="energy")
-    energy, size, whole = (t.contiguous() for t in (energy, size, whole))
-    dtype = launch.arithmetic_dtype(energy, size, whole)
+    energy, size, full_size = (t.contiguous() for t in (energy, size, full_size))
+    dtype = launch.arithmetic_dtype(energy, size, full_size)
     inverse = torch.empty(batch, dtype=dtype, device=energy.device)
     if batch:
         widest = max(energy.shape[1], parts)
         tile = min(1024, triton.next_power_of_2(max(widest, 1)))
         scalars = energy.shape[1], parts, float(noise), torch.finfo(dtype).tiny
-        arguments = (energy, size, whole, inverse, *scalars)
+        arguments = (energy, size, full_size, inverse, *scalars)
         constants = {"DTYPE": TRITON_DTYPES[dtype], "TILE": tile, "num_warps": 4}
         launch.start(inverse_norm_kernel, (batch,), energy.device, *arguments, **constants)
     return inverse

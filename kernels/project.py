@@ -24,13 +24,13 @@ def _add(acc, x, u, u_lo, U_LO: tl.constexpr, OPERAND: tl.constexpr, SUM: tl.con
     if U_LO:
         if x.dtype == tl.bfloat16:
             x_hi = x.to(OPERAND)
-            own = tl.dot(x_hi, u_lo, out_dtype=SUM)
+            low_parts = tl.dot(x_hi, u_lo, out_dtype=SUM)
         else:
             hi, lo = halves(x.to(tl.float32))
             x_hi = hi.to(OPERAND)
-            own = tl.dot(lo.to(OPERAND), u, out_dtype=SUM)
-            own = tl.dot(x_hi, u_lo, own, out_dtype=SUM)
-        return acc + tl.dot(x_hi, u, own, out_dtype=SUM)
+            low_parts = tl.dot(lo.to(OPERAND), u, out_dtype=SUM)
+            low_parts = tl.dot(x_hi, u_lo, low_parts, out_dtype=SUM)
+        return acc + tl.dot(x_hi, u, low_parts, out_dtype=SUM)
     return tl.dot(x.to(OPERAND), u, acc, input_precision=PRECISION, out_dtype=SUM)
 
 

@@ -84,7 +84,7 @@ def store(slots: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]]) -> None:
     destinations: list[Tensor] = []
     values: list[Tensor] = []
     bits: list[int] = []
-    for i, (to, value, own) in enumerate(slots):
+    for i, (to, value, masks_of_slot) in enumerate(slots):
         first, like = slots[0][0], "slots[0].to"
         if to.ndim == 0 or not _contiguous_matrices(to):
             raise ValueError(
@@ -93,13 +93,13 @@ def store(slots: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]]) -> None:
             )
         launch.check(f"slots[{i}].to", to, (len(first), *to.shape[1:]), first.device, like=like)
         launch.check(f"slots[{i}].value", value, tuple(to.shape), first.device, like=like)
-        for k, mask in enumerate(own):
+        for k, mask in enumerate(masks_of_slot):
             launch.check(f"slots[{i}].masks[{k}]", mask, (len(to),), first.device, (torch.bool,), like)
             masks[id(mask)] = mask.contiguous()
         if to.numel():
             destinations.append(to)
             values.append(value if _contiguous_matrices(value) else value.contiguous())
-            bits.append(sum({1 << [*masks].index(id(mask)) for mask in own}))
+            bits.append(sum({1 << [*masks].index(id(mask)) for mask in masks_of_slot}))
     if not destinations:
         return
     B, device = len(destinations[0]), destinations[0].device

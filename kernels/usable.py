@@ -36,15 +36,15 @@ def usable_kernel(
     i = tl.program_id(0).to(tl.int64)
     start = tl.load(starts_ptr + i)
     rows = start + tl.arange(0, ROWS)
-    own = rows < tl.load(starts_ptr + i + 1)
+    in_member = rows < tl.load(starts_ptr + i + 1)
     total = tl.zeros((ROWS, TILE), DTYPE)
     for first in range(0, PARTS, TILE):
         part = first + tl.arange(0, TILE)
-        total += tl.load(energy_ptr + rows[:, None] * PARTS + part, own[:, None] & (part < PARTS), 0.0)
+        total += tl.load(energy_ptr + rows[:, None] * PARTS + part, in_member[:, None] & (part < PARTS), 0.0)
     energy = tl.sum(total, axis=1)
     good = tl.min((energy <= LARGEST).to(tl.int32), axis=0)  # NaN is not
-    tl.store(finite_ptr + rows, (rows >= 0) & (good > 0), own)
-    tl.store(usable_ptr + rows, (energy > 0) & (good > 0), own)
+    tl.store(finite_ptr + rows, (rows >= 0) & (good > 0), in_member)
+    tl.store(usable_ptr + rows, (energy > 0) & (good > 0), in_member)
     tl.store(skipped_ptr + i, tl.load(skipped_ptr + i) + 1 - good)
 
 
@@ -72,7 +72,7 @@ def usable(energy: Tensor, starts: Tensor, most: int, skipped: Tensor) -> tuple[
     launch.check("energy", energy, (B, parts), device, (torch.float32, torch.float64))
     launch.check("starts", starts, (members + 1,), device, (torch.int64,), like="energy")
     launch.check("skipped", skipped, (members,), device, (torch.int64,), like="energy")
-    finite, found = (torch.empty(B, dtype=torch.bool, device=device) for _ in range(2))
+    finite, nonzero = (torch.empty(B, dtype=torch.bool, device=device) for _ in range(2))
     rows = triton.next_power_of_2(most)
     if members:
         launch.start(
@@ -82,11 +82,11 @@ def usable(energy: Tensor, starts: Tensor, most: int, skipped: Tensor) -> tuple[
             energy,
             starts,
             finite,
-            found,
+            nonzero,
             skipped,
             parts,
             DTYPE=TRITON_DTYPES[energy.dtype],
             ROWS=rows,
             TILE=max(1, ELEMENTS // rows),
         )
-    return finite, found
+    return finite, nonzero

@@ -50,8 +50,8 @@ def _triton() -> str:
 
 def _nvcc() -> str:
     nvcc = toolkit.find_nvcc(os.environ)
-    found = "not found" if nvcc is None else f"{toolkit.nvcc_version(nvcc)} ({nvcc})"
-    return f"{found}; only needed to build the extension"
+    said = "not found" if nvcc is None else f"{toolkit.nvcc_version(nvcc)} ({nvcc})"
+    return f"{said}; only needed to build the extension"
 
 
 def _extension() -> str:
@@ -101,7 +101,7 @@ def _gpus() -> tuple[int, str]:
 def lines() -> list[Line]:
     """List what is installed, and what runs where."""
     gpus, none = _gpus()
-    found: list[Line] = [
+    report: list[Line] = [
         ("python", lambda: f"{platform.python_version()} ({sys.executable})"),
         ("prokl", _prokl),
         ("torch", _torch),
@@ -109,10 +109,10 @@ def lines() -> list[Line]:
         ("nvcc", _nvcc),
         ("extension", _extension),
     ]
-    found += [(f"gpu {index}", partial(_gpu, index)) for index in range(gpus)] or [("gpu", lambda: none)]
+    report += [(f"gpu {index}", partial(_gpu, index)) for index in range(gpus)] or [("gpu", lambda: none)]
     for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
-        found += [(f"{device} step", partial(_step, device)), (f"{device} qr", partial(_qr, device))]
-    return found
+        report += [(f"{device} step", partial(_step, device)), (f"{device} qr", partial(_qr, device))]
+    return report
 
 
 def main(argv: Sequence[str] = ()) -> None:

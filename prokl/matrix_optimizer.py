@@ -52,22 +52,22 @@ class MatrixOptimizer(Optimizer):
     @property
     def engine(self) -> Engine:
         """The engine that steps what this process steps; a divided optimizer's is over stand-ins."""
-        return self._own if self._division is None else self._division.engine
+        return self._outer if self._division is None else self._division.engine
 
     @property
-    def _own(self) -> Engine:
+    def _outer(self) -> Engine:
         """The engine over the groups and the state of today, either of which anyone may have replaced."""
-        made: Engine | None = self.__dict__.get("_engine")
-        if made is None:  # also where this is being unpickled
-            made = self._engine = Engine(self.method, self.defaults, type(self).__name__)
-        made.groups, made.state, made.defaults = self.param_groups, self.state, self.defaults
-        return made
+        engine: Engine | None = self.__dict__.get("_engine")
+        if engine is None:  # also where this is being unpickled
+            engine = self._engine = Engine(self.method, self.defaults, type(self).__name__)
+        engine.groups, engine.state, engine.defaults = self.param_groups, self.state, self.defaults
+        return engine
 
     def _divided(self) -> Division | None:
         """Return what divides the work, made as soon as there is cause: all ranks must ask."""
         shards = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
         if self._division is None and (self._process_group is not None or shards):
-            self._division = Division(self._own, self._process_group)
+            self._division = Division(self._outer, self._process_group)
         return self._division
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,14 +113,14 @@ class MatrixOptimizer(Optimizer):
         with names_alike():
             super().add_param_group(group)
         index = len(self.param_groups) - 1
-        self._own.check_new(index)
+        self._outer.check_new(index)
         for p, name in named(self.param_groups[index], index):
             if is_dtensor(p):
                 check_placements(name, p.placements)  # type: ignore[attr-defined]
 
     def _of_adamw(self) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
-        return self._own.adamw.defaults(self.defaults["maximize"])
+        return self._outer.adamw.defaults(self.defaults["maximize"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -158,12 +158,12 @@ class MatrixOptimizer(Optimizer):
         """Do the step, after the closure; return warnings."""
         if self._division is None and self._process_group is None:
             try:
-                return self._own.step()
+                return self._outer.step()
             except Sharded:  # it has come into a group since, as Accelerate puts it there
                 pass
         division = self._divided()
         assert division is not None
-        return division.step(self._own)
+        return division.step(self._outer)
 
     @torch.no_grad()
     def offload(self, device: torch.device | str = "cpu") -> None:
@@ -221,7 +221,7 @@ class MatrixOptimizer(Optimizer):
         groups = [resolved(group, settings) for group in packed["param_groups"]]  # schedulers set numbers of NumPy
         state = checkpoint.with_step_tensors(packed["state"])
         if self._division is not None:
-            state = self._division.exported(self._own, state)
+            state = self._division.exported(self._outer, state)
         return {**packed, "state": state, "param_groups": groups}
 
     def gather_state_dict(self, dst: int = 0) -> dict[str, Any]:
@@ -233,18 +233,18 @@ class MatrixOptimizer(Optimizer):
             RuntimeError: the last step of a divided optimizer broke off.
         """
         packed, here = self.state_dict(), not dist.is_initialized() or dist.get_rank() == dst
-        found: dict[Any, Any] = {}
-        for i, own in packed["state"].items():
+        gathered: dict[Any, Any] = {}
+        for i, entry in packed["state"].items():
             if not isinstance(i, int):  # what hooks keep beside the weights
-                found[i] = own
+                gathered[i] = entry
                 continue
-            whole = {}
-            for key, value in own.items():
+            full = {}
+            for key, value in entry.items():
                 value = value.full_tensor() if is_dtensor(value) else value
                 if here:
-                    whole[key] = value.cpu() if isinstance(value, Tensor) else value
-            found[i] = whole
-        return {**packed, "state": found} if here else {}
+                    full[key] = value.cpu() if isinstance(value, Tensor) else value
+            gathered[i] = full
+        return {**packed, "state": gathered} if here else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, whole or this rank's part; of a divided optimizer all ranks must call it.
@@ -257,7 +257,7 @@ class MatrixOptimizer(Optimizer):
         """
         division = self._divided()
         if division is not None:
-            division.update(self._own)
+            division.update(self._outer)
         last_hook = self.register_load_state_dict_pre_hook(self._prepare)
         try:
             if division is None:
@@ -284,12 +284,12 @@ class MatrixOptimizer(Optimizer):
             state = {**state, key: self.__dict__[key].copy()}
         division = self._divided() if "param_groups" in self.__dict__ else None  # none yet: it is being unpickled
         if division is not None:
-            shown: Any = defaultdict(dict, division.loaded(self._own, state))
+            shown: Any = defaultdict(dict, division.loaded(self._outer, state))
             super().__setstate__({**state, "state": shown})
-            division.update(self._own)
-            division.show(self._own, state["state"])
+            division.update(self._outer)
+            division.show(self._outer, state["state"])
             return
         check_undivided(state)
-        made = checkpoint.restore(state, self.method, type(self).__name__)
+        restored = checkpoint.restore(state, self.method, type(self).__name__)
         super().__setstate__(state)
-        self._own.loaded(made)
+        self._outer.loaded(restored)

@@ -65,5 +65,5 @@ def parts(left: Operand, right: Operand) -> list[tuple[Tensor, Tensor]]:
     Of a tensor beside a pair hi is the tensor itself: it is bfloat16 and has no lo.
     """
     (a, a_lo), (b, b_lo) = ((t.hi, t.lo) if isinstance(t, Pair) else (t, None) for t in (left, right))
-    found = [(a_lo, b), (a, b_lo), (a, b)]
-    return [(x, y) for x, y in found if x is not None and y is not None]
+    products = [(a_lo, b), (a, b_lo), (a, b)]
+    return [(x, y) for x, y in products if x is not None and y is not None]

@@ -280,7 +280,7 @@ def test_the_sizes_are_those_of_the_whitened_gradient():
     torch.testing.assert_close(sizes.rows.square(), (inside.sum(dim=2) + beside) / n)
     torch.testing.assert_close(sizes.columns.square(), inside.mean(dim=1))
     whole = torch.maximum(inside.mean(dim=(1, 2)), beside.sum(dim=1) / (6 * (n - 4)))
-    torch.testing.assert_close(sizes.whole.square(), whole)
+    torch.testing.assert_close(sizes.overall.square(), whole)
 
 
 def test_lambda_0_falls_by_beta2_to_what_the_gradient_allows():

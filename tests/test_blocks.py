@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from prokl.distributed.blocks import Block, blocks, check_placements, homes, rows, whole
+from prokl.distributed.blocks import Block, blocks, check_placements, homes, rows, whole_block
 from prokl.distributed.ownership import Home, Weight, divide
 from prokl.distributed.weights import Divided
 
@@ -50,7 +50,7 @@ def test_a_block_is_what_pytorch_puts_on_the_rank(shape, mesh_shape):
             mesh_shape, shape, lambda t, mesh, p=placements: distribute_tensor(t, mesh, p, src_data_rank=None)
         )
         for block, local in zip(mine, theirs, strict=True):
-            assert torch.equal(numbered[block.within(whole(shape))], local), (placements, block)
+            assert torch.equal(numbered[block.within(whole_block(shape))], local), (placements, block)
 
 
 @pytest.mark.parametrize("count", [8, 12, 5])
@@ -69,7 +69,7 @@ def test_blocks_meet_and_lie_within_each_other():
     assert a.meet(b).within(a) == (slice(2, 4), slice(0, 3))
     assert a.meet(Block(((6, 7), (0, 1)))).empty
     assert rows((5, 7), 2, 4) == Block(((2, 4), (0, 7)))
-    assert whole(()).shape == ()
+    assert whole_block(()).shape == ()
 
 
 def test_a_matrix_has_a_home_where_it_lies_whole():

@@ -172,7 +172,7 @@ def test_wrong_arguments_raise_with_their_names():
         (lambda: cut(t, 1.0, torch.int8, flag, flag.float()), "Invalid out_dtype=torch.int8"),
         (lambda: cut(t, 1.0, torch.float32, flag[:1], flag.float()), r"bounded has shape \(1,\); must be \(2,\)"),
         (lambda: cut(t, 1.0, torch.float32, flag, flag), "clipped has dtype torch.bool; must be one of"),
-        (lambda: inverse_norm(t[0], t[0], t[0, :, :1], 0.0), r"whole has shape \(3, 1\); must be \(3, 4\)"),
+        (lambda: inverse_norm(t[0], t[0], t[0, :, :1], 0.0), r"full_size has shape \(3, 1\); must be \(3, 4\)"),
         (lambda: inverse_norm(t, t[0], t[0], 0.0), r"must be \(B, parts\)"),
     ):
         with pytest.raises(ValueError, match=message):

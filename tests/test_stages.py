@@ -74,7 +74,7 @@ def lookahead(s, v, state):
 def momentum(s, v, state, a):
     M, ahead = lookahead(s, v, state)
     rest = ahead.residual
-    return M, ahead.G_par, rest.G_hat_perp, rest.size.sum(1), rest.whole.sum(1)
+    return M, ahead.G_par, rest.G_hat_perp, rest.size.sum(1), rest.full_size.sum(1)
 
 
 def whiten(s, v, state, a):

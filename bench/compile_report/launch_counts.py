@@ -248,7 +248,7 @@ def _cut(a: Arguments, programs: int) -> Work:
 
 def _inverse_norm(a: Arguments, programs: int) -> Work:
     read = _moved((a["energy_ptr"], programs * a["ENERGIES"]), (a["size_ptr"], programs * a["NORMS"]))
-    read += _moved((a["whole_ptr"], programs * a["NORMS"]))
+    read += _moved((a["full_size_ptr"], programs * a["NORMS"]))
     return Work(read + _moved((a["inverse_ptr"], programs)), programs)
 
 

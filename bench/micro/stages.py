@@ -223,9 +223,9 @@ def _kl_stages(ops: ProKLShampooStages) -> klshampoo.KLShampooStages:
     return found
 
 
-def _whitening(i: Inputs, ops: ProKLShampooStages) -> tuple[klshampoo.Given, klshampoo.Whitening]:
+def _whitening(i: Inputs, ops: ProKLShampooStages) -> tuple[klshampoo.Operands, klshampoo.Whitening]:
     own = _kl_stages(ops)
-    given = own.given(i["G"], i["state"])
+    given = own.operands(i["G"], i["state"])
     return given, own.whitening(given)
 
 
@@ -249,7 +249,7 @@ def _kl_momentum(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
 
 def _kl_direction(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
     own, M = _kl_stages(ops), _kl_momentum(i, ops)()
-    given = own.given(i["G"], i["state"])
+    given = own.operands(i["G"], i["state"])
     return lambda: own.direction(M, given, i["state"], KL_H)[0]
 
 
@@ -269,12 +269,12 @@ STAGES = (
     replace(
         _pro(
             "admit",
-            lambda G, state, h: _admitted(G, reference.whitened_sizes(G, state, h).whole, state, h),
+            lambda G, state, h: _admitted(G, reference.whitened_sizes(G, state, h).overall, state, h),
             replace(
                 _kl(
                     "decide",
                     _kl_decide,
-                    lambda G, state, h: _admitted(G, reference_kl.whitened_sizes(G, state).whole, state, h),
+                    lambda G, state, h: _admitted(G, reference_kl.whitened_sizes(G, state).overall, state, h),
                 ),
                 inputs=surprising(kl_inputs),
             ),

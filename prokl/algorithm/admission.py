@@ -63,12 +63,12 @@ def row_and_column_energies(A: Tensor, a: Roots) -> tuple[Tensor, Tensor]:
 
 
 def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, unit: Tensor, a: Roots, n: int) -> Sizes:
-    """Measure the gradient in these units; the whole is in the subspace or beside it, whichever is larger."""
+    """Measure the gradient in these units; ``overall`` is in the subspace or beside it, whichever is larger."""
     m, r = ell.shape[-1], rho.shape[-1]
     inside, both = a.L.square() * ell, a.L * a.mu[:, None]
     beside = both.square() * e_res if both.dtype == torch.float64 else (both * e_res.sqrt()).square()
-    whole = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r)))
-    sizes = ((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), whole.sqrt()
+    mean_square = torch.maximum(inside.sum(dim=-1) / (m * r), beside.sum(dim=-1) / (m * (n - r)))
+    sizes = ((inside + beside) / n).sqrt(), (a.S.square() * rho).sqrt(), mean_square.sqrt()
     return Sizes(*(t * (unit if t.ndim == 1 else unit[:, None]) for t in sizes))
 
 
@@ -77,7 +77,7 @@ def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> T
     a = damped(inverse_roots(state), damping(state, h))
     e_res = e_res.to(a.mu.dtype)
     A, e_res, unit = in_units(A, e_res if e_res.ndim == 2 else e_res.sum(dim=1), a)
-    return whitened_sizes(*row_and_column_energies(A, a), e_res, unit, a, n).whole
+    return whitened_sizes(*row_and_column_energies(A, a), e_res, unit, a, n).overall
 
 
 def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, factor: Tensor, h: Hyper, n: int) -> Roots:

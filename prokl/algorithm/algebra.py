@@ -80,9 +80,9 @@ class Direction:
             return self.left.to(dtype) @ self.right.to(dtype).mT
         D = self.X if self.Q is None else self.Q @ self.X
         if self.scale is not None:
-            own = D is not self.X or D.dtype != self.scale.dtype
+            fresh = D is not self.X or D.dtype != self.scale.dtype
             D = D.to(self.scale.dtype)  # the arithmetic dtype
-            D = D.mul_(self.scale[:, None, None]) if own else D * self.scale[:, None, None]
+            D = D.mul_(self.scale[:, None, None]) if fresh else D * self.scale[:, None, None]
         if self.left is None:
             return D
         assert self.right is not None

@@ -27,8 +27,8 @@ def preferred(d: int, c: int, device: torch.device) -> Tensor:
     are. The draw is from a generator of its own, on the CPU: every device and process has the same columns, the first
     of which do not depend on c.
     """
-    own = torch.Generator(device="cpu").manual_seed(0)
-    E = 2 * torch.rand(c, d, generator=own, dtype=torch.float64, device="cpu").mT - 1
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    E = 2 * torch.rand(c, d, generator=generator, dtype=torch.float64, device="cpu").mT - 1
     return (E / torch.linalg.vector_norm(E, dim=0)).to(device)
 
 
@@ -77,9 +77,9 @@ def _eigenvectors(A: Tensor, trusted: bool) -> tuple[Tensor, Tensor]:
     Unless ``trusted`` they are checked, which reads the device, and LAPACK's take the place of wrong ones: batched
     solvers of GPUs have returned vectors of another matrix, or not orthogonal ones, without a word.
     """
-    found = torch.linalg.eigh(A)
-    if trusted or _decomposes(A, *found):
-        return found
+    decomposition = torch.linalg.eigh(A)
+    if trusted or _decomposes(A, *decomposition):
+        return decomposition
     eigenvalues, X = torch.linalg.eigh(A.cpu())
     return eigenvalues.to(A.device), X.to(A.device)
 
@@ -126,5 +126,5 @@ def singular_directions(G: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     determined = sigma > n * torch.finfo(G.dtype).eps * sigma[..., :1]
     beyond = (0, max(0, columns - m))
     right = torch.nn.functional.pad((Y * sign)[..., :columns], beyond)
-    known = torch.nn.functional.pad(determined[..., :columns], beyond)
-    return completed(X * sign, determined).to(G.dtype), completed(right, known).to(G.dtype)
+    right_determined = torch.nn.functional.pad(determined[..., :columns], beyond)
+    return completed(X * sign, determined).to(G.dtype), completed(right, right_determined).to(G.dtype)

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     """Of each direction of the short side's factor (B,m)."""
     columns: Tensor
     """Of each direction of the long side's factor (B,k)."""
-    whole: Tensor
+    overall: Tensor
     """What the decision goes by (B,)."""
 
 
@@ -78,10 +78,10 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
 
     One whose size is not finite counts as zero, with c = 0 and no evidence.
     """
-    kappa, size = h.clip_threshold, sizes.whole
+    kappa, size = h.clip_threshold, sizes.overall
     assert kappa is not None
-    known = size.isfinite()
-    scale = torch.where(known & (size > kappa), kappa / size, known.to(size.dtype))
+    finite = size.isfinite()
+    scale = torch.where(finite & (size > kappa), kappa / size, finite.to(size.dtype))
     rows, columns = (
         1 / ((scale / kappa)[:, None] * t).nan_to_num(0.0).clamp(min=1) for t in (sizes.rows, sizes.columns)
     )
@@ -90,10 +90,10 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
     if "lambda_0" in state:
         start = state["lambda_0"].to(rms.dtype)
         lower = (h.beta2 * start).maximum(UNITS * rms)
-        falls = known & (rms > 0) & (lower < start)
+        falls = finite & (rms > 0) & (lower < start)
         changed["lambda_0"] = torch.where(falls, lower, start).to(state["lambda_0"].dtype)
     scale, rows, columns = (t.to(state["inv_sqrt_lambda_L"].dtype) for t in (scale, rows, columns))
-    return Verdict(scale, rows, columns, known, bounded, changed)
+    return Verdict(scale, rows, columns, finite, bounded, changed)
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:

@@ -19,7 +19,7 @@ from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """What several products take."""
 
     G: Factor
@@ -64,21 +64,21 @@ def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
 class KLShampooStages(Algebra):
     """KL-Shampoo's step; a :class:`prokl.algorithm.method.Batched`."""
 
-    def given(self, G: Tensor, state: State) -> Given:
-        """Return the gradient and both bases."""
-        return Given(G, state["Q_L"], state["Q_R"])
+    def operands(self, G: Tensor, state: State) -> Operands:
+        """Return the gradient and both bases, as products take them."""
+        return Operands(G, state["Q_L"], state["Q_R"])
 
-    def whitening(self, given: Given) -> Whitening:
+    def whitening(self, operands: Operands) -> Whitening:
         """Turn the gradient into the eigenbases."""
-        QtG = self.product(given.Q_L.mT, given.G)
-        return Whitening(QtG, self.product(QtG, given.Q_R))
+        QtG = self.product(operands.Q_L.mT, operands.G)
+        return Whitening(QtG, self.product(QtG, operands.Q_R))
 
     def momentum(self, G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
         """Update the momentum, M <- momentum M + (1 - momentum) c G (B,m,n)."""
         scaled = G if verdict is None else G * verdict.scale[:, None, None]
         return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
 
-    def direction(self, M: Tensor, given: Given, state: State, h: Hyper) -> tuple[Tensor, Tensor | None]:
+    def direction(self, M: Tensor, operands: Operands, state: State, h: Hyper) -> tuple[Tensor, Tensor | None]:
         """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
 
         The factor of ``adjust_lr_fn`` is part of a product.
@@ -87,7 +87,7 @@ class KLShampooStages(Algebra):
             The direction, and the factor (B,) that it was cut by, None where there is no bound.
         """
         mm = self.product
-        _, Q_L, Q_R = given
+        _, Q_L, Q_R = operands
         eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
         s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
         whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
@@ -97,7 +97,9 @@ class KLShampooStages(Algebra):
             whitened = whitened * factor.to(M.dtype)[:, None, None]
         return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 
-    def statistics(self, given: Given, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper) -> State:
+    def statistics(
+        self, operands: Operands, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper
+    ) -> State:
         """Update the EMAs of both factors and both spectra by c G, each side whitened by the other's eigenvalues."""
         A = whitening.A
         m, n = A.shape[-2:]
@@ -107,7 +109,7 @@ class KLShampooStages(Algebra):
             c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
         ell = (A * c_R[:, None, :]).square().mean(dim=-1)
         rho = (A * c_L[:, :, None]).square().mean(dim=-2)
-        X, Y = self.samples(given, whitening, c_L, c_R)
+        X, Y = self.samples(operands, whitening, c_L, c_R)
         gain = 1 - h.beta2
         return {
             "L": self.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
@@ -116,9 +118,9 @@ class KLShampooStages(Algebra):
             "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
         }
 
-    def samples(self, given: Given, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Factor, Factor]:
+    def samples(self, operands: Operands, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Factor, Factor]:
         """Return G Q_R c_R and c_L Q_L^T G (B,m,n), whose products with themselves the factors average."""
-        return self.product(given.G, given.Q_R) * c_R[:, None, :], whitening.QtG * c_L[:, :, None]
+        return self.product(operands.G, operands.Q_R) * c_R[:, None, :], whitening.QtG * c_L[:, :, None]
 
     def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
         """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
@@ -130,16 +132,16 @@ class KLShampooStages(Algebra):
 
     def whitened_size(self, G: Tensor, state: State, h: Hyper) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
-        return whitened_sizes(self.whitening(self.given(G, state)).A, state).whole
+        return whitened_sizes(self.whitening(self.operands(G, state)).A, state).overall
 
     def next_direction(
         self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
     ) -> Direction:
         """Return the direction that the next step takes with G."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        given = self.given(G, state)
-        verdict, used = decide(self.whitening(given).A, state, h)
-        delta, _ = self.direction(self.momentum(G, verdict, state, h), given, used, h)
+        operands = self.operands(G, state)
+        verdict, used = decide(self.whitening(operands).A, state, h)
+        delta, _ = self.direction(self.momentum(G, verdict, state, h), operands, used, h)
         return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
 
     def step(
@@ -147,12 +149,12 @@ class KLShampooStages(Algebra):
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
         G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        given = self.given(G, state)
-        found = self.whitening(given)
-        verdict, used = decide(found.A, state, h)
+        operands = self.operands(G, state)
+        whitening = self.whitening(operands)
+        verdict, used = decide(whitening.A, state, h)
         M = self.momentum(G, verdict, state, h)
-        delta, factor = self.direction(M, given, used, h)
-        new = {"M": M} | self.statistics(given, found, verdict, state, h)
+        delta, factor = self.direction(M, operands, used, h)
+        new = {"M": M} | self.statistics(operands, whitening, verdict, state, h)
         evident = None
         if verdict is not None and factor is not None:
             bounded = verdict.bounded | (factor < 1)

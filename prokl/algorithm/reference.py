@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 
     rows: Tensor
     columns: Tensor
-    whole: float
+    overall: float
 
 
 def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> Sizes:
@@ -78,8 +78,8 @@ def whitened_sizes(G: Tensor, state: State, h: ProHyper) -> Sizes:
     inside = (a_L.diag() @ (Q_L.mT @ Gt @ Q_S).double() @ a_S.diag()).square()
     beside = (a_mu * a_L.diag() @ (Q_L.mT @ G_perp).double()).square()
     rows = ((inside.sum(dim=1) + beside.sum(dim=1)) / n).sqrt()
-    whole = float(max(inside.sum() / (m * r), beside.sum() / (m * (n - r))) ** 0.5)
-    return Sizes(rows, inside.mean(dim=0).sqrt(), whole)
+    overall = float(max(inside.sum() / (m * r), beside.sum() / (m * (n - r))) ** 0.5)
+    return Sizes(rows, inside.mean(dim=0).sqrt(), overall)
 
 
 def tempered(s: Tensor, sizes: Tensor, c: float, h: Hyper) -> tuple[Tensor, bool]:
@@ -271,7 +271,7 @@ def step(
         The new weight and the new state. Nothing is modified in place.
     """
     sizes = whitened_sizes(G, state, h)
-    c, evident, decided = admit(sizes.whole, rms(G), state, h)
+    c, evident, decided = admit(sizes.overall, rms(G), state, h)
     M, G_par, G_perp = momentum_and_projection(c * G, state, h, stored)
     delta, cut = direction(G_par, G_perp, state, h, aspect_scale, c, sizes)
     W = decayed(W, delta, h) - h.lr * delta

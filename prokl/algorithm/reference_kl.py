@@ -87,7 +87,7 @@ def step(W: Tensor, G: Tensor, state: State, h: Hyper, *, refresh: bool) -> tupl
         The new weight and the new state. Nothing is modified in place.
     """
     sizes = whitened_sizes(G, state)
-    c, evident, decided = admit(sizes.whole, rms(G), state, h)
+    c, evident, decided = admit(sizes.overall, rms(G), state, h)
     M = momentum(c * G, state, h)
     delta, cut = direction(M, state, h, c, sizes)
     W = W - h.lr * delta

@@ -147,8 +147,8 @@ class ProHyper(Hyper):
     @classmethod
     def of(cls, group: dict[str, Any]) -> ProHyper:
         """Read from a parameter group."""
-        own = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
-        return cls(*(own[field.name] for field in fields(cls)))
+        settings = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
+        return cls(*(settings[field.name] for field in fields(cls)))
 
     def subspace_weight(self, m: int, n: int, rank: int) -> float:
         """Return alpha_kl of a weight; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2).
@@ -258,8 +258,8 @@ def check_learning_rate(name: str, lr: Any) -> None:
 
 def check_betas(name: str, betas: Any) -> None:
     """Raise ValueError unless ``betas`` are AdamW's: two numbers in [0, 1)."""
-    found = plain(betas)
-    if not isinstance(found, tuple) or len(found) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in found):
+    pair = plain(betas)
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in pair):
         raise _invalid(name, betas, "two numbers in [0, 1)")
 
 
@@ -273,11 +273,11 @@ def _check_not_differentiable(group: dict[str, Any]) -> None:
         raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
 
 
-def check_advanced(where: str, given: Any, known: Mapping[str, Any] = PRO_ADVANCED) -> None:
-    """Raise TypeError unless ``given`` is a mapping of advanced settings alone."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"Invalid advanced={given!r} {where}: must be a dict of {', '.join(known)}.")
-    for key in given.keys() - known.keys():
+def check_advanced(where: str, advanced: Any, known: Mapping[str, Any] = PRO_ADVANCED) -> None:
+    """Raise TypeError unless ``advanced`` is a mapping of advanced settings alone."""
+    if not isinstance(advanced, Mapping):
+        raise TypeError(f"Invalid advanced={advanced!r} {where}: must be a dict of {', '.join(known)}.")
+    for key in advanced.keys() - known.keys():
         nearest = get_close_matches(str(key), known, n=1)
         said = f"the nearest is {nearest[0]!r}" if nearest else f"there are {', '.join(known)}"
         raise TypeError(f"Invalid advanced={{{key!r}: ...}} {where}: no advanced setting has that name; {said}.")

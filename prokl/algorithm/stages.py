@@ -74,14 +74,14 @@ class Residual(NamedTuple):
     """G^ - G^ U U^T (B,m,n)."""
     size: Tensor
     """Its squared norm, as parts (B,k) that add up."""
-    whole: Tensor
+    full_size: Tensor
     """That of G^, likewise."""
     noise: float
-    """Size over whole up to which it may be rounding alone."""
+    """``size`` over ``full_size`` up to which it may be rounding alone."""
 
     def negligible(self) -> Tensor:
         """Return (B,) bool, True where it is rounding noise: Newton-Schulz would inflate that to a full step."""
-        return self.size.sum(dim=1) <= self.noise * self.whole.sum(dim=1)
+        return self.size.sum(dim=1) <= self.noise * self.full_size.sum(dim=1)
 
 
 class Lookahead(NamedTuple):
@@ -326,16 +326,16 @@ class ProKLShampooStages(Polynomials):
 
     def whitened_size(self, G: Tensor, state: State, h: ProHyper) -> Tensor:
         """Return the whitened size (B,) of G by the state before it."""
-        found = self.energies(self.project(G, state, None), state)
-        return admission.whitened_size(found.A, found.e_res, state, h, G.shape[-1])
+        energies = self.energies(self.project(G, state, None), state)
+        return admission.whitened_size(energies.A, energies.e_res, state, h, G.shape[-1])
 
     def next_direction(
         self, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None
     ) -> Direction:
         """Return the direction that the next step takes with G: (1) and (2)."""
         projected = self.project(G, state, active)
-        found = self.energies(projected, state)
-        admitted = self.admit(found.A, found.QtG, found.e_res, state, h, G.shape[-1])
+        energies = self.energies(projected, state)
+        admitted = self.admit(energies.A, energies.QtG, energies.e_res, state, h, G.shape[-1])
         _, lookahead = self.momentum(G, projected, admitted.scale, state, h, active)
         return self.direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale)[0]
 
@@ -345,14 +345,14 @@ class ProKLShampooStages(Polynomials):
         """Do (1) to (4); arguments and results as :meth:`prokl.algorithm.method.Batched.step` has them."""
         n = G.shape[-1]
         projected = self.project(G, state, active)
-        found = self.energies(projected, state)
-        admitted = self.admit(found.A, found.QtG, found.e_res, state, h, n)
+        energies = self.energies(projected, state)
+        admitted = self.admit(energies.A, energies.QtG, energies.e_res, state, h, n)
         M, lookahead = self.momentum(G, projected, admitted.scale, state, h, active)
         G_perp = projected.G_perp
         del projected  # memory for the rest
         delta, clipped = self.direction(lookahead, state, admitted.used, admitted.bounded, h, aspect_scale)
         del lookahead
-        moments, sample = self.statistics(found, admitted, state, h, n)
+        moments, sample = self.statistics(energies, admitted, state, h, n)
         turned = self.track_subspace(G_perp, admitted.scale, sample, state | moments)
         new = {"M": M} | moments | turned | admitted.changed
         if clipped is not None:

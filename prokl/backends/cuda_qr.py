@@ -174,8 +174,8 @@ def _finished(
     A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
 ) -> Tensor:
     kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
-    found: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used, of_root)
-    return found
+    done: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used, of_root)
+    return done
 
 
 def _gram(ops: Products, W: Tensor) -> Tensor:
@@ -224,8 +224,8 @@ def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dty
     reason = extension.unsupported_reason(device)
     if reason is not None:
         raise ValueError(f"Invalid device={device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
-    found: ModuleType = getattr(module, DTYPES[dtype])
-    return found
+    functions: ModuleType = getattr(module, DTYPES[dtype])
+    return functions
 
 
 # Of addresses: these are arguments of torch.library's operators, which materialise lazy ones and know no wrappers.
@@ -334,11 +334,11 @@ def _finish(
     ``kept``, or NaN.
     """
     B, _, k = A.shape
-    found = _new(A, B, dtype=torch.int32)
+    done = _new(A, B, dtype=torch.int32)
     deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
     matrices = (_where(A), _sum(N), _where(kept), _where(Q), of_root)
-    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(used), found.data_ptr())
-    return found
+    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(used), done.data_ptr())
+    return done
 
 
 @_finish.register_fake

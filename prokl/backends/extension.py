@@ -73,12 +73,12 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 def _outdated(module: ModuleType) -> str | None:
     """Return why the driver cannot run it: within a major version any driver runs what any toolkit built."""
-    built, known = module.built_with(), module.driver_knows()
-    if built // 1000 <= known // 1000:
+    built, supported = module.built_with(), module.driver_knows()
+    if built // 1000 <= supported // 1000:
         return None
     return (
         f"the CUDA extension was built with CUDA {built // 1000}.{built % 1000 // 10}, the driver knows "
-        f"{known // 1000}.{known % 1000 // 10}: update the driver, or build with an older toolkit"
+        f"{supported // 1000}.{supported % 1000 // 10}: update the driver, or build with an older toolkit"
     )
 
 

@@ -176,11 +176,11 @@ def _fill(into: Tensor, values: Tensor) -> Tensor:
     """
     if into.stride() == values.stride():
         return into.copy_(values)
-    for own, one in zip(into, values, strict=True):
-        if own.is_contiguous():
-            own.copy_(one)
+    for target, source in zip(into, values, strict=True):
+        if target.is_contiguous():
+            target.copy_(source)
         else:
-            own.mT.copy_(one.mT)
+            target.mT.copy_(source.mT)
     return into
 
 
@@ -197,7 +197,7 @@ class TorchIO:
 
     def locate(self, rates: Sequence[Rates]) -> None:
         """Find gradients, and take lr and weight decay."""
-        self.rates = [own for own in rates for _ in own.members]
+        self.rates = [group_rates for group_rates in rates for _ in group_rates.members]
         self.gradients = [member.gradient() for member in self.members]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
@@ -205,11 +205,11 @@ class TorchIO:
         a = self.layout
         G = torch.empty((a.count, a.m, a.n), dtype=a.dtype, device=a.device)
         for g, member in zip(self.gradients, self.members, strict=True):
-            own = G[member.rows.start : member.rows.stop]
+            target = G[member.rows.start : member.rows.stop]
             if g is None:
-                own.zero_()
+                target.zero_()
             else:
-                _fill(own, g.to(a.dtype))
+                _fill(target, g.to(a.dtype))
         if negate:
             G = G.neg_()
         sq_norm = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
@@ -223,14 +223,14 @@ class TorchIO:
             if moved.isdisjoint(member.rows):
                 continue
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
-            own, moves = D[rows], None if active is None else active[rows]
+            delta, moves = D[rows], None if active is None else active[rows]
             if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
-                own = _fill(torch.empty_like(W, dtype=D.dtype), own)
+                delta = _fill(torch.empty_like(W, dtype=D.dtype), delta)
             if moves is None and W.dtype == D.dtype:
-                self._advance(W, own, direction, rates)
+                self._advance(W, delta, direction, rates)
             else:
                 new = self.rounding.exact(W, rows).to(D.dtype, copy=True)
-                self._advance(new, own, direction, rates)
+                self._advance(new, delta, direction, rates)
                 self.rounding.write(W, new, rows, moves)
             member.write(W)
 

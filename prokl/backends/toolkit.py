@@ -34,15 +34,15 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
     path = environ.get("PATH")
     named = environ.get("CUDACXX")
     if named:
-        found = shutil.which(named, path=path)
-        if found is None:
+        program = shutil.which(named, path=path)
+        if program is None:
             raise ToolkitError(f"Invalid CUDACXX={named!r}: must be a program. Name nvcc, or unset it; {SKIP}")
-        return found
+        return program
     folders = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     for candidate in (*(str(Path(folder, "bin", "nvcc")) for folder in folders), "nvcc", USUAL_NVCC):
-        found = shutil.which(candidate, path=path)
-        if found is not None:
-            return found
+        program = shutil.which(candidate, path=path)
+        if program is not None:
+            return program
     return None
 
 
@@ -66,10 +66,10 @@ def ask(nvcc: str, *arguments: str) -> str:
 def nvcc_version(nvcc: str) -> str:
     """Return the version of nvcc, such as "13.0.88"."""
     printed = ask(nvcc, "--version")
-    found = re.search(r"\bV(\d+(?:\.\d+)+)", printed)
-    if found is None:
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", printed)
+    if match is None:
         raise ToolkitError(f"{nvcc} --version names no version: {printed.strip()!r}. {OTHER}")
-    return found[1]
+    return match[1]
 
 
 def number(architecture: str) -> int:

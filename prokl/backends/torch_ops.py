@@ -81,14 +81,14 @@ class TorchAlgebra(Algebra):
         if not (self.host_readable and _pays(left)):
             return self.product(left, right, C=C, alpha=alpha, beta=beta)
         m = left.shape[-2]
-        found = left.new_empty((left.shape[0], m, m))
+        D = left.new_empty((left.shape[0], m, m))
         for rows in _panels(m):
-            own = None if C is None else C[:, rows, : rows.stop]
+            C_panel = None if C is None else C[:, rows, : rows.stop]
             # A result of its own: batched BLAS takes no strided one.
-            panel = self.product(left[:, rows], right[:, :, : rows.stop], C=own, alpha=alpha, beta=beta)
-            found[:, rows, : rows.stop] = panel
-            found[:, : rows.start, rows] = panel[:, :, : rows.start].mT
-        return found
+            panel = self.product(left[:, rows], right[:, :, : rows.stop], C=C_panel, alpha=alpha, beta=beta)
+            D[:, rows, : rows.stop] = panel
+            D[:, : rows.start, rows] = panel[:, :, : rows.start].mT
+        return D
 
     def spectral(self, Q: Tensor, a: Tensor) -> Factor:
         """Return Q diag(a) Q^T."""
@@ -102,15 +102,15 @@ class TorchAlgebra(Algebra):
     def diagonal(self, Q: Tensor, E: Tensor) -> Tensor:
         """Return the diagonal of Q^T E Q."""
         if self.host_readable and _pays(E):
-            found = torch.zeros(Q.shape[0], Q.shape[-1], dtype=E.dtype, device=E.device)
+            diagonal = torch.zeros(Q.shape[0], Q.shape[-1], dtype=E.dtype, device=E.device)
             for rows in _panels(E.shape[-1]):
-                own = E[:, rows, rows] @ Q[:, rows]
+                EQ = E[:, rows, rows] @ Q[:, rows]
                 # What lies left of the diagonal lies above it, too.
-                own.baddbmm_(E[:, rows, : rows.start], Q[:, : rows.start], alpha=2)
-                found += own.mul_(Q[:, rows]).sum(dim=-2)
+                EQ.baddbmm_(E[:, rows, : rows.start], Q[:, : rows.start], alpha=2)
+                diagonal += EQ.mul_(Q[:, rows]).sum(dim=-2)
         else:
-            found = (E @ Q).mul_(Q).sum(dim=-2)
-        return found.clamp_(min=0)  # rounding may leave a vanishing energy negative
+            diagonal = (E @ Q).mul_(Q).sum(dim=-2)
+        return diagonal.clamp_(min=0)  # rounding may leave a vanishing energy negative
 
     def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
         """Return Q of qr(V): Householder's on a CPU, elsewhere Cholesky QR preconditioned by K."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Scale, State
-from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
+from prokl.algorithm.klshampoo import KLShampooStages, Operands, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
 from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual, squared_norms
@@ -25,10 +25,10 @@ def product(left: Operand, right: Operand) -> Tensor:
     # Of a float32 tensor that holds bfloat16 numbers, as a gradient may, lo is zero.
     left, right = (t if isinstance(t, Pair) else Pair.split(t.float()) for t in (left, right))
     (a, b), *rest = parts(left, right)
-    found = a.float() @ b.float()
+    D = a.float() @ b.float()
     for a, b in rest:
-        found += a.float() @ b.float()
-    return found
+        D += a.float() @ b.float()
+    return D
 
 
 class PairedAlgebra(TorchAlgebra):
@@ -87,13 +87,13 @@ class PairedStages(PairedAlgebra, ProKLShampooStages):
 class PairedKLStages(PairedAlgebra, KLShampooStages):
     """KL-Shampoo's stages over pairs of G, the bases and what the factors average."""
 
-    def given(self, G: Tensor, state: State) -> Given:
+    def operands(self, G: Tensor, state: State) -> Operands:
         """Return the gradient and both bases, split."""
-        return Given(*(Pair.split(t) for t in super().given(G, state)))
+        return Operands(*(Pair.split(t) for t in super().operands(G, state)))
 
-    def samples(self, given: Given, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Pair, Pair]:
+    def samples(self, operands: Operands, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Pair, Pair]:
         """Return what the factors average, split."""
-        X, Y = super().samples(given, whitening, c_L, c_R)
+        X, Y = super().samples(operands, whitening, c_L, c_R)
         return Pair.split(X), Pair.split(Y)
 
 

@@ -76,8 +76,8 @@ class TritonAlgebra(Algebra):
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C."""
-        found = by_cublas(left, right, C, alpha, beta)
-        return product(left, right, C=C, alpha=alpha, beta=beta) if found is None else found
+        D = by_cublas(left, right, C, alpha, beta)
+        return product(left, right, C=C, alpha=alpha, beta=beta) if D is None else D
 
     def spectral(self, Q: Tensor, a: Tensor) -> Factor:
         """Return Q diag(a) Q^T."""
@@ -124,7 +124,7 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
 
     def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
-        found = admit(
+        outputs = admit(
             A,
             QtG,
             e_res,
@@ -138,12 +138,12 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
             ceilings=(ceiling(A.shape[1]), ceiling(n)),
             largest=torch.finfo(state["M"].dtype).max,
         )
-        c, *of_mu, tail, lambda_0 = found.scalars.unbind()
-        used, s, a = map(Roots, found.rows.unbind(), found.columns.unbind(), of_mu)
+        c, *of_mu, tail, lambda_0 = outputs.scalars.unbind()
+        used, s, a = map(Roots, outputs.rows.unbind(), outputs.columns.unbind(), of_mu)
         if h.clip_threshold is None:
             return Admitted(None, used, s, a, tail, {}, None, None)
         changed = {"lambda_0": lambda_0} if "lambda_0" in state else {}
-        evident, bounded = found.flags.unbind()
+        evident, bounded = outputs.flags.unbind()
         return Admitted(c, used, s, a, tail, changed, bounded, evident)
 
     def momentum(
@@ -152,13 +152,15 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
         """Update M in place and form the residual in one launch, after one for G^ U."""
         (g, a, b), M, U = h.gradient_weights, state["M"], projected.U
         G_par = self.combined(projected.G_tilde, a + b * g, projected.M_tilde, b * h.momentum, scale)
-        own = G_par if h.variant in COMPLEMENT_VARIANTS else None
-        G_hat_perp, size, whole = launch_momentum(
-            G, M, own, U, momentum=h.momentum, weights=(g, a, b), scale=scale, active=active
+        projection = G_par if h.variant in COMPLEMENT_VARIANTS else None
+        G_hat_perp, size, full_size = launch_momentum(
+            G, M, projection, U, momentum=h.momentum, weights=(g, a, b), scale=scale, active=active
         )
-        if G_hat_perp is None or size is None or whole is None:
+        if G_hat_perp is None or size is None or full_size is None:
             return M, Lookahead(G_par, None, U)
-        return M, Lookahead(G_par, Residual(G_hat_perp, size, whole, self.noise(G.shape[-1], size.dtype, M.dtype)), U)
+        return M, Lookahead(
+            G_par, Residual(G_hat_perp, size, full_size, self.noise(G.shape[-1], size.dtype, M.dtype)), U
+        )
 
     def combined(self, x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None) -> Factor:
         """Return scale alpha x + beta y."""
@@ -172,10 +174,10 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
 
     def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
-        G_hat_perp, size, whole, noise = residual
+        G_hat_perp, size, full_size, noise = residual
         half = torch.bfloat16 if dtype == torch.bfloat16 else None
         X, energy = product(P, G_hat_perp, out_dtype=half, energy=True)
-        inverse = inverse_norm(energy, size, whole, noise)
+        inverse = inverse_norm(energy, size, full_size, noise)
         return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
 
     def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
@@ -229,20 +231,22 @@ class TritonIO:
 
     def locate(self, rates: Sequence[Rates]) -> None:
         """Write into the tables what has changed since the last call."""
-        given = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         # What is lazily negated lies nowhere: Member.gradient copies it.
-        whole = given if len(given) == len(self._parameters) and not any(map(Tensor.is_neg, given)) else []
+        complete = (
+            gradients if len(gradients) == len(self._parameters) and not any(map(Tensor.is_neg, gradients)) else []
+        )
         forms = [
-            [g.shape for g in whole],
-            [g.stride() for g in whole],
-            [g.dtype for g in whole],
-            [g.device for g in whole],
+            [g.shape for g in complete],
+            [g.stride() for g in complete],
+            [g.dtype for g in complete],
+            [g.device for g in complete],
         ]
-        if whole and self.gradient_table.follow(whole, forms):
-            self._gradients = whole
+        if complete and self.gradient_table.follow(complete, forms):
+            self._gradients = complete
         else:
             self._gradients = [member.gradient() for member in self.members]
-            self.gradient_table.update(self._gradients, self.counts, whole, forms)
+            self.gradient_table.update(self._gradients, self.counts, complete, forms)
         strides = [
             p.stride() for p in self._parameters
         ]  # of another shape, dtype or device they would have another I/O
@@ -251,9 +255,9 @@ class TritonIO:
             pairs = zip(self.members, weights, strict=True)
             self._copied = [(member, weight) for member, weight in pairs if member.is_copy(weight)]
             self.weight_table.update(weights, self.counts, self._parameters, strides)
-        ends = [self.members[own.members[-1]].rows.stop for own in rates]
-        self.lr.update([own.lr for own in rates], ends)
-        self.weight_decay.update([own.weight_decay for own in rates], ends)
+        ends = [self.members[each.members[-1]].rows.stop for each in rates]
+        self.lr.update([each.lr for each in rates], ends)
+        self.weight_decay.update([each.weight_decay for each in rates], ends)
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Read the gradients in the weights' dtype in one launch, and judge them in another."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Scale, State
-from prokl.algorithm.klshampoo import Given, KLShampooStages, Whitening
+from prokl.algorithm.klshampoo import KLShampooStages, Operands, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
 from prokl.algorithm.stages import Projected, Sample
@@ -56,9 +56,9 @@ class PairedStages(PairedAlgebra, TritonStages):
 
     def combined(self, x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None) -> Pair:
         """Return scale alpha x + beta y, split as it is stored."""
-        found = combine(x, alpha, y, beta, scale, pair=True)
-        assert isinstance(found, Pair)
-        return found
+        pair = combine(x, alpha, y, beta, scale, pair=True)
+        assert isinstance(pair, Pair)
+        return pair
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Return what the roundings of pairs may leave of a gradient beside the subspace."""
@@ -80,13 +80,13 @@ class PairedStages(PairedAlgebra, TritonStages):
 class PairedKLStages(PairedAlgebra, KLShampooStages):
     """KL-Shampoo's stages over pairs of G, the bases and what the factors average."""
 
-    def given(self, G: Tensor, state: State) -> Given:
+    def operands(self, G: Tensor, state: State) -> Operands:
         """Return the gradient and both bases, split."""
-        return Given(*(split(t) for t in super().given(G, state)))
+        return Operands(*(split(t) for t in super().operands(G, state)))
 
-    def samples(self, given: Given, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Pair, Pair]:
+    def samples(self, operands: Operands, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Pair, Pair]:
         """Return what the factors average, split."""
-        X, Y = super().samples(given, whitening, c_L, c_R)
+        X, Y = super().samples(operands, whitening, c_L, c_R)
         return split(X), split(Y)
 
 

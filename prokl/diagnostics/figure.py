@@ -62,25 +62,29 @@ def plot(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("prokl.diagnostics.plot needs matplotlib: pip install matplotlib.") from error
-    found = spectra(optimizer, model, rank=rank)
-    if not found:
+    by_weight = spectra(optimizer, model, rank=rank)
+    if not by_weight:
         figure = Figure(figsize=(6, 1))
         figure.text(0.5, 0.5, "No matrix weight has been stepped with a gradient yet.", ha="center", va="center")
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
     colours = dict(
-        zip(found, colormaps["viridis"]([i / max(1, len(found) - 1) for i in range(len(found))]), strict=True)
+        zip(
+            by_weight,
+            colormaps["viridis"]([i / max(1, len(by_weight) - 1) for i in range(len(by_weight))]),
+            strict=True,
+        )
     )
     shapes: dict[str, list[str]] = {}
-    for name, own in found.items():
-        long = f"S {len(own['S'])}" if "S" in own else f"R {len(own['R'])}"
-        shapes.setdefault(f"{long}, L {len(own['L'])}", []).append(name)
+    for name, factors in by_weight.items():
+        long = f"S {len(factors['S'])}" if "S" in factors else f"R {len(factors['R'])}"
+        shapes.setdefault(f"{long}, L {len(factors['L'])}", []).append(name)
     figures = _by_panel(scalars(optimizer, model, rank=rank, phi=phi))
-    below = -(-len(figures) // COLUMNS) * max(2.2, 0.5 + 0.11 * min(len(found), LABELS))
+    below = -(-len(figures) // COLUMNS) * max(2.2, 0.5 + 0.11 * min(len(by_weight), LABELS))
     figure = Figure(figsize=(3 * max(len(shapes), COLUMNS), 5 + below), layout="constrained")
     halves = figure.subfigures(2, 1, squeeze=False, height_ratios=[5, below])
-    _draw_spectra(halves[0, 0], found, shapes, colours, rank)
+    _draw_spectra(halves[0, 0], by_weight, shapes, colours, rank)
     _draw_scalars(halves[1, 0], figures, colours)
     if path is not None:
         figure.savefig(path, dpi=150)
@@ -89,19 +93,19 @@ def plot(
 
 def _by_panel(values: dict[str, float]) -> dict[str, dict[str, dict[str, float]]]:
     """Return {panel: {series: {weight: value}}} of the panels that have values."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    panels: dict[str, dict[str, dict[str, float]]] = {}
     for key, value in values.items():
         _, rest = key.split("/", 1)
         name, figure = rest.rsplit("/", 1)
         panel = next(p for p in PANELS if figure.startswith(p))
         series = figure.removeprefix(panel).removeprefix("_")
-        found.setdefault(panel, {}).setdefault(series, {})[name] = value
-    return {panel: found[panel] for panel in PANELS if panel in found}
+        panels.setdefault(panel, {}).setdefault(series, {})[name] = value
+    return {panel: panels[panel] for panel in PANELS if panel in panels}
 
 
 def _draw_spectra(
     figure: SubFigure,
-    found: dict[str, dict[str, Tensor]],
+    by_weight: dict[str, dict[str, Tensor]],
     shapes: dict[str, list[str]],
     colours: dict[str, Any],
     rank: Rank,
@@ -109,13 +113,13 @@ def _draw_spectra(
     grid = figure.subplots(2, len(shapes), squeeze=False)
     for (above, below), (shape, names) in zip(grid.T, shapes.items(), strict=True):
         for name in names:
-            for factor, values in found[name].items():
+            for factor, values in by_weight[name].items():
                 axes = below if factor == "L" else above
                 axes.plot(range(1, len(values) + 1), values, color=colours[name], lw=1.1)
                 axes.set_ylabel(f"{factor} / {'mu' if factor == 'S' else 'tail mean'}")
         above.set_title(f"{shape}: {len(names)} matrices", fontsize="small")
-        own = found[names[0]]
-        begins = len(own["S"]) if "S" in own else effective_rank(rank, len(own["L"]), len(own["R"]))
+        factors = by_weight[names[0]]
+        begins = len(factors["S"]) if "S" in factors else effective_rank(rank, len(factors["L"]), len(factors["R"]))
         for axes in (above, below):
             axes.axvline(begins, color="black", ls="--", lw=0.6)
             axes.axhline(1, color="black", ls=":", lw=0.6)

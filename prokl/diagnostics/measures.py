@@ -39,13 +39,13 @@ what a smaller one lacks changes the error by less than the value itself."""
 
 def of_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return ||Q^T Q - I||_F (B,) of every basis, as it is stored, and the count of bounded steps (B,)."""
-    found = {"clipped": state["clipped"]}
+    figures = {"clipped": state["clipped"]}
     for key in BASES:
         if key in state:
             gram = state[key].mT @ state[key]
             gram.diagonal(dim1=-2, dim2=-1).sub_(1)
-            found[f"orthogonality_{key}"] = torch.linalg.matrix_norm(gram)
-    return found
+            figures[f"orthogonality_{key}"] = torch.linalg.matrix_norm(gram)
+    return figures
 
 
 def operator_norm(A: Tensor) -> Tensor:
@@ -91,24 +91,26 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
         return {}
     G = batch.gradient
     squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
-    usable = in_float32(squares) & on_device(batch.given, torch.bool, G.device)
-    found = {}
+    usable = in_float32(squares) & on_device(batch.has_gradient, torch.bool, G.device)
+    figures = {}
     if "U" in batch.state:
-        captured, whole = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
-        found["captured_energy"] = (captured / whole).square()
-    found["whitened_size"] = _stages(batch).whitened_size(G, batch.state, batch.method.hyper(batch.group))
+        captured, norm = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
+        figures["captured_energy"] = (captured / norm).square()
+    figures["whitened_size"] = _stages(batch).whitened_size(G, batch.state, batch.method.hyper(batch.group))
     direction = coming_direction(batch, G, usable)
     D = direction.dense()
-    found["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
-    found["update_norm"] = operator_norm(D)
+    figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
+    figures["update_norm"] = operator_norm(D)
     h = batch.method.hyper(batch.group)
     if isinstance(h, ProHyper) and h.variant in POLAR_VARIANTS:
         output = Direction(direction.X, direction.Q).dense().to(D.dtype)
-        found["polar_error"] = polar_error(output, batch.state["U"])
+        figures["polar_error"] = polar_error(output, batch.state["U"])
     if h.clip_threshold is not None:
         still = {"update_rms": 0.0, "update_norm": 0.0, "polar_error": torch.nan}
-        found |= {key: found[key].masked_fill(squares == 0, value) for key, value in still.items() if key in found}
-    return {key: value.masked_fill(~usable, torch.nan) for key, value in found.items()}
+        figures |= {
+            key: figures[key].masked_fill(squares == 0, value) for key, value in still.items() if key in figures
+        }
+    return {key: value.masked_fill(~usable, torch.nan) for key, value in figures.items()}
 
 
 def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:

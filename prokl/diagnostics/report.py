@@ -67,21 +67,21 @@ def scalars(
         kept.append(replace(batch, gradient=None, state={}))
         measured.append(measures.of_state(batch.state) | measures.of_gradient(batch))
         vectors.append(_inverse_square_roots(batch))
-    known = {name for batch in kept for name in batch.names}
-    if unknown := sorted((phi or {}).keys() - known):
-        raise ValueError(f"Invalid phi: {unknown[0]!r} is no weight that has begun; there are {sorted(known)}.")
+    begun = {name for batch in kept for name in batch.names}
+    if unknown := sorted((phi or {}).keys() - begun):
+        raise ValueError(f"Invalid phi: {unknown[0]!r} is no weight that has begun; there are {sorted(begun)}.")
     host = _on_host([*measured, *vectors])
     values: dict[str, dict[str, float]] = {}
-    for batch, found, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
+    for batch, stacked, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
         for b, name in enumerate(batch.names):
-            own = {k: float(v[b]) for k, v in found.items() if batch.given[b] or k in measures.OF_STATE}
+            figures = {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.OF_STATE}
             spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
             if batch.rank:
                 shape = batch.shapes[b]
-                own["alpha_kl_low"], own["alpha_kl_high"] = alpha_kl_bracket(
+                figures["alpha_kl_low"], figures["alpha_kl_high"] = alpha_kl_bracket(
                     shape.rows, shape.cols, batch.rank, adjust_lr_fn=batch.group["adjust_lr_fn"]
                 )
-                own["alpha_kl_used"] = batch.method.hyper(batch.group).subspace_weight(batch.m, batch.n, batch.rank)
+                figures["alpha_kl_used"] = batch.method.hyper(batch.group).subspace_weight(batch.m, batch.n, batch.rank)
                 if phi is not None and name in phi:
                     whitened = _spectrum_of(phi[name], name, batch.n)
                     spectra |= {} if whitened is None else {"R": whitened}
@@ -89,10 +89,10 @@ def scalars(
             for factor, spectrum in spectra.items():
                 if len(spectrum) > begins:
                     other = batch.n if factor == "L" else batch.m
-                    own[f"tail_am_gm_{factor}"] = float(tail_am_gm(spectrum, begins))
-                    own[f"gap_bound_{factor}"] = float(gap_bound(spectrum, begins, other))
-            values[name] = own
-    return {f"prokl/{name}/{key}": value for name, own in values.items() for key, value in own.items()}
+                    figures[f"tail_am_gm_{factor}"] = float(tail_am_gm(spectrum, begins))
+                    figures[f"gap_bound_{factor}"] = float(gap_bound(spectrum, begins, other))
+            values[name] = figures
+    return {f"prokl/{name}/{key}": value for name, figures in values.items() for key, value in figures.items()}
 
 
 @torch.no_grad()
@@ -111,8 +111,8 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
         kept.append(batch.names)
         vectors.append(_inverse_square_roots(batch))
     return {
-        name: {factor: _descending(value[b]) for factor, value in found.items()}
-        for names, found in zip(kept, _on_host(vectors), strict=True)
+        name: {factor: _descending(value[b]) for factor, value in roots.items()}
+        for names, roots in zip(kept, _on_host(vectors), strict=True)
         for b, name in enumerate(names)
     }
 
@@ -126,14 +126,14 @@ def spectra(
     Descending, float64 on the CPU. Arguments and errors as in :func:`scalars`.
     """
     check_rank(rank)
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, own in eigenvalues(optimizer, model).items():
-        if "S" in own:
-            found[name] = {"L": over_tail(own["L"], len(own["S"])), "S": own["S"] / own["mu"]}
+    by_weight: dict[str, dict[str, Tensor]] = {}
+    for name, factors in eigenvalues(optimizer, model).items():
+        if "S" in factors:
+            by_weight[name] = {"L": over_tail(factors["L"], len(factors["S"])), "S": factors["S"] / factors["mu"]}
         else:
-            begins = effective_rank(rank, len(own["L"]), len(own["R"]))
-            found[name] = {factor: over_tail(own[factor], begins) for factor in ("L", "R")}
-    return found
+            begins = effective_rank(rank, len(factors["L"]), len(factors["R"]))
+            by_weight[name] = {factor: over_tail(factors[factor], begins) for factor in ("L", "R")}
+    return by_weight
 
 
 @torch.no_grad()
@@ -145,13 +145,13 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
     average over several, as the paper does over ten. ``model`` and errors as in :func:`eigenvalues`.
     """
     engine = engine_of(optimizer)
-    found: dict[str, Tensor] = {}
+    by_weight: dict[str, Tensor] = {}
     for batch in batches(engine, model, ("Q_L", "inv_sqrt_lambda_L")):
         if batch.gradient is not None:
             Y = batch.state["inv_sqrt_lambda_L"][:, :, None] * (batch.state["Q_L"].mT @ batch.gradient)
             moments = Y.mT @ Y
-            found |= {name: moments[b] for b, name in enumerate(batch.names) if batch.given[b]}
-    return found
+            by_weight |= {name: moments[b] for b, name in enumerate(batch.names) if batch.has_gradient[b]}
+    return by_weight
 
 
 def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
@@ -176,11 +176,13 @@ def _descending(inverse_square_roots: Tensor) -> Tensor:
     return inverse_square_roots.pow(-2).sort(descending=True).values
 
 
-def _on_host(found: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Copy to float64 on the CPU, by one copy for each device and dtype."""
     flat: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensors in found:
+    for tensors in figures:
         for t in tensors.values():
             flat.setdefault((t.device, t.dtype), []).append(t.reshape(-1))
     host = {key: iter(torch.split(torch.cat(ts).cpu().double(), [len(t) for t in ts])) for key, ts in flat.items()}
-    return [{name: next(host[t.device, t.dtype]).reshape(t.shape) for name, t in tensors.items()} for tensors in found]
+    return [
+        {name: next(host[t.device, t.dtype]).reshape(t.shape) for name, t in tensors.items()} for tensors in figures
+    ]

@@ -32,7 +32,7 @@ class Batch:
     rank: int
     """Effective rank; 0 where the method has none."""
     steps: list[int]
-    given: list[bool]
+    has_gradient: list[bool]
     """Matrices that have a gradient."""
     gradient: Tensor | None
     """(B,m,n), zero for the others; None when there is none at all, or they were not asked for."""
@@ -90,19 +90,19 @@ def batches(
     Raises:
         ValueError: a weight without a name is not in ``model``.
     """
-    known: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
-    found: dict[tuple[Any, ...], list[Piece]] = {}
+    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
+    alike: dict[tuple[Any, ...], list[Piece]] = {}
     place: dict[int, int] = {}
     for unit in units(engine.groups):
         i = place[unit.group_index] = place.get(unit.group_index, -1) + 1
         for piece in engine.pieces(unit) if unit.matrix else ():
             if not _begun(piece, engine.state.get(unit.p, {})):
                 continue
-            given = "param_names" in unit.group
-            name = unit.name if given else known.get(unit.p) or _placed(unit.group_index, i, model)
+            has_name = "param_names" in unit.group
+            name = unit.name if has_name else names.get(unit.p) or _placed(unit.group_index, i, model)
             key = (unit.group_index, *engine.shape(unit.group, piece))
-            found.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
-    for (index, m, n, rank, dtype, device), members in found.items():
+            alike.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
+    for (index, m, n, rank, dtype, device), members in alike.items():
         group = engine.groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
         each = engine.method.workspace(m, n, rank) * arithmetic.itemsize
@@ -131,23 +131,23 @@ def _batch(
     keys: Collection[str] | None,
     with_gradients: bool,
 ) -> Batch:
-    names, shapes, steps, given = [], [], [], []
+    names, shapes, steps, has_gradient = [], [], [], []
     gradients: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {}
     shape = members[0].shape
     kept = engine.method.state_shapes(shape.m, shape.n, rank, group)
     state_keys = [key for key in kept if keys is None or key in keys]
     for piece in members:
-        p, shape, own = piece.p, piece.shape, engine.state[piece.p]
-        begun, steps_of_all, stacked = _begun(piece, own), clock(piece, own), p.ndim == 3
+        p, shape, entry = piece.p, piece.shape, engine.state[piece.p]
+        begun, steps_of_all, stacked = _begun(piece, entry), clock(piece, entry), p.ndim == 3
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
         for b in begun:
             names.append(f"{piece.name}[{b}]" if stacked else piece.name)
             shapes.append(shape)
             steps.append(steps_of_all[b])
-            given.append(p.grad is not None)
+            has_gradient.append(p.grad is not None)
         for key in state_keys:
-            value = own[key + piece.suffix]
+            value = entry[key + piece.suffix]
             dtype = value.dtype if key == "M" else arithmetic  # as the step has them
             parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(dtype))
         if not with_gradients:
@@ -159,8 +159,8 @@ def _batch(
             G = shape.oriented(p.grad.detach().to(p.dtype)).to(arithmetic)
             squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
             gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
-    gradient = torch.cat(gradients) if with_gradients and any(given) else None
+    gradient = torch.cat(gradients) if with_gradients and any(has_gradient) else None
     if gradient is not None and group["maximize"]:
         gradient = -gradient
     state = {key: torch.cat(values) for key, values in parts.items()}
-    return Batch(names, shapes, rank, steps, given, gradient, state, group, engine.method)
+    return Batch(names, shapes, rank, steps, has_gradient, gradient, state, group, engine.method)

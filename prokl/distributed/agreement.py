@@ -21,11 +21,11 @@ def compare(
         mine = [] if failure is not None else _shared_by(team, units, weights)
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        found = team.gathered((digest, said))
-        for rank, (_, other) in zip(team.ranks, found, strict=True):
+        answers = team.gathered((digest, said))
+        for rank, (_, other) in zip(team.ranks, answers, strict=True):
             if other is not None and failure is None:
                 failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")
-        if not any(other for _, other in found) and len({told for told, _ in found}) > 1:
+        if not any(other for _, other in answers) and len({told for told, _ in answers}) > 1:
             failure = _difference(team, team.gathered(mine))
     # A team's other ranks may not have been told what another team found.
     for team in teams:
@@ -56,7 +56,7 @@ def _difference(team: Team, lines: Sequence[list[tuple[str, str]]]) -> RuntimeEr
 
     Owners are asked last: one weight that differs deals out the work of all anew.
     """
-    place = next(place for place, own in enumerate(lines) if own != lines[0])
+    place = next(place for place, line in enumerate(lines) if line != lines[0])
     pairs = list(zip_longest(lines[0], lines[place], fillvalue=("nothing", "")))
     unlike = ((one[0], other[0]) for one, other in pairs if one[0] != other[0])
     owned = ((", ".join(one), ", ".join(other)) for one, other in pairs if one != other)

@@ -46,7 +46,7 @@ class Block:
         return tuple(slice(start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
 
 
-def whole(shape: Sequence[int]) -> Block:
+def whole_block(shape: Sequence[int]) -> Block:
     """Return the block that is everything."""
     return Block(tuple((0, size) for size in shape))
 
@@ -84,7 +84,7 @@ def blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tupl
     order = [i for i, late in enumerate(strided) if not late] + [
         i for i, late in reversed([*enumerate(strided)]) if late
     ]
-    found = []
+    rank_blocks = []
     for coordinate in product(*map(range, mesh_shape)):
         bounds = [(0, size) for size in shape]
         for i in order:
@@ -92,16 +92,16 @@ def blocks(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tupl
                 dim = placements[i].dim
                 start, stop = bounds[dim]
                 bounds[dim] = chunk(start, stop, mesh_shape[i], coordinate[i])
-        found.append(Block(tuple(bounds)))
-    return tuple(found)
+        rank_blocks.append(Block(tuple(bounds)))
+    return tuple(rank_blocks)
 
 
 def holders(held: Sequence[Block]) -> dict[Block, tuple[int, ...]]:
     """Return who has each block; those of one weight are the same or have nothing in common."""
-    found: dict[Block, list[int]] = {}
+    by_block: dict[Block, list[int]] = {}
     for place, block in enumerate(held):
-        found.setdefault(block, []).append(place)
-    return {block: tuple(places) for block, places in found.items()}
+        by_block.setdefault(block, []).append(place)
+    return {block: tuple(places) for block, places in by_block.items()}
 
 
 def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[Home, ...]:
@@ -111,12 +111,12 @@ def homes(shape: Sequence[int], stacked: bool, held: Sequence[Block]) -> tuple[H
         shape: of the weight. stacked: whether its first dimension counts matrices. held: the block of every rank.
     """
     count = shape[0] if stacked else 1
-    sides = whole(shape).bounds[1 if stacked else 0 :]
-    found = sorted(
+    sides = whole_block(shape).bounds[1 if stacked else 0 :]
+    sorted_homes = sorted(
         Home(*(block.bounds[0] if stacked else (0, 1)), ranks)
         for block, ranks in holders(held).items()
         if not block.empty and block.bounds[1 if stacked else 0 :] == sides
     )
-    ends = [0, *(home.stop for home in found)]
-    complete = [home.start for home in found] == ends[:-1] and ends[-1] == count
-    return tuple(found) if complete else ()
+    ends = [0, *(home.stop for home in sorted_homes)]
+    complete = [home.start for home in sorted_homes] == ends[:-1] and ends[-1] == count
+    return tuple(sorted_homes) if complete else ()

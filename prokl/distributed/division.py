@@ -17,7 +17,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
-from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole
+from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole_block
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
@@ -45,8 +45,8 @@ class Division:
         self.readings: dict[Tensor, Reading] = {}
         self.broken: str | None = None
         self._layout: Any = None
-        self._shown: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
-        self._told = False  # True while a state is loaded once all ranks know whether each of them can
+        self._exposed: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
+        self._peers_notified = False  # True while a state is loaded once all ranks know whether each of them can
 
     def update(self, outer: Engine) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
@@ -58,41 +58,41 @@ class Division:
         if layout != self._layout:
             self._divide(outer)
             self._layout = layout
-        for theirs, ours in zip(outer.groups, self.engine.groups, strict=True):
+        for group, local_group in zip(outer.groups, self.engine.groups, strict=True):
             kept = {"params", "param_names", *DEFAULTS}
-            ours.update({key: value for key, value in theirs.items() if key not in kept})
+            local_group.update({key: value for key, value in group.items() if key not in kept})
 
     def _divide(self, outer: Engine) -> None:
-        found = [*units(outer.groups)]
-        self.weights = {unit.p: self.weights[unit.p] for unit in found if unit.p in self.weights}
+        all_units = [*units(outer.groups)]
+        self.weights = {unit.p: self.weights[unit.p] for unit in all_units if unit.p in self.weights}
         before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.readings)
         for weight in self.divided():
             weight.follow()
-        for unit in found:
+        for unit in all_units:
             self._team(unit.p)  # all of them, whatever fails on one rank
         failure = None
         try:
-            for unit in found:
+            for unit in all_units:
                 self._check_reading(unit)
             for index in range(len(outer.groups)):
-                self._assign([unit for unit in found if unit.group_index == index], outer.method)
+                self._assign([unit for unit in all_units if unit.group_index == index], outer.method)
             self._make_local_groups(outer)
         except Exception as error:  # the others wait for a word
             failure = error
         try:
-            compare(self.teams, found, self.weights, failure)
+            compare(self.teams, all_units, self.weights, failure)
         except Exception:
             self.weights, self.loads, self.readings = before
             raise
-        self._make_waves(found)
+        self._make_waves(all_units)
 
     def _check_reading(self, unit: Unit) -> None:
         """Raise ValueError where matrices are not read as they were when owners were found."""
         how = unit.how
-        if how != (made := self.readings.setdefault(unit.p, how)):
+        if how != (reading := self.readings.setdefault(unit.p, how)):
             raise ValueError(
                 f"Invalid transposed={how.transposed!r}, split={how.split!r} of {unit.name}: its work was divided with "
-                f"transposed={made.transposed!r}, split={made.split!r}. Set them back, or start a new optimizer."
+                f"transposed={reading.transposed!r}, split={reading.split!r}. Set them back, or start a new optimizer."
             )
 
     def tell(self, failure: Exception | None) -> Exception | None:
@@ -113,10 +113,10 @@ class Division:
     def _team(self, p: Tensor) -> Team | None:
         return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
-    def _assign(self, found: Sequence[Unit], method: Method[Any]) -> None:
+    def _assign(self, group_units: Sequence[Unit], method: Method[Any]) -> None:
         """Give every new weight of a group its owners."""
         new: dict[Team, list[tuple[Tensor, Weight, Any, Any]]] = {}
-        for unit in found:
+        for unit in group_units:
             p, name, group = unit.p, unit.name, unit.group
             if p in self.weights:
                 continue
@@ -146,26 +146,26 @@ class Division:
     def _held(p: Tensor, name: str, team: Team) -> list[Any]:
         """Return the block of every place of a team."""
         if not is_dtensor(p):
-            return [whole(p.shape)] * team.size
+            return [whole_block(p.shape)] * team.size
         check_placements(name, p.placements)  # type: ignore[attr-defined]
         mesh = p.device_mesh  # type: ignore[attr-defined]
-        found = blocks(tuple(p.shape), tuple(mesh.mesh.shape), tuple(p.placements))  # type: ignore[attr-defined]
-        by_rank = dict(zip(mesh.mesh.flatten().tolist(), found, strict=True))
+        rank_blocks = blocks(tuple(p.shape), tuple(mesh.mesh.shape), tuple(p.placements))  # type: ignore[attr-defined]
+        by_rank = dict(zip(mesh.mesh.flatten().tolist(), rank_blocks, strict=True))
         return [by_rank[rank] for rank in team.ranks]
 
     def local_groups(self, groups: Sequence[Group]) -> list[Group]:
         """Return what this rank steps of ``groups``, with their settings."""
-        made = []
+        local = []
         for index, group in enumerate(groups):
-            found = units(groups[index : index + 1], index)
-            own = [unit for unit in found if self.weights[unit.p].stand_in is not None]
-            ours = {**group, "params": [self.weights[unit.p].stand_in for unit in own]}
-            ours["param_names"] = [unit.name for unit in own]
+            group_units = units(groups[index : index + 1], index)
+            stepped = [unit for unit in group_units if self.weights[unit.p].stand_in is not None]
+            local_group = {**group, "params": [self.weights[unit.p].stand_in for unit in stepped]}
+            local_group["param_names"] = [unit.name for unit in stepped]
             for i, key in enumerate(DEFAULTS):
                 if isinstance(group.get(key), list):
-                    ours[key] = [unit.how[i] for unit in own]
-            made.append(ours)
-        return made
+                    local_group[key] = [unit.how[i] for unit in stepped]
+            local.append(local_group)
+        return local
 
     def _make_local_groups(self, outer: Engine) -> None:
         self.engine.groups = self.local_groups(outer.groups)
@@ -173,9 +173,9 @@ class Division:
             if weight.stacked and weight.mine is not None:
                 self.engine.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
 
-    def _make_waves(self, found: Sequence[Unit]) -> None:
+    def _make_waves(self, all_units: Sequence[Unit]) -> None:
         self.waves = Waves()
-        for unit in found:
+        for unit in all_units:
             weight = self.weights[unit.p]
             if isinstance(weight, Divided) and may_move(unit.p):
                 keys = {self.engine.shape(unit.group, piece) for piece in unit.pieces()} if unit.matrix else None
@@ -190,8 +190,8 @@ class Division:
             outer.check_settings(index, group)
         self.check_unbroken("step")
         self.update(outer)
-        for p, own in self._shown.items():
-            if outer.state.get(p) is not own:
+        for p, entry in self._exposed.items():
+            if outer.state.get(p) is not entry:
                 self._replace_state(p, outer.state.get(p))
         said = self._stepped()
         self.show(outer)
@@ -220,13 +220,13 @@ class Division:
                 "this step and some of the one before. Load the last checkpoint of model and optimizer."
             )
 
-    def _replace_state(self, p: Tensor, own: dict[str, Any] | None) -> None:
+    def _replace_state(self, p: Tensor, entry: dict[str, Any] | None) -> None:
         """Take over an entry that somebody has put in the place of this rank's own; without one it begins anew."""
         stand_in = self.weights[p].stand_in if p in self.weights else None
-        if stand_in is not None and own is None:
+        if stand_in is not None and entry is None:
             self.engine.state.pop(stand_in, None)
-        elif stand_in is not None and own is not None:
-            self.engine.state[stand_in] = own
+        elif stand_in is not None and entry is not None:
+            self.engine.state[stand_in] = entry
 
     def show(self, outer: Engine, loaded: Collection[Tensor] = ()) -> None:
         """Give every weight its entry in the optimizer's state: this rank's own, or what says where it is.
@@ -234,47 +234,47 @@ class Division:
         Args:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
-        self._shown, state = {}, outer.state
+        self._exposed, state = {}, outer.state
         for unit in units(outer.groups):
             p, weight = unit.p, self.weights[unit.p]
-            own = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
+            entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
             entered = unit.matrix and (p.requires_grad or p in loaded)
-            if entered and isinstance(weight, Divided) and not own:
+            if entered and isinstance(weight, Divided) and not entry:
                 if weight.stand_in is not None:
-                    own = self.engine.begin(unit._replace(p=weight.stand_in))
+                    entry = self.engine.begin(unit._replace(p=weight.stand_in))
                 elif p not in state:
                     layout = states.layout_of_weight(unit, outer.method)
                     state[p] = states.parts_of_state(weight, {}, layout)
-            if own:
-                if state.get(p) is not own:  # what a wrapper keeps there stays
-                    own.update({key: value for key, value in state.get(p, {}).items() if key not in own})
-                state[p] = self._shown[p] = own
+            if entry:
+                if state.get(p) is not entry:  # what a wrapper keeps there stays
+                    entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
+                state[p] = self._exposed[p] = entry
         outer.signatures.remember(units(outer.groups), state)
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
-        found = dict(packed)
+        exported = dict(packed)
         for i, unit in enumerate(units(outer.groups)):
             weight = self.weights.get(unit.p)
-            if i not in found or weight is None:
+            if i not in exported or weight is None:
                 continue
             if not unit.matrix:
-                found[i] = states.shards_of_state(weight, found[i])
+                exported[i] = states.shards_of_state(weight, exported[i])
             elif isinstance(weight, Divided):
                 # Anew also of what others own: another dtype of a weight is another one of its state.
                 layout = states.layout_of_weight(unit, outer.method)
-                own = {key: v for key, v in found[i].items() if weight.mine is not None or not is_dtensor(v)}
-                found[i] = states.parts_of_state(weight, own, layout)
-        return found
+                entry = {key: v for key, v in exported[i].items() if weight.mine is not None or not is_dtensor(v)}
+                exported[i] = states.parts_of_state(weight, entry, layout)
+        return exported
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Tell the other ranks of an error on this one, if they still wait for a word."""
-        self._told = False
+        self._peers_notified = False
         try:
             yield
         except Exception as error:
-            if not self._told:
+            if not self._peers_notified:
                 self.tell(error)
             raise
 
@@ -285,24 +285,26 @@ class Division:
         for unit in units(state["param_groups"]):
             for key, value in state["state"].get(unit.p, {}).items():
                 states.check_part(self.weights[unit.p], key, checkpoint.unwrapped(value), unit.name)
-        self._told = True
+        self._peers_notified = True
         self.agree(None)  # all go on to what takes them all
         failure = None
         try:
-            theirs = self._for_stand_ins(outer, state)
-            made = checkpoint.restore(theirs, outer.method, outer.title)
+            local = self._for_stand_ins(outer, state)
+            restored = checkpoint.restore(local, outer.method, outer.title)
         except Exception as error:
             failure = error
         self.agree(failure)
-        self.engine.groups, self.engine.state = theirs["param_groups"], theirs["state"]
-        self.engine.loaded(made)
-        self._shown, self.broken, self._layout = {}, None, None  # the groups are other objects now
+        self.engine.groups, self.engine.state = local["param_groups"], local["state"]
+        self.engine.loaded(restored)
+        self._exposed, self.broken, self._layout = {}, None, None  # the groups are other objects now
         outer.forget()
-        return {p: own for p, own in state["state"].items() if not isinstance(p, Tensor)}
+        return {p: entry for p, entry in state["state"].items() if not isinstance(p, Tensor)}
 
     def _for_stand_ins(self, outer: Engine, state: dict[str, Any]) -> dict[str, Any]:
         """Return what of a loaded state is the stand-ins'; all ranks look at all of it."""
-        own: dict[Tensor, dict[str, Any]] = defaultdict(dict)  # as torch's: what has not begun may have no entry
+        local_state: dict[Tensor, dict[str, Any]] = defaultdict(
+            dict
+        )  # as torch's: what has not begun may have no entry
         for unit in units(state["param_groups"]):
             weight = self.weights[unit.p]
             held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(unit.p, {}).items()}
@@ -311,9 +313,9 @@ class Division:
             elif held and isinstance(weight, Divided):
                 held = states.own_parts(weight, held, states.layout_of_weight(unit, outer.method))
             if held and weight.stand_in is not None:
-                own[weight.stand_in] = held
+                local_state[weight.stand_in] = held
         groups = self.local_groups(state["param_groups"])
-        return {"defaults": outer.defaults, "state": own, "param_groups": groups}
+        return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
 
     def received(self) -> int:
         """Return the bytes that a step sends to this rank."""

@@ -47,12 +47,12 @@ class Weight:
 
     def runs(self, world: int) -> list[Home]:
         """Return the matrices in runs, each of which gets one owner, with the candidates."""
-        found = []
+        homes = []
         for first, stop, ranks in self.homes or (Home(0, self.count, tuple(range(world))),):
             count, cuts = stop - first, min(stop - first, len(ranks))
             bounds = [first + i * count // cuts for i in range(cuts + 1)]
-            found += [Home(start, end, ranks) for start, end in zip(bounds, bounds[1:], strict=False)]
-        return found
+            homes += [Home(start, end, ranks) for start, end in zip(bounds, bounds[1:], strict=False)]
+        return homes
 
 
 CROWDED = 4 / 3
@@ -82,4 +82,4 @@ def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ..
         owner = min(free, key=lambda rank: (loads[rank], rank))
         loads[owner] += cost
         parts[i].append(Part(run.start, run.stop, owner))
-    return [tuple(sorted(own)) for own in parts]
+    return [tuple(sorted(weight_parts)) for weight_parts in parts]

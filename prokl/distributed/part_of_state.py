@@ -55,10 +55,10 @@ class PartOfState(DTensor):
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         # Of an empty tensor: a wrapper has its tensor's offset, by which torch's staging takes it for a storage.
         bare = torch.empty(0, dtype=local.dtype, device=local.device)
-        made: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
-        made._local_tensor = local
-        made.parts, made.mine, made.stacked = tuple(parts), mine, stacked
-        return made
+        part_of_state: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
+        part_of_state._local_tensor = local
+        part_of_state.parts, part_of_state.mine, part_of_state.stacked = tuple(parts), mine, stacked
+        return part_of_state
 
     def _like(self, local: Tensor) -> PartOfState:
         return self.make(local, self.parts, self.mine, self.stacked, self.shape, self.device_mesh)
@@ -89,13 +89,13 @@ class PartOfState(DTensor):
             device = self._local_tensor.device
         elif device.type == "cuda":  # a count of steps, which lies on the CPU
             device = torch.device("cuda", torch.cuda.current_device())
-        whole = torch.empty(self.shape, dtype=self.dtype, device=device)
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
         for part in self.parts:
-            rows = whole[part.start : part.stop] if self.stacked else whole
+            rows = full[part.start : part.stop] if self.stacked else full
             if self.mine is not None and part.owner == dist.get_rank(group):
                 rows.copy_(self._local_tensor)
             dist.broadcast(rows.view(-1).view(torch.uint8), group_src=part.owner, group=group)
-        return whole
+        return full
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> DTensor:
         """Return the whole as a replicated DTensor, all that anyone asks of it; needs all ranks of the mesh."""

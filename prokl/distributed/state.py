@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prokl.algorithm.method import Method
 from prokl.backends.rounding import MASTER, mode_of
-from prokl.distributed.blocks import rows, whole
+from prokl.distributed.blocks import rows, whole_block
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
@@ -22,15 +22,15 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 def layout_of_weight(unit: Unit, method: Method[Any]) -> Layout:
     """Return shape and dtype of all state of a whole matrix weight, by its key."""
-    found: Layout = {}
+    merged: Layout = {}
     p, group = unit.p, unit.group
     for piece in unit.pieces():
         layout = needed(piece, method, group)
         layout["step" + piece.suffix] = ((piece.shape.count,) if p.ndim == 3 else (), torch.int64)
         if mode_of(group, p.dtype) == MASTER:
             layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
-        found.update(layout)
-    return found
+        merged.update(layout)
+    return merged
 
 
 def _stacked(weight: Divided, key: str) -> bool:
@@ -38,43 +38,43 @@ def _stacked(weight: Divided, key: str) -> bool:
     return weight.stacked and key.partition(".")[0] != "skipped"
 
 
-def parts_of_state(weight: Divided, own: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def parts_of_state(weight: Divided, entry: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
 
     Args:
-        weight: whose. own: of this rank, with steps as tensors; empty where it owns nothing. layout: of the whole.
+        weight: whose. entry: this rank's state, steps as tensors; empty where it owns nothing. layout: of the whole.
     """
     from prokl.distributed.part_of_state import PartOfState
 
-    mesh, found = weight.team.mesh(weight.p.device), {}
+    mesh, exported = weight.team.mesh(weight.p.device), {}
     for key, (shape, dtype) in layout.items():
         stacked = _stacked(weight, key)
         parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
         mine = None if weight.mine is None else (weight.mine.start, weight.mine.stop) if stacked else (0, 1)
         device = weight.p.device if key.partition(".")[0] != "step" else "cpu"
-        held = own[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
-        found[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
-    return found | {key: value for key, value in own.items() if key not in layout}
+        held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+        exported[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
+    return exported | {key: value for key, value in entry.items() if key not in layout}
 
 
-def shards_of_state(weight: Divided | Undivided, own: dict[str, Any]) -> dict[str, Any]:
+def shards_of_state(weight: Divided | Undivided, entry: dict[str, Any]) -> dict[str, Any]:
     """Return the AdamW state of rows, or of a DTensor's shard, as DTensors."""
     from torch.distributed.tensor import DTensor, Shard
 
     p, shape = weight.p, None if weight.stand_in is None else weight.stand_in.shape
     if isinstance(weight, Undivided):
         if weight.stand_in is p:
-            return own
+            return entry
         mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     else:
         mesh, placements = weight.team.mesh(p.device), [Shard(0)]
     stride = torch.empty(p.shape, device="meta").stride()
-    found = dict(own)
-    for key, value in own.items():
+    exported = dict(entry)
+    for key, value in entry.items():
         if isinstance(value, Tensor) and value.ndim and value.shape == shape:
-            found[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
-            found[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
-    return found
+            exported[key] = DTensor.from_local(value, mesh, placements, run_check=False, shape=p.shape, stride=stride)
+            exported[key].of_rank = dist.get_rank()  # a file keeps it: of another rank it has the same placements
+    return exported
 
 
 def check_undivided(state: dict[str, Any]) -> None:
@@ -87,13 +87,13 @@ def check_undivided(state: dict[str, Any]) -> None:
 
 def own_parts(weight: Divided, loaded: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Return what this rank owns of loaded state; all ranks call it, as making a DTensor whole takes them all."""
-    found = {}
+    owned = {}
     for key, value in loaded.items():
         if is_dtensor(value) and not hasattr(value, "parts"):
             value = value.full_tensor()
         if weight.mine is not None:
-            found[key] = own_part(weight, key, value, layout.get(key, (None,))[0])
-    return found
+            owned[key] = own_part(weight, key, value, layout.get(key, (None,))[0])
+    return owned
 
 
 def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None) -> Any:
@@ -168,7 +168,7 @@ def own_shard(weight: Divided | Undivided, value: Any) -> Any:
     if isinstance(value, Tensor) and value.ndim and value.shape == weight.p.shape:
         mine = weight.mine
         assert mine is not None
-        return value[rows(weight.p.shape, mine.start, mine.stop).within(whole(weight.p.shape))]
+        return value[rows(weight.p.shape, mine.start, mine.stop).within(whole_block(weight.p.shape))]
     return value
 
 

@@ -88,19 +88,19 @@ class Teams:
         return iter(self._teams.values())
 
 
-def check_group(given: Any) -> None:
+def check_group(group: Any) -> None:
     """Raise TypeError for what is neither a process group nor a mesh."""
-    if not (dist.is_available() and isinstance(given, dist.ProcessGroup)) and not hasattr(given, "get_group"):
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)) and not hasattr(group, "get_group"):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup or a DeviceMesh that this rank is in, got "
-            f"{type(given).__name__} {given!r}: pass torch.distributed.group.WORLD to divide the work among all ranks, "
+            f"{type(group).__name__} {group!r}: pass torch.distributed.group.WORLD to divide the work among all ranks, "
             "or None to leave it undivided."
         )
 
 
-def as_group(given: ProcessGroup | DeviceMesh, teams: Teams) -> Team:
+def as_group(group: ProcessGroup | DeviceMesh, teams: Teams) -> Team:
     """Return the team of what ``process_group=`` was given."""
-    return teams.of_group(given) if isinstance(given, dist.ProcessGroup) else teams.of_mesh(given)
+    return teams.of_group(group) if isinstance(group, dist.ProcessGroup) else teams.of_mesh(group)
 
 
 ALIGNMENT = 16

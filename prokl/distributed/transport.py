@@ -42,7 +42,7 @@ class Replicas:
         self.slots: list[list[Slot | Copy]] = [[] for _ in range(team.size)]
         for slot in slots:
             self.slots[slot.owner].append(slot)
-        self.messages = [Message([(slot.shape, slot.dtype) for slot in own]) for own in self.slots]
+        self.messages = [Message([(slot.shape, slot.dtype) for slot in owner_slots]) for owner_slots in self.slots]
         sizes = [message.size for message in self.messages]
         self.gathers = gathers(sizes)
         self.most = max(sizes)
@@ -58,17 +58,17 @@ class Replicas:
     def start(self) -> None:
         """Begin to send; the weights may be stepped again only after :meth:`finish`."""
         mine, me = self.messages[self.team.index], self.team.index
-        own = torch.empty(self.most if self.gathers else mine.size, dtype=torch.uint8, device=self.device)
-        for slot, part in zip(self.slots[me], mine.parts(own[: mine.size]), strict=True):
+        outgoing = torch.empty(self.most if self.gathers else mine.size, dtype=torch.uint8, device=self.device)
+        for slot, part in zip(self.slots[me], mine.parts(outgoing[: mine.size]), strict=True):
             part.copy_(slot.standing())
         if self.gathers:
-            whole = own.new_empty(self.most * self.team.size)
-            work = _all_gather(whole, own, group=self.team.group, async_op=True)
-            self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(whole, self.most))]
+            gathered = outgoing.new_empty(self.most * self.team.size)
+            work = _all_gather(gathered, outgoing, group=self.team.group, async_op=True)
+            self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(gathered, self.most))]
             return
         for place, message in enumerate(self.messages):
             if message.size:
-                buffer = own if place == me else own.new_empty(message.size)
+                buffer = outgoing if place == me else outgoing.new_empty(message.size)
                 work = dist.broadcast(buffer, group_src=place, group=self.team.group, async_op=True)
                 self._begun.append((place, buffer, work))
 
@@ -88,7 +88,7 @@ class Replicas:
 
 
 def _messages(rows: Sequence[Sequence[Slot]], copies: int) -> list[Message]:
-    return [Message([(slot.shape, slot.dtype) for slot in own for _ in range(copies)]) for own in rows]
+    return [Message([(slot.shape, slot.dtype) for slot in slots for _ in range(copies)]) for slots in rows]
 
 
 class Shards:
@@ -104,10 +104,10 @@ class Shards:
         places = range(team.size)
         self.lent: list[list[Slot]] = [[] for _ in places]
         self.owned: list[list[Slot]] = [[] for _ in places]
-        self.own: list[Slot] = []
+        self.staying: list[Slot] = []
         for slot in slots:
             if slot.sender == slot.owner == me:
-                self.own.append(slot)
+                self.staying.append(slot)
             elif slot.sender == me:
                 self.lent[slot.owner].append(slot)
             elif slot.owner == me:
@@ -123,9 +123,9 @@ class Shards:
         return sum(message.size for message in (*self._gather_in, *self._return_in))
 
     def _exchange(self, out: Sequence[Message], into: Sequence[Message], buffer: Tensor) -> tuple[Tensor, Any]:
-        sizes, given = [m.size for m in into], [m.size for m in out]
+        sizes, sent = [m.size for m in into], [m.size for m in out]
         received = buffer.new_empty(sum(sizes))
-        work = dist.all_to_all_single(received, buffer, sizes, given, group=self.team.group, async_op=True)
+        work = dist.all_to_all_single(received, buffer, sizes, sent, group=self.team.group, async_op=True)
         return received, work
 
     def _buffer(self, messages: Sequence[Message]) -> Tensor:
@@ -139,15 +139,15 @@ class Shards:
             parts = message.parts(piece)
             for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
                 weight.copy_(slot.here())
-                given = slot.gradient()
-                gradient.zero_() if given is None else gradient.copy_(given)
+                local_gradient = slot.gradient()
+                gradient.zero_() if local_gradient is None else gradient.copy_(local_gradient)
         self._gathering = self._exchange(self._gather_out, self._gather_in, buffer)
 
     def wait_gather(self) -> None:
         """Put what has come, and what was here, where it is stepped."""
         assert self._gathering is not None
         (buffer, work), self._gathering = self._gathering, None
-        for slot in self.own:
+        for slot in self.staying:
             self._stand(slot, slot.here(), slot.gradient())
         work.wait()
         pieces = torch.split(buffer, [m.size for m in self._gather_in])
@@ -181,5 +181,5 @@ class Shards:
         for slots, message, piece in zip(self.lent, self._return_in, pieces, strict=True):
             for slot, part in zip(slots, message.parts(piece), strict=True):
                 slot.here().copy_(part)
-        for slot in self.own:
+        for slot in self.staying:
             slot.here().copy_(slot.standing())

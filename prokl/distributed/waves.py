@@ -42,18 +42,18 @@ class Wave:
 
     def connect(self, teams: Teams) -> None:
         """Lay out the messages."""
-        found: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
+        by_team: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
         copied: dict[tuple[Team, torch.device], list[Copy]] = {}
         for weight in self.weights:
             slots, device = weight.slots(), weight.p.device
-            found.setdefault((weight.team, device, weight.replicated), []).extend(slots)
+            by_team.setdefault((weight.team, device, weight.replicated), []).extend(slots)
             for slot in slots if not weight.replicated else ():
                 if len(slot.holders) > 1 and weight.team.index in slot.holders:
                     team = teams.of_copies(weight.team, slot.holders, weight.p)
                     source = team.ranks.index(weight.team.ranks[slot.sender])
                     copied.setdefault((team, device), []).append(Copy(slot, source))
         self.copies = [Replicas(team, copies, device) for (team, device), copies in copied.items()]
-        for (team, device, replicated), slots in found.items():
+        for (team, device, replicated), slots in by_team.items():
             if replicated and slots:
                 self.replicas.append(Replicas(team, slots, device))
             elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
@@ -104,9 +104,11 @@ class Wave:
         for team, weights in shared.items():
             bad = torch.cat([not_finite(weight) for weight in weights])
             dist.all_reduce(bad, group=team.group)
-            for own, weight in zip(torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True):
+            for flags, weight in zip(
+                torch.split(bad, [len(weight.shapes) for weight in weights]), weights, strict=True
+            ):
                 g = None if weight.stand_in is None else weight.stand_in.grad
-                for one, shape in zip(own, () if g is None else weight.shapes, strict=False):
+                for one, shape in zip(flags, () if g is None else weight.shapes, strict=False):
                     first = shape.region(g)[:, :1, :1]  # type: ignore[arg-type]
                     first.copy_(torch.where(one > 0, torch.nan, first))
 
@@ -184,8 +186,8 @@ class Waves:
     def _buckets_of_waves(self, work: Sequence[tuple[Bucket, Any]]) -> dict[int | None, list[tuple[Bucket, Any]]]:
         """Return the buckets of each wave, and of None those without any divided weight."""
         place = {id(weight.stand_in): i for i, wave in enumerate(self.waves) for weight in wave.weights if weight.mine}
-        found: dict[int | None, list[tuple[Bucket, Any]]] = {}
+        by_wave: dict[int | None, list[tuple[Bucket, Any]]] = {}
         for bucket, plan in work:
             waves = {place.get(id(member.p)) for member in bucket.members} - {None}
-            found.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
-        return found
+            by_wave.setdefault(waves.pop() if waves else None, []).append((bucket, plan))
+        return by_wave

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prokl.algorithm.shapes import MatrixShape
-from prokl.distributed.blocks import Block, holders, rows, whole
+from prokl.distributed.blocks import Block, holders, rows, whole_block
 from prokl.distributed.ownership import Part
 from prokl.distributed.team import Team
 
@@ -115,14 +115,14 @@ class Divided:
         self.places = holders(self.held)
         self.mine = next((part for part in self.parts if part.owner == self.team.index), None)
         if self.mine is not None:
-            own, self.here = self.block(self.mine), self.whole_at(self.mine, self.team.index)
+            block, self.here = self.block(self.mine), self.whole_at(self.mine, self.team.index)
             self.own_memory = self.apart(self.mine)
             if self.own_memory:
-                self.stand_in = nn.Parameter(torch.zeros(own.shape, dtype=self.p.dtype, device=self.p.device))
+                self.stand_in = nn.Parameter(torch.zeros(block.shape, dtype=self.p.dtype, device=self.p.device))
                 if not may_move(self.p):
                     self.stand_in.untyped_storage().resize_(0)  # until it is lent what may move
-            elif is_dtensor(self.p) or own != whole(self.p.shape):
-                self.stand_in = nn.Parameter(self.view(local(self.p), own))
+            elif is_dtensor(self.p) or block != whole_block(self.p.shape):
+                self.stand_in = nn.Parameter(self.view(local(self.p), block))
             else:
                 self.stand_in = self.p
             self.stand_in.requires_grad_(self.p.requires_grad)
@@ -140,7 +140,7 @@ class Divided:
 
     def block(self, part: Part) -> Block:
         """Return the block that a part is."""
-        return rows(self.p.shape, part.start, part.stop) if self.stacked else whole(self.p.shape)
+        return rows(self.p.shape, part.start, part.stop) if self.stacked else whole_block(self.p.shape)
 
     def whole_at(self, part: Part, place: int) -> bool:
         """Return True if a part lies whole at a place."""
@@ -159,7 +159,7 @@ class Divided:
     @property
     def replicated(self) -> bool:
         """True if every rank has the whole weight."""
-        return [*self.places] == [whole(self.p.shape)]
+        return [*self.places] == [whole_block(self.p.shape)]
 
     def view(self, mine: Tensor, block: Block) -> Tensor:
         """Return a block of what is on this rank."""
@@ -225,16 +225,16 @@ class Divided:
 
     def _beside(self, owner: int, places: tuple[int, ...]) -> int:
         """Return which of the ranks that have a block is of the owner's own copy of the weight, as near as may be."""
-        own = self.places[self.held[owner]]
-        return owner if owner in places else places[own.index(owner) * len(places) // len(own)]
+        copies = self.places[self.held[owner]]
+        return owner if owner in places else places[copies.index(owner) * len(places) // len(copies)]
 
     def _pieces(self, part: Part) -> list[tuple[Block, tuple[int, ...]]]:
         """Return the blocks in which a part lies on the ranks, each with its holders."""
-        block, found = self.block(part), []
+        block, pieces = self.block(part), []
         for held, places in self.places.items():
             if held.overlaps(block):
-                found.append((held.meet(block), places))
-        return found
+                pieces.append((held.meet(block), places))
+        return pieces
 
     def _slot(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Slot:
         me = self.team.index

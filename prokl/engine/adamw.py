@@ -91,11 +91,11 @@ def check_options(group: Group, index: int) -> None:
 def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
     """Move AdamW's state to where it is needed: it was offloaded, or the weights have moved since."""
     for p in group["params"]:
-        own = state.get(p) or {}
+        entry = state.get(p) or {}
         for key in ("step", *MOMENTS, MAXIMUM) if p.grad is not None else ():
-            value, home = own.get(key), p.device if key != "step" else torch.device(_device_of_steps(p, group))
+            value, home = entry.get(key), p.device if key != "step" else torch.device(_device_of_steps(p, group))
             if isinstance(value, Tensor) and value.device not in (home, torch.device("meta")):
-                own[key] = value.to(home)
+                entry[key] = value.to(home)
 
 
 def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) -> None:
@@ -113,9 +113,9 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
                 f"{name} is {p.dtype} on {p.device} and its AdamW state still {value.dtype} on {value.device} ({key}): "
                 "convert the state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
             )
-    if found := misfit(p, group, state):
+    if reason := misfit(p, group, state):
         raise ValueError(
-            f"The AdamW state of {name} has {found}. Set it back, or remove it, optimizer.state.pop(p), to begin anew."
+            f"The AdamW state of {name} has {reason}. Set it back, or remove it, optimizer.state.pop(p), to begin anew."
         )
     if p.grad.dtype != p.dtype:
         raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
@@ -174,8 +174,8 @@ def misfit(p: Tensor, group: Group, state: Mapping[str, Any]) -> str | None:
             return f"no tensor {key}" + f", which amsgrad={group['amsgrad']} needs" * (key == MAXIMUM)
         if value.shape != p.shape:
             return f"{key} of shape {tuple(value.shape)}; must be the weight's, {tuple(p.shape)}"
-        if type(p) in PLAIN and (found := oddity(value)):  # of another class PyTorch makes what it needs
-            return f"{key} {found}; must be plain memory"
+        if type(p) in PLAIN and (reason := oddity(value)):  # of another class PyTorch makes what it needs
+            return f"{key} {reason}; must be plain memory"
     step = state.get("step")
     if not isinstance(step, Tensor):
         return "no tensor step"
@@ -211,14 +211,14 @@ def count_in_tensors(state: Mapping[Tensor, dict[str, Any]], group: Group, index
         ValueError: a step is no count, of which AdamW would make a wrong step or NaN.
     """
     for p, name in named(group, index):
-        own = state.get(p, {})
-        step = own.get("step", 0)
+        entry = state.get(p, {})
+        step = entry.get("step", 0)
         count = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
         if type(count) not in (int, float) or not 0 <= count < math.inf or count % 1:
             raise ValueError(
                 f"The loaded AdamW state of {name} has step={step!r}: must be a whole number of at least 0. The file "
                 "is damaged: load an earlier one."
             )
-        if "step" in own and (not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64)):
+        if "step" in entry and (not isinstance(step, Tensor) or step.dtype not in (torch.float32, torch.float64)):
             device = _device_of_steps(p, group)
-            own["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)
+            entry["step"] = torch.tensor(float(count), dtype=torch.float32, device=device)

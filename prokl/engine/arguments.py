@@ -30,14 +30,14 @@ def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
 
 def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str | None:
     """Return what to say of settings that are given to a constructor, and that all of its matrix groups override."""
-    found = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
-    unreached = [key for key, values in found.items() if groups and len(values) == len(groups)]
+    overrides = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
+    unreached = [key for key, values in overrides.items() if groups and len(values) == len(groups)]
     if not unreached:
         return None
-    own = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, found[key])))}" for key in unreached)
+    listed = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, overrides[key])))}" for key in unreached)
     reach, it = ("reaches", "it") if len(unreached) == 1 else ("reach", "them")
     return (
-        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {own}. Set {it} "
+        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {listed}. Set {it} "
         f"there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
     )
 
@@ -87,9 +87,9 @@ def _settled(title: str, kwargs: dict[str, Any], defaults: Mapping[str, Any]) ->
     Raises:
         TypeError: ``advanced`` is no mapping, or holds what is no advanced setting.
     """
-    given = kwargs.pop("advanced", None)
-    found = {} if given is None else given
-    check_advanced(f"of {title}", found, defaults)
+    argument = kwargs.pop("advanced", None)
+    settings = {} if argument is None else argument
+    check_advanced(f"of {title}", settings, defaults)
     old = {key: kwargs.pop(key) for key in [key for key in kwargs if key in defaults]}
     if old:
         pairs = ", ".join(f"{key!r}: {value!r}" for key, value in old.items())
@@ -99,7 +99,7 @@ def _settled(title: str, kwargs: dict[str, Any], defaults: Mapping[str, Any]) ->
             FutureWarning,
             stacklevel=3,
         )
-    return {key: plain(value) for key, value in {**found, **old}.items()}
+    return {key: plain(value) for key, value in {**settings, **old}.items()}
 
 
 def _fill(preset: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,17 +131,17 @@ def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Ca
         @wraps(init)
         def filled(*args: P.args, **kwargs: P.kwargs) -> None:
             title = type(args[0]).__name__
-            own = _settled(title, kwargs, advanced)
+            settings = _settled(title, kwargs, advanced)
             _check_arguments(title, kwargs.keys() - signature.parameters.keys(), [*usual, "params", "advanced"])
             preset = kwargs.get("preset")
             check_choice("preset", preset, (None, *PRESETS))
             bound = signature.bind_partial(*args, **kwargs).arguments
-            given = own | {key: plain(value) for key, value in bound.items() if key in usual}
+            given = settings | {key: plain(value) for key, value in bound.items() if key in usual}
             if preset is not None:
                 more = _fill(cast(str, preset), given, usual)
-                own |= {key: value for key, value in more.items() if key in advanced}
+                settings |= {key: value for key, value in more.items() if key in advanced}
                 kwargs.update({key: value for key, value in more.items() if key not in advanced})
-            kwargs["advanced"] = {**advanced, **own}
+            kwargs["advanced"] = {**advanced, **settings}
             init(*args, **kwargs)
             _say_what_has_no_effect(args[0], given, usual)
 

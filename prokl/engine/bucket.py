@@ -100,7 +100,7 @@ class Bucket:
         for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
         numbers = [range(piece.first, piece.first + piece.shape.count) for piece in pieces]
-        names = [f"{piece.name} {c}" for piece, own in zip(pieces, numbers, strict=True) for c in own]
+        names = [f"{piece.name} {c}" for piece, matrices in zip(pieces, numbers, strict=True) for c in matrices]
         mode = mode_of(group, first.p.dtype)
         self.rounding = Rounding(mode, names, [member.weight() for member in self.members])
         if self.rounding.master is not None:
@@ -111,8 +111,8 @@ class Bucket:
             [step for piece, state in zip(pieces, states, strict=True) for step in clock(piece, state)],
         )
         views = [self._adopt(i) for i in range(len(self.members))]
-        self._read = [itemgetter(*own) for own in views]
-        self._handed_out = [view for own in views for view in own.values()]
+        self._read = [itemgetter(*member_views) for member_views in views]
+        self._handed_out = [view for member_views in views for view in member_views.values()]
         self._addresses = addresses(self._handed_out)
         self._parameters = [member.p for member in self.members]
         self._unmoved = [i for i, member in enumerate(self.members) if records[i].idle.get(member.suffix, 0) >= 0]
@@ -126,8 +126,8 @@ class Bucket:
     def follow(self, groups: Sequence[Group]) -> None:
         """Take settings, once they have been checked, from these groups, one a member."""
         self.group = groups[0]
-        runs = [[*own] for _, own in groupby(enumerate(groups), key=lambda each: id(each[1]))]
-        self._groups = [(own[0][1], range(own[0][0], own[-1][0] + 1)) for own in runs]
+        runs = [[*run] for _, run in groupby(enumerate(groups), key=lambda each: id(each[1]))]
+        self._groups = [(run[0][1], range(run[0][0], run[-1][0] + 1)) for run in runs]
 
     def _adopt(self, i: int) -> dict[str, Tensor]:
         """Copy a parameter's state into the stacks; leave views of them in its place, and return these."""
@@ -174,10 +174,10 @@ class Bucket:
 
     def _at(self, member: Member, state: dict[str, Any]) -> bool:
         """Return True if the count of steps is as it was left; it lies on the host."""
-        found, steps = state.get("step" + member.suffix), self.schedule.steps
-        if type(found) is int and member.p.ndim != 3:
-            return found == steps[member.rows.start]
-        return isinstance(found, Tensor) and found.tolist() == steps[member.rows.start : member.rows.stop]
+        count, steps = state.get("step" + member.suffix), self.schedule.steps
+        if type(count) is int and member.p.ndim != 3:
+            return count == steps[member.rows.start]
+        return isinstance(count, Tensor) and count.tolist() == steps[member.rows.start : member.rows.stop]
 
     def _clock(self, member: Member) -> int | Tensor:
         return stored_clock(member.p, self.schedule.steps[member.rows.start : member.rows.stop])
@@ -191,7 +191,7 @@ class Bucket:
                 self._choose_backend(self.group["backend"], self.group["precision"])
             self.rounding.locate(self.schedule.steps)
             self.h = self.method.hyper({**self.group, "lr": 0.0, "weight_decay": 0.0})
-            self._rates = [Rates(group["lr"], group["weight_decay"], own) for group, own in self._groups]
+            self._rates = [Rates(group["lr"], group["weight_decay"], indices) for group, indices in self._groups]
             self.io.locate(self._rates)
         return plan
 
@@ -214,14 +214,14 @@ class Bucket:
         G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
         steps = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        known = None
+        steps_on_host = None
         if self.backend.host_readable or plan.initialising:
-            known, begins = torch.stack([steps, usable]).tolist()
+            steps_on_host, begins = torch.stack([steps, usable]).tolist()
             if rows := [b for b in plan.initialising if begins[b]]:
                 self._initialise(rows, G)
-        moving = tuple(b for b in plan.stepping if known is None or known[b])
+        moving = tuple(b for b in plan.stepping if steps_on_host is None or steps_on_host[b])
         if moving:
-            self._step(G, moving, steps if known is None else None, self.backend)
+            self._step(G, moving, steps if steps_on_host is None else None, self.backend)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
             self._refresh(plan.refreshing, finite, self.backend)
         return moving
@@ -234,17 +234,17 @@ class Bucket:
         """
         self.io.release()
         if len(moved) == self.layout.count:
-            own = [True] * len(self.members)
+            member_moved = [True] * len(self.members)
         else:
             rows = set(moved)
-            own = [not rows.isdisjoint(member.rows) for member in self.members]
+            member_moved = [not rows.isdisjoint(member.rows) for member in self.members]
         # A kernel writes past autograd's own count.
-        torch.autograd.graph.increment_version([*compress(self._parameters, own)])
+        torch.autograd.graph.increment_version([*compress(self._parameters, member_moved)])
         self.schedule.advance(plan)
         for member, state in zip(self.members, self.states, strict=True):
             one = member.p.ndim != 3  # quicker than a slice of each
             state["step" + member.suffix] = self.schedule.steps[member.rows.start] if one else self._clock(member)
-        never = [i for i in self._unmoved if plan.has_grad[i] and self._never_moves(i, own[i])]
+        never = [i for i in self._unmoved if plan.has_grad[i] and self._never_moves(i, member_moved[i])]
         self._unmoved = [i for i in self._unmoved if self.records[i].idle.get(self.members[i].suffix, 0) >= 0]
         return [
             f"{self.members[i].name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "

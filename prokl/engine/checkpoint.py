@@ -48,9 +48,9 @@ def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, di
     What hooks keep there under names instead of weights is taken as it is.
     """
     plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for p, own in state.items():
-        known = isinstance(p, Tensor)
-        plain[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in own.items()} if known else own
+    for p, entry in state.items():
+        is_weight = isinstance(p, Tensor)
+        plain[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()} if is_weight else entry
     return plain
 
 
@@ -60,11 +60,11 @@ def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
     What hooks keep there under names instead of weights' numbers is taken as it is.
     """
 
-    def exported(own: dict[Any, Any]) -> dict[Any, Any]:
-        found = {k: v for k, v in own.items() if isinstance(k, str) and k.startswith("step") and type(v) is int}
-        return {**own, **{k: torch.tensor(v, device="cpu") for k, v in found.items()}}
+    def exported(entry: dict[Any, Any]) -> dict[Any, Any]:
+        steps = {k: v for k, v in entry.items() if isinstance(k, str) and k.startswith("step") and type(v) is int}
+        return {**entry, **{k: torch.tensor(v, device="cpu") for k, v in steps.items()}}
 
-    return {i: exported(own) if isinstance(i, int) else own for i, own in state.items()}
+    return {i: exported(entry) if isinstance(i, int) else entry for i, entry in state.items()}
 
 
 def prepare(
@@ -86,24 +86,27 @@ def prepare(
     saved = [_by_name(group) for group in saved]
     _check_order(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
     groups, matrix = [], set()
-    for i, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
-        algorithm = theirs.get("algorithm", ours["algorithm"])
-        if algorithm != ours["algorithm"]:
+    for i, (loaded, present) in enumerate(zip(saved, here, strict=True)):
+        algorithm = loaded.get("algorithm", present["algorithm"])
+        if algorithm != present["algorithm"]:
             raise ValueError(
-                f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {ours['algorithm']!r} here. Build the "
+                f"Invalid algorithm={algorithm!r} of loaded group {i}: it is {present['algorithm']!r} here. Build the "
                 "optimizer with the groups that the state dict was saved with."
             )
         if algorithm == "matrix":
-            matrix.update(theirs["params"])
+            matrix.update(loaded["params"])
             # An lr that does not say is in old units.
-            own = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **theirs}
-            own |= {key: _tuples(value, ours.get(key)) for key, value in theirs.items() if isinstance(value, list)}
-            groups.append({**own, **{key: ours[key] for key in OF_THE_MACHINE}})
+            settings = {**defaults, "algorithm": algorithm, "adjust_lr_fn": "original", **loaded}
+            settings |= {
+                key: _tuples(value, present.get(key)) for key, value in loaded.items() if isinstance(value, list)
+            }
+            groups.append({**settings, **{key: present[key] for key in OF_THE_MACHINE}})
         else:
-            groups.append({**adamw_defaults, "lr": ours["lr"], "algorithm": algorithm, **theirs})
+            groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
         groups[i] = resolved(groups[i], defaults.keys() | adamw_defaults.keys()) | {"lr": apart(groups[i]["lr"])}
     state = {
-        i: {k: _NoCast(v) for k, v in own.items()} if i in matrix else own for i, own in state_dict["state"].items()
+        i: {k: _NoCast(v) for k, v in entry.items()} if i in matrix else entry
+        for i, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -116,33 +119,38 @@ def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
     Raises:
         ValueError: a weight that they lack requires grad here.
     """
-    theirs = {name: (g, i) for g in saved for i, name in enumerate(_names(g))}
-    ours = {name: p for g in here for name, p in zip(_names(g), g["params"], strict=False)}
-    unique = sum(len(_names(g)) for g in saved) == len(theirs)
-    if not unique or not theirs or not theirs.keys() < ours.keys() or sum(len(g["params"]) for g in here) > len(ours):
+    places = {name: (g, i) for g in saved for i, name in enumerate(_names(g))}
+    weights = {name: p for g in here for name, p in zip(_names(g), g["params"], strict=False)}
+    unique = sum(len(_names(g)) for g in saved) == len(places)
+    if (
+        not unique
+        or not places
+        or not places.keys() < weights.keys()
+        or sum(len(g["params"]) for g in here) > len(weights)
+    ):
         return saved
-    trained = next((name for name, p in ours.items() if name not in theirs and p.requires_grad), None)
+    trained = next((name for name, p in weights.items() if name not in places and p.requires_grad), None)
     if trained is not None:
         raise ValueError(
             f"The loaded state dict has no weight {trained!r}, which requires grad here. If it was saved of a partly "
             "frozen model, freeze what was frozen then, load, and unfreeze it then."
         )
-    groups, fresh = [], iter(range(len(theirs), len(ours)))
+    groups, fresh = [], iter(range(len(places), len(weights)))
     for group in here:
         names = _names(group)
-        sources = [theirs[name][0] for name in names if name in theirs]
+        sources = [places[name][0] for name in names if name in places]
         source = sources[0] if sources else {**group, "params": [0]}
         if any(other is not source for other in sources):
             return saved
-        found = {**source, "param_names": group["param_names"]}
+        loaded = {**source, "param_names": group["param_names"]}
         if not all(
             isinstance(weight, str) for weight in source["params"]
         ):  # else of torch.distributed.checkpoint: ours
-            found["params"] = [source["params"][theirs[n][1]] if n in theirs else next(fresh) for n in names]
+            loaded["params"] = [source["params"][places[n][1]] if n in places else next(fresh) for n in names]
         for key, default in DEFAULTS.items():
-            values = [_reading(*(theirs.get(n) or (group, i)), key, default) for i, n in enumerate(names)]
-            found[key] = default if all(value == default for value in values) else values
-        groups.append(found)
+            values = [_reading(*(places.get(n) or (group, i)), key, default) for i, n in enumerate(names)]
+            loaded[key] = default if all(value == default for value in values) else values
+        groups.append(loaded)
     return groups
 
 
@@ -168,23 +176,23 @@ def _names(group: Group) -> list[str]:
     return list(map(unwrapped_name, group.get("param_names", [])))
 
 
-def _check_order(theirs: list[str], ours: list[str]) -> None:
+def _check_order(saved_names: list[str], names: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to other weights than it is of."""
-    there, here = list(map(unwrapped_name, theirs)), list(map(unwrapped_name, ours))
+    there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
     if there != here and sorted(there) == sorted(here):
         i = next(i for i, (one, other) in enumerate(zip(there, here, strict=True)) if one != other)
         raise ValueError(
-            f"The loaded state dict has the same weights in another order: weight {i} is {theirs[i]!r} there and "
-            f"{ours[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
+            f"The loaded state dict has the same weights in another order: weight {i} is {saved_names[i]!r} there and "
+            f"{names[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
             "saved in."
         )
 
 
-def _tuples(theirs: list[Any], ours: Any) -> Any:
+def _tuples(values: list[Any], present: Any) -> Any:
     """Return a loaded list with the tuples that it had: PyTorch's full state dicts make lists of them."""
-    if isinstance(ours, tuple):
-        return tuple(theirs)
-    return [tuple(value) if isinstance(value, list) else value for value in theirs]
+    if isinstance(present, tuple):
+        return tuple(values)
+    return [tuple(value) if isinstance(value, list) else value for value in values]
 
 
 def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[int]:
@@ -203,7 +211,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
     for settings in (state.get("defaults"), *(g for g in state["param_groups"] if g["algorithm"] == "matrix")):
         if settings is not None:
             settings.update({**OF_THE_MACHINE, **settings})
-    made: set[int] = set()
+    restored: set[int] = set()
     misfits: dict[Tensor, str] = {}
     try:
         check_names(state["param_groups"])
@@ -220,32 +228,32 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
         if group["algorithm"] != "matrix":
             adamw.count_in_tensors(state["state"], group, i)
             for p, name in named(group, i):
-                if own := state["state"].get(p):
-                    if found := adamw.misfit(p, group, own):
-                        misfits.setdefault(p, f"{name} has {found}")
+                if entry := state["state"].get(p):
+                    if reason := adamw.misfit(p, group, entry):
+                        misfits.setdefault(p, f"{name} has {reason}")
                     else:
-                        adamw.check_values(name, own)
-                    state["state"][p] = {k: _lying_as(p, v) for k, v in own.items()}  # a copy, as of the matrices'
+                        adamw.check_values(name, entry)
+                    state["state"][p] = {k: _lying_as(p, v) for k, v in entry.items()}  # a copy, as of the matrices'
             continue
         for (p, name), how in zip(named(group, i), hows, strict=True):
-            own = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
+            entry = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
             check_reading(p, name, how)
             parts = pieces(p, name, how)
-            _check_split(own, parts, name, how.split)
-            if layouts := _layouts(own, p, parts, method, group):
+            _check_split(entry, parts, name, how.split)
+            if layouts := _layouts(entry, p, parts, method, group):
                 for piece, layout in zip(parts, layouts, strict=True):
-                    own = _of_today(piece, own, layout)
-                    if misfit := _misfit(own, layout, piece, optimizer):
+                    entry = _of_today(piece, entry, layout)
+                    if misfit := _misfit(entry, layout, piece, optimizer):
                         misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
                         break
-                    _check_values(own, layout, piece)
-                    own["step" + piece.suffix] = stored_clock(p, clock(piece, own))
-                made.add(i)
-            elif foreign := OF_OTHERS & own.keys():
+                    _check_values(entry, layout, piece)
+                    entry["step" + piece.suffix] = stored_clock(p, clock(piece, entry))
+                restored.add(i)
+            elif foreign := OF_OTHERS & entry.keys():
                 misfits.setdefault(p, f"{name} has {min(foreign)}, another optimizer's, and nothing of {optimizer}'s")
-            if own and not misfits:  # a copy: what was loaded goes on without this optimizer
+            if entry and not misfits:  # a copy: what was loaded goes on without this optimizer
                 clocks = {"step" + piece.suffix for piece in parts}
-                state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in own.items()}
+                state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in entry.items()}
     if misfits:
         first, *others = misfits.values()
         more = f"; {len(others)} more {'differs' if len(others) == 1 else 'differ'}" if others else ""
@@ -253,44 +261,44 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
             f"The loaded state of {first}{more}. Load a state dict of the same optimizer, model, rank, "
             "init_eigenvalue and split."
         )
-    return made
+    return restored
 
 
 def check_state(
-    p: Tensor, name: str, parts: list[Piece], own: dict[str, Any], method: Method[Any], group: Group, optimizer: str
+    p: Tensor, name: str, parts: list[Piece], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
 ) -> None:
     """Raise ValueError where the live state of a matrix weight was replaced by what a step cannot go on from.
 
     As of a loaded state, but for its values: reading these would wait for the device.
     """
-    for piece, layout in zip(parts, _layouts(own, p, parts, method, group), strict=False):
-        found = _misfit(own, layout, piece, optimizer)
-        if found is None and not _has_clock(piece, own):
+    for piece, layout in zip(parts, _layouts(entry, p, parts, method, group), strict=False):
+        reason = _misfit(entry, layout, piece, optimizer)
+        if reason is None and not _has_clock(piece, entry):
             bound = f"{piece.shape.count} integers" if p.ndim == 3 else "an integer"
-            found = f"step={own['step' + piece.suffix]!r}; must be {bound} of at least -1"
-        if found is not None:
+            reason = f"step={entry['step' + piece.suffix]!r}; must be {bound} of at least -1"
+        if reason is not None:
             raise ValueError(
-                f"The state of {piece.name} (weight {tuple(p.shape)}) has {found}. Set it back, or remove the state, "
+                f"The state of {piece.name} (weight {tuple(p.shape)}) has {reason}. Set it back, or remove the state, "
                 "optimizer.state.pop(p), to begin anew."
             )
 
 
 def _layouts(
-    own: dict[str, Any], p: Tensor, parts: list[Piece], method: Method[Any], group: Group
+    entry: dict[str, Any], p: Tensor, parts: list[Piece], method: Method[Any], group: Group
 ) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Return what every piece of a weight needs, by key; nothing where its state has none of it, and begins."""
     layouts = [needed(piece, method, group) for piece in parts]
-    if own.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts})):
+    if entry.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts})):
         return []
     for piece, layout in zip(parts, layouts, strict=True):
-        if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in own:  # else they start as W
+        if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in entry:  # else they start as W
             layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
     return layouts
 
 
-def _check_split(own: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
+def _check_split(entry: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
     """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
-    held = {key[1:] for key in own if key == "M" or (key.startswith("M.") and key[2:].isdigit())}
+    held = {key[1:] for key in entry if key == "M" or (key.startswith("M.") and key[2:].isdigit())}
     if held and held != {piece.suffix for piece in parts}:
         raise ValueError(
             f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
@@ -318,39 +326,39 @@ def needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[t
 
 
 def _misfit(
-    own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece, optimizer: str
+    entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece, optimizer: str
 ) -> str | None:
     """Return the first of a loaded state that is not as a piece needs it; None where all fits.
 
     What else it has is a wrapper's, and stays.
     """
     for key, (shape, dtype) in needed.items():
-        value = own.get(key)
+        value = entry.get(key)
         if not isinstance(value, Tensor) or value.shape != shape:
-            others = [str(k) for k in own if k not in needed]
+            others = [str(k) for k in entry if k not in needed]
             other = f"{', '.join(others[:3])}{', ...' * (len(others) > 3)} and no tensor {key}"
             has = f"{key} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else other
             return f"{has} where {optimizer} needs {shape}"
         plain = value.layout == torch.strided and value.device.type != "meta" and not value.is_complex()
         if not plain or value.is_floating_point() != dtype.is_floating_point:
-            found = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
-            return f"{found} where {optimizer} needs {dtype} in plain memory"
-    if "lambda_0" + piece.suffix in own.keys() - needed.keys():
+            actual = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
+            return f"{actual} where {optimizer} needs {dtype} in plain memory"
+    if "lambda_0" + piece.suffix in entry.keys() - needed.keys():
         return f"lambda_0{piece.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
-    return None if "step" + piece.suffix in own else f"no step{piece.suffix} where {optimizer} needs one"
+    return None if "step" + piece.suffix in entry else f"no step{piece.suffix} where {optimizer} needs one"
 
 
-def _check_values(own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece) -> None:
+def _check_values(entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece) -> None:
     """Raise ValueError unless a loaded state that fits a piece has values that a step can go on from."""
-    if not _has_clock(piece, own):
+    if not _has_clock(piece, entry):
         bound = f"{piece.shape.count} integers" if piece.p.ndim == 3 else "an integer"
         raise ValueError(
-            f"The loaded state of {piece.name} has step={own['step' + piece.suffix]!r}: must be {bound} of at least "
+            f"The loaded state of {piece.name} has step={entry['step' + piece.suffix]!r}: must be {bound} of at least "
             "-1, which is before the first gradient. The file is damaged: load an earlier one."
         )
-    begun = torch.tensor(clock(piece, own), device="cpu") >= 0
+    begun = torch.tensor(clock(piece, entry), device="cpu") >= 0
     for key in needed:
-        value = own[key][begun.to(own[key].device)] if piece.p.ndim == 3 and own[key].ndim else own[key]
+        value = entry[key][begun.to(entry[key].device)] if piece.p.ndim == 3 and entry[key].ndim else entry[key]
         if not begun.any() or not value.is_floating_point():
             continue
         positive = key.startswith(("inv_sqrt", "lambda_0"))
@@ -363,19 +371,19 @@ def _check_values(own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], 
 
 
 def _of_today(
-    piece: Piece, own: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    piece: Piece, entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Any]:
     """Return loaded state without a piece's keys that are no more, and with the count that files before 0.5 lack."""
-    if not isinstance(own.get("M" + piece.suffix), Tensor):
-        return own
+    if not isinstance(entry.get("M" + piece.suffix), Tensor):
+        return entry
     clipped = "clipped" + piece.suffix
     shape, dtype = needed[clipped]
-    kept = {key: value for key, value in own.items() if key not in {former + piece.suffix for former in FORMER}}
+    kept = {key: value for key, value in entry.items() if key not in {former + piece.suffix for former in FORMER}}
     return {clipped: torch.zeros(shape, dtype=dtype), **kept}
 
 
-def _has_clock(piece: Piece, own: dict[str, Any]) -> bool:
-    step = own["step" + piece.suffix]
+def _has_clock(piece: Piece, entry: dict[str, Any]) -> bool:
+    step = entry["step" + piece.suffix]
     if isinstance(step, Tensor):
         step = step.tolist() if step.ndim == (piece.p.ndim == 3) else None
     steps = step if piece.p.ndim == 3 else [step]  # a list before 0.5

@@ -87,8 +87,8 @@ class Engine:
 
     def buckets(self) -> Iterator[Bucket]:
         """Yield all buckets."""
-        for own in self._buckets.values():
-            yield from own
+        for buckets in self._buckets.values():
+            yield from buckets
 
     def step(self) -> list[str]:
         """Step everything; return warnings.
@@ -136,11 +136,11 @@ class Engine:
             self._check_complete(index, group)
             if group["algorithm"] == "adamw":
                 adamw.bring_home(group, self.state)
-        found = [*units(self.groups)]
-        if any(hasattr(unit.p, "device_mesh") for unit in found):
+        all_units = [*units(self.groups)]
+        if any(hasattr(unit.p, "device_mesh") for unit in all_units):
             raise Sharded
         self.signatures.keep(self.state)
-        for unit in found:
+        for unit in all_units:
             self._check_unit(unit)
         for index, group in enumerate(self.groups):
             self.check_settings(index, group)
@@ -148,9 +148,9 @@ class Engine:
         for index, group in enumerate(self.groups):
             if group["algorithm"] == "adamw":
                 adamw.check_options(group, index)
-        for unit in found:
+        for unit in all_units:
             self._check_state(unit, intact)
-        waiting = self._place(found)
+        waiting = self._place(all_units)
         keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
         return Seen(self.groups, self.state, keys, waiting)
 
@@ -198,8 +198,8 @@ class Engine:
             member.p
             for bucket in self.buckets()
             if bucket.holds()
-            for member, own in zip(bucket.members, bucket.states, strict=True)
-            if self.state.get(member.p) is own
+            for member, entry in zip(bucket.members, bucket.states, strict=True)
+            if self.state.get(member.p) is entry
         }
 
     def _check_state(self, unit: Unit, intact: Collection[Tensor]) -> None:
@@ -234,7 +234,7 @@ class Engine:
     def _rank(self, group: Group, piece: Piece) -> int:
         return self.method.rank(group, piece.shape.m, piece.shape.n)
 
-    def _place(self, found: Collection[Unit]) -> list[Tensor]:
+    def _place(self, all_units: Collection[Unit]) -> list[Tensor]:
         """Give every weight that takes part its place in buckets of its shapes, and the others a state; return these.
 
         Where a weight stands in a batch may decide its rounding: it follows from the groups, not from who came first.
@@ -242,7 +242,7 @@ class Engine:
         placed: dict[BucketKey, list[tuple[Piece, Group]]] = {}
         waiting: list[Tensor] = []
         settings = [self._settings(group) for group in self.groups]
-        for unit in found:
+        for unit in all_units:
             if not unit.matrix:
                 continue
             parts = self.pieces(unit)
@@ -255,7 +255,7 @@ class Engine:
             if unit.p.requires_grad:
                 self.begin(unit)
         self._fill(placed)
-        self.signatures.remember(found, self.state)
+        self.signatures.remember(all_units, self.state)
         return waiting
 
     def begin(self, unit: Unit) -> dict[str, Any]:
@@ -273,11 +273,11 @@ class Engine:
         """Make the buckets of these pieces; one that is as it would be made stays, with its graphs."""
         old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self.buckets()}
         filled: dict[BucketKey, list[Bucket]] = {}
-        for key, own in placed.items():
-            (m, n, rank, dtype, device), first = key[0], own[0][1]
-            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first, own[0][0].p)).itemsize
-            rest, filled[key] = iter([group for _, group in own]), []
-            for run in runs([piece for piece, _ in own], each, workspace(device)):
+        for key, pairs in placed.items():
+            (m, n, rank, dtype, device), first = key[0], pairs[0][1]
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first, pairs[0][0].p)).itemsize
+            rest, filled[key] = iter([group for _, group in pairs]), []
+            for run in runs([piece for piece, _ in pairs], each, workspace(device)):
                 states, groups = [self.state[piece.p] for piece in run], [*islice(rest, len(run))]
                 bucket = old.get((run[0].p, run[0].suffix))
                 kind = SpecifiedBucket if groups[0]["backend"] == "reference" else Bucket
@@ -309,31 +309,31 @@ class Engine:
 
     def _settings(self, group: Group) -> tuple[Any, ...]:
         """Return the settings that weights must have alike to share a bucket."""
-        own = {"lr", "weight_decay", "algorithm", *DEFAULTS}
-        return tuple(plain(group.get(key)) for key in self.defaults if key not in own)
+        per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
+        return tuple(plain(group.get(key)) for key in self.defaults if key not in per_member)
 
     def counts(self, key: str) -> dict[str, int]:
         """Add up a counter of the state by weight; reads the device."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for unit in units(self.groups):
             for piece in self.pieces(unit) if unit.matrix else ():
                 if key + piece.suffix in self.state.get(unit.p, {}):
-                    found[unit.name] = found.get(unit.name, 0) + int(self.state[unit.p][key + piece.suffix].sum())
-        return found
+                    totals[unit.name] = totals.get(unit.name, 0) + int(self.state[unit.p][key + piece.suffix].sum())
+        return totals
 
     def offload(self, device: torch.device | str) -> None:
         """Move the state to ``device``, and keep nothing where it was."""
-        for p, own in self.state.items():
+        for p, entry in self.state.items():
             if isinstance(p, Tensor):  # hooks keep what they like under names
-                moved = {key: value.to(device, copy=True) for key, value in own.items() if isinstance(value, Tensor)}
-                own.update(moved)
+                moved = {key: value.to(device, copy=True) for key, value in entry.items() if isinstance(value, Tensor)}
+                entry.update(moved)
         self.release()
 
-    def loaded(self, made: Collection[int]) -> None:
-        """Go on from other groups and another state, of which :func:`checkpoint.restore` has ``made`` these groups."""
+    def loaded(self, restored: Collection[int]) -> None:
+        """Go on from other groups and another state; of the ``restored`` groups state was loaded."""
         self.forget()
         for unit in units(self.groups):
-            if unit.group_index in made:
+            if unit.group_index in restored:
                 self.signatures.remember([unit], self.state)
                 if unit.group["bf16_weights"] == MASTER:  # also no longer in bfloat16
                     self.signatures.of(unit.p).own_master = True

@@ -104,8 +104,8 @@ def _end_random_numbers(device: torch.device) -> None:
     """
     with suppress(Exception):
         t = torch.zeros(1, device=device)  # before: an empty graph would be warned about
-        own = Capture.on(device)
-        _captured(t.zero_, own.stream, own.pool)
+        capture = Capture.on(device)
+        _captured(t.zero_, capture.stream, capture.pool)
 
 
 KEPT = 4

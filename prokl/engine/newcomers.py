@@ -18,11 +18,11 @@ def resolved(group: Group, settings: Collection[str]) -> Group:
     advanced = group.get("advanced", {}) if group.get("algorithm") != "adamw" else {}
     check_advanced("of a new group", advanced)
     group = {**advanced, **{key: value for key, value in group.items() if key != "advanced"}}
-    found = {key: plain(value) if key in settings else value for key, value in group.items()}
-    if "adjust_lr_fn" in settings and found.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
-        found["adjust_lr_fn"] = "original"
-    lists = [key for key in DEFAULTS if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple)]
-    return found | {key: list(found[key]) for key in lists}
+    plain_group = {key: plain(value) if key in settings else value for key, value in group.items()}
+    if "adjust_lr_fn" in settings and plain_group.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
+        plain_group["adjust_lr_fn"] = "original"
+    lists = [key for key in DEFAULTS if isinstance(plain_group.get(key), tuple) and not isinstance(group[key], tuple)]
+    return plain_group | {key: list(plain_group[key]) for key in lists}
 
 
 def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:
@@ -55,10 +55,10 @@ def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group]
     rates = sorted({float(g["lr"]) for g in adamw})
     if len(rates) > 1:
         raise ValueError(f"{what}, and the optimizer's AdamW groups have several lrs, {rates}: {remedy}.")
-    own = sorted(group.keys() - {"params"})
-    if own and not rest:
+    keys = sorted(group.keys() - {"params"})
+    if keys and not rest:
         raise ValueError(
-            f"{what}, and it has its own {', '.join(own)}: say whose by "
+            f"{what}, and it has its own {', '.join(keys)}: say whose by "
             f'"algorithm": "adamw" (whose lr is {rates[0]:g} so far), or leave them out to have AdamW\'s.'
         )
     options = {key: adamw[-1][key] for key in (ARGUMENTS - {"weight_decay"}) & adamw[-1].keys()}

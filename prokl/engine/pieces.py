@@ -94,8 +94,8 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
         return
     if p.ndim > 3:
         raise ValueError(f"Invalid split={split!r} of {name}: a convolution {tuple(p.shape)} is not split; use None.")
-    whole = MatrixShape.of(p, how.transposed)
-    rows = whole.rows
+    unsplit = MatrixShape.of(p, how.transposed)
+    rows = unsplit.rows
     if isinstance(split, tuple):
         fits = all(type(size) is int and size > 0 for size in split) and sum(split) == rows
     else:
@@ -105,7 +105,7 @@ def check_reading(p: Tensor, name: str, how: Reading) -> None:
             f"Invalid split={split!r} of {name}: must be sizes, a tuple of int, that add up to its output dimension "
             f"{rows} (weight {tuple(p.shape)}, transposed={how.transposed}), or a number of pieces that divides it."
         )
-    if any(shape.n == 1 for shape in whole.pieces(split)):
+    if any(shape.n == 1 for shape in unsplit.pieces(split)):
         raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")
 
 
@@ -178,13 +178,13 @@ def runs(pieces: Sequence[Piece], each: int, most: int) -> list[list[Piece]]:
         most: bytes that a run's step may take.
     """
     left, fit = sum(piece.shape.count for piece in pieces), max(1, most // each)
-    found: list[list[Piece]] = [[]]
+    result: list[list[Piece]] = [[]]
     count, share = 0, _share(left, fit)
     for piece in pieces:
-        if found[-1] and count + piece.shape.count > share:
-            found.append([])
+        if result[-1] and count + piece.shape.count > share:
+            result.append([])
             count, share = 0, _share(left, fit)
-        found[-1].append(piece)
+        result[-1].append(piece)
         count += piece.shape.count
         left -= piece.shape.count
-    return found
+    return result

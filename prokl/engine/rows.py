@@ -38,12 +38,12 @@ class RowSets:
         """Return ``rows``, in ascending order, on the device; None for all."""
         if len(rows) == self.count:
             return None
-        found = self.kept.pop(rows, None)
-        if found is None:
+        row_set = self.kept.pop(rows, None)
+        if row_set is None:
             index = on_device(rows, torch.int64, self.device)
             mask = torch.zeros(self.count, dtype=torch.bool, device=self.device)
-            found = Rows(index, mask.index_fill_(0, index, True))
-        self.kept[rows] = found  # the last used is the last to go
+            row_set = Rows(index, mask.index_fill_(0, index, True))
+        self.kept[rows] = row_set  # the last used is the last to go
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
-        return found
+        return row_set

@@ -50,7 +50,7 @@ class Schedule:
         steps, first = self.steps, self.steps[0]
         if all(has_grad) and first >= 0 and steps.count(first) == len(steps):  # as usual, and quicker
             return Plan(tuple(has_grad), (), self._every, self._every if (first + 1) % frequency == 0 else ())
-        rows = [b for own, given in zip(self.members, has_grad, strict=True) if given for b in own]
+        rows = [b for rows_of_member, has in zip(self.members, has_grad, strict=True) if has for b in rows_of_member]
         stepping = tuple(b for b in rows if steps[b] >= 0)
         return Plan(
             tuple(has_grad),

@@ -81,18 +81,18 @@ class Seen:
 
     def _objects(self, groups: Sequence[Group], state: dict[Tensor, dict[str, Any]]) -> list[Any]:
         """Return the groups, their settings, their weights, and whose state is where."""
-        found: list[Any] = [*groups]
+        objects: list[Any] = [*groups]
         for group in groups:
             for value in [group.get(key, ...) for key in self.keys]:  # None is a value
-                found.append(value)
+                objects.append(value)
                 if isinstance(value, list):
-                    found += value
-        for p, own in state.items():
+                    objects += value
+        for p, entry in state.items():
             if isinstance(p, Tensor):  # hooks keep what they like under names
-                found += (p, own)
-        return found
+                objects += (p, entry)
+        return objects
 
     def _forms(self, state: dict[Tensor, dict[str, Any]]) -> tuple[list[Any], ...]:
         """Return what the weights are, and how many entries each state has."""
-        weights, sizes = self.weights, [len(own) for own in state.values() if isinstance(own, dict)]
+        weights, sizes = self.weights, [len(entry) for entry in state.values() if isinstance(entry, dict)]
         return [p.dtype for p in weights], [p.device for p in weights], [p.shape for p in weights], sizes

@@ -61,11 +61,11 @@ class Signatures:
         """Raise ValueError where a setting of a matrix group is another one than state was made with."""
         fixed = self._fixed(group)
         for i, p in enumerate(group["params"]):
-            made = self._records.get(p)
-            if made is not None and made.settings not in (None, fixed) and state.get(p):
+            record = self._records.get(p)
+            if record is not None and record.settings not in (None, fixed) and state.get(p):
                 _, name = named(group, index)[i]
                 key, value, old = next(
-                    each for each in zip(self.method.fixed, fixed, made.settings, strict=True) if each[1] != each[2]
+                    each for each in zip(self.method.fixed, fixed, record.settings, strict=True) if each[1] != each[2]
                 )
                 raise ValueError(
                     f"Invalid {key}={value!r}: the state of {name} was made with {key}={old!r} and depends on it. Set "
@@ -74,18 +74,18 @@ class Signatures:
 
     def check_reading(self, unit: Unit, state: dict[str, Any] | None) -> None:
         """Raise ValueError where a matrix weight is read otherwise, or has another shape, than its state."""
-        made, name = self._records.get(unit.p), unit.name
-        if made is None or made.settings is None or not state:
+        record, name = self._records.get(unit.p), unit.name
+        if record is None or record.settings is None or not state:
             return
-        if unit.how != made.how:
+        if unit.how != record.how:
             raise ValueError(
                 f"Invalid transposed={unit.how.transposed!r}, split={unit.how.split!r} of {name}: its state was made "
-                f"with transposed={made.how.transposed!r}, split={made.how.split!r}. Set them back, or start a new "
+                f"with transposed={record.how.transposed!r}, split={record.how.split!r}. Set them back, or start a new "
                 "optimizer."
             )
-        if unit.p.shape != made.shape:
+        if unit.p.shape != record.shape:
             raise ValueError(
-                f"{name} has shape {tuple(unit.p.shape)}, and its state was made with {tuple(made.shape)}: set it "
+                f"{name} has shape {tuple(unit.p.shape)}, and its state was made with {tuple(record.shape)}: set it "
                 "back, or remove its state, optimizer.state.pop(p), to begin anew."
             )
 

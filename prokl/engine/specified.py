@@ -17,19 +17,21 @@ class SpecifiedBucket(Bucket):
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         state = self._arithmetic("M")
-        of_member = [own for own in self._rates for _ in own.members]
-        rates = [own for own, member in zip(of_member, self.members, strict=True) for _ in member.rows]
+        of_member = [group_rates for group_rates in self._rates for _ in group_rates.members]
+        rates = [
+            member_rates for member_rates, member in zip(of_member, self.members, strict=True) for _ in member.rows
+        ]
         parts = [(member, member.weight(), slice(member.rows.start, member.rows.stop)) for member in self.members]
         W = torch.cat([self.rounding.exact(weight, rows).to(self.dtype) for _, weight, rows in parts])
         for b in moving:
-            own = {key: value[b].to(self.dtype) for key, value in state.items()}
+            matrix_state = {key: value[b].to(self.dtype) for key, value in state.items()}
             scale, h = float(self.aspect_scale[b]), replace(self.h, lr=rates[b].lr, weight_decay=rates[b].weight_decay)
-            W[b], own = self.method.reference_step(
-                W[b], G[b], own, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
+            W[b], matrix_state = self.method.reference_step(
+                W[b], G[b], matrix_state, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
             )
-            roots = [value[None] for key, value in own.items() if key.startswith("inv_sqrt")]
+            roots = [value[None] for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
             learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
-            for key, value in own.items():
+            for key, value in matrix_state.items():
                 if learns or key in ALWAYS_MOVE:
                     self.stacks[key][b] = value.to(self.stacks[key].dtype)
         some, moved = self.rows.of(moving), set(moving)

@@ -28,9 +28,9 @@ def layout_of_state(
     piece: Piece, method: Method[Any], rank: int, group: Group
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every state tensor of one matrix of a piece."""
-    own, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
+    stored, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
     shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)
-    return {key: (shape, arithmetic if key in SCALARS else own) for key, shape in shapes.items()}
+    return {key: (shape, arithmetic if key in SCALARS else stored) for key, shape in shapes.items()}
 
 
 def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:

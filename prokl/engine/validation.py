@@ -84,9 +84,9 @@ def check_forms(groups: Sequence[Group], state: Mapping[Any, Any]) -> None:
                 "the place of its name."
             )
         for p, name in named(group, i):
-            if not isinstance(own := state.get(p, {}), dict):
+            if not isinstance(entry := state.get(p, {}), dict):
                 raise TypeError(
-                    f"Invalid state of {name}: must be a dict, and is {own!r}. Remove it, optimizer.state.pop(p), to "
+                    f"Invalid state of {name}: must be a dict, and is {entry!r}. Remove it, optimizer.state.pop(p), to "
                     "begin anew."
                 )
 
@@ -161,18 +161,18 @@ def in_order(weights: Sequence[Tensor]) -> bool:
 
     One that does not move needs no memory: sharded weights that are frozen have none.
     """
-    given = [p for p in weights if p.grad is not None]
-    gradients: list[Any] = [p.grad for p in given]
-    every = [*given, *gradients]
+    with_gradient = [p for p in weights if p.grad is not None]
+    gradients: list[Any] = [p.grad for p in with_gradient]
+    every = [*with_gradient, *gradients]
     return (
         {*map(type, every)} <= {*PLAIN}
         and [t.layout for t in every].count(torch.strided) == len(every)
-        and [p.dtype for p in given] == [g.dtype for g in gradients]
-        and [p.shape for p in given] == [g.shape for g in gradients]
-        and [p.device for p in given] == [g.device for g in gradients]
+        and [p.dtype for p in with_gradient] == [g.dtype for g in gradients]
+        and [p.shape for p in with_gradient] == [g.shape for g in gradients]
+        and [p.device for p in with_gradient] == [g.device for g in gradients]
         and all(map(Tensor.data_ptr, every))
         and not any(map(Tensor.is_neg, every))
-        and (all(map(Tensor.is_contiguous, given)) or not any(0 in p.stride() for p in given))
+        and (all(map(Tensor.is_contiguous, with_gradient)) or not any(0 in p.stride() for p in with_gradient))
     )
 
 
@@ -208,10 +208,10 @@ def check_in_memory(p: Tensor, name: str) -> None:
 
     A DTensor is looked at where its parts are stepped.
     """
-    found = None if hasattr(p, "device_mesh") else oddity(p)
-    if found is not None:
+    reason = None if hasattr(p, "device_mesh") else oddity(p)
+    if reason is not None:
         remedy = "use p.resolve_neg()" if p.is_neg() else "put it into an AdamW group, or make a plain tensor of it"
-        raise ValueError(f"{name} is a tensor {found}; the matrix method needs plain memory: {remedy}.")
+        raise ValueError(f"{name} is a tensor {reason}; the matrix method needs plain memory: {remedy}.")
 
 
 def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
@@ -239,9 +239,9 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
             f"{tuple(g.shape)} on {g.device}: they must go together. Call zero_grad() after changing a weight, and "
             "backward() again."
         )
-    if in_memory and (found := oddity(g.resolve_neg())):
-        if "(strides" not in found:  # an expanded one is only read
+    if in_memory and (reason := oddity(g.resolve_neg())):
+        if "(strides" not in reason:  # an expanded one is only read
             raise ValueError(
-                f"{name} has a gradient {found}; the step needs plain memory: make a plain tensor of it, as "
+                f"{name} has a gradient {reason}; the step needs plain memory: make a plain tensor of it, as "
                 "by trigger_wait() or to_local(), before the step."
             )

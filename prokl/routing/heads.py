@@ -33,7 +33,7 @@ class Heads:
     """The output heads of a model."""
 
     def __init__(self, model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
-        held = [(p, o) for p, found in owners.items() for o in found]
+        held = [(p, o) for p, of_p in owners.items() for o in of_p]
         modules = [(_path(name), module) for name, module in model.named_modules(remove_duplicate=False)]
         self._layers = dict.fromkeys(o.path for p, o in held if _is_layer(p, o))
         self._matrices = dict.fromkeys(
@@ -50,7 +50,7 @@ class Heads:
         self._counts = {path: counts for path, module in modules if (counts := _counts(module))}
         self._counts[()] = {rows: f"{rows} outputs as the largest embedding has rows"} | self._counts.get((), {})
         self._closing: dict[Path, str] = {}
-        tied = any(any(o.embedding for o in found) and any(o.linear for o in found) for found in owners.values())
+        tied = any(any(o.embedding for o in of_p) and any(o.linear for o in of_p) for of_p in owners.values())
         tells = any(hasattr(module, method) for path, module in modules if not path for method in ASKED)
         if not (tells or self._sure or tied or any(_is_layer(p, o) and self.reason(p, o) for p, o in held)):
             self._closing = self._closing_layers(owners)
@@ -109,15 +109,15 @@ class Heads:
         model that has a method to tell its head and tells none, as transformers' CLIP, is taken at its word.
         """
         closing: dict[Path, str] = {}
-        held = [(p, o) for p, found in owners.items() for o in found]
+        held = [(p, o) for p, of_p in owners.items() for o in of_p]
         for p, o in reversed([(p, o) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]):
-            given = {size for q, other in held if other.path != o.path for size in _given(q, other, p.shape[-1])}
+            sizes = {size for q, other in held if other.path != o.path for size in _output_sizes(q, other, p.shape[-1])}
             direct = o.linear and len(o.path) - self._shared == 1 and not ROUTER.fullmatch(o.path[-1])
-            if not direct or p.shape[0] in self._inputs or p.shape[-1] not in given:
+            if not direct or p.shape[0] in self._inputs or p.shape[-1] not in sizes:
                 break
             closing[o.path] = "last layer, whose outputs no other takes"
-        others = ((p, found) for p, found in owners.items() if not any(o.path in closing for o in found))
-        return closing if any(choose(p, found, None).algorithm == "matrix" for p, found in others) else {}
+        others = ((p, of_p) for p, of_p in owners.items() if not any(o.path in closing for o in of_p))
+        return closing if any(choose(p, of_p, None).algorithm == "matrix" for p, of_p in others) else {}
 
     def _named(self, p: Tensor, o: Owner) -> str | None:
         if any(ROUTER.fullmatch(part) for part in o.path):
@@ -127,12 +127,12 @@ class Heads:
         if self._outside(o.path, p, o) and _says_head(o.attr):
             return "named as output head"
         for end in range(len(o.path), 0, -1):
-            whole = o.path[:end]
-            if not _says_head(whole[-1]) or not self._outside(whole, p, o):
+            head = o.path[:end]
+            if not _says_head(head[-1]) or not self._outside(head, p, o):
                 continue
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
-            if WHOLE.fullmatch(whole[-1]) and self._ends(o.path, whole):
+            if WHOLE.fullmatch(head[-1]) and self._ends(o.path, head):
                 written = unwrapped_name(o.name).split(".")[end - 1]
                 return f"last layer of {written}, named as output head"
         return None
@@ -144,18 +144,18 @@ class Heads:
         in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
         return in_list and o.path in self._layers and _outputs(p, o) not in self._inputs
 
-    def _ends(self, path: Path, whole: Path) -> bool:
+    def _ends(self, path: Path, head: Path) -> bool:
         """Return True if ``path`` is the last layer of ``whole``, or of one of the heads that ``whole`` lists."""
-        if whole in self._lists and whole[-1].endswith("s"):
-            whole = path[: len(whole) + 1]
-        inside = self._inside(whole)
-        if path not in inside or any(_says_head(other[-1]) for other in inside if other not in (path, whole)):
+        if head in self._lists and head[-1].endswith("s"):
+            head = path[: len(head) + 1]
+        inside = self._inside(head)
+        if path not in inside or any(_says_head(other[-1]) for other in inside if other not in (path, head)):
             return False  # decode_head.linear_fuse beside decode_head.classifier
-        alone = len(inside) == 1 and path != whole  # a dense alone is what comes before a head that lies elsewhere
+        alone = len(inside) == 1 and path != head  # a dense alone is what comes before a head that lies elsewhere
         return path == inside[-1] and not (alone and path[-1] == "dense")
 
-    def _inside(self, whole: Path) -> list[Path]:
-        return [path for path in self._layers if path[: len(whole)] == whole]
+    def _inside(self, container: Path) -> list[Path]:
+        return [path for path in self._layers if path[: len(container)] == container]
 
 
 def _path(name: str) -> Path:
@@ -201,7 +201,7 @@ def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
     return p.shape[-1:] if o.linear or o.recurrent or o.in_proj else [size for size in p.shape if size > 1]
 
 
-def _given(p: Tensor, o: Owner, wanted: int) -> Sequence[int]:
+def _output_sizes(p: Tensor, o: Owner, wanted: int) -> Sequence[int]:
     """Return the sizes that a weight may give to a layer with ``wanted`` inputs, flattened maps among them."""
     if o.recurrent:
         size: Any = getattr(o.module, "proj_size", 0) or o.module.hidden_size
@@ -216,11 +216,11 @@ def _answers(module: nn.Module, method: str) -> Sequence[nn.Module]:
     """Return the modules that a method of a model names, if it has such a method and such modules."""
     ask = getattr(module, method, None)
     try:
-        found = ask() if callable(ask) else ()
+        answer = ask() if callable(ask) else ()
     except Exception:  # the model's own code: a base class's for those with a head, one with arguments, or a broken one
         return ()
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    return [m for m in found if isinstance(m, nn.Module)]
+    answer = answer if isinstance(answer, (tuple, list)) else (answer,)
+    return [m for m in answer if isinstance(m, nn.Module)]
 
 
 def _members(heads: Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -98,8 +98,8 @@ def fused(p: Tensor, o: Owner, transposed: bool) -> Split:
         return _halves_beside_down(o.parent, rows)
     cls = type(o.parent)
     names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
-    known = next((FUSED[name, o.path[-1]] for name in names if (name, o.path[-1]) in FUSED), None)
-    return known(o.parent, rows) if known else None
+    rule = next((FUSED[name, o.path[-1]] for name in names if (name, o.path[-1]) in FUSED), None)
+    return rule(o.parent, rows) if rule else None
 
 
 def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]:
@@ -110,10 +110,10 @@ def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]
     """
     if split is not None and p.ndim > 3:
         raise ValueError("it is a convolution, which stays whole")
-    whole = MatrixShape.of(p, transposed)
-    shapes = whole.pieces(split)
-    if sum(shape.rows for shape in shapes) != whole.rows or min(shape.rows for shape in shapes) < 1:
-        raise ValueError(f"its output dimension is {whole.rows}")
+    unsplit = MatrixShape.of(p, transposed)
+    shapes = unsplit.pieces(split)
+    if sum(shape.rows for shape in shapes) != unsplit.rows or min(shape.rows for shape in shapes) < 1:
+        raise ValueError(f"its output dimension is {unsplit.rows}")
     return shapes
 
 
@@ -149,7 +149,7 @@ class Readings:
         if divided is not None:
             split = self._by_hand[divided]
         elif self._split_fused:
-            split = next((found for o in owners if (found := fused(p, o, transposed))), None)
+            split = next((fused_split for o in owners if (fused_split := fused(p, o, transposed))), None)
         try:
             shapes = pieces(p, transposed, split)
             if any(shape.n == 1 for shape in shapes):
@@ -197,10 +197,10 @@ def _named_as_fused(p: Tensor, o: Owner) -> bool:
 
 def _checked(pattern: str, value: int | Sequence[int]) -> Split:
     """Return a division as told by hand, 1 as None."""
-    found = plain(value)
-    sizes = (found,) if isinstance(found, int) else found if isinstance(found, tuple) else ()
+    split = plain(value)
+    sizes = (split,) if isinstance(split, int) else split if isinstance(split, tuple) else ()
     if not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ValueError(
             f"Invalid split[{pattern!r}]={value!r}: must be a number of equal pieces, at least 1, or their sizes."
         )
-    return sizes if not isinstance(found, int) else None if found == 1 else found
+    return sizes if not isinstance(split, int) else None if split == 1 else split

@@ -149,21 +149,21 @@ def param_groups(
             f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "
             "by requires_grad_(True), before making the groups."
         )
-    if lazy := [found[0].name for p, found in owners.items() if is_lazy(p)]:
+    if lazy := [of_p[0].name for p, of_p in owners.items() if is_lazy(p)]:
         raise ValueError(f"Parameter {lazy[0]!r} has no shape yet; run one forward pass through its lazy module.")
     heads = Heads(model, owners)
-    all_names = [o.name for found in owners.values() for o in found]
+    all_names = [o.name for of_p in owners.values() for o in of_p]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
     readings = Readings(split_fused, transposed, split or {}, all_names)
     routes: list[Route] = []
     members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
-    for p, found in owners.items():
-        aliases = tuple(o.name for o in found)
-        choice = _route(p, found, heads, *told, names)
+    for p, of_p in owners.items():
+        aliases = tuple(o.name for o in of_p)
+        choice = _route(p, of_p, heads, *told, names)
         route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
         route = replace(route, frozen=not p.requires_grad, head=choice.head)
         if choice.algorithm == "matrix":
-            route = readings.of(p, found, route, "auto" if rank is None else rank)
+            route = readings.of(p, of_p, route, "auto" if rank is None else rank)
         if route.frozen and choice.algorithm != "frozen":
             route = replace(route, reason=f"{route.reason}; frozen now")
         routes.append(route)
@@ -178,7 +178,7 @@ def param_groups(
             f"fully_shard.\n{table(routes)}"
         )
     hyper: dict[str, Any] = {"algorithm": "matrix", "lr": apart(lr)}
-    hyper |= {key: given for key, given in (("weight_decay", weight_decay), ("rank", rank)) if given is not None}
+    hyper |= {key: value for key, value in (("weight_decay", weight_decay), ("rank", rank)) if value is not None}
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
@@ -205,7 +205,7 @@ def _matrix_groups(
         runs.setdefault((route.transposed, route.split), []).append((route, p))
     alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
     shared = zip(runs.values(), alike, strict=True)
-    return [{"params": _params(run, names), **hyper, "lr": apart(hyper["lr"]), **its} for run, its in shared]
+    return [{"params": _params(run, names), **hyper, "lr": apart(hyper["lr"]), **reading} for run, reading in shared]
 
 
 def _would_be_matrix(p: Tensor, owners: Sequence[Owner], heads: Heads) -> bool:

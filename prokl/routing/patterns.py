@@ -18,14 +18,14 @@ def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -
     """
     if not isinstance(patterns, Iterable):
         raise TypeError(f'Invalid {argument}={patterns!r}: must be patterns of names, as in {argument}=["*.router.*"].')
-    found = {}
+    by_quote = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} must hold patterns of names, got {pattern!r}; pass strings.")
         if not any(_matches(pattern, name) for name in names):
             raise ValueError(f"{argument}={pattern!r} matches no parameter; model.named_parameters() has the names.")
-        found[f"{argument}={pattern!r}"] = pattern
-    return found
+        by_quote[f"{argument}={pattern!r}"] = pattern
+    return by_quote
 
 
 def first_match(patterns: Mapping[str, str], owners: Sequence[Owner]) -> str | None:

@@ -79,12 +79,12 @@ def table(routes: Sequence[Route], rank_title: str = "rank") -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     counts = []
     for algorithm in get_args(Algorithm):
-        own = [route for route in routes if route.algorithm == algorithm]
-        told, still = algorithm, sum(route.frozen for route in own)
+        matching = [route for route in routes if route.algorithm == algorithm]
+        told, still = algorithm, sum(route.frozen for route in matching)
         if algorithm == "frozen":
             told, still = "in no group", 0
-        if own or algorithm != "frozen":
-            count = f"{told}: {len(own)} tensors, {sum(math.prod(route.shape) for route in own):,} elements"
+        if matching or algorithm != "frozen":
+            count = f"{told}: {len(matching)} tensors, {sum(math.prod(route.shape) for route in matching):,} elements"
             counts.append(count + (f", {still} of them frozen now" if still else ""))
     return "\n".join([*lines, "; ".join(counts)])
 
@@ -98,7 +98,7 @@ def _collapsed(routes: Sequence[Route]) -> list[tuple[str, Route]]:
         pattern = ".".join(part[0] + "%" * (len(part) > 1) for part in parts)
         key = route.names if len(route.names) > 1 else (pattern, replace(route, names=()))
         alike.setdefault(key, []).append((numbers, route))
-    found: list[tuple[str, Route]] = []
+    titled: list[tuple[str, Route]] = []
     for members in alike.values():
         lines = [(numbers, [route]) for numbers, route in members]
         for place in reversed(range(len(members[0][0]))):
@@ -106,9 +106,9 @@ def _collapsed(routes: Sequence[Route]) -> list[tuple[str, Route]]:
             for line in lines:
                 merged.setdefault((*line[0][:place], "", *line[0][place + 1 :]), []).append(line)
             lines = [_merged(same, place) for same in merged.values()]
-        found += [(_title(numbers, own), own[0]) for numbers, own in lines]
+        titled += [(_title(numbers, line_routes), line_routes[0]) for numbers, line_routes in lines]
     places = {id(route): i for i, route in enumerate(routes)}
-    return sorted(found, key=lambda line: places[id(line[1])])
+    return sorted(titled, key=lambda line: places[id(line[1])])
 
 
 def _merged(lines: list[tuple[list[str], list[Route]]], place: int) -> tuple[list[str], list[Route]]:
@@ -137,9 +137,9 @@ def _title(numbers: list[str], routes: list[Route]) -> str:
 
 def _heads(routes: Sequence[Route]) -> str:
     """Say which output heads were found by what, or what to write where none was."""
-    found = [f"{route.names[0]} ({route.reason})" for route in routes if route.head]
-    if found:
-        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        return f"output head{'s' * (len(found) > 1)}: {', '.join(found[:3])}{more}"
+    heads = [f"{route.names[0]} ({route.reason})" for route in routes if route.head]
+    if heads:
+        more = f", and {len(heads) - 3} more" if len(heads) > 3 else ""
+        return f"output head{'s' * (len(heads) > 1)}: {', '.join(heads[:3])}{more}"
     beside = " beside what adamw= names" if any(route.reason.startswith("adamw=") for route in routes) else ""
     return f'output head: none found{beside}; if a layer gives the outputs, name it, as in adamw=["fc2.*"]'

@@ -120,12 +120,12 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
         if parametrized:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-        own = own_places(parts)
-        holder, parent = way[-1], way[own[-1]] if own else None
+        places = own_places(parts)
+        holder, parent = way[-1], way[places[-1]] if places else None
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
-        path = tuple(parts[i].lower() for i in own)
+        path = tuple(parts[i].lower() for i in places)
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
@@ -140,8 +140,8 @@ def _normed(module: nn.Module, attr: str) -> bool:
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return attr == "weight_original1" and type(module[0]).__name__ == "_WeightNorm"
     held = module._parameters
-    made = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
-    return made and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
+    computed = "weight" not in held and isinstance(getattr(module, "weight", None), Tensor)
+    return computed and (attr == "weight_orig" or (attr == "weight_v" and "weight_g" in held))
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:
