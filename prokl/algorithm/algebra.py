@@ -7,6 +7,7 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -98,6 +99,11 @@ def damp(s: Tensor, eps: Tensor) -> Tensor:
 def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
     """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2, broadcast to the shape of s."""
     return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
+
+
+def refreshed(qr: Callable[[Tensor, Tensor], Tensor], F: Tensor, Q: Tensor, rows: Tensor | None) -> Tensor:
+    """Return Q (B,k,k) in whose place ``rows``, or all, have ``qr`` of a factor F (B,k,k) and it; Q itself stays."""
+    return qr(F, Q) if rows is None else Q.index_copy(0, rows, qr(F[rows], Q[rows]))
 
 
 class Algebra(Protocol):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference_kl
-from prokl.algorithm.algebra import Algebra, Direction, Factor, State, clipped_ema
+from prokl.algorithm.algebra import Algebra, Direction, Factor, State, clipped_ema, refreshed
 from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
-from prokl.algorithm.method import Group, refreshed_rows, select_rows
+from prokl.algorithm.method import Group
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
 
@@ -124,10 +124,9 @@ class KLShampooStages(Algebra):
 
     def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
         """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
-        L, Q_L, R, Q_R = (select_rows(state[key], rows) for key in ("L", "Q_L", "R", "Q_R"))
         return {
-            "Q_L": refreshed_rows(state, "Q_L", rows, self.refresh_basis(L, Q_L)),
-            "Q_R": refreshed_rows(state, "Q_R", rows, self.refresh_basis(R, Q_R)),
+            "Q_L": refreshed(self.refresh_basis, state["L"], state["Q_L"], rows),
+            "Q_R": refreshed(self.refresh_basis, state["R"], state["Q_R"], rows),
         }
 
     def whitened_size(self, G: Tensor, state: State, h: Hyper) -> Tensor:

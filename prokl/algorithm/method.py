@@ -101,13 +101,3 @@ class Batched(Protocol[B]):
     def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
         """Return the refreshed eigenbases (B,...), those of ``rows`` (an index) alone; None refreshes all."""
         ...
-
-
-def refreshed_rows(state: State, key: str, rows: Tensor | None, fresh: Tensor) -> Tensor:
-    """Return state[key] with ``rows`` replaced by ``fresh``; the tensor that was there stays as it is."""
-    return fresh if rows is None else state[key].index_copy(0, rows, fresh)
-
-
-def select_rows(t: Tensor, rows: Tensor | None) -> Tensor:
-    """Return t[rows], or t itself where ``rows`` is None."""
-    return t if rows is None else t[rows]

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm import admission, evidence
-from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, Scale, State
-from prokl.algorithm.method import refreshed_rows, select_rows
+from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, Scale, State, refreshed
 from prokl.algorithm.newton_schulz import Polynomials, newton_schulz_factors
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import widest
@@ -318,10 +317,9 @@ class ProKLShampooStages(Polynomials):
 
     def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
         """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S), of ``rows`` or all; Q_S is no orthogonal basis between them."""
-        L, Q_L, S, Q_S = (select_rows(state[key], rows) for key in ("L", "Q_L", "S", "Q_S"))
         return {
-            "Q_L": refreshed_rows(state, "Q_L", rows, self.refresh_basis(L, Q_L)),
-            "Q_S": refreshed_rows(state, "Q_S", rows, self.refresh_coordinates(S, Q_S)),
+            "Q_L": refreshed(self.refresh_basis, state["L"], state["Q_L"], rows),
+            "Q_S": refreshed(self.refresh_coordinates, state["S"], state["Q_S"], rows),
         }
 
     def whitened_size(self, G: Tensor, state: State, h: ProHyper) -> Tensor:
