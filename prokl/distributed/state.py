@@ -16,13 +16,12 @@ from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import needed, unwrapped
 from prokl.engine.pieces import Unit, units
+from prokl.engine.storage import StateLayout
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
-
-def layout_of_weight(unit: Unit, method: Method[Any]) -> Layout:
+def layout_of_weight(unit: Unit, method: Method[Any]) -> StateLayout:
     """Return shape and dtype of all state of a whole matrix weight, by its key."""
-    merged: Layout = {}
+    merged: StateLayout = {}
     p, group = unit.p, unit.group
     for piece in unit.pieces():
         layout = needed(piece, method, group)
@@ -38,7 +37,7 @@ def _stacked(weight: Divided, key: str) -> bool:
     return weight.stacked and key.partition(".")[0] != "skipped"
 
 
-def parts_of_state(weight: Divided, entry: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def parts_of_state(weight: Divided, entry: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
     """Return a matrix weight's state as parts, with what a wrapper keeps beside it as it is.
 
     Args:
@@ -85,7 +84,7 @@ def check_undivided(state: dict[str, Any]) -> None:
                 raise ValueError(partial_message(unit.name, value))
 
 
-def own_parts(weight: Divided, loaded: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def own_parts(weight: Divided, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:
     """Return what this rank owns of loaded state; all ranks call it, as making a DTensor whole takes them all."""
     owned = {}
     for key, value in loaded.items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prokl.distributed.team import Message, Team
-from prokl.distributed.weights import Copy, Slot
+from prokl.distributed.weights import Copy, Transfer
 
 # The older name warns from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -34,15 +34,17 @@ class Replicas:
     """Sends stepped weights, or blocks of them, of which all ranks of a team have copies, from one to the others.
 
     Args:
-        team: whose. slots: all of the team's, in the same order on every rank. device: of the weights.
+        team: whose. transfers: all of the team's, in the same order on every rank. device: of the weights.
     """
 
-    def __init__(self, team: Team, slots: Sequence[Slot | Copy], device: torch.device) -> None:
+    def __init__(self, team: Team, transfers: Sequence[Transfer | Copy], device: torch.device) -> None:
         self.team, self.device = team, device
-        self.slots: list[list[Slot | Copy]] = [[] for _ in range(team.size)]
-        for slot in slots:
-            self.slots[slot.owner].append(slot)
-        self.messages = [Message([(slot.shape, slot.dtype) for slot in owner_slots]) for owner_slots in self.slots]
+        self.transfers: list[list[Transfer | Copy]] = [[] for _ in range(team.size)]
+        for transfer in transfers:
+            self.transfers[transfer.owner].append(transfer)
+        self.messages = [
+            Message([(transfer.shape, transfer.dtype) for transfer in of_owner]) for of_owner in self.transfers
+        ]
         sizes = [message.size for message in self.messages]
         self.gathers = gathers(sizes)
         self.most = max(sizes)
@@ -59,8 +61,8 @@ class Replicas:
         """Begin to send; the weights may be stepped again only after :meth:`finish`."""
         mine, me = self.messages[self.team.index], self.team.index
         outgoing = torch.empty(self.most if self.gathers else mine.size, dtype=torch.uint8, device=self.device)
-        for slot, part in zip(self.slots[me], mine.parts(outgoing[: mine.size]), strict=True):
-            part.copy_(slot.standing())
+        for transfer, part in zip(self.transfers[me], mine.parts(outgoing[: mine.size]), strict=True):
+            part.copy_(transfer.standing())
         if self.gathers:
             gathered = outgoing.new_empty(self.most * self.team.size)
             work = _all_gather(gathered, outgoing, group=self.team.group, async_op=True)
@@ -80,38 +82,41 @@ class Replicas:
         for place, buffer, _ in begun:
             if place != self.team.index:
                 message = self.messages[place]
-                for slot, part in zip(self.slots[place], message.parts(buffer[: message.size]), strict=True):
-                    slot.here().copy_(part)
-        for slot in self.slots[self.team.index]:
-            if slot.standing().data_ptr() != slot.here().data_ptr():
-                slot.here().copy_(slot.standing())
+                for transfer, part in zip(self.transfers[place], message.parts(buffer[: message.size]), strict=True):
+                    transfer.here().copy_(part)
+        for transfer in self.transfers[self.team.index]:
+            if transfer.standing().data_ptr() != transfer.here().data_ptr():
+                transfer.here().copy_(transfer.standing())
 
 
-def _messages(rows: Sequence[Sequence[Slot]], copies: int) -> list[Message]:
-    return [Message([(slot.shape, slot.dtype) for slot in slots for _ in range(copies)]) for slots in rows]
+def _messages(rows: Sequence[Sequence[Transfer]], copies: int) -> list[Message]:
+    return [
+        Message([(transfer.shape, transfer.dtype) for transfer in transfers for _ in range(copies)])
+        for transfers in rows
+    ]
 
 
 class Shards:
     """Collects gradients and weights at their owners, and sends stepped weights back to where they came from.
 
     Args:
-        team: whose. slots: those of this rank, in an order that is the same on all. device: of the weights.
+        team: whose. transfers: those of this rank, in an order that is the same on all. device: of the weights.
     """
 
-    def __init__(self, team: Team, slots: Sequence[Slot], device: torch.device) -> None:
+    def __init__(self, team: Team, transfers: Sequence[Transfer], device: torch.device) -> None:
         self.team, self.device = team, device
         me = team.index
         places = range(team.size)
-        self.lent: list[list[Slot]] = [[] for _ in places]
-        self.owned: list[list[Slot]] = [[] for _ in places]
-        self.staying: list[Slot] = []
-        for slot in slots:
-            if slot.sender == slot.owner == me:
-                self.staying.append(slot)
-            elif slot.sender == me:
-                self.lent[slot.owner].append(slot)
-            elif slot.owner == me:
-                self.owned[slot.sender].append(slot)
+        self.lent: list[list[Transfer]] = [[] for _ in places]
+        self.owned: list[list[Transfer]] = [[] for _ in places]
+        self.staying: list[Transfer] = []
+        for transfer in transfers:
+            if transfer.sender == transfer.owner == me:
+                self.staying.append(transfer)
+            elif transfer.sender == me:
+                self.lent[transfer.owner].append(transfer)
+            elif transfer.owner == me:
+                self.owned[transfer.sender].append(transfer)
         self._gather_out, self._gather_in = (_messages(rows, 2) for rows in (self.lent, self.owned))
         self._return_out, self._return_in = (_messages(rows, 1) for rows in (self.owned, self.lent))
         self._gathering: tuple[Tensor, Any] | None = None
@@ -135,11 +140,11 @@ class Shards:
         """Begin to send weights and gradients to their owners; a gradient that is missing here is sent as zero."""
         buffer = self._buffer(self._gather_out)
         pieces = torch.split(buffer, [m.size for m in self._gather_out])
-        for slots, message, piece in zip(self.lent, self._gather_out, pieces, strict=True):
+        for transfers, message, piece in zip(self.lent, self._gather_out, pieces, strict=True):
             parts = message.parts(piece)
-            for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
-                weight.copy_(slot.here())
-                local_gradient = slot.gradient()
+            for transfer, weight, gradient in zip(transfers, parts[::2], parts[1::2], strict=True):
+                weight.copy_(transfer.here())
+                local_gradient = transfer.gradient()
                 gradient.zero_() if local_gradient is None else gradient.copy_(local_gradient)
         self._gathering = self._exchange(self._gather_out, self._gather_in, buffer)
 
@@ -147,19 +152,19 @@ class Shards:
         """Put what has come, and what was here, where it is stepped."""
         assert self._gathering is not None
         (buffer, work), self._gathering = self._gathering, None
-        for slot in self.staying:
-            self._stand(slot, slot.here(), slot.gradient())
+        for transfer in self.staying:
+            self._stand(transfer, transfer.here(), transfer.gradient())
         work.wait()
         pieces = torch.split(buffer, [m.size for m in self._gather_in])
-        for slots, message, piece in zip(self.owned, self._gather_in, pieces, strict=True):
+        for transfers, message, piece in zip(self.owned, self._gather_in, pieces, strict=True):
             parts = message.parts(piece)
-            for slot, weight, gradient in zip(slots, parts[::2], parts[1::2], strict=True):
-                self._stand(slot, weight, gradient)
+            for transfer, weight, gradient in zip(transfers, parts[::2], parts[1::2], strict=True):
+                self._stand(transfer, weight, gradient)
 
     @staticmethod
-    def _stand(slot: Slot, weight: Tensor, gradient: Tensor | None) -> None:
-        slot.standing().copy_(weight)
-        into = slot.standing_gradient()
+    def _stand(transfer: Transfer, weight: Tensor, gradient: Tensor | None) -> None:
+        transfer.standing().copy_(weight)
+        into = transfer.standing_gradient()
         if into is not None:
             into.zero_() if gradient is None else into.copy_(gradient)
 
@@ -167,9 +172,9 @@ class Shards:
         """Begin to send stepped weights back."""
         buffer = self._buffer(self._return_out)
         pieces = torch.split(buffer, [m.size for m in self._return_out])
-        for slots, message, piece in zip(self.owned, self._return_out, pieces, strict=True):
-            for slot, part in zip(slots, message.parts(piece), strict=True):
-                part.copy_(slot.standing())
+        for transfers, message, piece in zip(self.owned, self._return_out, pieces, strict=True):
+            for transfer, part in zip(transfers, message.parts(piece), strict=True):
+                part.copy_(transfer.standing())
         self._returning = self._exchange(self._return_out, self._return_in, buffer)
 
     def wait_return(self) -> None:
@@ -178,8 +183,8 @@ class Shards:
         (buffer, work), self._returning = self._returning, None
         work.wait()
         pieces = torch.split(buffer, [m.size for m in self._return_in])
-        for slots, message, piece in zip(self.lent, self._return_in, pieces, strict=True):
-            for slot, part in zip(slots, message.parts(piece), strict=True):
-                slot.here().copy_(part)
-        for slot in self.staying:
-            slot.here().copy_(slot.standing())
+        for transfers, message, piece in zip(self.lent, self._return_in, pieces, strict=True):
+            for transfer, part in zip(transfers, message.parts(piece), strict=True):
+                transfer.here().copy_(part)
+        for transfer in self.staying:
+            transfer.here().copy_(transfer.standing())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prokl.distributed.team import Team, Teams
 from prokl.distributed.transport import Replicas, Shards
-from prokl.distributed.weights import Copy, Divided, Slot
+from prokl.distributed.weights import Copy, Divided, Transfer
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 
@@ -42,22 +42,22 @@ class Wave:
 
     def connect(self, teams: Teams) -> None:
         """Lay out the messages."""
-        by_team: dict[tuple[Team, torch.device, bool], list[Slot]] = {}
+        by_team: dict[tuple[Team, torch.device, bool], list[Transfer]] = {}
         copied: dict[tuple[Team, torch.device], list[Copy]] = {}
         for weight in self.weights:
-            slots, device = weight.slots(), weight.p.device
-            by_team.setdefault((weight.team, device, weight.replicated), []).extend(slots)
-            for slot in slots if not weight.replicated else ():
-                if len(slot.holders) > 1 and weight.team.index in slot.holders:
-                    team = teams.of_copies(weight.team, slot.holders, weight.p)
-                    source = team.ranks.index(weight.team.ranks[slot.sender])
-                    copied.setdefault((team, device), []).append(Copy(slot, source))
+            transfers, device = weight.transfers(), weight.p.device
+            by_team.setdefault((weight.team, device, weight.replicated), []).extend(transfers)
+            for transfer in transfers if not weight.replicated else ():
+                if len(transfer.holders) > 1 and weight.team.index in transfer.holders:
+                    team = teams.of_copies(weight.team, transfer.holders, weight.p)
+                    source = team.ranks.index(weight.team.ranks[transfer.sender])
+                    copied.setdefault((team, device), []).append(Copy(transfer, source))
         self.copies = [Replicas(team, copies, device) for (team, device), copies in copied.items()]
-        for (team, device, replicated), slots in by_team.items():
-            if replicated and slots:
-                self.replicas.append(Replicas(team, slots, device))
+        for (team, device, replicated), transfers in by_team.items():
+            if replicated and transfers:
+                self.replicas.append(Replicas(team, transfers, device))
             elif not replicated and any(weight.travels for weight in self.weights if weight.team is team):
-                self.shards.append(Shards(team, slots, device))
+                self.shards.append(Shards(team, transfers, device))
 
     def start_gather(self) -> None:
         """Begin to collect."""

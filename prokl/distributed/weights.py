@@ -36,7 +36,7 @@ def may_move(p: Tensor) -> bool:
     return p.requires_grad or p.grad is not None
 
 
-class Route(NamedTuple):
+class BlockRoute(NamedTuple):
     """A block of a part on its way to its owner and back: from whom and to whom, and who has a copy of it."""
 
     block: Block
@@ -201,27 +201,27 @@ class Divided:
         """True if any of it is sent, between whichever ranks."""
         return next(self.routes(), None) is not None
 
-    def slots(self) -> list[Slot]:
+    def transfers(self) -> list[Transfer]:
         """Return what this rank sends or gets of this weight, in an order that is the same on all."""
         me = self.team.index
         return [
-            self._slot(block, part, sender, holders)
+            self._transfer(block, part, sender, holders)
             for block, part, sender, holders in self.routes()
             if me in (sender, part.owner) or me in holders
         ]
 
-    def routes(self) -> Iterator[Route]:
+    def routes(self) -> Iterator[BlockRoute]:
         """Yield what is sent of this weight, between whichever ranks."""
         replicated = self.replicated
         for part in self.parts if self.team.size > 1 else ():
             block = self.block(part)
             if replicated and not block.empty:
-                yield Route(block, part, part.owner, tuple(range(self.team.size)))
+                yield BlockRoute(block, part, part.owner, tuple(range(self.team.size)))
             elif not block.empty:
                 for piece, places in self._pieces(part):
                     sender = self._beside(part.owner, places)
                     if places != (part.owner,) or self.apart(part):
-                        yield Route(piece, part, sender, places)
+                        yield BlockRoute(piece, part, sender, places)
 
     def _beside(self, owner: int, places: tuple[int, ...]) -> int:
         """Return which of the ranks that have a block is of the owner's own copy of the weight, as near as may be."""
@@ -236,15 +236,15 @@ class Divided:
                 pieces.append((held.meet(block), places))
         return pieces
 
-    def _slot(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Slot:
+    def _transfer(self, block: Block, part: Part, sender: int, holders: tuple[int, ...]) -> Transfer:
         me = self.team.index
         here = block.within(self.held[me]) if me in holders else ()
         standing = block.within(self.block(part)) if me == part.owner else ()
-        return Slot(self, block.shape, here, standing, sender, part.owner, holders)
+        return Transfer(self, block.shape, here, standing, sender, part.owner, holders)
 
 
 @dataclass(frozen=True)
-class Slot:
+class Transfer:
     """Part of a weight on its way.
 
     Attributes:
@@ -292,24 +292,24 @@ class Copy:
     """A block that has come back to one of the ranks which have it, on its way to the others.
 
     Attributes:
-        slot: what it is. owner: place, among those ranks, of who has the new one.
+        transfer: what it is. owner: place, among those ranks, of who has the new one.
     """
 
-    slot: Slot
+    transfer: Transfer
     owner: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """What is sent."""
-        return self.slot.shape
+        return self.transfer.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """The weight's."""
-        return self.slot.dtype
+        return self.transfer.dtype
 
     def here(self) -> Tensor:
         """Return it where this rank keeps the weight, a view."""
-        return self.slot.here()
+        return self.transfer.here()
 
     standing = here

@@ -15,7 +15,7 @@ from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine import adamw
 from prokl.engine.newcomers import resolved
 from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
-from prokl.engine.storage import layout_of_state
+from prokl.engine.storage import StateLayout, layout_of_state
 from prokl.engine.validation import check_names
 
 OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
@@ -285,7 +285,7 @@ def check_state(
 
 def _layouts(
     entry: dict[str, Any], p: Tensor, parts: list[Piece], method: Method[Any], group: Group
-) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+) -> list[StateLayout]:
     """Return what every piece of a weight needs, by key; nothing where its state has none of it, and begins."""
     layouts = [needed(piece, method, group) for piece in parts]
     if entry.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts})):
@@ -317,7 +317,7 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def needed(piece: Piece, method: Method[Any], group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor that a piece needs, by its key."""
     leading = (piece.shape.count,) if piece.p.ndim == 3 else ()
     layout = layout_of_state(piece, method, method.rank(group, piece.shape.m, piece.shape.n), group)
@@ -325,9 +325,7 @@ def needed(piece: Piece, method: Method[Any], group: Group) -> dict[str, tuple[t
     return {key + piece.suffix: value for key, value in needed.items()}
 
 
-def _misfit(
-    entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece, optimizer: str
-) -> str | None:
+def _misfit(entry: dict[str, Any], needed: StateLayout, piece: Piece, optimizer: str) -> str | None:
     """Return the first of a loaded state that is not as a piece needs it; None where all fits.
 
     What else it has is a wrapper's, and stays.
@@ -348,7 +346,7 @@ def _misfit(
     return None if "step" + piece.suffix in entry else f"no step{piece.suffix} where {optimizer} needs one"
 
 
-def _check_values(entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]], piece: Piece) -> None:
+def _check_values(entry: dict[str, Any], needed: StateLayout, piece: Piece) -> None:
     """Raise ValueError unless a loaded state that fits a piece has values that a step can go on from."""
     if not _has_clock(piece, entry):
         bound = f"{piece.shape.count} integers" if piece.p.ndim == 3 else "an integer"
@@ -370,9 +368,7 @@ def _check_values(entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...]
             )
 
 
-def _of_today(
-    piece: Piece, entry: dict[str, Any], needed: dict[str, tuple[tuple[int, ...], torch.dtype]]
-) -> dict[str, Any]:
+def _of_today(piece: Piece, entry: dict[str, Any], needed: StateLayout) -> dict[str, Any]:
     """Return loaded state without a piece's keys that are no more, and with the count that files before 0.5 lack."""
     if not isinstance(entry.get("M" + piece.suffix), Tensor):
         return entry

@@ -13,7 +13,7 @@ from prokl.algorithm.method import Group, Method
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.pieces import Reading, Unit, named
 
-State = Mapping[Any, dict[str, Any]]
+Entries = Mapping[Any, dict[str, Any]]
 
 
 @dataclass(eq=False)
@@ -45,11 +45,11 @@ class Signatures:
         """Return the record of a weight."""
         return self._records.setdefault(p, Record())
 
-    def keep(self, state: State) -> None:
+    def keep(self, state: Entries) -> None:
         """Forget the weights that have no state any more."""
         self._records = {p: record for p, record in self._records.items() if state.get(p)}
 
-    def remember(self, units: Iterable[Unit], state: State) -> None:
+    def remember(self, units: Iterable[Unit], state: Entries) -> None:
         """Remember what the state of matrix weights is made with."""
         for unit in units:
             if unit.matrix and state.get(unit.p):
@@ -57,7 +57,7 @@ class Signatures:
                 record.settings, record.how, record.shape = self._fixed(unit.group), unit.how, unit.p.shape
                 record.own_master |= mode_of(unit.group, unit.p.dtype) == MASTER
 
-    def check_settings(self, index: int, group: Group, state: State) -> None:
+    def check_settings(self, index: int, group: Group, state: Entries) -> None:
         """Raise ValueError where a setting of a matrix group is another one than state was made with."""
         fixed = self._fixed(group)
         for i, p in enumerate(group["params"]):

@@ -12,6 +12,9 @@ from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine.pieces import Piece, stored_clock
 
+StateLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of state tensors, by key."""
+
 SCALARS = ("lambda_0", "clipped")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
@@ -24,9 +27,7 @@ def state_dtype(group: Group, p: Tensor) -> torch.dtype:
     return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
 
 
-def layout_of_state(
-    piece: Piece, method: Method[Any], rank: int, group: Group
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def layout_of_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor of one matrix of a piece."""
     stored, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
     shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)

@@ -33,8 +33,8 @@ OF_CONSTRUCTORS = ("preset", "process_group")
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
     """Raise ValueError for a key that would be ignored unsaid: a constructor's own, or nearly a setting's, misspelt.
 
-    A key that is far from all, or has the whole name of its nearest in it as "max_momentum" has, or another number than
-    a setting as "beta1" has, is a scheduler's, a trainer's or another optimizer's own.
+    Unknown keys pass unless they look like a misspelling: schedulers, trainers and other optimizers have keys of their
+    own. A longer name with a setting's in it, as "max_momentum", is none, nor is one with another number, as "beta1".
 
     Args:
         group: a new group.
