@@ -66,13 +66,9 @@ def _extension() -> str:
 def _gpu(index: int) -> str:
     import torch
 
-    from prokl.backends import extension
-
     device = torch.device("cuda", index)
     major, minor = torch.cuda.get_device_capability(device)
-    reason = extension.unsupported_reason(device)
-    covered = "covered by the extension" if reason is None else f"not covered: {reason}"
-    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}, {covered}"
+    return f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
 
 
 def _step(device: str) -> str:

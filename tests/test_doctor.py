@@ -133,6 +133,6 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
         *("gpu 0", "gpu 1"),
         *(f"{device} {what}" for device in ("cpu", "cuda:0", "cuda:1") for what in ("step", "qr")),
     ]
-    assert found["gpu 0"] == "GPU 0, compute capability 9.0, covered by the extension"
-    assert found["gpu 1"].startswith("GPU 1, compute capability 7.5, not covered: cuda:1 has compute capability 7.5")
+    assert (found["gpu 0"], found["gpu 1"]) == ("GPU 0, compute capability 9.0", "GPU 1, compute capability 7.5")
+    assert found["cuda:0 qr"] == "CUDA extension: it runs on cuda:0"
     assert found["cuda:1 step"].startswith("torch: ")

@@ -69,7 +69,17 @@ def _interpreted() -> bool:
     return INTERPRETED
 
 
-def _unsupported_reason(device: torch.device) -> str | None:
+@dataclass(frozen=True)
+class Choice:
+    """Which backend runs, and why; every word about it, of errors, warnings and reports, is from here."""
+
+    name: str
+    why: str
+    no_extension: str | None
+    """Why QR comes from PyTorch; None where it comes from the CUDA extension."""
+
+
+def _no_kernels(device: torch.device) -> str | None:
     """Return why the Triton kernels cannot run on ``device``; None when they can."""
     if device.type != "cuda" and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") != "1"):
         return (
@@ -79,6 +89,36 @@ def _unsupported_reason(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton, or a CUDA build of torch, which brings its own"
     return gpu_unsupported_reason(device) if device.type == "cuda" else None
+
+
+def choose(backend: str | None, device: torch.device) -> Choice:
+    """Choose a backend, as :func:`select` says.
+
+    Raises:
+        ValueError: an unknown backend, or one that cannot run on ``device``.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
+    if backend == "reference" and widest(device) != torch.float64:
+        raise ValueError(f'Invalid backend={backend!r}: it needs float64, which {device} has not. Use "torch".')
+    name, why = backend, "asked for"
+    if backend in (None, "triton"):
+        obstacle = _no_kernels(device)
+        if backend == "triton" and obstacle is not None:
+            raise ValueError(f'Invalid backend={backend!r}: {obstacle}. Use backend="torch", or None to choose.')
+        if backend == "triton" and device.type == "cpu" and not _interpreted():
+            raise ValueError(
+                f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
+                "Python starts."
+            )
+        if backend is None and device.type == "cpu":
+            kernels = "are for CUDA devices" if obstacle is not None else "would be interpreted by backend='triton'"
+            name, why = "torch", f"a CPU takes the PyTorch form; the kernels {kernels}"
+        elif backend is None:
+            name, why = ("torch", obstacle) if obstacle is not None else ("triton", f"{device} runs the kernels")
+    if name != "triton":
+        return Choice(str(name), why, f"the {name} backend calls no kernels")
+    return Choice("triton", why, extension.unsupported_reason(device))
 
 
 def select(
@@ -92,61 +132,35 @@ def select(
     products of float32 can be balanced.
 
     Raises:
-        ValueError: an unknown backend, or "triton" where the kernels cannot run.
+        ValueError: as :func:`choose`.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"Invalid backend={backend!r}: must be one of {(None, *BACKENDS)}.")
+    choice, on_gpu = choose(backend, device), device.type == "cuda"
     readable, halves = is_host_readable(device), dtype == torch.float32
-    if backend == "reference":
-        if widest(device) != torch.float64:
-            raise ValueError(f'Invalid backend={backend!r}: it needs float64, which {device} has not. Use "torch".')
+    if choice.name == "reference":
         return REFERENCE
-    if backend == "torch" or (backend is None and (device.type != "cuda" or _unsupported_reason(device) is not None)):
+    if choice.name == "torch":
         return _torch_backend(readable, halves and precision == "balanced")
-    reason = _unsupported_reason(device)
-    if reason is not None:
-        raise ValueError(f'Invalid backend={backend!r}: {reason}. Use backend="torch", or None to choose.')
-    if device.type == "cpu" and not _interpreted():
-        raise ValueError(
-            f"Invalid backend={backend!r}: TRITON_INTERPRET=1 was set after the kernels were loaded. Set it before "
-            "Python starts."
-        )
-    reason = extension.unsupported_reason(device)
-    if device.type == "cuda" and extension.load()[0] is None and extension.hidden() is not None:
-        warnings.warn(f"QR runs in PyTorch: {reason}.", stacklevel=2)
-    on_gpu = device.type == "cuda"
+    if on_gpu and extension.load()[0] is None and extension.hidden() is not None:
+        warnings.warn(f"QR runs in PyTorch: {choice.no_extension}.", stacklevel=2)
     balanced = on_gpu if precision is None else precision == "balanced"
-    return _triton_backend(reason is None, readable, halves and balanced, on_gpu)
+    return _triton_backend(choice.no_extension is None, readable, halves and balanced, on_gpu)
 
 
 def explain(backend: str | None, device: torch.device | str) -> str:
     """Return one line: which backend ``backend`` means on ``device``, and why.
 
     Raises:
-        ValueError: as :func:`select`.
+        ValueError: as :func:`choose`.
     """
-    device = torch.device(device)
-    name = select(backend, device).name
-    if backend is not None:
-        return f"{name}: asked for"
-    if name == "triton":
-        return f"triton: {device} runs the kernels"
-    reason = _unsupported_reason(device)
-    if device.type == "cpu":
-        kernels = "are for CUDA devices" if reason is not None else "would be interpreted by backend='triton'"
-        return f"torch: a CPU takes the PyTorch form; the kernels {kernels}"
-    return f"torch: {reason}"
+    choice = choose(backend, torch.device(device))
+    return f"{choice.name}: {choice.why}"
 
 
 def explain_qr(device: torch.device | str, backend: str | None = None) -> str:
     """Return one line: where the QR of that backend's steps on ``device`` comes from, and why.
 
     Raises:
-        ValueError: as :func:`select`.
+        ValueError: as :func:`choose`.
     """
-    device = torch.device(device)
-    name = select(backend, device).name
-    if name != "triton":
-        return f"PyTorch: the {name} backend calls no kernels"
-    reason = extension.unsupported_reason(device)
-    return f"PyTorch: {reason}" if reason is not None else f"CUDA extension: it runs on {device}"
+    absent = choose(backend, torch.device(device)).no_extension
+    return f"CUDA extension: it runs on {device}" if absent is None else f"PyTorch: {absent}"
