@@ -1,5 +1,7 @@
 """What torch.compile, DDP, FSDP or activation checkpointing put into names changes neither noise nor checkpoints."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,23 @@ def test_checkpoints_go_by_names_without_wrappers(wrapped):
     assert new not in partly.state or not partly.state[new]
     for p, q in zip((up, down), there.param_groups[0]["params"], strict=True):
         assert torch.equal(partly.state[p]["M"], there.state[q]["M"])
+
+
+def test_state_goes_to_no_weight_of_another_name_without_a_word():
+    there = named("a", "b", "c").state_dict()
+    for names in (("b", "d", "a"), ("x", "a", "b")):
+        here = named(*names)
+        before = [here.state[p]["M"].clone() for p in here.param_groups[0]["params"]]
+        with pytest.raises(ValueError, match="weights in another order: weight [01] is '[ab]' there and '[bx]' here"):
+            here.load_state_dict(there)
+        assert all(
+            torch.equal(M, here.state[p]["M"]) for M, p in zip(before, here.param_groups[0]["params"], strict=True)
+        )
+    with pytest.warns(UserWarning, match="other names for 1 of 3 weights: weight 1 is 'b' there and 'new' here"):
+        named("a", "new", "c").load_state_dict(there)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named("a", "b", "c").load_state_dict(there)
 
 
 def test_a_distributed_checkpoint_of_a_compiled_model_loads_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -78,13 +79,13 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: a group is of another algorithm, or has the same weights in another order.
+        ValueError: a group is of another algorithm, or a weight's name is another weight's there.
     """
     saved = _with_frozen(state_dict["param_groups"], here)
     if len(saved) != len(here):
         return state_dict  # torch says what is wrong
     saved = [_by_name(group) for group in saved]
-    _check_order(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
+    _check_names(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
     groups, matrix = [], set()
     for i, (loaded, present) in enumerate(zip(saved, here, strict=True)):
         algorithm = loaded.get("algorithm", present["algorithm"])
@@ -176,15 +177,24 @@ def _names(group: Group) -> list[str]:
     return list(map(unwrapped_name, group.get("param_names", [])))
 
 
-def _check_order(saved_names: list[str], names: list[str]) -> None:
-    """Raise ValueError where state, which goes by place, would go to other weights than it is of."""
+def _check_names(saved_names: list[str], names: list[str]) -> None:
+    """Raise ValueError where state, which goes by place, would go to a weight of another name; warn of new names."""
     there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
-    if there != here and sorted(there) == sorted(here):
-        i = next(i for i, (one, other) in enumerate(zip(there, here, strict=True)) if one != other)
+    if len(there) != len(here):
+        return
+    other = [i for i, (one, two) in enumerate(zip(there, here, strict=True)) if one != two]
+    for i in (i for i in other if there[i] in here):
         raise ValueError(
-            f"The loaded state dict has the same weights in another order: weight {i} is {saved_names[i]!r} there and "
+            f"The loaded state dict has weights in another order: weight {i} is {saved_names[i]!r} there and "
             f"{names[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
             "saved in."
+        )
+    if other:
+        warnings.warn(
+            f"The loaded state dict has other names for {len(other)} of {len(here)} weights: weight {other[0]} is "
+            f"{saved_names[other[0]]!r} there and {names[other[0]]!r} here. State goes by place: make sure that these "
+            "are the same weights.",
+            stacklevel=4,
         )
 
 
