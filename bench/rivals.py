@@ -20,6 +20,20 @@ CAUTIOUS_DECAY = 0.1
 """Weight decay of AdamW with cautious decay: AdamW's usual one for language models; without decay it would be AdamW."""
 
 
+class OneByOne(Optimizer):
+    """An optimizer of weights of two dimensions, one after another."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for W in group["params"]:
+                if W.grad is not None:
+                    self._step(W, W.grad, group)
+
+    def _step(self, W: Tensor, G: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 def package(name: str, distribution: str) -> Any:
     """Import a package.
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
+from bench.rivals import OneByOne
 from prokl.algorithm.newton_schulz import standard
 from prokl.backends.torch_ops import TorchStages
 
@@ -25,7 +25,7 @@ def orthogonalised(X: Tensor, dtype: torch.dtype) -> Tensor:
     return Y * (X.numel() ** 0.5 / Y.norm().clamp_min(1e-7))
 
 
-class Cosmos(Optimizer):
+class Cosmos(OneByOne):
     """COSMOS for weights of two dimensions, one after another as its authors step them.
 
     Args:
@@ -55,13 +55,6 @@ class Cosmos(Optimizer):
         defaults = {"lr": lr, "rank": rank, "betas": betas, "eps": eps, "gamma": gamma, "weight_decay": weight_decay}
         defaults["ns_dtype"] = ns_dtype
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for W in group["params"]:
-                if W.grad is not None:
-                    self._step(W, W.grad, group)
 
     def _step(self, W: Tensor, G: Tensor, group: dict) -> None:
         (m, n), (beta1, beta2), s = W.shape, group["betas"], self.state[W]

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from bench.rivals import OneByOne
 
 
 def inverse_root(S: Tensor, eps: float) -> Tensor:
@@ -27,7 +28,7 @@ def started(gram: Tensor, weight: float, eps: float) -> Tensor:
     return S
 
 
-class OnlineKLShampoo(Optimizer):
+class OnlineKLShampoo(OneByOne):
     """Online KL-Shampoo for weights of two dimensions, one after another.
 
     The first gradient that is not zero begins the state: by its formulas a zero one, as behind projections that start
@@ -57,15 +58,10 @@ class OnlineKLShampoo(Optimizer):
             params, {"lr": lr, "momentum": momentum, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         )
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for W in group["params"]:
-                if W.grad is not None and (self.state[W] or W.grad.any()):
-                    self._step(W, W.grad, group)
-
     def _step(self, W: Tensor, G: Tensor, group: dict) -> None:
         (m, n), s, eps = W.shape, self.state[W], group["eps"]
+        if not s and not G.any():
+            return
         beta1, beta2 = group["momentum"], group["beta2"]
         if not s:
             size = G.norm()
