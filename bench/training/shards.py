@@ -51,26 +51,15 @@ def open_shard(path: Path) -> Shard:
         UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
     """
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, INT, HEADER)
+        held = path.stat().st_size - HEADER * INT.itemsize
+        magic, version, count = (*np.fromfile(path, INT, 3).tolist(), 0, 0, 0)[:3]
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; check its permissions or leave it out") from None
-    again = "write it again with bench.c4 or llm.c's scripts, or download it again"
-    if len(header) < HEADER:
-        raise UsageError(f"{path} has {size} bytes, but a shard's header alone has {HEADER * INT.itemsize}; {again}")
-    magic, version, count = (int(value) for value in header[:3])
-    if magic != MAGIC:
+    if (magic, version) != (MAGIC, VERSION) or held != count * TOKEN.itemsize or held < 0:
         raise UsageError(
-            f"{path} begins with magic number {magic}, not {MAGIC} as a shard of uint16 tokens does; "
-            "keep only such .bin files there, or give text under other names"
-        )
-    if version != VERSION:
-        raise UsageError(f"{path} is of version {version}, not {VERSION}; {again}")
-    held = size - HEADER * INT.itemsize
-    if count < 0 or held != count * TOKEN.itemsize:
-        raise UsageError(
-            f"{path} says that it holds {count} tokens, which are {count * TOKEN.itemsize} bytes, but {held} bytes "
-            f"follow its header; {again}"
+            f"{path} is no whole shard of uint16 tokens: its header says magic number {magic}, version {version} and "
+            f"{count} tokens, and {held} bytes follow it, but {MAGIC} and {VERSION} are expected, and {TOKEN.itemsize} "
+            "bytes a token; keep only such .bin files there, give text under other names, or write it again"
         )
     if not count:
         return Shard(path, np.zeros(0, TOKEN))  # an empty file part cannot be mapped
