@@ -7,7 +7,7 @@ tables and what else is compared by searches, ``ablations`` changes one thing at
 
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
 * ``ablations``: variants x seeds, by one schema of rows; ``paired``: their differences.
-* ``training``: data, one training loop.
+* ``study``: one search, units that are kept and resumed; ``training``: data, one training loop; ``workers``: one pool.
 * ``timing``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first.
 * ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.
 * ``models``, ``presets``, ``shapes``, ``costs``, ``rates``: models, the paper's settings, counts, the machine's rates.

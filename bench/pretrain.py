@@ -17,19 +17,18 @@ from pandas import DataFrame
 
 from bench import command
 from bench.command import UsageError
-from bench.models import BYTES, build, byte_gpt
+from bench.models import BYTES, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, label
 from bench.rows import frame, write
 from bench.study import figures, results, tables
 from bench.study.options import Training
-from bench.study.pool import Interrupted, runner
 from bench.study.protocol import PRO, Kind
 from bench.study.protocol import kind as kind_of
 from bench.study.scales import AUTO, DEMO, Scale
 from bench.study.spectra import watch_end
 from bench.study.study import Study
-from bench.training.loop import deferred_interrupt
-from bench.training.settings import Settings
+from bench.study.units import Place
+from bench.training.run import Settings
 from bench.training.spectrum_figure import draw, normalised
 
 SHAPE = DEMO.config
@@ -65,12 +64,10 @@ class Options(Training):
         command.at_least(1, **{name: getattr(self, name) for name in counts})
         command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
         command.some(optimizers=self.optimizers)
-        if self.width % (2 * self.heads):
-            nearest = 2 * self.heads * max(1, self.width // (2 * self.heads))
-            raise UsageError(
-                f"--width {self.width} is not a multiple of 2 * --heads = {2 * self.heads}, and rotary positions pair "
-                f"a head's entries; try --width {nearest}"
-            )
+        try:
+            self.scale  # noqa: B018
+        except ValueError as error:
+            raise UsageError(f"--width or --heads: {error}") from None
         for name in self.rates.keys() - set(self.optimizers):
             raise UsageError(f"--lr {name}=... but {name} does not run; add it to --optimizers")
 
@@ -99,24 +96,14 @@ class Options(Training):
         return self.scale.settings({kind.key: hyper for kind, hyper in self.selected.items()}, BYTES, "cpu", curve)
 
 
-def announcement(o: Options) -> str:
-    """Return what a run will do, and where its results go."""
-    with torch.device("meta"):
-        million = sum(p.numel() for p in build(o.scale.config).parameters()) / 1e6
-    seeds = f"{len(o.seeds)} seed{'s' * (len(o.seeds) > 1)}"
-    names = ", ".join(dict.fromkeys(label(name) for name in o.optimizers))
-    return (
-        f"Trains a GPT of {million:.1f}M parameters for {o.steps} steps with {names}, side by side, on {seeds}.\n"
-        f"After some steps the bar says how long it takes. Results go to {o.out}. Ctrl-C keeps what was done."
-    )
-
-
 def verdict(rows: DataFrame) -> str:
     """Return who ended lowest, by how much, and how the time of its steps compares; ``rows`` of summary.csv."""
     ended = rows.dropna(subset="validation_loss").sort_values("validation_loss")
     if ended.empty:
         return "Every run diverged: no loss was finite at the end."
-    named = [name + (f", lr {lr:g}" if many else "") for name, lr, many in _named(ended)]
+    several = ended["optimizer"].duplicated(keep=False)  # rates of one method
+    of = zip(ended["optimizer"], ended["lr"], several, strict=True)
+    named = [label(method) + (f", lr {lr:g}" if many else "") for method, lr, many in of]
     losses, ms = ended["validation_loss"].to_list(), (ended["model_ms"] + ended["optimizer_ms"]).to_list()
     lines = [f"{named[0]} ended lowest, at a validation loss of {losses[0]:.4f} nats a byte."]
     if len(named) > 1:
@@ -128,22 +115,14 @@ def verdict(rows: DataFrame) -> str:
     return "\n".join(lines)
 
 
-def _named(rows: DataFrame) -> list[tuple[str, float, bool]]:
-    counts = rows["optimizer"].value_counts()
-    methods = zip(rows["optimizer"], rows["lr"], strict=True)
-    return [(label(str(name)), lr, bool(counts[name] > 1)) for name, lr in methods]
-
-
 def run(o: Options) -> str:
     """Train every seed and write the results; return the verdict and the table."""
     command.make_folder(o.out)
     torch.set_num_threads(o.threads)
-    with deferred_interrupt() as interrupt:
-        by = runner(o.scale, o.data, 1, interrupt, o.checkpoint_seconds)
-        source, selected = by.place.source, o.selected
-        print(f"{announcement(o)}\n{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
-        study = Study(o.scale, by, o.out, o.seeds, search=False, device="cpu")
-        found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
+    place, selected = Place(o.scale, o.data, o.checkpoint_seconds), o.selected
+    source, study = place.source, Study(place, o.out, o.seeds)
+    print(f"{source.name}: {source.train_tokens:,} bytes to train on. Results go to {o.out}.", flush=True)
+    found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
     write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found, timed=True))
     write(o.out / "curves.csv", results.curve_rows(study, found, timed=True))
     rows = frame(o.out / "summary.csv")
@@ -169,17 +148,15 @@ def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
 @command.command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    options = command.options(Options, argv, "bench.pretrain")
     threads = torch.get_num_threads()
     try:
-        options = command.options(Options, argv, "bench.pretrain")
         print(f"\n{run(options)}", flush=True)
-        pictures = [path for name in ("loss.png", "spectrum.png") if (path := options.out / name).exists()]
-        print(f"Pictures: {', '.join(map(str, pictures))}\nResults: {options.out}", flush=True)
-        return 0
-    except (Interrupted, KeyboardInterrupt):
-        raise KeyboardInterrupt("Interrupted; the same command goes on.") from None
     finally:
         torch.set_num_threads(threads)
+    pictures = [path for name in ("loss.png", "spectrum.png") if (path := options.out / name).exists()]
+    print(f"Pictures: {', '.join(map(str, pictures))}\nResults: {options.out}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ from bench.command import UsageError, command, options
 from bench.compile_report.tables import steps_table
 from bench.rows import RESULTS, frame
 from bench.shapes import ASPECTS, SMALL
-from bench.study import comparisons, size
-from bench.study import lengths_figure as figure
+from bench.study import comparisons, figures, size
 from bench.study import lengths_tables as lengths
 from bench.study import tables as experiments
 from bench.timing import tables as timing
@@ -55,8 +54,8 @@ TABLES: dict[str, Callable[[], str]] = {
             ("one-rate", "one-rate.csv", ablations.rates_table),
             ("digits", "digits.csv", ablations.digits_table),
             ("size", "size.csv", size.size_table),
-            ("lengths", "lengths.csv", partial(lengths.losses_table, selecting=False)),
-            ("results", "lengths.csv", partial(lengths.short_table, steps=figure.STEPS)),
+            ("lengths", "lengths.csv", lengths.losses_table),
+            ("results", "lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
             ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", lengths.settings_table),
             ("lengths-reached", "lengths.csv", lengths.reached_table),
@@ -95,8 +94,8 @@ def draw() -> None:
     timing.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
-    figure.draw(RESULTS / "lengths-loss.png", *lengths_rows)
-    figure.draw(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
+    figures.lengths(RESULTS / "lengths-loss.png", *lengths_rows)
+    figures.lengths(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
 
 
 def shown(folder: Path) -> list[str]:

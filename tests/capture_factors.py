@@ -23,8 +23,7 @@ from torch import Tensor
 import prokl
 from bench import pretrain
 from bench.rows import commit
-from bench.training.run import Run
-from bench.training.settings import Settings
+from bench.training.run import Run, Settings
 from bench.training.sources import Source, open_source
 from prokl.backends.torch_ops import TorchStages
 

@@ -3,15 +3,18 @@
 FOLDER/whole is of a run to its end, FOLDER/halves of one that the last process alone was asked to stop.
 """
 
+import signal
 import sys
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 from bench.study import units
 from bench.study.units import Place
 from bench.training.processes import join, leave
+from bench.training.run import Run
 from tests.experiments import MICRO, task
 
 
@@ -20,20 +23,21 @@ def main() -> None:
     torch.set_num_threads(1)
     processes, device = join("cpu")
     assert device == "cpu"
-    place = Place(MICRO.open(text), lambda: False, 60.0, processes)
-    assert units.run(task(folder / "whole"), place) is not None
-    asked = []
+    place = Place(MICRO, text, processes=processes)
+    units.run(task(folder / "whole"), place)
+    halves, advance = task(folder / "halves"), Run.advance
 
-    def stop() -> bool:
-        asked.append(True)
-        return not processes.first and len(asked) > 11  # beyond the refresh of the eigenbases
+    def interrupted(run: Run) -> None:
+        advance(run)
+        if not processes.first and run.done == 11:  # beyond the refresh of the eigenbases
+            signal.raise_signal(signal.SIGINT)
 
-    halves = task(folder / "halves")
-    assert units.run(halves, replace(place, stop=stop)) is None
-    assert len(asked) == 12
+    with suppress(KeyboardInterrupt), mock.patch.object(Run, "advance", interrupted):
+        units.run(halves, place)
+        raise AssertionError("not stopped")
     if processes.first:
         assert len(list(halves.folder.iterdir())) == 1  # the checkpoint
-    assert units.run(halves, place) is not None
+    units.run(halves, place)
     leave()
 
 

@@ -3,7 +3,6 @@
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from bench import c4
@@ -91,15 +90,6 @@ def test_a_split_that_ends_early_and_documents_that_the_model_cannot_read_are_sa
     assert "has no more than these, 1,000 were asked for" in printed.err
 
 
-@pytest.mark.parametrize("per_shard", [1, 7, 50, 51])
-def test_tokens_are_the_same_however_they_are_cut(tmp_path, per_shard):
-    parts = np.split(np.arange(83, dtype=np.uint16), [3, 3, 40, 41])
-    files = c4.write_shards(iter(parts), 50, per_shard, lambda i: tmp_path / f"{i:02d}.bin")
-    written = [open_shard(file).tokens.tolist() for file in files]
-    assert sum(written, []) == list(range(50))
-    assert {len(part) for part in written[:-1]} <= {per_shard} and len(written[-1]) <= per_shard
-
-
 def test_a_missing_package_and_an_unreachable_hub_are_one_line(hub, tmp_path, monkeypatch, capsys):
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route\nto the hub")
@@ -114,16 +104,3 @@ def test_a_missing_package_and_an_unreachable_hub_are_one_line(hub, tmp_path, mo
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # what importing it then raises is ImportError
     assert run(tmp_path, "--tokens", "5") == 2
     assert "needs the package tokenizers" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--vocabulary", "65537", "above 65536"),
-        ("--shard-tokens", str(2**31), "above 2147483647"),
-        ("--tokens", "0", "--tokens 0: must be a whole number >= 1"),
-    ],
-)
-def test_impossible_sizes_are_refused(hub, tmp_path, capsys, option, value, message):
-    assert run(tmp_path, "--tokens", "5", option, value) == 2
-    assert message in capsys.readouterr().err

@@ -136,16 +136,6 @@ def test_byte_gpt_is_the_model_of_the_recorded_runs():
         assert found == pytest.approx(numbers, rel=1e-4, abs=1e-3), name
 
 
-def test_too_many_tokens_and_impossible_configurations_are_refused():
-    config = FAMILIES["llama"]
-    with pytest.raises(ValueError, match="more than the context"):
-        build(config)(torch.zeros(1, config.context + 1, dtype=torch.long))
-    with pytest.raises(ValueError, match="even width"):
-        replace(config, heads=config.width)
-    with pytest.raises(ValueError, match="'bert' is unknown; choose from gpt2, llama"):
-        replace(config, family="bert")
-
-
 def test_llama_warms_up_over_a_tenth_and_decays_to_zero():
     scales = [linear(step, 100) for step in range(100)]
     assert scales[:10] == pytest.approx([0.1 * i for i in range(1, 11)])

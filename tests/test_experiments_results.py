@@ -1,16 +1,14 @@
-"""From runs to tables: verdicts on the paper's orderings, time to a matched loss, what Markdown shows."""
+"""From runs to rows: verdicts on the paper's orderings, time to a matched loss, means and standard errors."""
 
 import math
 from dataclasses import replace
 
 import pytest
-from pandas import DataFrame
 
 from bench.optimizers import Hyper
 from bench.presets import Range
-from bench.study import results, tables
-from bench.study.protocol import Kind, Tuning
-from bench.study.search import Search
+from bench.study import results
+from bench.study.protocol import Kind, Search, Tuning
 from bench.study.units import Result
 from bench.training.run import Record
 from tests.experiments import MICRO
@@ -53,10 +51,10 @@ def test_one_seed_that_diverged_decides_nothing():
     assert math.isnan(row["difference"]) and row["verdict"] == "undecided"
 
 
-def test_seconds_to_a_loss_are_interpolated():
-    record = Record([0.0] * 4, [1.0] * 4, [0.5] * 4, [(0, 5.0), (2, 3.0), (4, 2.0)])
-    assert [results.seconds_to(record, loss) for loss in (3.0, 2.5, 5.0, 6.0)] == [3.0, 4.5, 0.0, 0.0]
-    assert math.isnan(results.seconds_to(record, 1.9)) and math.isnan(results.seconds_to(record, math.nan))
+def test_where_a_loss_is_reached_is_interpolated():
+    losses, at = [5.0, 3.0, 2.0], [0.0, 3.0, 6.0]
+    assert [results.reached(losses, at, loss) for loss in (3.0, 2.5, 5.0, 6.0)] == [3.0, 4.5, 0.0, 0.0]
+    assert math.isnan(results.reached(losses, at, 1.9)) and math.isnan(results.reached(losses, at, math.nan))
 
 
 def test_rows_have_means_and_errors_over_seeds_and_times_without_the_first_step():
@@ -99,52 +97,3 @@ def test_the_sweep_says_what_lies_outside_the_papers_range(changes, said):
     study.swept = {hyper: Result(Record(), 0, {"commit": "abc"}, "")}
     (row,) = results.sweep_rows(study, Tuning({LOWER: hyper}, {LOWER: search}))
     assert (row["in_paper_range"], row["commit"], row["steps"]) == (said, "abc", MICRO.steps)
-
-
-def row(**changes):
-    common = {"model": "m", "start": "auto", "optimizer": "pro-klshampoo", "rank": 8, "lr": 0.02, "alpha_kl": 0.01}
-    common |= {"validation_loss": 1.23456, "validation_loss_se": 0.00123, "diverged_at": "", "state_mb": 1.5}
-    return common | {"model_ms": 10.04, "optimizer_ms": 2.06, "peak_gib": math.nan} | changes
-
-
-def cells(table):
-    """Of the head and the body."""
-    head, _, *body = table.splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *body)]
-
-
-def test_the_main_table_shows_what_there_is_and_no_column_without_a_figure():
-    adamw = row(optimizer="adamw", rank=None, alpha_kl=math.nan, diverged_at="7")
-    head, pro, other = cells(tables.main_table(DataFrame([row(), adamw]).astype({"rank": "Int64"})))
-    assert head[-3:] == ["model ms/step", "optimizer ms/step", "state MB"]
-    assert pro == ["m", "auto", "Pro-KLShampoo, r = 8", "0.02", "0.01", "1.2346 ± 0.0012", "10.0", "2.1", "1.50"]
-    assert other[2:6] == ["AdamW", "0.02", "-", "diverged at step 7"]
-    timed = row(peak_gib=2.5, seconds_to_kl_shampoo_loss=33.33, seconds_to_muon_loss=44.44)
-    head, body = cells(tables.main_table(DataFrame([timed])))
-    assert head[-3:] == ["GPU peak GiB", "s to KL-Shampoo's loss", "s to Muon's loss"]
-    assert body[-3:] == ["2.50", "33.3", "44.4"]
-
-
-def test_the_ablation_table_has_a_line_per_model_and_start_in_their_order():
-    methods = [("0.1", "pro-klshampoo", 2.0), ("auto", "subspace-only", 3.0), ("auto", "pro-klshampoo", 1.0)]
-    rows = [row(start=s, optimizer=m, validation_loss=x, validation_loss_se=math.nan) for s, m, x in methods]
-    assert cells(tables.ablation_table(DataFrame(rows))) == [
-        ["model", "start", "Pro-KLShampoo", "subspace only"],
-        ["m", "0.1", "2.0000", "-"],
-        ["m", "auto", "1.0000", "3.0000"],
-    ]
-
-
-def test_the_sweep_table_says_what_was_tried_selected_and_still_open():
-    tried = [(0.01, 0.1, ""), (0.02, 0.1, "at the edge of alpha_kl"), (0.02, 0.05, "")]
-    rows = [row(lr=lr, alpha_kl=alpha, selected=selected) for lr, alpha, selected in tried]
-    _, body = cells(tables.sweep_table(DataFrame(rows)))
-    assert body[2:] == ["Pro-KLShampoo, r = 8", "0.01, 0.02", "0.02", "0.05, 0.1", "0.1 (edge)"]
-
-
-def test_the_table_of_cosmos_has_memory_of_the_gpu_where_it_was_measured():
-    rows = [row(optimizer=method, validation_loss=loss) for method, loss in (("cosmos", 2.0), ("pro-klshampoo", 1.5))]
-    head, body = cells(tables.cosmos_table(DataFrame(rows)))
-    assert body[5] == "-0.5000" and head[-1] == "Pro state MB"
-    head, _ = cells(tables.cosmos_table(DataFrame(rows).assign(peak_gib=1.5)))
-    assert head[-2:] == ["COSMOS GPU peak GiB", "Pro GPU peak GiB"]

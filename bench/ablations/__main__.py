@@ -5,20 +5,18 @@ goes on where it was stopped.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
 from bench import command, rows
-from bench.ablations.runs import measure
-from bench.ablations.studies import STUDIES
+from bench.ablations.studies import STUDIES, measure
 from bench.ablations.study import Unit
-from bench.workers import one_run_each
+from bench.workers import work_off
 
 FILTERS = {"models": "model", "optimizers": "optimizer", "variants": "variant"}
 """Field of a unit by option."""
@@ -60,40 +58,29 @@ class Options:
         return every
 
 
-def found(units: Sequence[Unit], jobs: int) -> Iterator[list[rows.Row]]:
-    """Yield the rows of every unit as it ends."""
-    if jobs == 1:
-        yield from map(measure, units)
-        return
-    with one_run_each(jobs) as pool:
-        for future in as_completed([pool.submit(measure, unit) for unit in units]):
-            yield future.result()
-
-
 def run(o: Options) -> None:
     """Train what is missing, print and write."""
     study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
     recorded = [] if o.again else rows.read(path)
     missing = [unit for unit in o.units if not study.known(unit, recorded)]
     print(f"{len(missing)} of {len(o.units)} runs are not in {path}", flush=True)
-    for its in found(missing, o.jobs):
-        rows.upsert(path, its, key=tuple(study.key(missing[0])))
+
+    def done(unit: Unit, its: list[rows.Row]) -> None:
+        missing.remove(unit)
+        rows.upsert(path, its, key=tuple(study.key(unit)))
         for row in its:
             print(f"seed {row['seed']}, {rows.describe(row)}", flush=True)
+
+    work_off(lambda: missing, lambda unit: partial(measure, unit), done, o.jobs)
 
 
 @command.command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
-    threads = torch.get_num_threads()
-    try:
-        o = command.options(Options, argv, "bench.ablations")
-        command.make_file(o.out / f"{o.study}.csv")
-        torch.set_num_threads(1)
-        run(o)
-        return 0
-    finally:
-        torch.set_num_threads(threads)
+    o = command.options(Options, argv, "bench.ablations")
+    command.make_file(o.out / f"{o.study}.csv")
+    run(o)
+    return 0
 
 
 if __name__ == "__main__":

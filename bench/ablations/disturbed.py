@@ -1,18 +1,62 @@
-"""One weight on independent normal gradients, disturbed: its steps in the unit of its usual ones.
+"""The optimizers that are disturbed, and one weight on disturbed normal gradients: its steps in usual ones.
 
 Dimension key: m short side, T steps.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from bench.ablations.forms import Form
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, arguments
 from bench.rows import Row
+from bench.study.protocol import RANKED
+
+OWN = ("pro-klshampoo", "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
+"""The methods that ``clip_threshold`` bounds."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One optimizer, in one form."""
+
+    optimizer: str  # a key of bench.optimizers.OPTIMIZERS
+    clip_threshold: str = ""  # a number, or "none" for the paper's form; of OWN alone
+
+    def build(self, weights: Sequence[Tensor], lr: float, rank: int | None = None, **settings: Any) -> Optimizer:
+        """Build the optimizer of matrices: its defaults, no weight decay, the ``rank`` where it has one."""
+        if rank is not None and self.optimizer in RANKED:
+            settings["rank"] = rank
+        if self.optimizer == "adamw":
+            settings["betas"] = ADAMW_BETAS
+        if self.optimizer in OWN:
+            settings = arguments(settings | self.bound)
+        return OPTIMIZERS[self.optimizer].make(weights, lr=lr, weight_decay=0.0, **settings)
+
+    @property
+    def bound(self) -> dict[str, float | None]:
+        """The setting that makes the form."""
+        if self.optimizer not in OWN:
+            return {}
+        return {"clip_threshold": None if self.clip_threshold == "none" else float(self.clip_threshold)}
+
+
+def bounded(method: str) -> Form:
+    """Return a method of this package as it is by default."""
+    return Form(method, f"{CLIP:g}")
+
+
+def paper(method: str) -> Form:
+    """Return a method of this package in the paper's form."""
+    return Form(method, "none")
+
+
+FORMS = (*(form(method) for method in OWN for form in (bounded, paper)), Form("muon"), Form("adamw"))
+
 
 BEFORE = 60
 """Ordinary gradients first. The mean step of their second half is the usual one."""
@@ -119,4 +163,5 @@ def measure(name: str, form: Form) -> Iterator[Row]:
             shapes = "x".join(map(str, case.shape))
             for metric, (figure, unit) in figures(case, form).items():
                 note = f"not as usual within {len(case.factors)} steps" if math.isnan(figure) else ""
-                yield form.row(name, case.value, metric, unit, figure, shapes=shapes, seed=SEED, note=note)
+                row = {"value": case.value, "metric": metric, "unit": unit, "median": figure}
+                yield row | {"shapes": shapes, "seed": SEED, "note": note}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.ablations.forms import Form
+from bench.ablations.disturbed import Form
 from bench.optimizers import OPTIMIZERS
 from bench.rows import Row
 
@@ -83,9 +83,9 @@ def figures(form: Form, before: int, idle: int) -> tuple[float, float]:
 
 def measure(form: Form) -> Iterator[Row]:
     """Yield the rows."""
-    more = {"lr": rate(form.optimizer), "seed": SEED}
+    more = {"unit": "1", "lr": rate(form.optimizer), "seed": SEED}
     for idle in IDLE:
         before, worst = figures(form, BEFORE, idle)
         if idle == IDLE[0]:  # the same before all
-            yield form.row("experts", "", "loss before", "1", before, **more)
-        yield form.row("experts", f"{idle} steps", f"worst loss of the next {AFTER}", "1", worst, **more)
+            yield more | {"value": "", "metric": "loss before", "median": before}
+        yield more | {"value": f"{idle} steps", "metric": f"worst loss of the next {AFTER}", "median": worst}

@@ -9,7 +9,7 @@ import torch
 
 from bench import rows
 from bench.ablations import digits, disturbed, experts, language
-from bench.ablations.forms import FORMS, Form, bounded
+from bench.ablations.disturbed import FORMS, Form, bounded
 from bench.ablations.language import SMALL, TINY
 from bench.ablations.study import Settings, Study, Unit
 from bench.optimizers import OPTIMIZERS, Hyper
@@ -154,7 +154,7 @@ def disturb(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
         source = language.data(SMALL.config.context)
         of = {"seed": unit.seed, "steps": unit.steps, "data": source.name, "data_sha256": source.sha256}
         for row in language.figures({BYTE_GPT: SMALL}, by_default, nothing, method, more):
-            yield form.row(unit.variant, value, row["metric"], row["unit"], row.get("median", torch.inf), **of) | row
+            yield {"value": value, "median": torch.inf} | of | row
 
 
 def of_case(unit: Unit) -> rows.Row:
@@ -242,3 +242,9 @@ STUDIES = {
         key=of_case,
     ),
 }
+
+
+def measure(unit: Unit) -> list[rows.Row]:
+    """Run a unit on one thread; return its rows with where that was."""
+    torch.set_num_threads(1)
+    return [row | rows.environment(torch.device("cpu")) for row in STUDIES[unit.study].rows(unit)]

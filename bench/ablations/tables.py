@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pandas import DataFrame, Series, isna
 
 from bench.ablations import disturbed, experts
-from bench.ablations.forms import FORMS
+from bench.ablations.disturbed import FORMS
 from bench.ablations.language import recorded_row
 from bench.ablations.studies import EXPERTS, MATCHED, ORIGINAL, OWN, USUAL, changed, of_digits
 from bench.markdown import figure, table, with_error

@@ -1,65 +1,82 @@
-"""``python -m bench.study NAME`` makes a table or figure of the paper, or one beside them; ``--help`` lists them.
+"""``python -m bench.study NAME`` makes a table or figure of the paper, or one beside them; NAME ``--help`` has options.
 
-``lengths`` and ``size``, whose options are their own, go on with the recorded rows (:mod:`bench.study.policies`).
+main: the main table, its sweeps, and loss against steps and seconds; ablation: the ablation table and its curves;
+cosmos: the comparison with COSMOS; spectra: of KL-Shampoo's L and R; phi: spectra of Phi_L under Pro-KLShampoo over
+windows of 10 minibatches; alpha: the brackets on alpha_kl, without training; memory: state and operations of a step on
+the paper's models, without training; lengths: every method tuned at every length of a run; size: a model three times as
+wide, on a fixed grid. The last two go on with the recorded rows.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from bench import command
-from bench.study import alpha, cost, policies
+from bench.study import alpha, cost, lengths, size
 from bench.study.comparisons import COMPARISONS
-from bench.study.options import STILL, Options
-from bench.study.pool import Interrupted, runner
+from bench.study.options import Options, Still
 from bench.study.spectra import WATCHINGS
 from bench.study.study import Study
-from bench.training.loop import deferred_interrupt
+from bench.study.units import Place
 from bench.training.processes import join, leave
 
 
-def _run(o: Options) -> str:
-    """Do what is asked for; return what there is to print, in the first of several processes."""
-    command.make_folder(o.out)
-    if o.name in STILL:
-        return {"alpha": alpha, "memory": cost}[o.name].run(o.scales, o.out)
-    scales, comparison, starts = o.scales, COMPARISONS.get(o.name), o.compared_starts
+def _train(name: str, o: Options) -> str:
+    """Make a comparison or spectra; return what there is to print, in the first of several processes."""
+    scales, comparison, starts = o.scales, COMPARISONS.get(name), o.compared_starts
     if comparison:
         scales = comparison.possible(o.scales, starts, o.tune)
     processes, device = join(o.place)
-    if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
-        print(f"Left out, as the paper has not all that {o.name} needs: {', '.join(left_out)}", flush=True)
-    with deferred_interrupt() as interrupt:
-        studies = []
-        for scale in scales:
-            by = runner(scale, o.data, o.runs_at_a_time, interrupt, o.checkpoint_seconds, processes)
-            search = o.tune or not scale.is_paper
-            studies.append(Study(scale, by, o.out, o.seeds, search, device))
+    try:
+        if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
+            print(f"Left out, as the paper has not all that {name} needs: {', '.join(left_out)}", flush=True)
+        studies = [
+            Study(
+                Place(scale, o.data, o.checkpoint_seconds, o.runs_at_a_time, processes),
+                o.out,
+                o.seeds,
+                o.tune or not scale.is_paper,
+                device,
+            )
+            for scale in scales
+        ]
         if comparison:
             return comparison.run(studies, starts, o.out)
-        drawn = [WATCHINGS[o.name].run(study, starts[0], o.out) for study in studies]
+        drawn = [WATCHINGS[name].run(study, starts[0], o.out) for study in studies]
         return "\n".join(map(str, drawn)) if processes.first else ""
+    finally:
+        leave()
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], str]]] = {
+    **{name: (Options, partial(_train, name)) for name in (*COMPARISONS, *WATCHINGS)},
+    "alpha": (Still, alpha.run),
+    "memory": (Still, cost.run),
+    "lengths": (lengths.Options, lengths.run),
+    "size": (size.Options, size.run),
+}
 
 
 @command.command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
-    if argv[:1] and argv[0] in policies.POLICIES:
-        return policies.main(argv[0], argv[1:])
+    parser = command.Parser(prog="python -m bench.study", description=__doc__)
+    parser.add_argument("name", choices=COMMANDS)
+    name = parser.parse_args(argv[:1]).name
+    kind, run = COMMANDS[name]
+    options = command.options(kind, argv[1:], f"bench.study {name}")
+    command.make_folder(options.out)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        options = command.options(Options, argv, "bench.study")
-        torch.set_num_threads(1)
-        text = _run(options)
-        if text:
+        if text := run(options):
             print(f"\n{text}\nResults are in {options.out}", flush=True)
-        return 0
-    except (Interrupted, KeyboardInterrupt):
-        raise KeyboardInterrupt("Interrupted; the same command goes on.") from None
     finally:
-        leave()
         torch.set_num_threads(threads)
+    return 0
 
 
 if __name__ == "__main__":

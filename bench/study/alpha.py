@@ -1,16 +1,15 @@
 """The paper's table of brackets on alpha_kl: per layer type of every model, at the largest rank of its scale."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pandas import DataFrame
 
 from bench.drawing import plt, save, tidy
-from bench.markdown import table as markdown
 from bench.models import FAMILIES
 from bench.rows import Row, frame, write
 from bench.shapes import PAPER
-from bench.study.scales import Scale
+from bench.study.options import Still, beginning
+from bench.study.scales import SCALES, Scale
 from prokl.algorithm.shapes import MatrixShape
 from prokl.diagnostics import alpha_kl_bracket
 
@@ -33,26 +32,14 @@ def brackets(scale: Scale) -> list[Row]:
     return rows
 
 
-def run(scales: Sequence[Scale], out: Path) -> str:
-    """Write alpha-kl.csv and .png; return a table in Markdown, and what is in all brackets of the paper's models."""
+def run(o: Still) -> str:
+    """Write alpha-kl.csv and .png; return what is in all brackets of the paper's models."""
+    scales, out = beginning((*SCALES["paper"], *SCALES["small"], *SCALES["tiny"]), o.model), o.out
     write(out / "alpha-kl.csv", [row for scale in scales for row in brackets(scale)])
     rows = frame(out / "alpha-kl.csv")
     _draw(out / "alpha-kl.png", rows)
-    text = table(rows)
     paper = rows[rows["model"].isin(PAPER)]
-    if not paper.empty:
-        text += f"\nAll of the paper's at once: {paper['low'].max():.2g} to {paper['high'].min():.2g}\n"
-    return text
-
-
-def table(rows: DataFrame) -> str:
-    """Return the brackets in Markdown; ``rows`` of alpha-kl.csv."""
-    cells = rows[["model", "layer", "m", "n", "rank"]].astype(str)
-    cells.columns = ["model", "layer", "rows", "columns", "r"]
-    cells["c_a"] = [f"{c_a:.3g}" for c_a in rows["c_a"]]
-    cells["k"] = rows["k"].astype(str)
-    cells["bracket on alpha_kl"] = [f"{a:.2g} to {b:.2g}" for a, b in zip(rows["low"], rows["high"], strict=True)]
-    return markdown(cells, 2)
+    return "" if paper.empty else f"All of the paper's at once: {paper['low'].max():.2g} to {paper['high'].min():.2g}"
 
 
 def _draw(path: Path, rows: DataFrame) -> None:

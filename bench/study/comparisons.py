@@ -48,7 +48,7 @@ class Comparison:
 
     def run(self, studies: Sequence[Study], starts: Sequence[str | float], out: Path) -> str:
         """Train what is missing and write the files after every model, which keep others; the tables in Markdown."""
-        first = studies[0].runner.place.processes.first
+        first = studies[0].place.processes.first
         for study in studies:
             groups = {start: self.kinds(study.scale, start) for start in starts}
             tuning = study.tune([k for group in groups.values() for k in group])
@@ -65,11 +65,9 @@ class Comparison:
         return self.present(out) if first else ""
 
     def present(self, out: Path) -> str:
-        """Draw the figures from the files, and return their tables."""
+        """Draw the figures from the files, and return the table, and the paper's orderings beside what was found."""
         self.draw(out)
-        sweep = self._rows(out, "-sweep")
-        parts = [self.table(self._rows(out)), tables.orderings_table(self._rows(out, "-orderings"))]
-        return "\n".join([*parts, *([] if sweep.empty else [tables.sweep_table(sweep)])])
+        return f"{self.table(self._rows(out))}\n{tables.orderings_table(self._rows(out, '-orderings'))}"
 
     def draw(self, folder: Path) -> None:
         """Draw the figures from the CSV files of this folder, beside them."""
@@ -89,14 +87,13 @@ def draw(folder: Path) -> None:
 
 
 def _main_kinds(scale: Scale, start: str | float) -> list[Kind]:
-    ranked = [(PRO, rank) for rank in scale.ranks] + [("smok-hop", scale.largest)] * scale.smok_hop
-    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *(Kind(m, rank, start) for m, rank in ranked)]
+    pro = (Kind(PRO, rank, start) for rank in scale.ranks)
+    return [Kind("adamw"), Kind("muon"), Kind("kl-shampoo", None, start), *pro]
 
 
 def _main_claims(scale: Scale, start: str | float) -> Claims:
-    adamw, muon, kl, *ranked = _main_kinds(scale, start)
-    pro = [k for k in ranked if k.method == PRO]
-    return [(k, other) for k in pro for other in (kl, muon, adamw)] + [(pro[-1], k) for k in ranked if k not in pro]
+    adamw, muon, kl, *pro = _main_kinds(scale, start)
+    return [(k, other) for k in pro for other in (kl, muon, adamw)]
 
 
 def _ablation_kinds(scale: Scale, start: str | float) -> list[Kind]:
@@ -136,6 +133,6 @@ COMPARISONS = {
     for c in (
         Comparison("main", _main_kinds, _main_claims, tables.main_table, timed=True),
         Comparison("ablation", _ablation_kinds, _ablation_claims, tables.ablation_table),
-        Comparison("cosmos", _cosmos_kinds, _cosmos_claims, tables.cosmos_table),
+        Comparison("cosmos", _cosmos_kinds, _cosmos_claims, tables.main_table),
     )
 }

@@ -5,7 +5,6 @@ counts in the code, not the paper's leading order. Embedding, head and norms, wh
 left out.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.colors import to_rgba
@@ -13,12 +12,11 @@ from pandas import DataFrame
 
 from bench.costs import terms
 from bench.drawing import plt, save, tidy
-from bench.markdown import figure
-from bench.markdown import table as markdown
 from bench.optimizers import OPTIMIZERS, label
 from bench.rows import Row, frame, write
 from bench.shapes import SETS, ParameterSet
-from bench.study.scales import Scale
+from bench.study.options import Still, beginning
+from bench.study.scales import SCALES
 from bench.timing.memory import FREQUENCY, TABLE
 from prokl.algorithm.shapes import effective_rank
 
@@ -51,26 +49,13 @@ def costs_of(parameters: ParameterSet) -> list[Row]:
     return rows
 
 
-def run(scales: Sequence[Scale], out: Path) -> str:
-    """Write memory-cost.csv and .png of these; return the table in Markdown."""
+def run(o: Still) -> str:
+    """Write memory-cost.csv and .png of the paper's models."""
+    scales, out = beginning(SCALES["paper"], o.model), o.out
     write(out / "memory-cost.csv", [row for scale in scales for row in costs_of(SETS[scale.name])])
     rows = frame(out / "memory-cost.csv")
     _draw(out / "memory-cost.png", rows)
-    return table(rows)
-
-
-def table(rows: DataFrame) -> str:
-    """Return the costs in Markdown; ``rows`` of memory-cost.csv."""
-    bases = rows[["factors", "eigenbases", "subspace_basis"]].sum(axis=1)
-    numbers = {
-        "state, M elements": rows["state_elements"] / 1e6,
-        "of it factors and bases": bases / 1e6,
-        "products, GFLOP/step": rows["gflop_products"],
-        "Newton-Schulz": rows["gflop_newton_schulz"],
-        f"factorisations, 1/{FREQUENCY} of a refresh": rows["gflop_factorisations"],
-    }
-    cells = {title: [figure(value, 1) for value in values] for title, values in numbers.items()}
-    return markdown(DataFrame({"model": rows["model"], "optimizer": _labels(rows)} | cells), 2)
+    return ""
 
 
 def _labels(rows: DataFrame) -> list[str]:

@@ -10,6 +10,8 @@ from pandas import DataFrame, isna
 
 from bench.drawing import plt, save, tidy
 from bench.optimizers import OPTIMIZERS, label
+from bench.study.lengths import FORMS
+from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
 from bench.study.protocol import PRO
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
@@ -32,14 +34,14 @@ def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
     groups = list(rows.groupby(["model", "start"], sort=False))
     size = (5 * len(panels), 3.8 * len(groups))
     figure, grid = plt.subplots(len(groups), len(panels), figsize=size, squeeze=False, layout="constrained")
-    for line, ((model, start), compared) in zip(grid, groups, strict=True):
+    for line, ((model, start), among) in zip(grid, groups, strict=True):
         here = curves[(curves["model"] == model) & curves["start"].isin(["", start])]
         trained = dict(list(here.groupby(of, sort=False, dropna=False)))
         for axes, (x, y, x_label, y_label) in zip(line, panels, strict=True):
             for key, found in trained.items():
                 method, rank, *lr = key
-                if ((compared["optimizer"] == method) & (compared["rank"].isna() | (compared["rank"] == rank))).any():
-                    style = _style(method, rank, compared)
+                if ((among["optimizer"] == method) & (among["rank"].isna() | (among["rank"] == rank))).any():
+                    style = _style(method, rank, among)
                     if lr and not isna(lr[0]):
                         style |= {"label": f"{style['label']}, lr {lr[0]:g}", "color": None}
                     curve(axes, found, x, y, **style, alpha=1.0 if method == PRO else 0.65)
@@ -103,3 +105,55 @@ def sweep(path: Path, rows: DataFrame) -> None:
         axes.legend(frameon=False, fontsize="x-small")
         tidy(axes)
     save(figure, path)
+
+
+STEPS = 1600
+APART = 0.06
+"""Least distance of two names at the ends of lines, as a share of the height."""
+
+
+def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", steps: int = STEPS) -> None:
+    """Draw the main methods' loss, each tuned, a panel per model; bands are one standard error.
+
+    Args:
+        path: of the file.
+        found: the rows. curves: their losses along the way.
+        x: "step", or "seconds": steps times what one takes, as in the table of shares.
+        steps: length of the runs.
+    """
+    every, every_ms = compared(found), step_ms(found)
+    models = list(dict.fromkeys(model for model, _ in every))
+    figure, panels = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.8), squeeze=False, layout="constrained")
+    for axes, model in zip(panels[0], models, strict=True):
+        runs = every.get((model, steps), {})
+        best = {form: unit for form in MAIN if form in runs and (unit := runs[form].unit)}
+        seeds = judged(set.intersection(*(set(runs[form].best.index) for form in best)) if best else ())
+        ends = {}
+        for form, unit in best.items():
+            its = curves_of(curves, unit)
+            its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
+            colour = OPTIMIZERS[unit.hyper().method].colour
+            style = {"lw": 2.4} if form == PRO else {"lw": 1.3, "alpha": 0.6}
+            curve(axes, its, x, "validation_loss", label=FORMS[form].label, color=colour, **style)
+            if drawn := axes.get_lines():
+                ends[form] = drawn[-1].get_xydata()[-1], colour
+        of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+        label = "steps" if x == "step" else "seconds of training"
+        axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
+        fit(axes)
+        tidy(axes)
+        if x == "step":
+            _name_ends(axes, ends)
+        else:
+            axes.legend(frameon=False)  # ends lie beside each other here
+    save(figure, path)
+
+
+def _name_ends(axes: Axes, ends: dict[str, tuple[np.ndarray, str]]) -> None:
+    """Write the name of every line right of its end, in its colour, no two over each other."""
+    low, high = axes.get_ylim()
+    below = -np.inf
+    for form, ((right, loss), colour) in sorted(ends.items(), key=lambda end: end[1][0][1]):
+        below = max(loss, below + APART * (high - low))
+        bold = "bold" if form == PRO else "normal"
+        axes.annotate(FORMS[form].label, (right, below), (6, -4), textcoords="offset points", color=colour, weight=bold)

@@ -2,10 +2,10 @@
 
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
 the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
-the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes
-first: its best rate is then that of embedding, head and norms beside every other method, and when the rest is known
-README's is tried in its place. The best of all these and of the defaults as they are, which have README's rate for
-embedding, head and norms, is trained on all seeds, and so are the defaults.
+the best lies at an edge, FURTHEST away at most (:mod:`bench.study.search`); then alpha_kl likewise where a method has
+one to tune. AdamW comes first: its best rate is then that of embedding, head and norms beside every other method, and
+when the rest is known README's is tried in its place. The best of all these and of the defaults as they are, which
+have README's rate for embedding, head and norms, is trained on all seeds, and so are the defaults.
 
 A length of LONG steps or more is for few methods and is not searched: tried are the rate that the trend of the two
 longest shorter lengths gives and the next lower one, with README's rate for embedding, head and norms, beside the
@@ -13,22 +13,33 @@ defaults. Newton-Schulz multiplies in float32 everywhere, so that rows of any CP
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from pathlib import Path
+from typing import Literal
 
+from pandas import DataFrame, isna
+
+from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
+from bench.study.options import WorkedOff
+from bench.study.scales import SCALES
+from bench.study.search import FURTHEST, Climbed, climb, power, powers
+from bench.study.units import Place, Result, Task
+from bench.workers import work_off
 
-STEP = 1.5
 ADAMW_LR = 3e-3
 """Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
 RANK = 16
 """Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
 FIRST_SEED = 0
-FURTHEST = 8
-"""Powers of STEP that a search goes from where it began, a factor of 26."""
-
 LONG = 6400
+EVALUATIONS = 20
+MODELS = {scale.name: scale for scale in SCALES["tiny"]}
+KEY = ("model", "steps", "optimizer", "lr", "adamw_lr", "alpha_kl", "seed")
+"""Columns of a unit, in its order but for the method's."""
 
 
 @dataclass(frozen=True)
@@ -104,30 +115,18 @@ Losses = Mapping[Unit, float]
 """Final losses of what has been trained, infinite for what diverged."""
 
 
-def rounded(value: float) -> float:
-    """Return a rate as it is trained and recorded, with four digits."""
-    return float(f"{value:.4g}")
+def climbed(unit: Unit, name: str, base: float | None, start: int, losses: Losses) -> Climbed[Unit]:
+    """Search for the best value of one setting: three powers of STEP around ``start``, and on from there."""
+    assert base
 
+    def at(*its: int) -> list[Unit]:
+        return [replace(unit, **{name: value}) for value in powers(base, *its)]
 
-@dataclass(frozen=True)
-class Search:
-    """The best power of STEP, or the units that are still to be trained to know it."""
+    def beside(one: Unit) -> list[Unit]:
+        k = power(getattr(one, name), base)
+        return at(*(j for j in (k - 1, k + 1) if abs(j - start) <= FURTHEST))
 
-    best: int | None
-    wanted: tuple[Unit, ...] = ()
-
-
-def climb(unit: Unit, name: str, base: float, start: int, losses: Losses) -> Search:
-    """Search for the best value of one setting: three neighbours, and on while the best is at an edge."""
-    low, high = start - 1, start + 1
-    while True:
-        units = {k: replace(unit, **{name: rounded(base * STEP**k)}) for k in range(low, high + 1)}
-        if missing := tuple(one for one in units.values() if one not in losses):
-            return Search(None, missing)
-        best = min(units, key=lambda k: losses[units[k]])
-        if low < best < high or abs(best - start) >= FURTHEST:
-            return Search(best)
-        low, high = min(low, best - 1), max(high, best + 1)
+    return climb(at(start - 1, start, start + 1), beside, losses)
 
 
 @dataclass(frozen=True)
@@ -156,16 +155,11 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
         if own.alpha:
             unit = replace(unit, alpha_kl=before.alpha_kl)
             alpha = power(before.alpha_kl, own.default.alpha_kl)
-    found = climb(unit, "lr", own.default.lr, start, losses)
-    if found.best is None:
-        return Tuned(None, found.wanted)
-    unit = replace(unit, lr=rounded(own.default.lr * STEP**found.best))
-    if own.alpha:
-        assert own.default.alpha_kl is not None
-        found = climb(unit, "alpha_kl", own.default.alpha_kl, alpha, losses)
+    for name, at in (("lr", start), *((("alpha_kl", alpha),) if own.alpha else ())):
+        found = climbed(unit, name, getattr(own.default, name), at, losses)
         if found.best is None:
             return Tuned(None, found.wanted)
-        unit = replace(unit, alpha_kl=rounded(own.default.alpha_kl * STEP**found.best))
+        unit = found.best
     others = [] if adamw_lr is None else [replace(unit, adamw_lr=ADAMW_LR)]
     others.append(at_default(model, steps, form, FIRST_SEED))
     if missing := tuple(one for one in others if one not in losses):
@@ -196,21 +190,10 @@ def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
         further = math.log(steps / longer.steps) / math.log(longer.steps / shorter.steps)
         k += max(-1, min(1, round(further * (k - power(shorter.lr, base)))))
     alpha = known[0].alpha_kl if known else default.alpha_kl
-    units = [default, *(replace(default, lr=rounded(base * STEP**i), alpha_kl=alpha) for i in (k, k - 1))]
+    units = [default, *(replace(default, lr=lr, alpha_kl=alpha) for lr in powers(base, k, k - 1))]
     if missing := tuple(dict.fromkeys(one for one in units if one not in losses)):
         return Tuned(None, missing)
     return Tuned(min(units, key=lambda one: losses[one]))
-
-
-def power(value: float | None, base: float | None) -> int:
-    """Return the power of STEP that a tried value is of its base."""
-    assert value and base
-    k = 0
-    while value > rounded(base * STEP**k):
-        k += 1
-    while value < rounded(base * STEP**k):
-        k -= 1
-    return k
 
 
 def at_default(model: str, steps: int, form: str, seed: int) -> Unit:
@@ -236,3 +219,75 @@ def wanted(
             for (model, form), best in found.items():
                 units = (at_default(model, steps, form, seed), *((replace(best, seed=seed),) if best else ()))
                 yield from (unit for unit in units if unit not in losses)
+
+
+def units(found: DataFrame) -> dict[Unit, float]:
+    """Return the losses of a file's rows by unit, infinite where a run diverged."""
+    losses = {}
+    for row in found.reindex(columns=[*KEY, "validation_loss"]).to_dict("records"):
+        loss, *key = (None if isna(row[name]) else row[name] for name in ("validation_loss", *KEY))
+        losses[Unit(*key)] = math.inf if loss is None else loss
+    return losses
+
+
+def task_of(place: Place, folder: Path, steps: int, evaluations: int, name: str, hyper: Hyper, seed: int) -> Task:
+    """Return a run of one method on one thread, whose checkpoints are in a folder of its name."""
+    scale = replace(place.scale, steps=steps, evaluations=evaluations)
+    settings = scale.settings({name: hyper}, place.source.vocabulary, "cpu", curve=True)
+    return Task(folder / re.sub(r"\W+", "-", name), settings, seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(WorkedOff):
+    """Train every method at its defaults and tuned, at every length: lengths.csv, and losses along the way.
+
+    What bench/study/lengths.py asks for, which was fixed before it was trained.
+    """
+
+    models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)  # type: ignore[valid-type]
+    """Some of them."""
+    lengths: tuple[int, ...] = (400, 1600)  # Steps of a run; a method's search begins at its best of the shorter one
+    forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
+    """Some of them; AdamW's search is part of every other."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        command.at_least(1, lengths=self.lengths)
+        command.some(models=self.models, lengths=self.lengths, forms=self.forms, seeds=self.seeds)
+
+
+def run(o: Options) -> str:
+    """Train what is wanted until nothing is; what is wanted follows from the losses of what was trained."""
+    path, curves = o.out / "lengths.csv", o.out / "lengths-curves.csv"
+    losses = units(rows.frame(path))
+    places = {name: Place(MODELS[name], None) for name in o.models}
+
+    def call(unit: Unit) -> Callable[[], dict[str, Result]]:
+        place = places[unit.model]
+        return place.call(task_of(place, o.folder, unit.steps, EVALUATIONS, unit.form, unit.hyper(), unit.seed))
+
+    def done(unit: Unit, found: dict[str, Result]) -> None:
+        row, curve = rows_of(unit, found[unit.form], places[unit.model].origin)
+        losses[unit] = row["validation_loss"] if math.isfinite(row["validation_loss"]) else math.inf
+        rows.upsert(curves, curve, KEY)
+        rows.upsert(path, [row], KEY)  # last: this says that the run is done
+
+    work_off(lambda: wanted(o.models, o.lengths, o.forms, o.seeds, losses), call, done, o.jobs)
+    return ""
+
+
+def rows_of(unit: Unit, result: Result, data: rows.Row) -> tuple[rows.Row, list[rows.Row]]:
+    """Return the row of a run, and those of its curve."""
+    key = {"optimizer" if name == "form" else name: value for name, value in asdict(unit).items()}
+    record = result.record
+    steps = len(record.losses)
+    own = {"rank": unit.hyper().rank, "validation_loss": record.final_loss, "state_mb": record.state_bytes / 1e6}
+    own |= {"model_ms": 1e3 * sum(record.model_seconds) / max(1, steps)}
+    own |= {"optimizer_ms": 1e3 * sum(record.optimizer_seconds[1:]) / max(1, steps - 1)}
+    own |= {"diverged_at": record.diverged_at}
+    curve = [
+        key | {"step": step, "validation_loss": loss, "seconds": record.seconds(step)}
+        for step, loss in record.validation
+    ]
+    return key | own | data | result.environment, curve

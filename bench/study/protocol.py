@@ -9,19 +9,23 @@ searched: they have what Pro-KLShampoo has at the largest rank, with 1.5 times i
 one seed.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
 
 from bench.command import UsageError
 from bench.optimizers import Hyper, label
 from bench.presets import ABLATION_FACTOR, RANGES, Range, preset
 from bench.study.scales import Scale
-from bench.study.search import Search, search_all
+from bench.study.search import Climbed, climb, near, neighbours
 
 PRO, ABLATIONS = "pro-klshampoo", ("subspace-only", "complement-only")
 RANKED = (PRO, "smok-hop", "cosmos", *ABLATIONS)
 STARTED = ("kl-shampoo", PRO, "smok-hop", *ABLATIONS)  # those whose eigenvalues start somewhere
 PAPER_RANKS = (32, 64, 128)
+GROWING = ("lr", "alpha_kl")
 
 
 @dataclass(frozen=True)
@@ -50,45 +54,95 @@ def kind(method: str, rank: int, start: str | float) -> Kind:
     return Kind(method, rank if method in RANKED else None, start if method in STARTED else None)
 
 
+@dataclass(frozen=True)
+class Search:
+    """One method's search: all of the ranges, then what lies beside the best along learning rate and alpha_kl.
+
+    A range of a single value is not searched, and does not grow.
+    """
+
+    base: Hyper  # what is not searched
+    ranges: Range
+    losses: Mapping[Hyper, float]  # as far as they are known
+
+    @cached_property
+    def found(self) -> Climbed[Hyper]:
+        """How far it has come.
+
+        Raises:
+            UsageError: everything diverged.
+        """
+        values = product(self.ranges.lr, self.ranges.weight_decay, self.ranges.alpha_kl or (None,))
+        grid = [replace(self.base, lr=lr, weight_decay=decay, alpha_kl=alpha) for lr, decay, alpha in values]
+        found = climb(grid, lambda hyper: (one for one, allowed in self._beside(hyper) if allowed), self.losses)
+        if found.best and self.losses[found.best] == math.inf:
+            rates = sorted({hyper.lr for hyper in found.tried})
+            raise UsageError(f"{self.base.method} diverged at every learning rate tried: {rates}; check the model")
+        return found
+
+    @property
+    def edges(self) -> list[str]:
+        """In what the best could still be too low or too high, because that is as far as a search goes."""
+        assert (best := self.found.best)
+        beyond = [hyper for hyper, allowed in self._beside(best) if not allowed]
+        return [name for name in sorted(GROWING) if any(getattr(h, name) != getattr(best, name) for h in beyond)]
+
+    def _beside(self, hyper: Hyper) -> Iterator[tuple[Hyper, bool]]:
+        """Yield what has one value a step lower or higher, and whether that is near enough to the range."""
+        for name in GROWING:
+            values = getattr(self.ranges, name)
+            for value in neighbours(getattr(hyper, name), values) if len(values) > 1 else ():
+                yield replace(hyper, **{name: value}), near(value, values)
+
+
 @dataclass
 class Tuning:
     """The values selected for a model, and the searches behind them; no searches where the paper's were taken."""
 
     selected: dict[Kind, Hyper] = field(default_factory=dict)
     searches: dict[Kind, Search] = field(default_factory=dict)
+    wanted: list[Hyper] = field(default_factory=list)  # to be trained before anything else can be selected
+
+    def know(self, searches: Mapping[Kind, Search]) -> bool:
+        """Take over what these searches have found; return whether all of them have ended."""
+        self.searches |= searches
+        self.wanted += [hyper for search in searches.values() for hyper in search.found.wanted]
+        self.selected |= {k: search.found.best for k, search in searches.items() if search.found.best}
+        return not self.wanted
 
 
-def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, measure: Callable[[list[Hyper]], list[float]]) -> Tuning:
-    """Return the hyper-parameters of all that are wanted.
+def tuned(wanted: Iterable[Kind], scale: Scale, search: bool, losses: Mapping[Hyper, float]) -> Tuning:
+    """Return the hyper-parameters of all that are wanted, or what is to be trained next to know them.
 
-    With ``search`` they are searched also where the paper's own would fit; ``measure`` gives the final validation
-    losses of a list.
+    With ``search`` they are searched also where the paper's own would fit; ``losses`` are the final validation losses
+    that are known, infinite for what diverged.
 
     Raises:
-        UsageError: the paper has no such run.
+        UsageError: the paper has no such run, or a method diverged everywhere.
     """
     kinds = list(dict.fromkeys(wanted))
     check(kinds, scale, search)
     if scale.is_paper and not search:
         return Tuning(selected={k: _of_paper(k, scale) for k in kinds})
-    tuning = Tuning()
-    adamw = Kind("adamw")
-    _search({adamw: Search(Hyper("adamw", 0.0), _range(adamw, scale))}, tuning, measure)
+    tuning, adamw = Tuning(), Kind("adamw")
+    if not tuning.know({adamw: Search(Hyper("adamw", 0.0), _range(adamw, scale), losses)}):
+        return tuning
     rest = tuning.selected[adamw]
     base = Hyper("", 0.0, adamw_lr=rest.lr, adamw_weight_decay=rest.weight_decay, preset="paper")
     base = replace(base, bounded=not scale.is_paper)
 
+    def search_of(k: Kind, **fixed: tuple[float | None]) -> Search:
+        named = replace(base, method=k.method, rank=k.rank, init_eigenvalue=k.start)
+        return Search(named, replace(_range(k, scale), **fixed), losses)
+
     searched = [k for k in kinds if k.method not in ("adamw", *ABLATIONS)]
     largest = {k: replace(k, method=PRO, rank=scale.largest) for k in kinds if k.method in (PRO, *ABLATIONS)}
     first = [k for k in searched if scale.is_paper or k.method != PRO or k.rank == scale.largest]
-    first = list(dict.fromkeys([*first, *largest.values()]))
-    _search({k: Search(_named(base, k), _range(k, scale)) for k in first}, tuning, measure)
-    smaller = {
-        k: Search(_named(base, k), replace(_range(k, scale), alpha_kl=(tuning.selected[largest[k]].alpha_kl,)))
-        for k in searched
-        if k not in first
-    }
-    _search(smaller, tuning, measure)
+    if not tuning.know({k: search_of(k) for k in (*first, *largest.values())}):
+        return tuning
+    smaller = [k for k in searched if k not in first]
+    if not tuning.know({k: search_of(k, alpha_kl=(tuning.selected[largest[k]].alpha_kl,)) for k in smaller}):
+        return tuning
     for k in kinds:
         if k.method in ABLATIONS:
             pro = tuning.selected[largest[k]]
@@ -108,16 +162,6 @@ def check(kinds: Iterable[Kind], scale: Scale, search: bool) -> None:
             _of_paper(k, scale)
         else:
             paper_range(replace(k, method=PRO) if k.method in ABLATIONS else k, scale)
-
-
-def _search(searches: dict[Kind, Search], tuning: Tuning, measure: Callable[[list[Hyper]], list[float]]) -> None:
-    search_all(searches.values(), measure)
-    tuning.searches |= searches
-    tuning.selected |= {k: s.best for k, s in searches.items()}
-
-
-def _named(base: Hyper, k: Kind) -> Hyper:
-    return replace(base, method=k.method, rank=k.rank, init_eigenvalue=k.start)
 
 
 def paper_range(k: Kind, scale: Scale) -> Range:

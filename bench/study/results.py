@@ -15,20 +15,19 @@ from bench.study.study import Study
 from bench.study.units import Result
 from bench.training.run import Record
 
+LOSS = "validation_loss"
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
 Found = Mapping[Kind, list[Result]]
 """Results by seed."""
 
 
-def seconds_to(record: Record, target: float) -> float:
-    """Return the training seconds until the validation loss first reaches ``target``, interpolated; nan if never."""
-    seconds = [record.seconds(step) for step, _ in record.validation]
-    losses = [loss for _, loss in record.validation]
-    reached = next((i for i, loss in enumerate(losses) if loss <= target), None)
-    if reached is None:
+def reached(losses: Sequence[float], at: Sequence[float], target: float) -> float:
+    """Return where a loss first reaches ``target``, interpolated between evaluations; nan if never."""
+    below = np.flatnonzero(np.asarray(losses) <= target)
+    if not len(below):
         return math.nan
-    part = slice(max(0, reached - 1), reached + 1)
-    return float(np.interp(-target, np.negative(losses[part]), seconds[part]))
+    part = slice(max(0, below[0] - 1), below[0] + 1)
+    return float(np.interp(-target, np.negative(losses[part]), at[part]))
 
 
 def rows_of(
@@ -36,29 +35,20 @@ def rows_of(
 ) -> list[Row]:
     """Return a row for each of a comparison in which eigenvalues start alike; with times where they are compared."""
     targets = {k.method: [r.record.final_loss for r in results[k]] for k in group if k.method in TARGETS and not k.lr}
-    runs = DataFrame(
-        [
-            {"key": kind.key, **_run(result.record, {m: losses[i] for m, losses in targets.items()}, timed)}
-            for kind in group
-            for i, result in enumerate(results[kind])
-        ]
-    ).groupby("key", sort=False)
-    # A value that one seed lacks is no mean of the others.
-    means = runs.agg(lambda values: values.mean(skipna=False)).to_dict("index")
-    errors = runs.agg(lambda values: values.sem(skipna=False)).to_dict("index")
-    with_error = ("validation_loss", *(_time_to(method) for method in targets))
     rows = []
     for kind in group:
-        found, hyper, mean, error = results[kind], selected[kind], means[kind.key], errors[kind.key]
-        losses = [result.record.final_loss for result in found]
+        found, hyper = results[kind], selected[kind]
+        by_seed = [{method: losses[i] for method, losses in targets.items()} for i in range(len(found))]
+        runs = DataFrame([_run(r.record, its, timed) for r, its in zip(found, by_seed, strict=True)])
+        errors = runs[[name for name in runs if name == LOSS or name.startswith("seconds_to")]].sem(skipna=False)
         diverged = [result.record.diverged_at for result in found]
         rows.append(
             {"model": study.scale.name, "start": start, "optimizer": kind.method, "rank": kind.rank}
-            | mean
-            | {f"{name}_se": error[name] for name in with_error if name in error}
+            | runs.mean(skipna=False).to_dict()  # a value that one seed lacks is no mean of the others
+            | {f"{name}_se": error for name, error in errors.items()}
             | {
                 "seeds": " ".join(map(str, study.seeds)),
-                "validation_loss_per_seed": " ".join(f"{loss:.5f}" for loss in losses),
+                "validation_loss_per_seed": " ".join(f"{loss:.5f}" for loss in runs[LOSS]),
                 "state_mb": max(result.record.state_bytes for result in found) / 1e6,
                 "peak_gib": study.peak_bytes(hyper, found) / 2**30 or None,
                 "diverged_at": " ".join(str(step) for step in diverged if step is not None),
@@ -72,18 +62,16 @@ def rows_of(
 
 def _run(record: Record, targets: Mapping[str, float], timed: bool) -> dict[str, float]:
     """Return what is averaged over seeds; a step's times leave out the first, which initialises."""
-    values = {"validation_loss": record.final_loss}
+    values = {LOSS: record.final_loss}
     if timed:
         for name, times in (("model_ms", record.model_seconds), ("optimizer_ms", record.optimizer_seconds)):
             values[name] = 1e3 * fmean(times[1:]) if times[1:] else math.nan
         values["first_optimizer_step_ms"] = 1e3 * record.optimizer_seconds[0] if record.losses else math.nan
         values["training_seconds"] = record.seconds(len(record.losses))
-        values |= {_time_to(method): seconds_to(record, loss) for method, loss in targets.items()}
+        losses, at = [loss for _, loss in record.validation], [record.seconds(step) for step, _ in record.validation]
+        for method, loss in targets.items():
+            values[f"seconds_to_{method.replace('-', '_')}_loss"] = reached(losses, at, loss)
     return values
-
-
-def _time_to(method: str) -> str:
-    return f"seconds_to_{method.replace('-', '_')}_loss"
 
 
 def _settings(hyper: Hyper) -> Row:
@@ -102,11 +90,12 @@ def sweep_rows(study: Study, tuning: Tuning) -> list[Row]:
     rows = []
     for kind, search in tuning.searches.items():
         edge = f"at the edge of {', '.join(search.edges)}" if search.edges else "yes"
-        for hyper, loss in sorted(search.tried.items(), key=lambda item: (item[0].alpha_kl or 0, item[0].lr)):
+        for hyper in sorted(search.found.tried, key=lambda hyper: (hyper.alpha_kl or 0, hyper.lr)):
             rows.append(
                 {"model": study.scale.name, "optimizer": kind.method, "rank": kind.rank, "start": kind.start}
                 | _settings(hyper)
-                | {"seed": study.seeds[0], "validation_loss": loss, "selected": edge if hyper == search.best else ""}
+                | {"seed": study.seeds[0], LOSS: study.swept[hyper].record.final_loss}
+                | {"selected": edge if hyper == search.found.best else ""}
                 | {"in_paper_range": _in_paper_range(study, kind, hyper)}
                 | study.plan(curve=False)
                 | environment_of([study.swept[hyper]])

@@ -8,7 +8,7 @@ from bench import presets
 from bench.command import UsageError
 from bench.models import CONFIGS, ModelConfig, byte_gpt
 from bench.optimizers import Hyper
-from bench.training.settings import Settings
+from bench.training.run import Settings
 from bench.training.sources import Source, open_source
 
 AUTO, PAPER_START = "auto", 0.1
@@ -33,7 +33,6 @@ class Scale:
     together: bool = True
     autocast: bool = False
     state_dtype: str | None = None
-    smok_hop: bool = False  # whether the main table has Smok-Hop, too, which the paper has in its ablations only
     threads: int = 1  # of a process that trains
     lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # rates to try in place of the paper's, by method
 
@@ -97,7 +96,7 @@ DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), "gpt2-124m", (32,), 400, 10, 
 SCALES: dict[str, tuple[Scale, ...]] = {
     "demo": (DEMO,),
     "tiny": _scaled("tiny", (4, 8, 16), 400, 10, 256, 4),
-    "small": _scaled("small", (32, 64, 128), 1500, 30, 1024, 64, autocast=True, smok_hop=True),
+    "small": _scaled("small", (32, 64, 128), 1500, 30, 1024, 64, autocast=True),
     "paper": tuple(_paper(name, run) for name, run in presets.RUNS.items()),
 }
 """demo: what bench.pretrain trains. tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on

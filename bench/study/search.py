@@ -1,83 +1,81 @@
-"""The search for one method's hyper-parameters: a grid that grows while the best lies at its edge."""
+"""The one search: what is tried first, then what lies beside the best until all of that has been tried.
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import product
+It is a function of the losses that are known, so that a command goes on from rows or files, and runs may end in any
+order. What lies beside a value is a ladder's: the paper's values, or powers of a step.
+"""
 
-from bench.command import UsageError
-from bench.optimizers import Hyper
-from bench.presets import Range
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+"""A run's settings, with ``lr`` and ``alpha_kl``."""
+
+
+@dataclass(frozen=True)
+class Climbed(Generic[T]):
+    """A search as far as losses are known: what is in it, and the best, or what is still to be trained to know it."""
+
+    tried: tuple[T, ...]
+    best: T | None
+    wanted: tuple[T, ...] = ()
+
+
+def climb(first: Sequence[T], beside: Callable[[T], Iterable[T]], losses: Mapping[T, float]) -> Climbed[T]:
+    """Search from ``first`` on; losses are infinite for what diverged, and of equal ones the lower rate is better."""
+    tried = list(first)
+    while True:
+        if wanted := tuple(one for one in tried if one not in losses):
+            return Climbed(tuple(tried), None, wanted)
+        best = min(tried, key=lambda one: (losses[one], one.lr, one.alpha_kl or 0.0))
+        more = [one for one in dict.fromkeys(beside(best)) if one not in tried]
+        if not more:
+            return Climbed(tuple(tried), best)
+        tried += more
+
 
 GRID = sorted(float(f"{digit}e{power}") for power in range(-9, 4) for digit in (1, 2, 3, 5))
 """Values that a range grows by, one at a time; the paper's are mostly of these."""
-GROWING = ("lr", "alpha_kl")
 WIDEST = 10
 """How far beyond its range on either side a search goes at most, as a factor."""
+NEARLY = 1 + 1e-9
 
 
-def beside(value: float, values: Iterable[float]) -> list[float]:
+def neighbours(value: float, values: Sequence[float]) -> list[float]:
     """Return the next smaller and the next larger one, among those of a range and, outside it, those of the grid."""
     inside = set(values)
-    ladder = sorted(inside | {v for v in GRID if not min(inside) * (1 - 1e-9) <= v <= max(inside) * (1 + 1e-9)})
+    ladder = sorted(inside | {v for v in GRID if not min(inside) / NEARLY <= v <= max(inside) * NEARLY})
     place = ladder.index(value)
     return [ladder[place - 1], ladder[place + 1]]
 
 
-@dataclass
-class Search:
-    """One method's search: all of the ranges, then the neighbours of the best until none of them is better.
-
-    Ranges grow along learning rate and alpha_kl. One of a single value is not searched, and does not grow.
-    """
-
-    base: Hyper  # what is not searched
-    ranges: Range
-    # final validation loss by what was tried; nan where it diverged
-    tried: dict[Hyper, float] = field(default_factory=dict)
-
-    def pending(self) -> list[Hyper]:
-        """Return what to try next; empty once all that is left of the best's neighbours is further away than WIDEST.
-
-        Raises:
-            UsageError: everything diverged.
-        """
-        grid = [
-            replace(self.base, lr=lr, weight_decay=decay, alpha_kl=alpha)
-            for lr, decay, alpha in product(self.ranges.lr, self.ranges.weight_decay, self.ranges.alpha_kl or (None,))
-        ]
-        if missing := [hyper for hyper in grid if hyper not in self.tried]:
-            return missing
-        return [hyper for hyper, allowed in self._neighbours() if allowed]
-
-    @property
-    def edges(self) -> list[str]:
-        """In what the best could still be too low or too high, because that is as far as a search goes."""
-        beyond = [hyper for hyper, allowed in self._neighbours() if not allowed]
-        return [name for name in sorted(GROWING) if any(getattr(h, name) != getattr(self.best, name) for h in beyond)]
-
-    def _neighbours(self) -> Iterator[tuple[Hyper, bool]]:
-        """Yield the best with one value a step lower or higher, not tried yet, and whether that is near enough."""
-        for name in GROWING:
-            values = getattr(self.ranges, name)
-            for value in beside(getattr(self.best, name), values) if len(values) > 1 else ():
-                hyper = replace(self.best, **{name: value})
-                if hyper not in self.tried:
-                    yield hyper, min(values) / WIDEST * (1 - 1e-9) <= value <= max(values) * WIDEST * (1 + 1e-9)
-
-    @property
-    def best(self) -> Hyper:
-        """The lowest loss so far; of equal ones the first tried."""
-        finite = {hyper: loss for hyper, loss in self.tried.items() if not math.isnan(loss)}
-        if not finite:
-            rates = sorted({hyper.lr for hyper in self.tried})
-            raise UsageError(f"{self.base.method} diverged at every learning rate tried: {rates}; check the model")
-        return min(finite, key=finite.__getitem__)
+def near(value: float, values: Sequence[float]) -> bool:
+    """Return whether a search over a range goes as far as this."""
+    low, high = min(values), max(values)
+    return low / WIDEST / NEARLY <= value <= high * WIDEST * NEARLY
 
 
-def search_all(searches: Iterable[Search], measure: Callable[[list[Hyper]], list[float]]) -> None:
-    """Run searches side by side until each has found its optimum; ``measure`` gives the loss of each of a list."""
-    searches = list(searches)
-    while pending := [(search, hyper) for search in searches for hyper in search.pending()]:
-        for (search, hyper), loss in zip(pending, measure([hyper for _, hyper in pending]), strict=True):
-            search.tried[hyper] = loss
+STEP = 1.5
+FURTHEST = 8
+"""Powers of STEP that a search goes from where it began, a factor of 26."""
+
+
+def rounded(value: float) -> float:
+    """Return a rate as it is trained and recorded, with four digits."""
+    return float(f"{value:.4g}")
+
+
+def power(value: float | None, base: float | None) -> int:
+    """Return the power of STEP that a tried value is of its base."""
+    assert value and base
+    k = 0
+    while value > rounded(base * STEP**k):
+        k += 1
+    while value < rounded(base * STEP**k):
+        k -= 1
+    return k
+
+
+def powers(base: float, *powers: int) -> list[float]:
+    """Return these powers of STEP times a base."""
+    return [rounded(base * STEP**k) for k in powers]

@@ -4,7 +4,7 @@ Losses do not depend on what else the machine does; times would, and are not kep
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -16,9 +16,11 @@ from bench import rows
 from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
-from bench.study.lengths import FIRST_SEED, FORMS
+from bench.study.lengths import FIRST_SEED, FORMS, task_of
+from bench.study.options import WorkedOff
 from bench.study.scales import Scale
-from bench.study.units import Result
+from bench.study.units import Place, Result
+from bench.workers import work_off
 
 LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
@@ -31,14 +33,12 @@ class Trial:
     """One run.
 
     Attributes:
-        model, steps, seed: of it.
         case: what it is a run of, as rows name it.
         base: the case that this one is a change of; "" for none.
         hyper: what it is built with.
+        seed: of it.
     """
 
-    model: str
-    steps: int
     case: str
     base: str
     hyper: Hyper
@@ -47,7 +47,7 @@ class Trial:
     @property
     def key(self) -> tuple[str, ...]:
         """What its row has in the columns KEY."""
-        own = (self.model, self.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
+        own = (LARGER.name, LARGER.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
         return tuple(map(rows.text, own))
 
 
@@ -97,17 +97,7 @@ def size(known: Losses) -> Iterator[Trial]:
 def _of_method(form: str, lr: float) -> Trial:
     own = FORMS[form]
     hyper = replace(own.default, lr=lr, rank=RANKS.get(form))
-    return Trial(LARGER.name, LARGER.steps, own.label, "", hyper)
-
-
-def row_of(trial: Trial, result: Result, data: rows.Row) -> rows.Row:
-    """Return the row of a run."""
-    own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
-    own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
-    own |= data
-    if (step := result.record.diverged_at) is not None:
-        own["note"] = f"diverged at step {step}"
-    return own | result.environment
+    return Trial(own.label, "", hyper)
 
 
 def losses_of(path: Path) -> dict[tuple[str, ...], float]:
@@ -116,6 +106,37 @@ def losses_of(path: Path) -> dict[tuple[str, ...], float]:
     for row in rows.read(path):
         found[tuple(row.get(name, "") for name in KEY)] = float(row["validation_loss"] or math.inf)
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(WorkedOff):
+    """Train a model three times as wide as the tiny ones, of 5.1M parameters: size.csv.
+
+    Methods and single changes of Pro-KLShampoo; the runs were fixed before they were trained.
+    """
+
+
+def run(o: Options) -> str:
+    """Train what is wanted and has no row, each evaluated at its end alone."""
+    path, place = o.out / "size.csv", Place(LARGER, None)
+
+    def wanted() -> Iterator[Trial]:
+        known = losses_of(path)
+        return (trial for trial in size(known) if trial.key not in known)
+
+    def call(trial: Trial) -> Callable[[], dict[str, Result]]:
+        return place.call(task_of(place, o.folder, LARGER.steps, 1, trial.case, trial.hyper, trial.seed))
+
+    def done(trial: Trial, found: dict[str, Result]) -> None:
+        result = found[trial.case]
+        own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
+        own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
+        if (step := result.record.diverged_at) is not None:
+            own["note"] = f"diverged at step {step}"
+        rows.upsert(path, [own | place.origin | result.environment], KEY)
+
+    work_off(wanted, call, done, o.jobs)
+    return ""
 
 
 def size_table(found: DataFrame) -> str:

@@ -5,7 +5,7 @@ in the middle and the last. What was seen is kept in the run's checkpoint, so a 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,15 @@ class Watching:
         rank, scale = study.scale.largest, study.scale
         kind = kind_of(self.method, rank, start)
         hyper = study.tune([kind]).selected[kind]
-        task = replace(study.task({hyper.method: hyper}, study.seeds[0], self.file), watch=self.watch)
-        record = study.runner.run([task], f"{scale.name} {self.file}")[0][hyper.method].record
+        task = study.task({hyper.method: hyper}, study.seeds[0], self.file, watch=self.watch)
+        record = study.place.results([task])[0][hyper.method].record
         steps = sorted((step for step in record.observed if step.isdigit()), key=int)
         if not steps:
             raise UsageError(
                 f"{kind.label} on {scale.name} diverged at step {record.diverged_at}, before the first look at its "
                 f"spectra after step {_stages(scale.steps)[0]}; give other --starts, or fewer --steps"
             )
-        if not study.runner.place.processes.first:
+        if not study.place.processes.first:
             return None
         path = out / f"{self.file}-{scale.name}.png"
         observed = {step: record.observed[step] for step in steps}

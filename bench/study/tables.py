@@ -86,31 +86,3 @@ def orderings_table(rows: DataFrame) -> str:
     cells = rows[["model", "start", "lower", "higher"]].rename(columns={"lower": "lower in the paper"})
     cells["higher − lower"] = list(map(with_error, rows["difference"], rows["difference_se"]))
     return table(cells.assign(**{f"here{level}": rows["verdict"]}), 4)
-
-
-def sweep_table(rows: DataFrame) -> str:
-    """Return learning rates tried and selected, a line per search; ``rows`` of main-sweep.csv and the like."""
-    lines = []
-    for _, tried in rows.groupby(["model", "start", "optimizer", "rank"], sort=False, dropna=False):
-        chosen = tried[tried["selected"] != ""].iloc[0]
-        line = {"model": chosen["model"], "start": chosen["start"] or "-", "optimizer": _name(chosen)}
-        for name in ("lr", "alpha_kl"):
-            edge = " (edge)" if name in chosen["selected"] else ""
-            line[f"{name} tried"] = ", ".join(f"{x:g}" for x in sorted(tried[name].dropna().unique())) or "-"
-            line[name] = _g(name)(chosen) + edge
-        lines.append(line)
-    return table(DataFrame(lines), 3)
-
-
-def cosmos_table(rows: DataFrame) -> str:
-    """Return COSMOS and Pro-KLShampoo at matched rank, in the paper's layout; ``rows`` of cosmos.csv."""
-    lines = []
-    for (model, start, rank), pair in rows.dropna(subset="rank").groupby(["model", "start", "rank"], sort=False):
-        cosmos, pro = (pair[pair["optimizer"] == name].iloc[0] for name in ("cosmos", "pro-klshampoo"))
-        line = {"model": model, "start": start, "r": f"{rank}", "COSMOS": _loss(cosmos), "Pro-KLShampoo": _loss(pro)}
-        line["Pro − COSMOS"] = figure(pro["validation_loss"] - cosmos["validation_loss"], 4, "+")
-        for size, name in (("state MB", "state_mb"), ("GPU peak GiB", "peak_gib")):
-            line |= {f"{who} {size}": _fixed(name, 2)(row) for who, row in (("COSMOS", cosmos), ("Pro", pro))}
-        lines.append(line)
-    cells = DataFrame(lines)
-    return table(cells.loc[:, (cells != "-").any()], 2)

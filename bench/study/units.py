@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ import torch
 import prokl
 from bench import rows
 from bench.optimizers import Hyper
+from bench.study.scales import Scale
 from bench.training import checkpoint
 from bench.training.loop import train
 from bench.training.processes import ALONE, Processes
-from bench.training.run import Record, Run, Watch, nothing
-from bench.training.settings import Settings
-from bench.training.sources import Source
+from bench.training.run import Record, Run, Settings, Watch, nothing
+from bench.workers import work_off
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,47 @@ class Result:
     together: str  # digest of all that trained side by side with it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
-    """The circumstances under which tasks run."""
+    """Where tasks of one scale run, and on what."""
 
-    source: Source  # what they train on
-    stop: Callable[[], bool]  # asked after every step
-    checkpoint_seconds: float  # between two checkpoints
-    processes: Processes = ALONE  # that run them together
-    shown: bool = False  # whether to show how far a run is
+    scale: Scale
+    data: Path | None  # None is the standard library's source
+    checkpoint_seconds: float = 120.0
+    jobs: int = 1  # runs at a time; several have processes of one thread each, one alone is this process's
+    processes: Processes = ALONE  # that run a task together
+
+    def __post_init__(self) -> None:
+        self.source = self.scale.open(self.data)
+
+    def __reduce__(self) -> tuple[type["Place"], tuple[Any, ...]]:
+        return Place, (self.scale, self.data, self.checkpoint_seconds)  # in another process data is opened there
+
+    @property
+    def origin(self) -> rows.Row:
+        """What is trained on, as rows say it."""
+        return {"data": self.source.name, "data_sha256": self.source.sha256}
+
+    def results(self, tasks: Sequence[Task]) -> list[dict[str, Result]]:
+        """Train what has no result; return those of every task by key, in their order.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C; everything that was done is kept.
+        """
+        if self.jobs > 1:
+            left = [task for task in tasks if _missing(task, self)]
+            work_off(lambda: left, self.call, lambda task, found: left.remove(task), self.jobs)
+        return [run(task, self) for task in tasks]
+
+    def call(self, task: Task) -> Callable[[], dict[str, Result]]:
+        """Return what a process of its own calls for a task."""
+        return partial(_run_alone, task, self)
+
+
+def _run_alone(task: Task, place: Place) -> dict[str, Result]:
+    # With two threads sums have another order, and losses differ from the first steps on by rounding.
+    torch.set_num_threads(1)
+    return run(task, place)
 
 
 def fingerprint(task: Task, hyper: Hyper, place: Place) -> dict[str, Any]:
@@ -77,14 +111,16 @@ def read(task: Task, hyper: Hyper, place: Place) -> Result:
     return Result(**content | {"record": Record(**content["record"])})
 
 
-def run(task: Task, place: Place) -> dict[str, Result] | None:
-    """Train what has no result yet; return the results of all by key, or None if it was stopped."""
-    missing = place.processes.from_first(_missing(task, place) if place.processes.first else None)
-    hyper = {key: task.settings.hyper[key] for key in missing}
-    if hyper and not _train(replace(task, settings=replace(task.settings, hyper=hyper)), place):
-        return None
-    wanted = task.settings.hyper if place.processes.first else {}
-    return place.processes.from_first({key: read(task, hyper, place) for key, hyper in wanted.items()})
+def run(task: Task, place: Place) -> dict[str, Result]:
+    """Train what has no result yet; return the results of all by key.
+
+    Raises:
+        KeyboardInterrupt: it was asked to stop, and has left a checkpoint.
+    """
+    every = task.settings.hyper
+    if missing := place.processes.from_first(lambda: _missing(task, place)):
+        _train(replace(task, settings=replace(task.settings, hyper={key: every[key] for key in missing})), place)
+    return place.processes.from_first(lambda: {key: read(task, hyper, place) for key, hyper in every.items()})
 
 
 def _missing(task: Task, place: Place) -> list[str]:
@@ -101,27 +137,27 @@ def _together(task: Task, place: Place) -> str:
     return _digest([fingerprint(task, hyper, place) for hyper in task.settings.hyper.values()])
 
 
-def _train(task: Task, place: Place) -> bool:
-    """Train everything in the task and write the results; return False if it was stopped."""
+def _train(task: Task, place: Place) -> None:
+    """Train everything in the task, write the results and say so."""
     cuda = task.settings.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     training = Run(task.settings, task.seed, place.source, place.processes, task.watch)
-    task.folder.mkdir(parents=True, exist_ok=True)
     together = _together(task, place)
     made_of = {key: fingerprint(task, hyper, place) for key, hyper in task.settings.hyper.items()}
     whole = {f"{name} {key}": value for key, found in made_of.items() for name, value in found.items()}
     unfinished = task.folder / f"unfinished-{together}.pt"
-    if unfinished.exists():
-        training.load_state_dict(checkpoint.load(unfinished, whole))
-    train(training, unfinished, whole, place.stop, place.checkpoint_seconds, place.shown and place.processes.first)
-    if not training.finished:
-        return False
-    if place.processes.first:
-        environment = rows.environment(torch.device(task.settings.device))
-        peak = torch.cuda.max_memory_allocated() if cuda and len(task.settings.hyper) == 1 else 0
-        for key, record in training.records().items():
-            result = asdict(Result(record, peak, environment, together))
-            checkpoint.save(path_of(task, task.settings.hyper[key], place), made_of[key], result)
-        unfinished.unlink()
-    return True
+    shown = place.processes.first and multiprocessing.parent_process() is None
+    train(training, unfinished, whole, place.checkpoint_seconds, shown)
+    if not place.processes.first:
+        return
+    environment = rows.environment(torch.device(task.settings.device))
+    peak = torch.cuda.max_memory_allocated() if cuda and len(task.settings.hyper) == 1 else 0
+    for key, record in training.records().items():
+        hyper = task.settings.hyper[key]
+        checkpoint.save(path_of(task, hyper, place), made_of[key], asdict(Result(record, peak, environment, together)))
+        tried = {"r": hyper.rank, "start": hyper.init_eigenvalue, "lr": hyper.lr, "alpha_kl": hyper.alpha_kl}
+        given = "".join(f" {name} {value}" for name, value in tried.items() if value is not None)
+        of = f"{place.scale.name}, {task.settings.steps} steps, seed {task.seed}"
+        print(f"{of}, {hyper.method}{given}: {record.final_loss:.4f}", flush=True)
+    unfinished.unlink(missing_ok=True)

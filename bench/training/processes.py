@@ -1,6 +1,7 @@
 """The processes of one run: alone, or one per device under torchrun, which share every step's batch."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,11 @@ class Processes:
             return value
         return self.mean(torch.tensor(float(value), device=device)).item() > 0
 
-    def from_first(self, value: Any) -> Any:
-        """Return what the first process has."""
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """Return what the first process finds."""
         if self.count == 1:
-            return value
-        box = [value]
+            return find()
+        box = [find() if self.first else None]
         distributed.broadcast_object_list(box, src=0)
         return box[0]
 

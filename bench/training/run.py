@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
@@ -13,11 +13,40 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import optimizers
-from bench.models import build
+from bench.models import ModelConfig, build
+from bench.optimizers import Hyper
 from bench.training.processes import ALONE, Processes
 from bench.training.schedules import SCHEDULE
-from bench.training.settings import Settings
 from bench.training.sources import Batch, Source
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the numbers of a run; a checkpoint is continued only when all of it is equal."""
+
+    hyper: dict[str, Hyper]  # by key, which names an optimizer among those of the run
+    model: ModelConfig
+    steps: int
+    eval_every: int
+    eval_windows: int
+    batch: int  # sequences a step, of all processes together
+    threads: int
+    # sequences that a process takes through the model at once; None takes all of its share
+    micro_batch: int | None = None
+    device: str = "cpu"  # torch's name of the device that trains
+    autocast: bool = False  # whether the model runs under bfloat16 autocast
+    state_dtype: str | None = None  # in which KL-Shampoo and Pro-KLShampoo keep their state; None is the weights' own
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.model.context
+
+    def plan(self) -> dict[str, Any]:
+        """Return what the optimizers of the run share, of types that a checkpoint and a CSV file can hold."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["hyper"], own["model"]
+        return asdict(self.model) | own
 
 
 @dataclass
@@ -117,9 +146,8 @@ class Trainee:
 
     def snapshot(self) -> Record:
         """Return the record, with the optimizer state's size as it is now."""
-        if self.optimizers:  # a finished run's checkpoint has the size in the record already
-            tensors = [t for optimizer in self.optimizers for t in _tensors(list(optimizer.state.values()))]
-            self.record.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = [t for optimizer in self.optimizers for t in _tensors(list(optimizer.state.values()))]
+        self.record.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return self.record
 
 
@@ -204,16 +232,12 @@ class Run:
         return {trainee.key: trainee.snapshot() for trainee in self.trainees}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next step depends on; of a finished run the optimizer state is left out."""
+        """Return everything that the next step depends on."""
         return {
             "done": self.done,
-            "finished": self.finished,
             "records": {key: asdict(record) for key, record in self.records().items()},
             "models": {trainee.key: trainee.model.state_dict() for trainee in self.trainees},
-            "optimizers": {
-                trainee.key: None if self.finished else [o.state_dict() for o in trainee.optimizers]
-                for trainee in self.trainees
-            },
+            "optimizers": {trainee.key: [o.state_dict() for o in trainee.optimizers] for trainee in self.trainees},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -222,8 +246,5 @@ class Run:
         for trainee in self.trainees:
             trainee.record = Record(**state["records"][trainee.key])
             trainee.model.load_state_dict(state["models"][trainee.key])
-            saved = state["optimizers"][trainee.key]
-            if saved is None:
-                trainee.optimizers = []
-            for optimizer, its_state in zip(trainee.optimizers, saved or [], strict=True):
+            for optimizer, its_state in zip(trainee.optimizers, state["optimizers"][trainee.key], strict=True):
                 optimizer.load_state_dict(its_state)
