@@ -1,6 +1,6 @@
 """The paper's tables in Markdown, from the rows of the result files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pandas import DataFrame, Series, isna
 
@@ -64,20 +64,13 @@ def pretrain_table(rows: DataFrame) -> str:
     return by_row(rows, PRETRAIN, 1)
 
 
-def pivot(index: DataFrame, columns: Sequence[str], cells: Sequence[str]) -> str:
-    """Return a line for each of the rows' different ``index``, with a cell, or "-", in each of its ``columns``."""
-    names = list(index.columns)
-    long = index.assign(column=list(columns), cell=list(cells))
-    # Categories keep the order in which things first come.
-    wide = long.groupby([*names, "column"], sort=False)["cell"].last().unstack("column").fillna("-")
-    wide = wide.reindex(index.drop_duplicates().itertuples(index=False, name=None))[list(dict.fromkeys(columns))]
-    return table(wide.reset_index(), len(names))
-
-
 def ablation_table(rows: DataFrame) -> str:
     """Return final losses in the paper's layout, a line per model and start; ``rows`` of ablation.csv."""
-    labels = [OPTIMIZERS[method].label for method in rows["optimizer"]]
-    return pivot(rows[["model", "start"]], labels, [_loss(row) for _, row in rows.iterrows()])
+    of, methods = ["model", "start"], [OPTIMIZERS[method].label for method in rows["optimizer"]]
+    cells = rows[of].assign(method=methods, loss=[_loss(row) for _, row in rows.iterrows()])
+    wide = cells.pivot(index=of, columns="method", values="loss").fillna("-")
+    order = cells[of].drop_duplicates().itertuples(index=False, name=None)
+    return table(wide.loc[list(order), list(dict.fromkeys(methods))].reset_index(), 2)
 
 
 def orderings_table(rows: DataFrame) -> str:
