@@ -85,17 +85,6 @@ def test_validation_covers_what_is_held_out_evenly_and_never_twice(folder):
     assert starts == list(range(50 - 8))
 
 
-@pytest.mark.parametrize("name", ["valley_train.bin", "interval.bin"])
-def test_without_a_file_named_val_the_last_tenth_of_the_last_one_is_held_out(tmp_path, name):
-    write_shard(tmp_path / "a.bin", np.arange(100))
-    write_shard(tmp_path / name, np.arange(100, 200))
-    source = open_source(tmp_path, CONTEXT)
-    seen = source.training_batch(0, 0, 24 + 22, CONTEXT)  # (100 - 1) // 4 and (90 - 1) // 4 windows: one epoch
-    held_out = source.validation_batches(99, 99, CONTEXT)[0]
-    assert source.train_tokens == 190
-    assert max(part.max() for part in seen) < 190 <= min(part.min() for part in held_out)
-
-
 # Shards, byte by byte.
 
 
