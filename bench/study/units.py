@@ -159,5 +159,5 @@ def _train(task: Task, place: Place) -> None:
         tried = {"r": hyper.rank, "start": hyper.init_eigenvalue, "lr": hyper.lr, "alpha_kl": hyper.alpha_kl}
         given = "".join(f" {name} {value}" for name, value in tried.items() if value is not None)
         of = f"{place.scale.name}, {task.settings.steps} steps, seed {task.seed}"
-        print(f"{of}, {hyper.method}{given}: {record.final_loss:.4f}", flush=True)
+        print(f"{of}, {key}{given}: {record.final_loss:.4f}", flush=True)
     unfinished.unlink(missing_ok=True)
