@@ -17,7 +17,7 @@ from pandas import DataFrame
 
 from bench import command
 from bench.command import UsageError
-from bench.models import BYTES, byte_gpt
+from bench.models import BYTES, build, byte_gpt
 from bench.optimizers import OPTIMIZERS, Hyper, label
 from bench.rows import frame, write
 from bench.study import figures, results, tables
@@ -96,6 +96,18 @@ class Options(Training):
         return self.scale.settings({kind.key: hyper for kind, hyper in self.selected.items()}, BYTES, "cpu", curve)
 
 
+def announcement(o: Options) -> str:
+    """Return what a run will do, and where its results go."""
+    with torch.device("meta"):
+        million = sum(p.numel() for p in build(o.scale.config).parameters()) / 1e6
+    seeds = f"{len(o.seeds)} seed{'s' * (len(o.seeds) > 1)}"
+    names = ", ".join(dict.fromkeys(label(name) for name in o.optimizers))
+    return (
+        f"Trains a GPT of {million:.1f}M parameters for {o.steps} steps with {names}, side by side, on {seeds}.\n"
+        f"After some steps it says how long it takes. Results go to {o.out}. Ctrl-C keeps what was done."
+    )
+
+
 def verdict(rows: DataFrame) -> str:
     """Return who ended lowest, by how much, and how the time of its steps compares; ``rows`` of summary.csv."""
     ended = rows.dropna(subset="validation_loss").sort_values("validation_loss")
@@ -121,7 +133,7 @@ def run(o: Options) -> str:
     torch.set_num_threads(o.threads)
     place, selected = Place(o.scale, o.data, o.checkpoint_seconds), o.selected
     source, study = place.source, Study(place, o.out, o.seeds)
-    print(f"{source.name}: {source.train_tokens:,} bytes to train on. Results go to {o.out}.", flush=True)
+    print(f"{announcement(o)}\n{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
     found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
     write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found, timed=True))
     write(o.out / "curves.csv", results.curve_rows(study, found, timed=True))

@@ -186,3 +186,15 @@ def test_who_won_and_by_how_much_is_said_first(trained, capsys):
     alone = rows[:1].assign(validation_loss_per_seed="1.5")
     assert pretrain.verdict(alone).endswith("may be chance.") and "\n" not in pretrain.verdict(alone)
     assert pretrain.verdict(rows.assign(validation_loss=math.nan)).startswith("Every run diverged")
+
+
+def test_a_run_begins_with_what_it_will_do_and_ends_with_where_the_pictures_are(text, tmp_path, capsys):
+    assert run(text, tmp_path / "out", "--optimizers", "adamw", "pro-klshampoo") == 0
+    said = capsys.readouterr()
+    lines = said.out.strip().splitlines()
+    assert re.match(
+        r"Trains a GPT of 0\.0M parameters for 14 steps with AdamW, Pro-KLShampoo, side by side, on 1 ", lines[0]
+    )
+    assert f"Results go to {tmp_path / 'out'}." in lines[1]
+    assert lines[-2] == f"Pictures: {tmp_path / 'out' / 'loss.png'}, {tmp_path / 'out' / 'spectrum.png'}"
+    assert "14/14" in said.err or "0/14" in said.err  # how far it is, without a terminal too

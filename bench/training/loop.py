@@ -1,5 +1,6 @@
 """Take a run to its end: from its last checkpoint, with others in between, and Ctrl-C between two steps."""
 
+import sys
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,9 +26,10 @@ def train(run: Run, path: Path, fingerprint: dict[str, Any], checkpoint_seconds:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             run.load_state_dict(checkpoint.load(path, fingerprint))
+        at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds; a log gets a line now and then
         bar = tqdm(
-            desc=f"seed {run.seed}", total=run.settings.steps, initial=run.done, disable=None if shown else True,
-            leave=False, bar_format=BAR,
+            desc=f"seed {run.seed}", total=run.settings.steps, initial=run.done, disable=not shown, leave=False,
+            bar_format=BAR, mininterval=at_times, maxinterval=at_times,
         )  # fmt: skip
         saved_at = monotonic()
         while not run.finished:
