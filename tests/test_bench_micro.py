@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from bench import gate, rows, timer  # noqa: E402
+from bench import gate, rows  # noqa: E402
 from bench.costs import terms  # noqa: E402
-from bench.micro import bench_micro, groups  # noqa: E402
+from bench.micro import groups  # noqa: E402
 from bench.micro.case import BF16, FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers, traffic  # noqa: E402
 from bench.micro.groups import KL, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.micro.stages import STAGES  # noqa: E402
 from bench.rates import Rates  # noqa: E402
-from bench.shapes import PAPER, SETS, SMALL, ParameterSet  # noqa: E402
+from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.backends.torch_ops import TorchStages  # noqa: E402
 from prokl.backends.triton_ops import TritonStages  # noqa: E402
 from prokl.kernels.launch import INTERPRETED  # noqa: E402
@@ -140,15 +140,12 @@ def forms_of(g, device):
     return [(form.name, form.backend) for form in g.forms(device)]
 
 
-def test_on_a_cpu_there_are_the_plain_form_ours_and_kl_shampoos():
+def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_kernels(monkeypatch):
     found = groups.groups([TINY], CPU)
     assert len(found) == 2 * len((*STAGES, *PRIMITIVES))
     for g in found:
         kl = [(KL, "torch")] if g.case.counterpart else []
         assert forms_of(g, CPU) == [(PLAIN, ""), (OURS, "torch"), *kl]
-
-
-def test_on_a_gpu_there_are_the_kernels_too(monkeypatch):
     monkeypatch.setattr(groups, "backends", lambda device: ["torch", "triton"])
     found = {g.case.name: forms_of(g, CUDA) for g in groups.groups([TINY], CUDA)}
     assert set(found) == {case.name for case in EVERY if case.timed}
@@ -158,23 +155,9 @@ def test_on_a_gpu_there_are_the_kernels_too(monkeypatch):
 
 
 def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():
-    found = groups.buckets([SETS[name] for name in SMALL])
-    assert found[Sizes(12, 192, 192, 32)] == ["gpt2-124m/4", "llama-134m/4"] and len(found) == 7
-    assert len(groups.buckets([SETS[name] for name in PAPER])) == 7
-    assert list(groups.buckets([ParameterSet("s", ((1, 8, 8),), (128,))])) == [Sizes(1, 8, 8, 7)]
-
-
-@pytest.mark.parametrize(
-    "device, rates, polar",
-    [
-        (CPU, Rates(1e10, 1e11, 1e10), torch.float32),
-        (CPU, Rates(2e11, 1e11, 1e10), torch.bfloat16),
-        (CPU, None, torch.float32),
-        (CUDA, None, torch.bfloat16),
-    ],
-)
-def test_newton_schulz_runs_in_the_dtype_that_is_faster_here(device, rates, polar):
-    assert groups.fitted(FP32, device, rates) == replace(FP32, polar=polar)
+    found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
+    assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
+    assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
 
 
 def test_a_row_has_the_floor_of_its_own_operations_and_of_the_dtype():
@@ -193,85 +176,20 @@ def test_a_row_has_the_floor_of_its_own_operations_and_of_the_dtype():
     assert [r["note"] for r in said] == ["of tiny", "KL-Shampoo's direction; of tiny"]
 
 
-@pytest.fixture
-def written(monkeypatch, tmp_path):
-    """What makes results on a file, of a clean commit; and what says which forms the file has."""
+def test_a_group_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
     here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
     monkeypatch.setattr(groups.rows, "environment", lambda device: here)
-    monkeypatch.setattr("bench.rates.measure_rates", lambda device: RATES)
     out = tmp_path / "rows.csv"
-
-    def make(again=False):
-        return Results(CPU, 0.001, out, again)
-
-    return make, lambda: [
-        (r["optimizer"], r["ratio"], r["note"].partition(";")[0]) for r in rows.read(out) if r["unit"] == "ms"
-    ]
-
-
-def test_a_group_is_written_whole_or_not_at_all(written):
-    make, found = written
-    book = make()
+    book = Results(CPU, 0.001, out, again=False)
     plain = {"case": "g", "optimizer": PLAIN, "backend": "", "unit": "ms", "median": 2.0, "note": ""}
-    assert book.rates() == RATES and found() == []
-    book.add(plain, 2)
-    assert found() == [] and not book.has("g")
-    book.add(plain | {"optimizer": OURS, "median": 1.0}, 2)
-    assert found() == [(PLAIN, "1", ""), (OURS, "0.5", "")]
+    book.add(plain, 3)
+    book.add(plain | {"optimizer": OURS, "median": 1.0}, 3)
+    assert not out.exists()
+    left_out = {key: value for key, value in plain.items() if key != "median"} | {"optimizer": KL}
+    book.add(left_out, 3)
+    assert [(r["optimizer"], r["ratio"]) for r in read(out)] == [(PLAIN, "1"), (OURS, "0.5"), (KL, "")]
     assert not book.has("g")  # its own rows are no reason to skip the rest of a group
-    assert make().has("g") and not make().has("other") and not make(again=True).has("g")
-
-
-class Benchmark:
-    """In place of pytest-benchmark's fixture: takes note of what it is asked to show."""
-
-    enabled = True
-
-    def pedantic(self, run, args, rounds):
-        start = bench_micro.CLOCK()
-        for _ in range(rounds):
-            run(*args)
-        self.shown = bench_micro.CLOCK() - start
-
-
-def measure(g, form, book):
-    benchmark = Benchmark()
-    bench_micro.test_operation(g, form, len(g.forms(CPU)), benchmark, book)
-    return benchmark.shown
-
-
-def test_a_wrong_form_fails_and_its_group_is_not_reported(written):
-    make, found = written
-    g = next(g for g in groups.groups([TINY], CPU) if g.name == "symmetric product, 3 of 12x20, r=4")
-    forms = g.forms(CPU)
-    assert all(measure(g, form, book) > 0 for book in [make()] for form in forms)
-    assert [name for name, *_ in found()] == [PLAIN, OURS, KL]
-    wrong = replace(forms[1], case=changed(g.case, lambda x: 1.1 * x))
-    with pytest.raises(AssertionError, match="symmetric product, 3 of 12x20, r=4, pro-klshampoo torch: error "):
-        measure(g, wrong, make(again=True))
-    assert found() == []
-
-
-def test_what_takes_too_long_is_left_out_with_its_reason(written, monkeypatch):
-    make, found = written
-    g = next(g for g in groups.groups([TINY], CPU) if g.case.name == "statistics")
-    book, (plain, ours, kl) = make(), g.forms(CPU)
-    measure(g, plain, book)
-    measure(g, kl, book)
-    monkeypatch.setattr(bench_micro, "SLOW", 0.0)
-    with pytest.raises(pytest.skip.Exception, match="a call took 0.0 s, may take 0"):
-        measure(g, ours, book)
-    assert found()[2] == (OURS, "", "left out: a call took 0.0 s, may take 0")
-
-
-def test_a_cpu_is_timed_by_pytorch_and_a_gpu_by_triton(monkeypatch):
-    found = timer.call_seconds(lambda: torch.ones(10).sum(), CPU, 0.01)
-    assert len(found) >= timer.FEWEST and sum(found) > 0
-    assert len(timer.call_seconds(lambda: None, CPU, 0.0)) == timer.FEWEST
-    asked = []
-    monkeypatch.setattr("triton.testing.do_bench", lambda run, **given: asked.append(given) or [2.0, 4.0])
-    assert timer.call_seconds(lambda: None, CUDA, 0.2) == [2e-3, 4e-3]
-    assert asked == [{"rep": 200.0, "return_mode": "all"}]
+    assert [Results(CPU, 0.001, out, again).has("g") for again in (False, True)] == [True, False]
 
 
 def pytest_bench(*arguments):
@@ -301,28 +219,3 @@ def test_the_command_times_every_stage_and_primitive(tmp_path):
         plain = next(p for p in times if p["case"] == r["case"] and p["optimizer"] == PLAIN)
         assert float(r["ratio"]) == pytest.approx(float(r["median"]) / float(plain["median"]), rel=1e-5)
         assert float(r["floor"]) > 0 and r["unit"] == "ms" and r["device"] and r["commit"]
-
-
-@pytest.mark.slow
-def test_without_timing_the_results_are_checked_and_nothing_is_written(tmp_path):
-    done = pytest_bench("--benchmark-disable", "--rows", str(tmp_path / "rows.csv"))
-    count = sum(len(forms_of(g, CPU)) for g in groups.groups([TINY], CPU))
-    assert done.returncode == 0 and f"{count} passed" in done.stdout, done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ({"seconds": 0.0}, "--seconds 0: must be more than 0"),
-        ({"device": "cuda"}, "no CUDA device here"),
-        ({"rows": ROOT / "README.md"}, "bench.rows.COLUMNS"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(given, message, monkeypatch):
-    from bench import conftest
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    option = type("Option", (), {"seconds": 0.2, "device": None, "sets": None, "rows": None} | given)
-    with pytest.raises(pytest.UsageError, match=message):
-        conftest.pytest_configure(type("Config", (), {"option": option}))

@@ -3,35 +3,18 @@
 :mod:`bench.counts` says what a step has to do, this module what its launches do: whole tiles where a matrix
 ends inside of one, the lower tiles of a symmetric result alone, in the arithmetic that the kernel was told. Everything
 elementwise in a kernel counts as bytes only.
-
-Dimension key: M, N sides of a result, K depth, R rank, as the kernels name them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Pointer(Protocol):
-    """What is known of a tensor that a launch was given."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return its dtype."""
-        ...
-
-    @property
-    def storage(self) -> int:
-        """Return a number of its memory, which the same launch's views of the same tensor share."""
-        ...
-
-
 Arguments = Mapping[str, Any]
-"""Of a launch, by the names of the kernel's parameters: pointers, numbers and constants."""
+"""Of a launch, by the names of the kernel's parameters: pointers, which know their bytes, numbers and constants."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +42,44 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+MOVED = {
+    "product": ("A*A_LO B*B_LO C?HAS_C", "D?STORED*D_LO energy?ENERGY"),
+    "symmetric_product": ("A*LO B*LO C?HAS_C E?HAS_E", "D*D_LO second?SECOND"),
+    "project": ("G M U*U_LO", "GU MU both?U_LO*U_LO"),
+    "momentum": ("G M G_par?HAT*LO U?HAT*LO", "M G_hat_perp?HAT*LO size2?HAT whole2?HAT"),
+    "precondition": ("P G_par Q_S", "out"),
+    "apply": ("X?HAS_X Q?HAS_Q left?HAS_LOW_RANK right?HAS_LOW_RANK", ""),
+    "stack": ("", "G energy"),
+    "usable": ("energy starts skipped", "finite usable skipped"),
+    "store": ("value mask?COUNT", "to"),
+    "split": ("x a?SCALED", "both"),
+    "split_two": ("x y", "of_x of_y"),
+    "admit": ("A e_res s_L s_S QtG?BOUNDED sums", "rows columns sums"),
+    "combine": ("x y", "D*PAIR"),
+    "samples": ("GQ QtG", "X Z whitened"),
+    "cut": ("t", "out count"),
+    "inverse_norm": ("energy size full_size", "inverse"),
+}
+"""By kernel, without ``_kernel``: what it reads and what it writes; ``?`` where a constant is set, ``*`` twice where
+another is, as a pair has two halves. Of one memory the largest counts. Scales of matrices are too few to count."""
+
+
+def _bytes(a: Arguments, names: str, above: int = 0) -> float:
+    """Add up what is moved of these; ``above`` elements are not read of what a symmetric product adds, C and E."""
+    largest: dict[tuple[int, int], float] = {}
+    for word in names.split():
+        word, _, doubled = word.partition("*")
+        name, _, given = word.partition("?")
+        if given and not a[given]:
+            continue
+        pointers = a[f"{name}_ptr"]
+        for i, pointer in enumerate(pointers if isinstance(pointers, tuple) else (pointers,)):
+            size = pointer.nbytes * (2 if doubled and a[doubled] else 1)
+            size -= above * pointer.dtype.itemsize if name in ("C", "E") else 0
+            largest[pointer.storage, i] = max(size, largest.get((pointer.storage, i), 0.0))
+    return sum(largest.values())
+
+
 def path_of(operand: Any, precision: str, pairs: int = 0) -> str:
     """Return the arithmetic of a product, of whose factors so many are pairs: that of float32 ones is its precision."""
     if pairs:
@@ -66,215 +87,55 @@ def path_of(operand: Any, precision: str, pairs: int = 0) -> str:
     return str(operand) if str(operand) != "fp32" else "fp32" if precision == "ieee" else precision
 
 
-def _moved(*tensors: tuple[Pointer, float]) -> float:
-    """Add up the bytes of (tensor, elements), those of one memory once; the elements of a pair are those of both."""
-    largest: dict[int, float] = {}
-    for pointer, elements in tensors:
-        size = elements * pointer.dtype.itemsize
-        largest[pointer.storage] = max(size, largest.get(pointer.storage, 0.0))
-    return sum(largest.values())
+def _loops(kernel: str, a: Arguments) -> Iterator[tuple[str, str, str]]:
+    """Yield the loops of a launch over tiles of factors: rows, columns and depth, their tiles, and the arithmetic."""
+    operand, precision = a.get("OPERAND", a.get("DTYPE")), a.get("PRECISION", "")
+    if kernel == "product":
+        yield "MNK", "MNK", path_of(operand, precision, a["A_LO"] + a["B_LO"])
+    elif kernel == "project":
+        for factor in (a["G_ptr"], a["M_ptr"]):
+            path = path_of(operand, precision)
+            if a["U_LO"]:  # what stands beside U is split as it is read, unless it is bfloat16
+                path = path_of(operand, "", 1 if factor.dtype == torch.bfloat16 else 2) + " chained"
+            yield "MRN", "MRN", path
+    elif kernel == "momentum" and a["HAT"]:
+        yield "MNR", "MNR", path_of(operand, precision, 2 * a["LO"])
+    elif kernel == "precondition":
+        # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time; the counts form S^-1/2 instead.
+        for sizes, tiles in (("MRM", "MRK"), ("MRR", "MRQ"), ("MRR", "MRQ")):
+            yield sizes, tiles, path_of(operand, precision)
+    elif kernel == "apply":
+        if a["HAS_Q"]:
+            yield "MNM", "MNK", path_of(operand, precision)
+        if a["HAS_LOW_RANK"]:
+            yield "MNR", "MNR", path_of(a["OPERAND_LOW_RANK"], a["PRECISION_LOW_RANK"])
 
 
-def _planes(pair: bool) -> int:
-    """Return how many numbers in memory an element is: hi and lo, or itself."""
-    return 2 if pair else 1
-
-
-def _product(a: Arguments, programs: int) -> Work:
-    M, N, K = a["M"], a["N"], a["K"]
-    tiles_n = ceil_div(N, a["TILE_N"])
-    batch = programs // (ceil_div(M, a["TILE_M"]) * tiles_n)
-    read = [(a["A_ptr"], _planes(a["A_LO"]) * batch * M * K), (a["B_ptr"], _planes(a["B_LO"]) * batch * K * N)]
-    if a["HAS_C"]:
-        read.append((a["C_ptr"], batch * M * N))
-    energies = {0: 0, 1: programs, 2: batch * tiles_n * M}[int(a["ENERGY"])]
-    written = [(a["energy_ptr"], energies)]
-    if a["ENERGY"] != 2:  # of which the rows' energies alone are stored
-        written.append((a["D_ptr"], _planes(a["D_LO"]) * batch * M * N))
-    depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
-    path = path_of(a["OPERAND"], a["PRECISION"], a["A_LO"] + a["B_LO"])
-    return Work(
-        _moved(*read) + _moved(*written),
-        programs,
-        {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
-        2.0 * batch * M * N * K,
-    )
-
-
-def _symmetric_product(a: Arguments, programs: int) -> Work:
+def _symmetric(a: Arguments, programs: int) -> Work:
     M, K, tile = a["M"], a["K"], a["TILE"]
     side = ceil_div(M, tile)
-    triangle = side * (side + 1) // 2
-    batch = programs // triangle
-    size = _planes(a["LO"]) * batch * M * K
-    last = M - (side - 1) * tile
-    lower = batch * (M * M + (side - 1) * tile**2 + last**2) // 2  # elements of the lower tiles
-    read = [(a["A_ptr"], size), (a["B_ptr"], size)]
-    read += [(a[f"{name}_ptr"], lower) for name in ("C", "E") if a[f"HAS_{name}"]]
-    depth = ceil_div(K, a["TILE_K"]) * a["TILE_K"]
-    return Work(
-        _moved(*read) + _moved((a["D_ptr"], (_planes(a["D_LO"]) + a["SECOND"]) * batch * M * M)),
-        programs,
-        {path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"]): 2.0 * programs * tile**2 * depth},
-        2.0 * batch * M * M * K,
-    )
-
-
-def _project(a: Arguments, programs: int) -> Work:
-    M, N, R = a["M"], a["N"], a["R"]
-    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(R, a["TILE_R"]))
-    depth = ceil_div(N, a["TILE_N"]) * a["TILE_N"]
-    U = _planes(a["U_LO"]) * batch * N * R
-    read = _moved((a["G_ptr"], batch * M * N), (a["M_ptr"], batch * M * N), (a["U_ptr"], U))
-    flops: dict[str, float] = {}
-    for factor in (a["G_ptr"], a["M_ptr"]):
-        path = path_of(a["OPERAND"], a["PRECISION"])
-        if a["U_LO"]:  # what stands beside U is split as it is read, unless it is bfloat16
-            path = path_of(a["OPERAND"], "", 1 if factor.dtype == torch.bfloat16 else 2) + " chained"
-        flops[path] = flops.get(path, 0.0) + 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth
-    return Work(
-        read + _moved((a["GU_ptr"], (2 if a["U_LO"] else 1) * batch * M * R), (a["MU_ptr"], batch * M * R)),
-        programs,
-        flops,
-        4.0 * batch * M * N * R,
-    )
-
-
-def _momentum(a: Arguments, programs: int) -> Work:
-    M, N, R = a["M"], a["N"], a["R"]
-    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
-    size, planes = batch * M * N, _planes(a["LO"])
-    moved = _moved((a["G_ptr"], size), (a["M_ptr"], size)) + _moved((a["M_ptr"], size))
-    if not a["HAT"]:
-        return Work(moved, programs)
-    moved += _moved((a["G_par_ptr"], planes * batch * M * R), (a["U_ptr"], planes * batch * N * R))
-    moved += _moved((a["G_hat_perp_ptr"], planes * size), (a["size2_ptr"], programs), (a["whole2_ptr"], programs))
-    depth = ceil_div(R, a["TILE_R"]) * a["TILE_R"]
+    batch, last = programs // (side * (side + 1) // 2), M - (side - 1) * tile
+    above = batch * (M * M - (side - 1) * tile**2 - last**2) // 2  # elements of the upper tiles, which are not read
+    moved = sum(_bytes(a, names, above) for names in MOVED["symmetric_product"])
+    flops = 2.0 * programs * tile**2 * ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     path = path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"])
-    return Work(
-        moved,
-        programs,
-        {path: 2.0 * programs * a["TILE_M"] * a["TILE_N"] * depth},
-        2.0 * size * R,
-    )
+    return Work(moved, programs, {path: flops}, 2.0 * batch * M * M * K)
 
 
-def _precondition(a: Arguments, programs: int) -> Work:
-    M, R = a["M"], a["R"]
-    batch = programs // ceil_div(M, a["TILE_M"])
-    read = _moved((a["P_ptr"], batch * M * M), (a["G_par_ptr"], batch * M * R), (a["Q_S_ptr"], batch * R * R))
-    # P G_par, then into the eigenbasis and back, a block of eigenvectors at a time; the counts form S^-1/2 instead.
-    depth = ceil_div(M, a["TILE_K"]) * a["TILE_K"] + 2 * ceil_div(R, a["TILE_Q"]) * a["TILE_Q"]
-    return Work(
-        read + _moved((a["out_ptr"], batch * M * R)),
-        programs,
-        {path_of(a["DTYPE"], a["PRECISION"]): 2.0 * programs * a["TILE_M"] * a["TILE_R"] * depth},
-        2.0 * batch * (M * M * R + 2 * M * R * R),
-    )
-
-
-def _apply(a: Arguments, programs: int) -> Work:
-    M, N, R = a["M"], a["N"], a["R"]
-    batch = programs // (ceil_div(M, a["TILE_M"]) * ceil_div(N, a["TILE_N"]))
-    tile = 2.0 * programs * a["TILE_M"] * a["TILE_N"]
-    moved = batch * M * N * (2.0 * a["ITEM"] + (8.0 if a["HAS_MASTER"] else 0.0))
+def work(kernel: str, a: Arguments, programs: int) -> Work:
+    """Return the work of a launch of so many programs."""
+    if kernel == "symmetric_product":
+        return _symmetric(a, programs)
+    if kernel == "product":
+        a = {**a, "STORED": a["ENERGY"] != 2}  # 2: of which the rows' energies alone are stored
     flops: dict[str, float] = {}
-    products = 0.0
-    if a["HAS_X"]:
-        moved += _moved((a["X_ptr"], batch * M * N))
-    if a["HAS_Q"]:
-        moved += _moved((a["Q_ptr"], batch * M * M))
-        products += 2.0 * batch * M * M * N
-        flops[path_of(a["OPERAND"], a["PRECISION"])] = tile * ceil_div(M, a["TILE_K"]) * a["TILE_K"]
-    if a["HAS_LOW_RANK"]:
-        moved += _moved((a["left_ptr"], batch * M * R), (a["right_ptr"], batch * N * R))
-        products += 2.0 * batch * M * N * R
-        path = path_of(a["OPERAND_LOW_RANK"], a["PRECISION_LOW_RANK"])
-        flops[path] = flops.get(path, 0.0) + tile * ceil_div(R, a["TILE_R"]) * a["TILE_R"]
+    moved, products = sum(_bytes(a, names) for names in MOVED[kernel]), 0.0
+    if kernel in ("apply", "stack"):  # which reach weights and gradients by their addresses
+        size = programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"])) * a["M"] * a["N"]
+        moved += size * (a["ITEM"] if kernel == "stack" else 2.0 * a["ITEM"] + 8.0 * a["HAS_MASTER"])
+    for sizes, tiles, path in _loops(kernel, a):
+        m, n, k = (a[name] for name in sizes)
+        tile_m, tile_n, tile_k = (a[f"TILE_{letter}"] for letter in tiles)
+        flops[path] = flops.get(path, 0.0) + 2.0 * programs * tile_m * tile_n * ceil_div(k, tile_k) * tile_k
+        products += 2.0 * (programs // (ceil_div(m, tile_m) * ceil_div(n, tile_n))) * m * n * k
     return Work(moved, programs, flops, products)
-
-
-def _stack(a: Arguments, programs: int) -> Work:
-    batch = programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"]))
-    size = batch * a["M"] * a["N"]
-    return Work(float(size * a["ITEM"]) + _moved((a["G_ptr"], size), (a["energy_ptr"], programs)), programs)
-
-
-def _usable(a: Arguments, programs: int) -> Work:
-    batch = programs * a["ROWS"]  # at most
-    moved = _moved((a["energy_ptr"], batch * a["PARTS"]), (a["starts_ptr"], programs + 1))
-    moved += _moved((a["finite_ptr"], batch), (a["usable_ptr"], batch)) + 2 * _moved((a["skipped_ptr"], programs))
-    return Work(moved, programs)
-
-
-def _store(a: Arguments, programs: int) -> Work:
-    batch = programs // ceil_div(a["MOST"], a["TILE"])  # all are copied
-    slots = zip(a["to_ptr"], a["value_ptr"], a["stride_value_b"], a["E"], strict=True)
-    moved = sum(_moved((to, batch * E)) + _moved((value, batch * E if step else E)) for to, value, step, E in slots)
-    return Work(moved + batch * a["COUNT"], programs)
-
-
-def _split(a: Arguments, programs: int) -> Work:
-    scales = (a["a_ptr"], a["COUNT"] / a["M"] if a["SCALED"] else 0)
-    return Work(_moved((a["x_ptr"], a["COUNT"])) + _moved(scales) + _moved((a["both_ptr"], 2 * a["COUNT"])), programs)
-
-
-def _split_two(a: Arguments, programs: int) -> Work:
-    sizes = (("x", a["COUNT_X"]), ("y", a["COUNT_Y"]))
-    read = _moved(*((a[f"{name}_ptr"], count) for name, count in sizes))
-    return Work(read + _moved(*((a[f"of_{name}_ptr"], 2 * count) for name, count in sizes)), programs)
-
-
-def _elements(a: Arguments, programs: int) -> float:
-    return float(programs // (ceil_div(a["M"], a["TILE_M"]) * ceil_div(a["N"], a["TILE_N"])) * a["M"] * a["N"])
-
-
-def _combine(a: Arguments, programs: int) -> Work:
-    size = _elements(a, programs)
-    read = _moved((a["x_ptr"], size), (a["y_ptr"], size))
-    return Work(read + _moved((a["D_ptr"], _planes(a["PAIR"]) * size)), programs)
-
-
-def _samples(a: Arguments, programs: int) -> Work:
-    size = _elements(a, programs)
-    read = _moved((a["GQ_ptr"], size), (a["QtG_ptr"], size))
-    return Work(read + _moved(*((a[f"{name}_ptr"], size) for name in ("X", "Z", "whitened"))), programs)
-
-
-def _cut(a: Arguments, programs: int) -> Work:
-    size = programs * a["COUNT"]  # the second pass comes from the L2 cache
-    return Work(_moved((a["t_ptr"], size)) + _moved((a["out_ptr"], size), (a["count_ptr"], programs)), programs)
-
-
-def _inverse_norm(a: Arguments, programs: int) -> Work:
-    read = _moved((a["energy_ptr"], programs * a["ENERGIES"]), (a["size_ptr"], programs * a["NORMS"]))
-    read += _moved((a["full_size_ptr"], programs * a["NORMS"]))
-    return Work(read + _moved((a["inverse_ptr"], programs)), programs)
-
-
-def _admit(a: Arguments, programs: int) -> Work:
-    M, R = programs * a["M"], programs * a["R"]
-    read = _moved((a["A_ptr"], M * a["R"]), (a["e_res_ptr"], M * a["PARTS"]), (a["s_L_ptr"], M), (a["s_S_ptr"], R))
-    read += _moved((a["QtG_ptr"], M * a["R"])) if a["BOUNDED"] else 0.0
-    return Work(read + _moved((a["rows_ptr"], 3 * M), (a["columns_ptr"], 3 * R), (a["sums_ptr"], 4 * M)), programs)
-
-
-KERNELS: dict[str, Callable[[Arguments, int], Work]] = {
-    "product": _product,
-    "symmetric_product": _symmetric_product,
-    "project": _project,
-    "momentum": _momentum,
-    "precondition": _precondition,
-    "apply": _apply,
-    "stack": _stack,
-    "usable": _usable,
-    "store": _store,
-    "split": _split,
-    "split_two": _split_two,
-    "admit": _admit,
-    "combine": _combine,
-    "samples": _samples,
-    "cut": _cut,
-    "inverse_norm": _inverse_norm,
-}
-"""By name, without ``_kernel``: the work of a launch, from its arguments and the number of its programs."""

@@ -24,6 +24,8 @@ class Pointer:
     """Bytes from the start of the storage, which is aligned."""
     storage: int = field(default=0, compare=False)
     """Number of the storage, which views of one tensor share."""
+    nbytes: float = field(default=0.0, compare=False)
+    """Of the elements that there are."""
 
     def data_ptr(self) -> int:
         return self.offset
@@ -59,13 +61,19 @@ def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
+def held(t: Tensor) -> float:
+    """Return the bytes of the elements that there are: one that is expanded is held once."""
+    sizes = (size if stride else min(size, 1) for size, stride in zip(t.shape, t.stride(), strict=True))
+    return float(prod(sizes) * t.element_size())
+
+
 def _recorded(a: Any) -> Any:
     """Return what is kept of an argument, or of a tuple of them."""
     if isinstance(a, tuple):
         return tuple(map(_recorded, a))
     if not isinstance(a, Tensor):
         return a
-    return Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata)
+    return Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata, held(a))
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.compile_report import qr_counts
-from bench.compile_report.launch_counts import KERNELS, Work
-from bench.compile_report.launches import Launch, recording
+from bench.compile_report.launch_counts import Work, work
+from bench.compile_report.launches import Launch, held, recording
 from bench.shapes import ParameterSet
 from prokl import ProKLShampoo
 from prokl.backends.cuda_qr import Kind
@@ -84,14 +84,6 @@ def stage() -> str:
     return last.strip("_")
 
 
-def _size(t: Tensor) -> float:
-    """Return the bytes of the elements that there are: one that is expanded is held once."""
-    held = 1
-    for size, stride in zip(t.shape, t.stride(), strict=True):
-        held *= size if stride else min(size, 1)
-    return float(held * t.element_size())
-
-
 def _tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
@@ -115,10 +107,10 @@ class Operators(TorchDispatchMode):
         if library == "prokl":
             self._extension(name, args)
         elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in NOTHING):
-            read = sum(map(_size, given[1:] if name in OVERWRITES else given))
-            written = sum(map(_size, _tensors(out)))
+            read = sum(map(held, given[1:] if name in OVERWRITES else given))
+            written = sum(map(held, _tensors(out)))
             if name in TWICE:
-                self.events.append(Event(stage(), TORCH, Work(2 * _size(given[0]))))
+                self.events.append(Event(stage(), TORCH, Work(2 * held(given[0]))))
             self.events.append(Event(stage(), TORCH, Work(read + written)))
         return out
 
@@ -134,7 +126,7 @@ class Operators(TorchDispatchMode):
             "finish": lambda: qr_counts.finish(batch, args[0].shape[1], k, parts),
         }[name]()
         at = stage()
-        self.events += [Event(at, EXTENSION + kernel, work) for kernel, work in launches]
+        self.events += [Event(at, EXTENSION + kernel, own) for kernel, own in launches]
 
 
 @contextmanager
@@ -143,8 +135,8 @@ def tracing() -> Iterator[list[Event]]:
     events: list[Event] = []
 
     def triton(launch: Launch) -> None:
-        work = KERNELS[launch.kernel](launch.by_name, launch.programs)
-        events.append(Event(stage(), launch.kernel, work, launch))
+        done = work(launch.kernel, launch.by_name, launch.programs)
+        events.append(Event(stage(), launch.kernel, done, launch))
 
     def gpu(backend: str | None, device: Any, precision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
         balanced = precision != "faithful" and dtype == torch.float32  # on a GPU None is balanced

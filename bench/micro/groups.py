@@ -2,14 +2,12 @@
 
 A group is an operation on the weights of one shape: its plain form, ours over every backend that is fit for the device,
 and what KL-Shampoo does in its place. On a GPU there are also the kernels, each beside its PyTorch form.
-
-Dimension key: B matrices, m short side, n long side, r rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -53,14 +51,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Group:
-    """What is shown side by side.
-
-    Attributes:
-        case: the operation.
-        sizes: the bucket.
-        dtypes: of weights, state and products.
-        sets: names of the parameter sets that have such a bucket.
-    """
+    """What is shown side by side: an operation on a bucket, in some dtypes, of the parameter sets that have it."""
 
     case: Case
     sizes: Sizes
@@ -81,26 +72,14 @@ class Group:
         return found + ([Form(KL, own[-1], self.case.counterpart)] if self.case.counterpart else [])
 
 
-def buckets(sets: Iterable[ParameterSet]) -> dict[Sizes, list[str]]:
-    """Return the buckets of these sets at their largest rank, each once, with the names of the sets that have it."""
-    found: dict[Sizes, list[str]] = {}
+def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
+    """Return stages and primitives on all buckets of the sets at their largest rank; on a GPU the kernels besides."""
+    buckets: dict[Sizes, list[str]] = {}
     for s in sets:
         for (m, n), count in s.oriented.items():
-            found.setdefault(Sizes(count, m, n, effective_rank(s.ranks[-1], m, n)), []).append(s.name)
-    return found
-
-
-def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
-    """Return stages and primitives on all buckets; on a GPU the kernels besides."""
+            buckets.setdefault(Sizes(count, m, n, effective_rank(s.ranks[-1], m, n)), []).append(s.name)
     cases = (*STAGES, *PRIMITIVES, *(KERNELS if device.type == "cuda" else ()))
-    found = buckets(sets).items()
-    return [Group(case, s, d, tuple(names)) for case in cases for s, names in found for d in case.timed]
-
-
-def fitted(d: Dtypes, device: torch.device, rates: Rates | None) -> Dtypes:
-    """Return the dtypes with Newton-Schulz in the one that is faster here: on a CPU not always bfloat16."""
-    half = device.type == "cuda" or (rates is not None and rates.half > rates.single)
-    return d if half else replace(d, polar=torch.float32)
+    return [Group(case, s, d, tuple(names)) for case in cases for s, names in buckets.items() for d in case.timed]
 
 
 def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
@@ -111,23 +90,14 @@ def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
     notes = [form.case.name] if form.name == KL else []
     if form.name == OURS and form.case.name in ("track subspace", "refresh eigenbases"):
         notes.append(f"QR by {ops.explain_qr(device, form.backend)}")
-    return {
-        "case": g.name,
-        "optimizer": form.name,
-        "backend": form.backend,
-        "metric": "time",
-        "unit": "ms",
-        "rank": s.r,
-        "dtype": dtype,
-        "shapes": f"{s.B}x{s.m}x{s.n}",
-        "note": "; ".join([*notes, f"of {', '.join(g.sets)}"]),
-    }
+    who = {"case": g.name, "optimizer": form.name, "backend": form.backend, "rank": s.r}
+    what = {"metric": "time", "unit": "ms", "dtype": dtype, "shapes": f"{s.B}x{s.m}x{s.n}"}
+    return who | what | {"note": "; ".join([*notes, f"of {', '.join(g.sets)}"])}
 
 
 def measured(form: Form, g: Group, seconds: Sequence[float], traffic: int, rates: Rates) -> rows.Row:
     """Return what was measured of a form, as columns of its row; ``traffic`` is in bytes."""
-    s = g.sizes
-    polar = form.case.polar_flops(s)
+    s, polar = g.sizes, form.case.polar_flops(g.sizes)
     cost = Cost(s.B * polar, s.B * (form.case.flops(s) - polar), traffic)
     figures = {k: 1e3 * v for k, v in rows.quartiles(seconds).items()}
     return figures | {"rounds": len(seconds), "floor": 1e3 * costs.floor(cost, rates)}
@@ -145,29 +115,18 @@ class Results:
         self.device, self.seconds = device, seconds
         self._path, self._again = path, again
         self._here = rows.environment(device)
-        self._rows: dict[str, dict[str, rows.Row]] = {}
+        self._rows: dict[str, list[rows.Row]] = {}
         self.rates = cache(lambda: machine_rates(device, path, self._here))
 
     def has(self, group: str) -> bool:
         """Return True if the file had this group of this commit and machine before the run."""
-        if self._path is None or self._again or group in self._rows:
-            return False
-        return rows.measured(self._path, {"case": group}, self._here)
+        known = self._path is not None and not self._again and group not in self._rows
+        return known and rows.measured(self._path, {"case": group}, self._here)
 
     def add(self, found: rows.Row, of: int) -> None:
-        """Keep a row; write a group that has all ``of`` its rows, with ratios to the plain form."""
-        own = self._rows.setdefault(found["case"], {})
-        own[f"{found['optimizer']} {found['backend']}"] = found
-        if len(own) < of or self._path is None:
-            return
-        plain = next((r["median"] for r in own.values() if r["optimizer"] == PLAIN and "median" in r), None)
-        ratios = [{"ratio": r["median"] / plain} if plain and "median" in r else {} for r in own.values()]
-        whole = [r | ratio | self._here for r, ratio in zip(own.values(), ratios, strict=True)]
-        rows.upsert(self._path, whole, key=("model", "case"))
-
-    def fail(self, group: str) -> None:
-        """Remove what the file has of a group, whose forms are not all right."""
-        found = rows.read(self._path) if self._path else []
-        kept = [r for r in found if r.get("case") != group]
-        if self._path and len(kept) < len(found):
-            rows.write(self._path, kept)
+        """Keep a row; write a group that has all ``of`` its rows, the plain form's first, with ratios to it."""
+        own = self._rows.setdefault(found["case"], [])
+        plain = own[0].get("median") if own else found.get("median")
+        own.append(found | ({"ratio": found["median"] / plain} if plain and "median" in found else {}) | self._here)
+        if len(own) == of and self._path is not None:
+            rows.upsert(self._path, own, key=("model", "case"))

@@ -1,26 +1,30 @@
 """The stages of a step over a backend, each beside the specification weight by weight and KL-Shampoo's own stage.
 
-Dimension key: B matrices, m short side, n long side, r rank, k columns.
+A stage is called with what a step of the backend gives it.
+
+Dimension key: B matrices, m short side, n long side, r rank,
+k columns.
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from bench import counts
 from bench.costs import NS_STEPS
 from bench.counts import Term
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, beside, flat
 from prokl.algorithm import klshampoo, reference, reference_kl
-from prokl.algorithm.admission import damped, damping, inverse_roots
-from prokl.algorithm.algebra import Admitted, Roots, State
-from prokl.algorithm.evidence import Verdict
+from prokl.algorithm.algebra import State
 from prokl.algorithm.settings import Hyper, ProHyper
-from prokl.algorithm.stages import Energies, Projected, ProKLShampooStages
+from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.qr import householder_qr
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -30,6 +34,8 @@ CONDITION = 1e4
 """Of L, S and R."""
 DRIFT = 0.1
 """Of the bases from the eigenvectors; condition and drift are roughly those of tests/data/captured_factors.npz."""
+SURPRISING = 10.0
+"""Times a usual gradient, so that each is bounded, and otherwise than the next."""
 
 
 def basis(n: int, k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -50,115 +56,76 @@ def factor(k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:
     return (L + L.mT) / 2, Q
 
 
-def pro_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+def pro_inputs(s: Sizes, d: Dtypes, draw: Draw, times: float = 1.0) -> Inputs:
     """Draw gradients of a usual size to Pro-KLShampoo's state; Q_S is no orthonormal basis, as between refreshes."""
     (L, Q_L), (S, Q_S) = factor(s.m, s.B, draw), factor(s.r, s.B, draw)
     Q_S = Q_S + DRIFT * draw(s.B, s.r, s.r, dtype=Q_S.dtype) / s.r**0.5
     state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "U": basis(s.n, s.r, s.B, draw)[1]}
     state |= {"L": L, "Q_L": Q_L, "S": S, "Q_S": Q_S}
-    for name, shape in (("lambda_L", (s.B, s.m)), ("lambda_S", (s.B, s.r)), ("mu", (s.B,))):
-        state[f"inv_sqrt_{name}"] = draw(*shape, dtype=d.arithmetic).abs()
-    return _inputs(s, d, draw, state) | {"ns_dtype": d.polar}
+    roots = {"lambda_L": (s.B, s.m), "lambda_S": (s.B, s.r), "mu": (s.B,)}
+    return _inputs(s, d, draw, state, roots, times) | {"ns_dtype": d.polar}
 
 
-def kl_inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
+def kl_inputs(s: Sizes, d: Dtypes, draw: Draw, times: float = 1.0) -> Inputs:
     """Draw gradients of a usual size to KL-Shampoo's state."""
     (L, Q_L), (R, Q_R) = factor(s.m, s.B, draw), factor(s.n, s.B, draw)
     state = {"M": draw(s.B, s.m, s.n, dtype=d.momentum), "L": L, "Q_L": Q_L, "R": R, "Q_R": Q_R}
-    for name, k in (("lambda_L", s.m), ("lambda_R", s.n)):
-        state[f"inv_sqrt_{name}"] = draw(s.B, k, dtype=d.arithmetic).abs()
-    return _inputs(s, d, draw, state)
+    return _inputs(s, d, draw, state, {"lambda_L": (s.B, s.m), "lambda_R": (s.B, s.n)}, times)
 
 
-def surprising(inputs: Callable[[Sizes, Dtypes, Draw], Inputs]) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return what draws gradients that are bounded, each otherwise: of usual ones a decision is the same for all."""
-
-    def drawn(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-        i = inputs(s, d, draw)
-        return i | {"G": 10 * i["G"]}
-
-    return drawn
-
-
-def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State) -> Inputs:
+def _inputs(s: Sizes, d: Dtypes, draw: Draw, state: State, roots: dict[str, tuple[int, ...]], times: float) -> Inputs:
+    state |= {f"inv_sqrt_{name}": draw(*shape, dtype=d.arithmetic).abs() for name, shape in roots.items()}
     state["clipped"] = torch.zeros_like(state["L"][:, 0, 0])
     stored = {name: t if name == "M" else t.to(d.arithmetic).contiguous() for name, t in state.items()}
-    return {"G": draw(s.B, s.m, s.n, dtype=d.weights).to(d.arithmetic), "state": stored}
+    return {"G": times * draw(s.B, s.m, s.n, dtype=d.weights).to(d.arithmetic), "state": stored}
 
 
-class Run:
-    """Pro-KLShampoo's step over a backend, stage by stage: each returns the call of one, after those before it."""
-
-    def __init__(self, i: Inputs, ops: ProKLShampooStages) -> None:
-        self.G, self.state, self.h, self.ops = i["G"], i["state"], replace(H, ns_dtype=i["ns_dtype"]), ops
-
-    def project(self) -> Callable[[], Any]:
-        return lambda: self.ops.project(self.G, self.state, None)[:3]  # without U and Q_L
-
-    def energies(self) -> Callable[[], Any]:
-        projected = self.projected
-        return lambda: self.ops.energies(projected, self.state)
-
-    def admit(self) -> Callable[[], Any]:
-        found, n = self.found, self.G.shape[-1]
-
-        return lambda: self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, n).scale
-
-    @cached_property
-    def projected(self) -> Projected:
-        return self.ops.project(self.G, self.state, None)
-
-    @cached_property
-    def found(self) -> Energies:
-        found: Energies = self.energies()()
-        return found
-
-    @cached_property
-    def admitted(self) -> Admitted:
-        found = self.found
-        return self.ops.admit(found.A, found.QtG, found.e_res, self.state, self.h, self.G.shape[-1])
-
-    def momentum(self) -> Callable[[], Any]:
-        projected, admitted = self.projected, self.admitted
-
-        def run() -> tuple[Any, ...]:
-            M, ahead = self.ops.momentum(self.G, projected, admitted.scale, self.state, self.h, None)
-            assert ahead.residual is not None
-            return M, ahead.G_par, ahead.residual.G_hat_perp
-
-        return run
-
-    def direction(self) -> Callable[[], Any]:
-        # The stage before may overwrite G and M, which others still read.
-        own, scale = self.state | {"M": self.state["M"].clone()}, torch.ones_like(self.G[:, 0, 0])
-        _, ahead = self.ops.momentum(self.G.clone(), self.projected, self.admitted.scale, own, self.h, None)
-        before = damped(inverse_roots(self.state), damping(self.state, self.h))
-        roots, bounded = Roots(*(t.to(self.G.dtype) for t in before)), self.admitted.bounded
-        return lambda: self.ops.direction(ahead, self.state, roots, bounded, self.h, scale)[0]
-
-    def statistics(self) -> Callable[[], Any]:
-        found, admitted, n = self.found, self.admitted, self.G.shape[-1]
-
-        def run() -> State:
-            fresh = found._replace(E=found.E.clone())  # which may be overwritten
-            return self.ops.statistics(fresh, admitted, self.state, self.h, n)[0]
-
-        return run
-
-    def track_subspace(self) -> Callable[[], Any]:
-        G_perp, c = self.projected.G_perp, self.admitted.scale
-        fresh = self.found._replace(E=self.found.E.clone())
-        moments, sample = self.ops.statistics(fresh, self.admitted, self.state, self.h, self.G.shape[-1])
-        state = self.state | moments
-        return lambda: self.ops.track_subspace(G_perp, c, sample, state)
-
-    def refresh_eigenbases(self) -> Callable[[], Any]:
-        return lambda: self.ops.refresh_eigenbases(self.state, None)
+def hyper(i: Inputs) -> Any:
+    """Return the settings of the method whose inputs these are."""
+    return replace(H, ns_dtype=i["ns_dtype"]) if "ns_dtype" in i else KL_H
 
 
-def _decided(verdict: Verdict | None) -> Tensor:
-    assert verdict is not None
-    return verdict.scale
+def copied(given: Any) -> Any:
+    """Return arguments with tensors of their own, those without memory too, which deepcopy cannot copy."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+
+
+def as_a_step_does(stage: str, i: Inputs, ops: Any) -> Callable[[], Any]:
+    """Return the call of a stage that a step of these stages makes, or a refresh after it."""
+    own, calls = copy(ops), []
+    owner: Any = klshampoo if stage == "decide" else own
+    function = getattr(owner, stage)
+
+    def noted(*given: Any) -> Any:
+        calls.append(copied(given))  # a later stage may overwrite it
+        return function(*given)
+
+    with patch.object(owner, stage, noted):
+        G, state = copied((i["G"], i["state"]))
+        own.step(G, state, hyper(i), torch.ones_like(G[:, 0, 0]), None)
+        own.refresh_eigenbases(i["state"], None)
+    return partial(function, *calls[0])
+
+
+def _bind(stage: str, method: str, kept: Callable[[Any], Any]) -> Any:
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+        run = as_a_step_does(stage, i, beside(ops, method))
+        return lambda: kept(run())
+
+    return bind
+
+
+def each(f: Callable[[Tensor, State, Any], Any]) -> Callable[[Inputs], Any]:
+    """Return what does ``f`` for one matrix after another and stacks the results."""
+
+    def plain(i: Inputs) -> list[Tensor]:
+        found = [
+            flat(f(G, {name: t[b].to(G.dtype) for name, t in i["state"].items()}, hyper(i)))
+            for b, G in enumerate(i["G"])
+        ]
+        return [torch.stack(own) for own in zip(*found, strict=True)]
+
+    return plain
 
 
 def _project(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
@@ -172,132 +139,80 @@ def _energies(G: Tensor, state: State, h: ProHyper) -> tuple[Tensor, ...]:
     return G_perp @ G_perp.mT, (state["Q_L"].mT @ G_perp).square().sum(dim=1), GQ, QtG, QtG @ state["Q_S"]
 
 
-def _admitted(G: Tensor, size: float, state: State, h: Hyper) -> Tensor:
-    return G.new_tensor(reference.admit(size, reference.rms(G), state, h)[0])
+def _scale(G: Tensor, sizes: reference.Sizes, state: State, h: Hyper) -> Tensor:
+    return G.new_tensor(reference.admit(sizes.overall, reference.rms(G), state, h)[0])
 
 
 def _direction(G: Tensor, state: State, h: ProHyper) -> Tensor:
     return reference.direction(*reference.momentum_and_projection(G, state, h)[1:], state, h, 1.0)[0]
 
 
-def each(f: Callable[[Tensor, State, Any], Any]) -> Callable[[Inputs], Any]:
-    """Return what does ``f`` for one matrix after another and stacks the results."""
-
-    def plain(i: Inputs) -> list[Tensor]:
-        h = replace(H, ns_dtype=i["ns_dtype"]) if "ns_dtype" in i else KL_H
-        found = [
-            flat(f(G, {name: t[b].to(G.dtype) for name, t in i["state"].items()}, h)) for b, G in enumerate(i["G"])
-        ]
-        return [torch.stack(own) for own in zip(*found, strict=True)]
-
-    return plain
-
-
-def _work(terms: Callable[[Sizes], list[Term]], stage: str, polar: bool | None = None) -> Callable[[Sizes], float]:
-    def flops(s: Sizes) -> float:
-        own = [t for t in terms(s) if t.stage == stage and polar in (None, t.newton_schulz)]
-        return sum(t.least for t in own)
-
-    return flops
-
-
-def _kl(stage: str, bind: Any, plain: Callable[[Tensor, State, Hyper], Any]) -> Case:
-    flops = _work(lambda s: counts.klshampoo(s.m, s.n), stage)
-    return Case(f"KL-Shampoo's {stage}", kl_inputs, bind, flops, plain=each(plain))
-
-
-def _pro(stage: str, plain: Callable[[Tensor, State, ProHyper], Any], other: Case | None = None) -> Case:
-    def terms(s: Sizes) -> list[Term]:
-        return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS)
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        call: Callable[[], Any] = getattr(Run(i, ops), stage)()
-        return call
-
-    polar, name = _work(terms, stage, polar=True), stage.replace("_", " ")
-    return Case(name, pro_inputs, bind, _work(terms, stage), polar, each(plain), other, timed=(FP32,))
-
-
-def _kl_stages(ops: ProKLShampooStages) -> klshampoo.KLShampooStages:
-    found: klshampoo.KLShampooStages = beside(ops, "kl-shampoo")
-    return found
-
-
-def _whitening(i: Inputs, ops: ProKLShampooStages) -> tuple[klshampoo.Operands, klshampoo.Whitening]:
-    own = _kl_stages(ops)
-    given = own.operands(i["G"], i["state"])
-    return given, own.whitening(given)
-
-
-def _kl_whitening(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    return lambda: _whitening(i, ops)[1]
-
-
-def _kl_decide(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    A = _whitening(i, ops)[1].A
-    return lambda: _decided(klshampoo.decide(A, i["state"], KL_H)[0])
-
-
-def _kl_verdict(i: Inputs, ops: ProKLShampooStages) -> Verdict | None:
-    return klshampoo.decide(_whitening(i, ops)[1].A, i["state"], KL_H)[0]
-
-
-def _kl_momentum(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    own, verdict = _kl_stages(ops), _kl_verdict(i, ops)
-    return lambda: own.momentum(i["G"], verdict, i["state"], KL_H)
-
-
-def _kl_direction(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    own, M = _kl_stages(ops), _kl_momentum(i, ops)()
-    given = own.operands(i["G"], i["state"])
-    return lambda: own.direction(M, given, i["state"], KL_H)[0]
-
-
-def _kl_statistics(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    own, (given, whitening), verdict = _kl_stages(ops), _whitening(i, ops), _kl_verdict(i, ops)
-    return lambda: own.statistics(given, whitening, verdict, i["state"], KL_H)
-
-
-def _kl_whitened(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
+def _kl_whitening(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
     QtG = state["Q_L"].mT @ G
     return QtG, QtG @ state["Q_R"]
 
 
+def _kl_direction(G: Tensor, state: State, h: Hyper) -> Tensor:
+    none = reference.Sizes(G[:, 0] * 0, G[0] * 0, 0.0)
+    return reference_kl.direction(reference_kl.momentum(G, state, h), state, h, 1.0, none)[0]
+
+
+def _all(x: Any) -> Any:
+    return x
+
+
+def _case(method: str, stage: str, plain: Any, kept: Callable[[Any], Any] = _all, **fields: Any) -> Case:
+    """Return a stage, of whose results ``kept`` are those that ``plain`` gives of one matrix."""
+    own = method == "pro-klshampoo"
+
+    def terms(s: Sizes) -> list[Term]:
+        return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS) if own else counts.klshampoo(s.m, s.n)
+
+    def flops(s: Sizes) -> float:
+        return sum(t.least for t in terms(s) if t.stage == stage)
+
+    def polar(s: Sizes) -> float:
+        return sum(t.least for t in terms(s) if t.stage == stage and t.newton_schulz)
+
+    drawn = pro_inputs if own else kl_inputs
+    inputs = partial(drawn, times=SURPRISING) if stage in ("admit", "decide") else drawn
+    name = stage.replace("_", " ") if own else f"KL-Shampoo's {stage}"
+    given = {"flops": flops, "polar_flops": polar} | fields
+    return Case(name, inputs, _bind(stage, method, kept), plain=each(plain), **given)
+
+
+_pro, _kl = partial(_case, "pro-klshampoo", timed=(FP32,)), partial(_case, "kl-shampoo")
 STAGES = (
-    _pro("project", _project),
-    _pro("energies", _energies, _kl("whitening", _kl_whitening, _kl_whitened)),
-    replace(
-        _pro(
-            "admit",
-            lambda G, state, h: _admitted(G, reference.whitened_sizes(G, state, h).overall, state, h),
-            replace(
-                _kl(
-                    "decide",
-                    _kl_decide,
-                    lambda G, state, h: _admitted(G, reference_kl.whitened_sizes(G, state).overall, state, h),
-                ),
-                inputs=surprising(kl_inputs),
-            ),
-        ),
-        inputs=surprising(pro_inputs),
+    _pro("project", _project, lambda found: found[:3]),  # without U and Q_L
+    _pro("energies", _energies, counterpart=_kl("whitening", _kl_whitening)),
+    _pro(
+        "admit",
+        lambda G, state, h: _scale(G, reference.whitened_sizes(G, state, h), state, h),
+        lambda admitted: admitted.scale,
         flops=lambda s: 4 * s.m * s.r,  # elementwise, of which counts has nothing
+        counterpart=_kl(
+            "decide",
+            lambda G, state, h: _scale(G, reference_kl.whitened_sizes(G, state), state, h),
+            lambda found: found[0].scale,
+        ),
     ),
-    _pro("momentum", reference.momentum_and_projection, _kl("momentum", _kl_momentum, reference_kl.momentum)),
+    _pro(
+        "momentum",
+        reference.momentum_and_projection,
+        lambda found: (found[0], found[1].G_par, found[1].residual.G_hat_perp),
+        counterpart=_kl("momentum", reference_kl.momentum),
+    ),
     _pro(
         "direction",
         _direction,
-        _kl(
-            "direction",
-            _kl_direction,
-            lambda G, state, h: reference_kl.direction(
-                reference_kl.momentum(G, state, h), state, h, 1.0, reference.Sizes(G[:, 0] * 0, G[0] * 0, 0.0)
-            )[0],
-        ),
+        lambda found: found[0],
+        counterpart=_kl("direction", _kl_direction, lambda found: found[0]),
     ),
     _pro(
         "statistics",
         reference.statistics,
-        _kl("statistics", _kl_statistics, lambda G, state, h: reference_kl.statistics(G, state, h.beta2)),
+        lambda found: found[0],
+        counterpart=_kl("statistics", lambda G, state, h: reference_kl.statistics(G, state, h.beta2)),
     ),
     _pro(
         "track_subspace",
@@ -306,11 +221,7 @@ STAGES = (
     _pro(
         "refresh_eigenbases",
         lambda G, state, h: reference.refresh_eigenbases(state),
-        _kl(
-            "refresh_eigenbases",
-            lambda i, ops: lambda: _kl_stages(ops).refresh_eigenbases(i["state"], None),
-            lambda G, state, h: reference_kl.refresh_eigenbases(state),
-        ),
+        counterpart=_kl("refresh_eigenbases", lambda G, state, h: reference_kl.refresh_eigenbases(state)),
     ),
 )
 """In the order of a step; KL-Shampoo tracks no subspace. Its refresh, as ours, takes place once in tau steps."""
