@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -39,21 +39,6 @@ in norm and both together by 2^-8.7 (of normal numbers). PyTorch's balanced form
 
 Check = Callable[[], str]
 """Returns what was found; raises if it is wrong."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Say in two minutes whether anything works on a GPU."""
-
-    device: str = "cuda"  # Where; a CPU takes TRITON_INTERPRET=1 and smaller sizes
-    seconds: float = 80.0  # After which nothing new is begun
-    m: int = SIZES.m  # Short side
-    n: int = SIZES.n  # Long side
-    r: int = SIZES.r  # Rank
-
-    def __post_init__(self) -> None:
-        command.at_least(1, m=self.m, n=self.n, r=self.r)
-        command.at_least(0, seconds=self.seconds)
 
 
 def kernel(case: Case, sizes: Sizes, device: torch.device, ops: dict[str, ProKLShampooStages]) -> str:
@@ -133,7 +118,13 @@ def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
 @command.command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 1 if something is wrong, 2 for wrong input, 130 after Ctrl-C."""
-    o = command.options(Options, argv, "bench.first")
+    parser = command.Parser(prog="python -m bench.first", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda", help="a CPU takes TRITON_INTERPRET=1 and smaller sizes")
+    parser.add_argument("--seconds", type=float, default=80.0, help="after which nothing new is begun (default: 80)")
+    for name, value in (("m", SIZES.m), ("n", SIZES.n), ("r", SIZES.r)):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+    o = parser.parse_args(argv)
+    command.at_least(1, m=o.m, n=o.n, r=o.r)
     begun, wrong, left = time.perf_counter(), 0, 0
     for name, check in checks(replace(SIZES, m=o.m, n=o.n, r=o.r), torch.device(o.device)):
         if time.perf_counter() - begun > o.seconds:

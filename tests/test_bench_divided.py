@@ -79,9 +79,3 @@ def test_ranks_have_the_state_once_together_and_get_what_they_do_not_own(tmp_pat
     cells = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines]
     assert [name for name, _ in cells] == ["DDP, 1 rank", "DDP, 2 ranks", "FSDP2, 1 rank", "FSDP2, 2 ranks"]
     assert [state.split()[1] for _, state in cells] == ["(1.00)", "(0.50)"] * 2
-
-
-@pytest.mark.parametrize("arguments", [["--ranks", "0"], ["--ranks", "2", "2"], ["--periods", "0"], ["--width", "9"]])
-def test_wrong_input_is_refused_in_one_line(arguments, capsys):
-    assert timing.main(["divided", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {arguments[0]} ")

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from bench import rows
-from bench.rates import Rates, machine_rates
-from bench.shapes import ASPECTS, ParameterSet
+from bench.command import UsageError
+from bench.rates import Rates
+from bench.shapes import ParameterSet
 from bench.timing import __main__ as timing
-from bench.timing import agreement, entries, kernels, peers
+from bench.timing import agreement, entries, kernels
 from bench.timing import steps as step
 from bench.timing.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
 from bench.timing.problem import Problem
-from bench.timing.runs import TimedRun, enter, take_turns
+from bench.timing.runs import TimedRun, enter, failure, take_turns
 from prokl import ProKLShampoo
 from prokl.backends import triton_pairs
 from prokl.kernels import launch
@@ -24,7 +25,6 @@ from tests.commands import ROOT, read, run_python
 CPU = torch.device("cpu")
 TINY = ParameterSet("tiny", ((2, 8, 12), (1, 12, 8), (1, 8, 8)), (2, 3, 4))
 RATES = Rates(2e12, 1e12, 1e11)
-QUICK = ["steps", "--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]
 
 
 @pytest.fixture
@@ -57,25 +57,16 @@ def test_muon_in_float32_does_what_torch_does_in_bfloat16():
         assert 1e-4 < difference < 0.04
 
 
-@pytest.mark.parametrize("polar", [torch.float32, torch.bfloat16])
-def test_the_entries_are_distinct_and_only_two_have_the_other_dtype(polar):
-    entries = model_entries(TINY, CPU, polar)
-    assert len({entry.key for entry in entries}) == len(entries)
-    other = [entry.optimizer for entry in entries if entry.polar not in (None, polar)]
-    assert sorted(other) == ["muon", "pro-klshampoo"] and entries[0] == muon(polar)
-    assert [e.rank for e in entries if e.optimizer == "pro-klshampoo" and e.backend == "torch"] == [2, 3, 4, 3]
-
-
-def test_on_a_gpu_the_middle_rank_is_also_stepped_without_graphs():
-    entries = model_entries(TINY, torch.device("cuda"), torch.bfloat16)
-    eager = [entry for entry in entries if entry.eager]
-    assert len({entry.key for entry in entries}) == len(entries)
-    assert [(entry.optimizer, entry.rank, entry.note) for entry in eager] == [("pro-klshampoo", 3, EAGER)]
-    weights = [torch.nn.Parameter(torch.zeros(8, 12))]
-    for entry in entries:
-        if entry.backend == "torch":
-            assert entry.build(weights).param_groups[0]["cuda_graphs"] is not entry.eager
-    assert not any(entry.eager for entry in model_entries(TINY, CPU, torch.bfloat16))
+def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_no_graphs():
+    for device in (CPU, torch.device("cuda")):
+        found = model_entries(TINY, device, torch.bfloat16)
+        assert len({entry.key for entry in found}) == len(found) and found[0] == muon(torch.bfloat16)
+        assert [e.optimizer for e in found if e.polar == torch.float32] == ["muon", "pro-klshampoo"]
+        own = [e for e in found if e.optimizer == "pro-klshampoo" and e.backend == "torch"]
+        eager = [3] * (device.type == "cuda")
+        assert [e.rank for e in own] == [2, 3, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
+        weights = [torch.nn.Parameter(torch.zeros(8, 12))]
+        assert all(e.build(weights).param_groups[0]["cuda_graphs"] is (e.note != EAGER) for e in own)
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 8), (4, 64)])
@@ -101,9 +92,7 @@ interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's 
 @pytest.mark.parametrize("which", range(3, 6))  # those before them have Newton-Schulz in bfloat16, which hides much
 def test_balanced_entries_of_the_kernels_err_as_pytorchs_form_of_the_same_pairs(which, as_on_cuda):
     assert len(as_on_cuda) == 6
-    entry = as_on_cuda[which]
-    assert entry.precision(CPU) == "balanced"
-    assert agreement.complaint(entry, (12, 8), CPU) == ""
+    assert agreement.complaint(as_on_cuda[which], (12, 8), CPU) == ""
 
 
 @pytest.mark.slow
@@ -173,26 +162,23 @@ def test_what_goes_elsewhere_than_the_reference_does_not_enter(kind, why):
     assert entry.optimizer == "pro-klshampoo" and found.startswith("wrong: on 8x12: ") and why in found
 
 
-def test_weights_that_end_not_finite_give_a_reason_and_no_figure():
-    runs, left_out = enter([made_by(Broken, backend=""), muon(torch.float32)], Problem(TINY, CPU), 60)
+def test_what_raises_is_too_slow_or_ends_not_finite_gives_a_reason_and_costs_its_own_row_alone():
+    problem, right = Problem(TINY, CPU), muon(torch.float32)
+    runs, left_out = enter([made_by(Failing, backend=""), made_by(Broken, backend=""), right], problem, 60)
+    assert [why for _, why in left_out] == ["RuntimeError: no such kernel"]
+    assert failure(made_by(Failing), ValueError("x" * 300)) == "wrong: ValueError: ..."
     take_turns(runs, 1e-3, 1, 1)
-    assert not left_out and [run.trouble for run in runs] == ["wrong: weights are not finite", None]
-    found = step.set_rows(runs, [], TINY, RATES)
-    assert ["median" in row for row in found] == [True, False]
-    assert found[1]["note"].startswith("wrong: ") and found[1]["optimizer"] == "pro-klshampoo"
-
-
-def test_what_raises_or_is_too_slow_costs_its_own_row_alone():
-    problem, peer = Problem(TINY, CPU), made_by(Failing, backend="")
-    runs, left_out = enter([peer, muon(torch.float32)], problem, 60)
-    assert [why for _, why in left_out] == ["RuntimeError: no such kernel"] and len(runs) == 1
-    own = made_by(ProKLShampoo, backend="reference")
-    runs, _ = enter([own, muon(torch.float32)], problem, 60)
-    for run in runs:
-        run.optimizer.step = fail
-    take_turns(runs, 1e-3, 1, 1)
-    assert [run.trouble for run in runs] == ["wrong: RuntimeError: no such kernel", "RuntimeError: no such kernel"]
-    runs, left_out = enter([muon(torch.float32)], problem, 0.0)
+    assert [run.trouble for run in runs] == ["wrong: weights are not finite", None]
+    found = step.set_rows(runs, left_out, TINY, RATES)
+    assert [("median" in row, row["note"].partition(";")[0]) for row in found] == [
+        (True, "torch.optim.Muon, wrapped"),
+        (False, "RuntimeError: no such kernel"),
+        (False, "wrong: weights are not finite"),
+    ]
+    runs[1].optimizer.step = fail
+    take_turns(runs[1:], 1e-3, 1, 1)
+    assert runs[1].trouble == "RuntimeError: no such kernel"
+    runs, left_out = enter([right], problem, 0.0)
     assert not runs and left_out[0][1].startswith("too slow: a step took ")
 
 
@@ -229,7 +215,7 @@ def test_runs_take_turns_and_fewer_rounds_are_spread_over_the_others():
 
 def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(tiny, tmp_path, capsys):
     out = tmp_path / "rows.csv"
-    arguments = [*QUICK, "--out", str(out), "--seconds", "5"]  # three periods, however busy the machine is
+    arguments = ["steps", "--sets", "tiny", "--rounds", "3", "--out", str(out), "--seconds", "5"]  # three periods each
     assert timing.main(arguments) == 0
     found = read(out)
     assert [r["case"] for r in found[:3]] == ["machine"] * 3 and found[0]["median"] == "2000"
@@ -247,51 +233,26 @@ def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(
         assert (r["model"], r["shapes"], r["unit"]) == ("tiny", "2x8x12 1x12x8 1x8x8", "ms")
     adamw = next(r for r in steps if r["optimizer"] == "adamw")  # bytes of weight, gradient and two moments
     assert float(adamw["floor"]) == pytest.approx(1e3 * (3 + 4) * 4 * TINY.elements / 1e11, rel=1e-6)
-    for metric in ("step without refresh", "refresh step"):
-        assert len([r for r in found if r["metric"] == metric]) == len([r for r in steps if r["backend"]])
-    capsys.readouterr()
-    assert timing.main(arguments) == 0
-    assert capsys.readouterr().out.startswith("tiny: in ") and read(out) == found
-    assert timing.main([*arguments, "--again"]) == 0
-    again = read(out)
-    assert again != found and again[:3] == found[:3]  # the ceilings of the file stay
-    assert [(r["optimizer"], r["metric"]) for r in again] == [(r["optimizer"], r["metric"]) for r in found]
+    each = float(next(r["median"] for r in steps if (r["optimizer"], r["backend"]) == ("kl-shampoo", "reference")))
+    ours = [r for r in steps if r["backend"]]
+    for metric, count in (("step without refresh", 0), ("refresh step", 0), ("step over klshampoo reference", 1)):
+        assert len([r for r in found if r["metric"] == metric]) == len(ours) - count
+    over = [float(r["median"]) for r in found if r["metric"] == "step over klshampoo reference"]
+    assert over == pytest.approx([float(r["median"]) / each for r in ours if float(r["median"]) != each], rel=1e-5)
+    assert timing.main(arguments) == 0 and read(out) == found
+    assert capsys.readouterr().out.splitlines()[-1].startswith("tiny: in ")
 
 
-def test_ceilings_of_another_commit_are_measured_anew(tiny, tmp_path):
-    out = tmp_path / "rows.csv"
-    assert machine_rates(CPU, out, tiny) == RATES and read(out)[0]["commit"] == "x"
-    machine_rates(CPU, out, tiny | {"commit": "y"})
-    assert [r["commit"] for r in read(out)] == ["y"] * 3
-
-
-def test_something_wrong_gives_status_1_and_the_rows_of_what_is_right_are_kept(tiny, monkeypatch, capsys, tmp_path):
-    out, right = tmp_path / "rows.csv", pro("torch", 2, torch.float32)
-    monkeypatch.setattr(step, "model_entries", lambda s, device, polar: [muon(polar), made_by(Off), right])
-    assert timing.main([*QUICK, "--out", str(out)]) == 1
-    assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in capsys.readouterr().out
-    found = {(r["optimizer"], r["rank"]): r["median"] for r in read(out) if r["metric"] == "step"}
-    assert [bool(median) for median in found.values()] == [True, True, False]
-    assert list(found) == [("muon", ""), ("pro-klshampoo", "2"), ("pro-klshampoo", "3")]
-    assert timing.main([*QUICK, "--out", str(out)]) == 1  # what was wrong is not taken as measured
-
-
-def test_products_that_are_emulated_in_bfloat16_are_left_out_with_the_reason(tiny, monkeypatch, capsys):
+def test_something_wrong_or_emulated_has_no_figure_and_wrong_gives_status_1(tiny, monkeypatch, capsys):
     monkeypatch.setattr("bench.rates.measure_rates", lambda device: Rates(1e10, 1e11, 1e10))
-    assert timing.main(QUICK) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert [line.partition(" step: ")[0] for line in lines] == ["tiny muon", "tiny pro-klshampoo torch r=3"]
-    assert all("10.0 times as long as in float32" in line for line in lines)
-
-
-def test_n_over_m_is_a_set_of_its_own(tiny, monkeypatch, tmp_path):
-    monkeypatch.setitem(timing.EVERY, "n/m=2", ParameterSet("n/m=2", ((1, 8, 16),), (3,)))
-    out = tmp_path / "rows.csv"
-    assert "n/m=2" in ASPECTS and timing.main([*QUICK, "--sets", "n/m=2", "--out", str(out)]) == 0
-    found = [(r["optimizer"], r["backend"]) for r in read(out) if r["metric"] == "step"]
-    assert found == [("muon", ""), ("pro-klshampoo", "torch"), ("kl-shampoo", "torch"), ("kl-shampoo", "reference")]
-    against = [r["optimizer"] for r in read(out) if r["metric"] == "step over klshampoo reference"]
-    assert against == ["pro-klshampoo", "kl-shampoo"]
+    right = pro("torch", 2, torch.float32)
+    monkeypatch.setattr(
+        step, "model_entries", lambda *_: [muon(torch.bfloat16), muon(torch.float32), made_by(Off), right]
+    )
+    assert timing.main(["steps", "--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in said and "pro-klshampoo torch r=2 step: wrong" not in said
+    assert "muon step: left out: products in bfloat16 take 10.0 times as long as in float32 here" in said
 
 
 def test_kernels_are_listed_by_their_share(tiny, tmp_path):
@@ -306,42 +267,18 @@ def test_kernels_are_listed_by_their_share(tiny, tmp_path):
     assert any("calls a step: aten::bmm" in r["note"] for r in own) and whole["rank"] == "4"
 
 
-def test_a_step_that_is_too_slow_or_wrong_has_no_kernels(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "SLOWEST", 0.0)
-    assert timing.main(["kernels", "--sets", "tiny"]) == 1
-    assert "kernel time: too slow" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--seconds", "0"], "must be more than 0"),
-        (["--rounds", "2"], "at least 3"),
-        (["--device", "cuda"], "no CUDA device"),
-        (["--out", "f"], "columns a"),
-        (["--sets", "nonsense"], "nonsense"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_in_one_line(arguments, message, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "f").write_text("a,b\n")
-    assert timing.main(["steps", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
-def test_a_peer_that_is_installed_steps_and_another_says_why_not(peer):
+@pytest.mark.parametrize("name", entries.PEERS)
+def test_a_peer_that_is_installed_steps_and_another_says_why_not(name):
+    distribution, peer = entries.PEERS[name][0], entries.peer(name)
     g = torch.Generator().manual_seed(0)
     Ws = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in ((8, 6), (6, 8), (6, 6))]
     before, gradients = [W.detach().clone() for W in Ws], [torch.randn(W.shape, generator=g) for W in Ws]
-    if (version := rows.version(peer.distribution)) is None:
-        with pytest.raises(peers.CannotRun, match=rf"not installed: pip install {peer.distribution}|needs Python"):
-            peer.entry().build(Ws)
-        return
     try:
-        optimizer = peer.entry().build(Ws)
+        if (version := rows.version(distribution)) is None:
+            with pytest.raises(UsageError, match=f"pip install {distribution}"):
+                peer.build(Ws)
+            return
+        optimizer = peer.build(Ws)
         for _ in range(11):  # some need a refresh before they move
             for W, G in zip(Ws, gradients, strict=True):
                 W.grad = G.clone()
@@ -349,36 +286,25 @@ def test_a_peer_that_is_installed_steps_and_another_says_why_not(peer):
     finally:
         torch.compiler.set_stance("default")
     assert all(W.isfinite().all() and not torch.equal(W, b) for W, b in zip(Ws, before, strict=True))
-    assert f"{peer.distribution} {version}" in peer.entry().note
-
-
-def test_a_peer_that_fails_is_told_in_one_short_line_and_one_for_another_python_before_it_is_imported():
-    def fail(package, ws):
-        raise RuntimeError("first\nsecond " + "x" * 500)
-
-    with pytest.raises(peers.CannotRun) as caught:
-        peers.Peer("", "torch", "torch", fail).build([])
-    torch.compiler.set_stance("default")
-    assert str(caught.value).startswith("RuntimeError: first second xxx") and len(str(caught.value)) == 200
-    with pytest.raises(peers.CannotRun, match=r"^torch needs Python 99\.1, this is 3\.\d+$"):
-        peers.Peer("", "torch", "none", fail, python=(99, 1)).build([])
+    assert f"{distribution} {version}" in peer.note
 
 
 def test_the_extra_has_every_peer():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(r"^peers = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)[1]
-    assert set(re.findall(r'"([a-z-]+)', extra)) == {peer.distribution for peer in peers.PEERS}
+    assert set(re.findall(r'"([a-z-]+)', extra)) == {distribution for distribution, *_ in entries.PEERS.values()}
 
 
 OFFLINE = """
 import sys
 for name in ("pandas", "scipy", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "tokenizers"):
     sys.modules[name] = None
-import bench.timing.__main__, bench.conftest, bench.micro.bench_micro
+import bench.timing.__main__, bench.conftest, bench.micro.bench_micro, bench.first
+assert bench.first.main(["--device", "cpu", "--seconds", "0"]) == 0
 """
 
 
 @pytest.mark.slow
 def test_what_runs_on_a_gpu_machine_needs_torch_triton_numpy_and_pytest_only():
-    done = run_python("-c", OFFLINE)
+    done = run_python("-c", OFFLINE, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

@@ -1,1 +1,1 @@
-"""What steps take: time beside other packages', kernels, memory, a divided step, the host's part."""
+"""What steps take: time beside other packages', kernels, memory, and a divided step."""

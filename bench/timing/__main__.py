@@ -1,8 +1,8 @@
 """What a step takes, by its part: ``python -m bench.timing steps --out bench/results/step-cpu.csv``.
 
 ``steps`` times whole steps beside Muon's, AdamW's and other packages'; ``kernels`` lists where the time of one goes;
-``memory`` counts state and workspace; ``divided`` measures ranks; ``host`` times the host's part. The primitives and
-kernels by themselves are ``pytest bench``. What --out has of this commit and machine is not measured again.
+``memory`` counts state and workspace; ``divided`` measures ranks. The primitives and kernels by themselves are
+``pytest bench``. What --out has of this commit and machine is not measured again.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from bench import command, rows
 from bench.command import Parser, UsageError
 from bench.rates import machine_rates
 from bench.shapes import ASPECTS, PAPER, SETS, SMALL
-from bench.timing import divided, host, kernels, memory, steps
+from bench.timing import divided, kernels, memory, steps
 
 EVERY = SETS | ASPECTS
 Here = Mapping[str, str]
@@ -93,20 +93,11 @@ def measure_divided(a: argparse.Namespace, here: Here) -> bool:
     return False
 
 
-def time_host(a: argparse.Namespace, here: Here) -> bool:
-    """Time the host's part of a step, launches and replays left out."""
-    command.at_least(2, steps=a.steps)
-    torch.set_num_threads(1)
-    written(host.measure(a.steps), a.out, dict(here) | {"threads": "1"}, ("optimizer", "case"))
-    return False
-
-
 PARTS: dict[str, Callable[[argparse.Namespace, Here], bool]] = {
     "steps": time_steps,
     "kernels": list_kernels,
     "memory": count_memory,
     "divided": measure_divided,
-    "host": time_host,
 }
 
 
@@ -129,8 +120,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             own.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="processes (default: 1 2 4)")
             for option, value in (("layers", 6), ("width", 192), ("periods", 9)):
                 own.add_argument(f"--{option}", type=int, default=value, help=f"default: {value}")
-        if name == "host":
-            own.add_argument("--steps", type=int, default=400, help="of every case (default: 400)")
     a = parser.parse_args(argv)
     if getattr(a, "device", torch.device("cpu")).type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")

@@ -13,6 +13,7 @@ from bench import gate
 from bench.shapes import ParameterSet
 from bench.timing.entries import Entry
 from bench.timing.problem import Problem, Shape
+from prokl.backends.select import select
 
 AGREE = 1e-6
 """Largest distance from the reference, both in float64, relative to the distance moved. Measured: at most 4e-14; a
@@ -73,7 +74,9 @@ def complaint(entry: Entry, shape: Shape, device: torch.device) -> str:
     truth = course.moved("reference", torch.float64)
     wrong = gate.disagreement(course.moved(entry.backend, torch.float64), truth, AGREE)
     if not wrong:
-        precision = entry.precision(device)
+        named = select(entry.backend, device, dict(entry.settings)["precision"])
+        balanced = named.stages and named is select(entry.backend, device, "balanced")
+        precision = "balanced" if balanced else "faithful"
         found = course.moved(entry.backend, torch.float32, precision)
         usual = course.moved("torch" if precision == "balanced" else "reference", torch.float32, precision)
         wrong = gate.complaint(found, usual, truth)

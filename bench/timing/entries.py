@@ -1,4 +1,9 @@
-"""The optimizers whose whole steps are timed for one set of weights: this package's, and torch's beside them."""
+"""The optimizers whose whole steps are timed for one set of weights: this package's, torch's, and other packages'.
+
+Other packages' (``pip install -e .[peers]``) are imported when they are built. All refresh every tenth step, as this
+package does, where they have such a period. Nothing is compiled: torch.compile takes minutes, and the steps beside
+which these are timed are not compiled either.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from bench import rows
 from bench.optimizers import OPTIMIZERS, arguments
-from bench.rivals import Float32Muon
+from bench.rivals import Float32Muon, package
 from bench.shapes import ParameterSet
 from prokl import ops
-from prokl.backends.select import select
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
@@ -31,9 +36,7 @@ class Entry:
         backend: of a matrix optimizer of this package, else empty.
         rank: of the tracked subspace, of the methods that have one.
         polar: dtype of Newton-Schulz, of the methods whose ratios depend on it.
-        counted: True if :mod:`bench.costs` counts its operations.
         note: what a reader must know.
-        eager: True of one whose steps could be replayed from CUDA graphs and are not.
     """
 
     optimizer: str
@@ -42,9 +45,7 @@ class Entry:
     backend: str = ""
     rank: int | None = None
     polar: torch.dtype | None = None
-    counted: bool = False
     note: str = ""
-    eager: bool = False
 
     def build(self, weights: list[Tensor], **changed: Any) -> Optimizer:
         """Build the optimizer; ``changed`` overrides settings that it has."""
@@ -55,12 +56,7 @@ class Entry:
     @property
     def key(self) -> tuple[str, str, int | None, torch.dtype | None, bool]:
         """Tell it from the others of a set."""
-        return self.optimizer, self.backend, self.rank, self.polar, self.eager
-
-    def precision(self, device: torch.device) -> str:
-        """Return which of prokl's precisions its steps have there, by its own setting or by default."""
-        found = select(self.backend, device, dict(self.settings)["precision"])
-        return "balanced" if found.stages and found is select(self.backend, device, "balanced") else "faithful"
+        return self.optimizer, self.backend, self.rank, self.polar, self.note == EAGER
 
     @property
     def dtypes(self) -> str:
@@ -73,15 +69,14 @@ def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo"
     """Return Pro-KLShampoo, or under another name a variant of it without Newton-Schulz."""
     settings = {"rank": rank, "precondition_frequency": PERIOD, "ns_dtype": polar, "backend": backend}
     settings["precision"] = None
-    whole = name == "pro-klshampoo"
-    own = polar if whole else None
-    return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own, counted=whole)
+    own = polar if name == "pro-klshampoo" else None
+    return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own)
 
 
 def kl(backend: str) -> Entry:
     """Return this package's KL-Shampoo."""
     settings = (("precondition_frequency", PERIOD), ("backend", backend), ("precision", None))
-    return Entry("kl-shampoo", OPTIMIZERS["kl-shampoo"].make, settings, backend, counted=True)
+    return Entry("kl-shampoo", OPTIMIZERS["kl-shampoo"].make, settings, backend)
 
 
 def muon(polar: torch.dtype) -> Entry:
@@ -89,18 +84,7 @@ def muon(polar: torch.dtype) -> Entry:
     kind, note = OPTIMIZERS["muon"].make, ""
     if polar != torch.bfloat16:
         kind, note = Float32Muon, "torch.optim.Muon, wrapped"
-    return Entry("muon", kind, (("lr", 0.02),), polar=polar, counted=True, note=note)
-
-
-def adamw() -> Entry:
-    """Return torch's AdamW."""
-    settings = (("lr", 1e-3), ("fused", True))
-    return Entry("adamw", OPTIMIZERS["adamw"].make, settings, counted=True, note="fused")
-
-
-def eager(entry: Entry) -> Entry:
-    """Return the entry with its steps launched one by one."""
-    return replace(entry, settings=(*entry.settings, ("cuda_graphs", False)), note=EAGER, eager=True)
+    return Entry("muon", kind, (("lr", 0.02),), polar=polar, note=note)
 
 
 def backends(device: torch.device) -> list[str]:
@@ -119,9 +103,9 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
     middle = s.ranks[len(s.ranks) // 2]
     batched = backends(device)
     other = torch.float32 if polar == torch.bfloat16 else torch.bfloat16
-    return [
+    found = [
         muon(polar),
-        adamw(),
+        Entry("adamw", OPTIMIZERS["adamw"].make, (("lr", 1e-3), ("fused", True)), note="fused"),
         *(pro(backend, rank, polar) for backend in batched for rank in s.ranks),
         pro("reference", s.ranks[-1], polar),
         *(pro(backend, middle, polar, "smok-hop") for backend in batched),
@@ -129,11 +113,66 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         kl("reference"),
         muon(other),
         pro(batched[-1], middle, other),
-        *([eager(pro(batched[-1], middle, polar))] if device.type == "cuda" else []),
     ]
+    if device.type == "cuda":
+        graphed = pro(batched[-1], middle, polar)
+        found.append(replace(graphed, settings=(*graphed.settings, ("cuda_graphs", False)), note=EAGER))
+    return found
 
 
 def aspect_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> list[Entry]:
     """Return what is compared by n/m: the batched steps, KL-Shampoo weight by weight, and Muon."""
     best = backends(device)[-1]
     return [muon(polar), pro(best, s.ranks[0], polar), kl(best), kl("reference")]
+
+
+def _every_tenth(name: str, period: str) -> Callable[[Any, list[Tensor]], Optimizer]:
+    return lambda module, weights: getattr(module, name)(weights, **{period: PERIOD})
+
+
+def _gram(module: Any, weights: list[Tensor]) -> Optimizer:
+    # Its own kernels are for GPUs; restarting after two of five iterations is what it tunes itself to, printing.
+    restarts = [2]
+    return module.Muon(weights, ns_use_kernels=weights[0].is_cuda, gram_newton_schulz_restart_iterations=restarts)
+
+
+PEERS: dict[str, tuple[str, str, Callable[[Any, list[Tensor]], Optimizer], str]] = {
+    "heavyball.KLShampoo": (
+        "heavyball", "heavyball", _every_tenth("KLShampoo", "precondition_frequency"), "torch.compile off",
+    ),
+    "pytorch_optimizer.SOAP": (
+        "pytorch-optimizer", "pytorch_optimizer", _every_tenth("SOAP", "precondition_frequency"), "",
+    ),
+    "pytorch_optimizer.Shampoo": (
+        "pytorch-optimizer", "pytorch_optimizer", _every_tenth("Shampoo", "preconditioning_compute_steps"), "",
+    ),
+    "gram_newton_schulz.Muon": (
+        "gram-newton-schulz", "gram_newton_schulz", _gram, "torch.compile off, Newton-Schulz in float16",
+    ),
+    "emerging_optimizers.SOAP": (
+        "emerging-optimizers", "emerging_optimizers.soap",
+        lambda module, weights: module.SOAP(weights, lr=1e-3, use_kl_shampoo=True),
+        "use_kl_shampoo=True; QR in every step, it has no period",
+    ),
+}  # fmt: skip
+"""By name: the distribution as pip knows it, the module, what builds it of module and weights, and a note."""
+
+
+def peer(name: str) -> Entry:
+    """Return an optimizer of another package, with its version; building it raises UsageError where it cannot."""
+    distribution, module, make, note = PEERS[name]
+
+    def build(weights: list[Tensor]) -> Optimizer:
+        torch.compiler.set_stance("force_eager")
+        return make(package(module, distribution), weights)
+
+    version = rows.version(distribution)
+    return Entry(name, build, note="; ".join(filter(None, [f"{distribution} {version}" if version else "", note])))
+
+
+def peers(rank: int, polar: torch.dtype) -> list[Entry]:
+    """Return those of other packages, and COSMOS at this rank with Newton-Schulz in ``polar``."""
+    note = "written from its description, weight by weight; QR in every step"
+    settings = (("rank", rank), ("ns_dtype", polar))
+    cosmos = Entry("cosmos", OPTIMIZERS["cosmos"].make, settings, rank=rank, polar=polar, note=note)
+    return [*map(peer, PEERS), cosmos]

@@ -4,8 +4,8 @@ On a CPU it is PyTorch's operators that are listed. What a step takes longer tha
 idle.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -22,8 +22,8 @@ TOP = 25
 """Kernels listed."""
 
 
-def kernel_times(run: TimedRun) -> tuple[dict[str, float], Counter[str]]:
-    """Return milliseconds and calls of every kernel in one period; on a CPU of every PyTorch operator."""
+def kernel_times(run: TimedRun) -> list[tuple[str, float, int]]:
+    """Return name, milliseconds and calls of every kernel in a period, or on a CPU operator, the longest first."""
     device = run.problem.device
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
@@ -31,16 +31,15 @@ def kernel_times(run: TimedRun) -> tuple[dict[str, float], Counter[str]]:
         torch.ones(1, device=device).add_(1).sum().item()
     with profile(activities=activities) as recorded:
         run.steps(PERIOD)
-    times: dict[str, float] = defaultdict(float)
-    calls: Counter[str] = Counter()
-    for e in recorded.events():
-        on_gpu = e.device_type == torch.autograd.DeviceType.CUDA
+
+    def own(e: Any) -> bool:
         # The optimizer's own annotation is repeated on the device.
-        if on_gpu != cuda or e.name.startswith(("Optimizer.", "ProfilerStep")) or getattr(e, "is_user_annotation", 0):
-            continue
-        times[e.name] += (e.time_range.elapsed_us() if cuda else e.self_cpu_time_total) / 1e3
-        calls[e.name] += 1
-    return times, calls
+        annotation = e.key.startswith(("Optimizer.", "ProfilerStep")) or getattr(e, "is_user_annotation", False)
+        return (e.device_type == torch.autograd.DeviceType.CUDA) == cuda and not annotation
+
+    time = "self_device_time_total" if cuda else "self_cpu_time_total"
+    found = [(e.key, getattr(e, time) / 1e3, e.count) for e in recorded.key_averages() if own(e)]
+    return sorted(found, key=lambda kernel: -kernel[1])
 
 
 def measure(s: ParameterSet, device: torch.device) -> Iterator[rows.Row]:
@@ -54,13 +53,12 @@ def measure(s: ParameterSet, device: torch.device) -> Iterator[rows.Row]:
     for run in runs:
         step = 1e3 * sum(run.steps(PERIOD)) / PERIOD
         yield row | {"metric": "step", "unit": "ms", "median": step, "rounds": 1}
-        times, calls = kernel_times(run)
-        total = sum(times.values()) / PERIOD
+        found = kernel_times(run)
+        total = sum(ms for _, ms, _ in found) / PERIOD
         row |= {"metric": "kernel time", "unit": "ms", "rounds": 1}
         yield row | {"median": total, "ratio": total / step, "note": "all; ratio is to the step"}
-        launches = calls.total() / PERIOD
+        launches = sum(calls for _, _, calls in found) / PERIOD
         yield row | {"metric": "kernel calls", "unit": "1", "median": launches, "note": "all, a step"}
-        for name in sorted(times, key=lambda name: -times[name])[:TOP]:
-            own = times[name] / PERIOD
-            note = f"{calls[name] / PERIOD:.3g} calls a step: {name[:120]}"
-            yield row | {"median": own, "ratio": own / total, "note": note}
+        for name, ms, calls in found[:TOP]:
+            note = f"{calls / PERIOD:.3g} calls a step: {name[:120]}"
+            yield row | {"median": ms / PERIOD, "ratio": ms / PERIOD / total, "note": note}

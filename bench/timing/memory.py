@@ -60,8 +60,7 @@ TABLE: dict[str, Callable[[int, int, int], dict[str, int]]] = {
 }
 """Elements of one weight in the lines of the paper's table; Muon's and AdamW's likewise, which it does not have."""
 SCALARS: dict[str, tuple[str, ...]] = {
-    "pro-klshampoo": ("clipped", "lambda_0", "skipped", "step"),
-    "kl-shampoo": ("clipped", "lambda_0", "skipped", "step"),
+    **dict.fromkeys(OWN, ("clipped", "lambda_0", "skipped", "step")),
     "muon": (),
     "adamw": ("step",),
 }
@@ -157,6 +156,32 @@ def plain_workspace(method: str, parameters: ParameterSet, dtype: torch.dtype) -
     return peak.extra
 
 
+def state_figures(method: str, s: ParameterSet, rank: int, dtype: torch.dtype) -> Iterator[rows.Row]:
+    """Yield elements and bytes of the state, beside what the paper's table says."""
+    elements = total = table = 0
+    for (m, n), count in s.oriented.items():
+        own = state(method, m, n, rank, dtype)
+        elements, total = elements + count * own[0], total + count * own[1]
+        table += count * sum(TABLE[method](m, n, effective_rank(rank, m, n)).values())
+    scalars, note = ", ".join(SCALARS[method]), "floor is the table's"
+    note += f"; beyond it, for each weight: {scalars}" if scalars else ""
+    note += " (step is a Python integer, not counted)" if method in OWN else ""
+    for unit, found, floor in (("elements", elements, table), ("bytes", total, table * dtype.itemsize)):
+        yield {"metric": "state", "unit": unit, "median": found, "floor": floor, "note": note}
+
+
+def workspace_figures(method: str, s: ParameterSet, rank: int, dtype: torch.dtype) -> Iterator[rows.Row]:
+    """Yield the temporary memory of a step and, of this package's, of a refresh step, beside their bound."""
+    if method not in OWN:
+        yield {"metric": "workspace", "unit": "bytes", "median": plain_workspace(method, s, dtype)}
+        return
+    *both, bound = workspace(method, s, rank, dtype)
+    for metric, found in zip(("workspace", "workspace of a refresh step"), both, strict=True):
+        row = {"metric": metric, "unit": "bytes", "median": found}
+        yield row | {"ratio": found / bound, "note": "ratio is over the bound"}
+    yield {"metric": "workspace bound", "unit": "bytes", "median": bound}
+
+
 def set_rows(s: ParameterSet) -> Iterator[rows.Row]:
     """Yield the rows of a set; ratios of state are to Muon's."""
     pairs = [*((method, 0) for method in ("muon", "adamw", "kl-shampoo")), *(("pro-klshampoo", r) for r in s.ranks)]
@@ -165,37 +190,8 @@ def set_rows(s: ParameterSet) -> Iterator[rows.Row]:
         for method, rank in pairs:
             row: rows.Row = {"model": s.name, "optimizer": method, "backend": "torch" if method in OWN else ""}
             row |= {"rank": rank or None, "dtype": str(dtype).removeprefix("torch."), "shapes": s.text}
-            for unit, found in state_figures(method, s, rank, dtype):
-                muon.setdefault(unit, found["median"])
-                yield row | {"metric": "state", "unit": unit, "ratio": found["median"] / muon[unit]} | found
-            for metric, found in workspace_figures(method, s, rank, dtype):
-                yield row | {"metric": metric, "unit": "bytes"} | found
-
-
-def state_figures(method: str, s: ParameterSet, rank: int, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield elements and bytes of the state, beside what the paper's table says."""
-    elements = total = table = 0
-    for (m, n), count in s.oriented.items():
-        own = state(method, m, n, rank, dtype)
-        elements, total = elements + count * own[0], total + count * own[1]
-        table += count * sum(TABLE[method](m, n, effective_rank(rank, m, n)).values())
-    scalars = ", ".join(SCALARS[method])
-    note = f"floor is the table's; beyond it, for each weight: {scalars}" if scalars else "floor is the table's"
-    if "skipped" in SCALARS[method]:
-        note += " (step is a Python integer, not counted)"
-    yield "elements", {"median": elements, "floor": table, "note": note}
-    yield "bytes", {"median": total, "floor": table * dtype.itemsize, "note": note}
-
-
-def workspace_figures(
-    method: str, s: ParameterSet, rank: int, dtype: torch.dtype
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the temporary memory of a step and, of this package's, of a refresh step, beside their bound."""
-    if method not in OWN:
-        yield "workspace", {"median": plain_workspace(method, s, dtype)}
-        return
-    ordinary, refresh, bound = workspace(method, s, rank, dtype)
-    note = "ratio is over the bound"
-    yield "workspace", {"median": ordinary, "ratio": ordinary / bound, "note": note}
-    yield "workspace of a refresh step", {"median": refresh, "ratio": refresh / bound, "note": note}
-    yield "workspace bound", {"median": bound}
+            for found in state_figures(method, s, rank, dtype):
+                base = muon.setdefault(found["unit"], found["median"])
+                yield row | {"ratio": found["median"] / base} | found
+            for found in workspace_figures(method, s, rank, dtype):
+                yield row | found

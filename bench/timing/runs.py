@@ -3,6 +3,7 @@
 A period is PERIOD steps, one of which refreshes, so that its mean is the amortised step.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.command import UsageError
 from bench.timing import agreement
 from bench.timing.entries import PERIOD, Entry
-from bench.timing.peers import CannotRun, reason
 from bench.timing.problem import Problem
 
 
@@ -54,11 +55,11 @@ class TimedRun:
         """Run a period that does not count, but for knowing how long one takes.
 
         Raises:
-            CannotRun: it takes longer than ``slowest`` seconds, as the second step promises; the first initialises.
+            UsageError: it takes longer than ``slowest`` seconds, as the second step promises; the first initialises.
         """
         seconds = self.steps(2)
         if seconds[1] * PERIOD > slowest:
-            raise CannotRun(f"too slow: a step took {seconds[1]:.2g} s, may take {slowest / PERIOD:g} s")
+            raise UsageError(f"too slow: a step took {seconds[1]:.2g} s, may take {slowest / PERIOD:g} s")
         seconds += self.steps(PERIOD - 2)
         self.took = sum(seconds[1:]) * PERIOD / (PERIOD - 1)
 
@@ -87,8 +88,9 @@ def timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
 
 
 def failure(entry: Entry, error: Exception) -> str:
-    """Say why there is no figure: a peer cannot run, while what fails of this package is wrong."""
-    return f"wrong: {reason(error)}" if entry.backend else reason(error)
+    """Say in a line why there is no figure: a peer cannot run, while what fails of this package is wrong."""
+    line = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+    return f"wrong: {line}" if entry.backend else line
 
 
 def enter(entries: Sequence[Entry], problem: Problem, slowest: float) -> tuple[list[TimedRun], list[tuple[Entry, str]]]:
@@ -104,10 +106,10 @@ def enter(entries: Sequence[Entry], problem: Problem, slowest: float) -> tuple[l
             if entry.backend not in ("", "reference"):
                 for shape in dict.fromkeys(problem.parameters.each):
                     if wrong := agreement.complaint(entry, shape, problem.device):
-                        raise CannotRun(f"wrong: {wrong}")
+                        raise UsageError(f"wrong: {wrong}")
             run = TimedRun(entry, problem)
             run.warm_up(slowest)
-        except CannotRun as error:
+        except UsageError as error:
             left_out.append((entry, str(error)))
         except Exception as error:  # a peer may fail in any way, and the rest is to be measured
             left_out.append((entry, failure(entry, error)))

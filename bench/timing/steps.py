@@ -17,8 +17,7 @@ import torch
 from bench import costs, rows
 from bench.rates import Rates, main_dtype
 from bench.shapes import ASPECTS, ParameterSet
-from bench.timing.entries import PERIOD, Entry, aspect_entries, model_entries
-from bench.timing.peers import peers
+from bench.timing.entries import PERIOD, Entry, aspect_entries, model_entries, peers
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, take_turns
 
@@ -43,7 +42,7 @@ def run_rows(run: TimedRun, medians: dict[Any, float], rates: Rates) -> Iterator
     entry, s = run.entry, run.problem.parameters
     row = {**head(entry, s), "unit": "ms", "rounds": len(run.periods)}
     floor = None
-    if entry.counted:
+    if entry.optimizer in costs.METHODS:
         floor = 1e3 * costs.floor(costs.total(s, entry.rank or 1, PERIOD, entry.optimizer, least=True), rates)
     reference = medians.get(("muon", "", None, entry.polar or main_dtype(rates), False))
     ratio = None if reference is None else medians[entry.key] / reference
