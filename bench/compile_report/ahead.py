@@ -10,6 +10,7 @@ signature there.
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -39,9 +40,7 @@ def _shapes(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Event]:
-    for buckets in steps_of(s, dtype, build).values():
-        for events in buckets:
-            yield from events
+    return chain.from_iterable(chain.from_iterable(steps_of(s, dtype, build).values()))
 
 
 def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Event]:
@@ -93,12 +92,8 @@ def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
 def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:
     """Return how many kernels these launches took that were compiled now, and how many were in the cache."""
     hits: list[bool] = []
-
-    def listen(*, cache_hit: bool, **_: Any) -> None:
-        hits.append(cache_hit)
-
     with triton.knobs.compilation.scope():
-        triton.knobs.compilation.listener = listen
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
         for launch in found:
             build(launch, arch)
     return hits.count(False), hits.count(True)

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "prepared"
 TOOLS = ("setuptools>=77", "pybind11>=2.12", "ninja", "pytest", "pytest-benchmark", "pytest-xdist")
 """What builds the package and what tests and times it; the first three as in pyproject.toml."""
+NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+"""The extension's file, for this Python."""
 SOURCES = "sources.sha256"
 """What csrc was when the extension was built."""
 PLACED = "placed"
@@ -34,8 +36,6 @@ GROUP = "__grp__"
 """What the names of those files of Triton's cache begin with that say where the files of an entry are."""
 LIMIT = 40 * 2**20
 """Bytes that the folder may have, so that it travels with a working tree."""
-LARGEST = 3
-"""Files named where it has more."""
 
 
 def run(what: str, arguments: Sequence[str], **variables: str) -> None:
@@ -64,8 +64,7 @@ def extension(folder: Path, arch: int) -> None:
     scratch = FOLDER.with_name("prepared-extension")
     asked = ["setup.py", "-q", "build_ext", "--build-lib", str(scratch), "--build-temp", str(scratch)]
     run("setup.py build_ext", asked, PROKL_BUILD_CUDA="1", PROKL_CUDA_ARCHS=str(arch))
-    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    shutil.copy2(scratch / "prokl" / name, folder / name)
+    shutil.copy2(scratch / "prokl" / NAME, folder / NAME)
     (folder / SOURCES).write_text(fingerprint(), encoding="utf-8")
 
 
@@ -80,32 +79,22 @@ def triton(folder: Path, arch: int) -> None:
 PARTS: dict[str, Callable[[Path, int], None]] = {"wheels": wheels, "extension": extension, "triton": triton}
 
 
-def check_size(folder: Path, limit: int = LIMIT) -> int:
-    """Return the bytes of a folder.
+def pack(parts: Sequence[str], arch: int) -> None:
+    """Make parts anew.
 
     Raises:
-        UsageError: there are more than ``limit``.
+        UsageError: a part fails, or the folder has more than LIMIT.
     """
-    sizes = {path.relative_to(folder): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    total = sum(sizes.values())
-    if total > limit:
-        largest = sorted(sizes, key=lambda path: -sizes[path])[:LARGEST]
-        named = ", ".join(f"{path} {sizes[path] / 2**20:.1f} MiB" for path in largest)
-        raise UsageError(
-            f"{folder} has {total / 2**20:.1f} MiB: must be at most {limit / 2**20:g}. Remove what need not travel; "
-            f"the largest are {named}"
-        )
-    return total
-
-
-def pack(parts: Sequence[str], arch: int) -> None:
-    """Make parts anew."""
     print(f"for Python {platform.python_version()} of {sys.executable}, sm_{arch}, in {FOLDER}", flush=True)
     for name in parts:
         shutil.rmtree(FOLDER / name, ignore_errors=True)
         (FOLDER / name).mkdir(parents=True)
         PARTS[name](FOLDER / name, arch)
-    print(f"{check_size(FOLDER) / 2**20:.1f} MiB of at most {LIMIT / 2**20:g}")
+    total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
+    said = f"{total / 2**20:.1f} MiB of at most {LIMIT / 2**20:g}"
+    if total > LIMIT:
+        raise UsageError(f"{FOLDER} has {said}: remove what need not travel")
+    print(said)
 
 
 def fingerprint() -> str:
@@ -131,41 +120,37 @@ def install_tools(folder: Path) -> str:
 
 
 def place_extension(folder: Path) -> str:
-    """Put the extension where it is imported from; where it does not fit, take it away again and say why."""
-    mark, name = folder / PLACED, f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    """Put the extension where it is imported from; where it does not fit, put back what was there and say why."""
+    mark = folder / PLACED
     mark.unlink(missing_ok=True)
-    if not (folder / name).exists():
+    if not (folder / NAME).exists():
         return f"not used: it was built for another Python, {', '.join(path.name for path in folder.glob('_C.*'))}"
     if (folder / SOURCES).read_text(encoding="utf-8") != fingerprint():
         return "not used: csrc has changed since"
-    target = ROOT / "prokl" / name
+    target = ROOT / "prokl" / NAME
     own = target.read_bytes() if target.exists() else None
-    shutil.copy2(folder / name, target)
+    shutil.copy2(folder / NAME, target)
     reason = unsupported_reason()
-    if reason is not None:
-        if own is None:
-            target.unlink()
-        else:  # built here before
-            target.write_bytes(own)
-        return f"not used: {reason}"
-    mark.touch()
-    return "placed"
+    if reason is None:
+        mark.touch()
+        return "placed"
+    target.unlink()
+    if own is not None:  # built here before
+        target.write_bytes(own)
+    return f"not used: {reason}"
 
 
 def copy_kernels(folder: Path, cache: Path) -> str:
     """Copy the entries that a cache of Triton's lacks; each names its files where they are then."""
-    copied = 0
-    for entry in sorted(path for path in folder.iterdir() if path.is_dir()):
+    new = [path for path in sorted(folder.iterdir()) if path.is_dir() and not (cache / path.name).exists()]
+    for entry in new:
         target = cache / entry.name
-        if target.exists():
-            continue
         shutil.copytree(entry, target)
         for group in target.glob(f"{GROUP}*"):
             names = json.loads(group.read_text(encoding="utf-8"))["child_paths"]
             paths = {name: str(target / name) for name in names if (target / name).exists()}
             group.write_text(json.dumps({"child_paths": paths}), encoding="utf-8")
-        copied += 1
-    return f"{copied} entries new in {cache}"
+    return f"{len(new)} entries new in {cache}"
 
 
 def unpack() -> None:
@@ -176,9 +161,11 @@ def unpack() -> None:
     cache = os.environ.get("TRITON_CACHE_DIR")
     if cache is None:
         raise UsageError("TRITON_CACHE_DIR is not set: name the folder for compiled kernels in it")
-    if (FOLDER / "wheels").is_dir():
-        print(f"tools: {install_tools(FOLDER / 'wheels')}", flush=True)
-    if (FOLDER / "extension").is_dir():
-        print(f"extension: {place_extension(FOLDER / 'extension')}", flush=True)
-    if (FOLDER / "triton").is_dir():
-        print(f"kernels: {copy_kernels(FOLDER / 'triton', Path(cache).resolve())}", flush=True)
+    steps: dict[str, tuple[str, Callable[[Path], str]]] = {
+        "wheels": ("tools", install_tools),
+        "extension": ("extension", place_extension),
+        "triton": ("kernels", lambda folder: copy_kernels(folder, Path(cache).resolve())),
+    }
+    for name, (what, take) in steps.items():
+        if (FOLDER / name).is_dir():
+            print(f"{what}: {take(FOLDER / name)}", flush=True)
