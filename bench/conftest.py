@@ -5,11 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import rows
-from bench.command import UsageError
 from bench.shapes import PAPER, SETS, SMALL
-
-SECONDS = 0.2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,26 +13,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.addoption("--device", choices=("cpu", "cuda"), help="default: cuda where there is such a device")
     sets = f"of {', '.join(SETS)} (default: {', '.join(SMALL)}; on cuda {', '.join(PAPER)})"
     options.addoption("--sets", nargs="+", choices=SETS, metavar="SET", help=sets)
-    options.addoption(
-        "--seconds", type=float, default=SECONDS, metavar="S", help=f"of timing a form (default: {SECONDS:g})"
-    )
+    options.addoption("--seconds", type=float, default=0.2, metavar="S", help="of timing a form (default: 0.2)")
     options.addoption("--rows", type=Path, metavar="CSV", help="put the rows there, in place of a group's old ones")
     options.addoption("--again", action="store_true", help="measure also what --rows has of this commit and machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.option
-    if not option.seconds > 0:
-        raise pytest.UsageError(f"--seconds {option.seconds:g}: must be more than 0")
     option.device = option.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if option.device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
     option.sets = option.sets or (SMALL if option.device == "cpu" else PAPER)
-    if option.rows:
-        try:
-            rows.read(option.rows)
-        except UsageError as error:
-            raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """What a machine does per second at most: the ceilings that floors are made of, measured or as recorded before."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,8 @@ MACHINE = "machine"
 CEILINGS = {"product rate bfloat16": "GFLOP/s", "product rate float32": "GFLOP/s", "copy bandwidth": "GB/s"}
 """Metric and unit of the fields of :class:`Rates`, in their order."""
 QUICK = 0.03
-"""Seconds of a product after which a larger one, eight times the work, is still tried."""
+"""Seconds of a product after which a larger one, eight times the work, is still tried: a CPU that emulates bfloat16 may
+be a hundred times slower in it than in float32."""
 EACH = 0.05
 """Seconds that each product and the copy are repeated for; the quickest call counts, as a floor wants."""
 
@@ -41,32 +42,23 @@ def main_dtype(rates: Rates) -> torch.dtype:
 
 
 def machine_rates(device: torch.device, path: Path | None, here: Mapping[str, str]) -> Rates:
-    """Return the ceilings that a file has of this commit and machine, which its floors are made of, or measure them.
-
-    What is measured goes into the file.
-    """
+    """Return the ceilings that a file has of this commit and machine, or measure them and put them into the file."""
     if path is not None and rows.measured(path, {"case": MACHINE}, here):
         found = {row["metric"]: float(row["median"]) for row in rows.read(path) if row.get("case") == MACHINE}
         return Rates(*(1e9 * found[metric] for metric in CEILINGS))
     rates = measure_rates(device)
-    values = (rates.half, rates.single, rates.bandwidth)
     ceilings: list[rows.Row] = [
         {"case": MACHINE, "metric": metric, "unit": unit, "median": value / 1e9}
-        for (metric, unit), value in zip(CEILINGS.items(), values, strict=True)
+        for (metric, unit), value in zip(CEILINGS.items(), astuple(rates), strict=True)
     ]
-    for row in ceilings:
-        print(rows.describe(row), flush=True)
+    print(*map(rows.describe, ceilings), sep="\n", flush=True)
     if path is not None:
         rows.upsert(path, [row | here for row in ceilings], key=("model", "case"))
     return rates
 
 
 def _product_rate(dtype: torch.dtype, sides: tuple[int, ...], device: torch.device) -> float:
-    """Return the operations per second of square products, of the size and layout that are fastest.
-
-    It goes on to the next size only from a call that was quick: a CPU that emulates bfloat16 may be a hundred times
-    slower in it than in float32.
-    """
+    """Return the operations per second of square products, of the size and layout that are fastest."""
     best = 0.0
     for side in sides:
         A = torch.randn(side, side, device=device).to(dtype)
@@ -77,28 +69,19 @@ def _product_rate(dtype: torch.dtype, sides: tuple[int, ...], device: torch.devi
     return best
 
 
-def measure_rates(device: torch.device, sides: tuple[int, ...] | None = None, elements: int = 2**26) -> Rates:
-    """Measure the ceilings of a machine.
+def measure_rates(device: torch.device) -> Rates:
+    """Measure the ceilings of a machine, with products as exact as float32 on the way out.
 
     On a GPU three TF32 products count as one in float32, which they are about as exact as, where that is faster.
-
-    Args:
-        device: where.
-        sides: of the square matrices multiplied, ascending; it stops where they take long.
-        elements: float32 numbers copied; must be more than the caches hold.
     """
     cuda = device.type == "cuda"
-    sides = sides or ((4096, 8192) if cuda else (128, 256, 512, 1024))
-    precision = torch.get_float32_matmul_precision()
-    try:
-        half = _product_rate(torch.bfloat16, sides, device)
+    sides = (4096, 8192) if cuda else (128, 256, 512, 1024)
+    torch.set_float32_matmul_precision("highest")
+    half, single = (_product_rate(dtype, sides, device) for dtype in (torch.bfloat16, torch.float32))
+    if cuda:
+        torch.set_float32_matmul_precision("high")
+        single = max(single, _product_rate(torch.float32, sides, device) / 3)
         torch.set_float32_matmul_precision("highest")
-        single = _product_rate(torch.float32, sides, device)
-        if cuda:
-            torch.set_float32_matmul_precision("high")
-            single = max(single, _product_rate(torch.float32, sides, device) / 3)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    x = torch.ones(elements, device=device)
+    x = torch.ones(2**26, device=device)  # more than caches hold
     y = torch.empty_like(x)
     return Rates(half, single, 2 * x.nbytes / min(call_seconds(partial(y.copy_, x), device, EACH)))

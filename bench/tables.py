@@ -89,9 +89,7 @@ def rendered(text: str) -> str:
 
 def draw() -> None:
     """Draw the figures of the results again."""
-    steps = frame(RESULTS / "step-cpu.csv")
-    timing.plot_steps(steps, RESULTS / "step-cpu.png")
-    timing.plot_aspects(steps, RESULTS / "step-cpu-aspects.png")
+    timing.plot_aspects(frame(RESULTS / "step-cpu.csv"), RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     figures.lengths(RESULTS / "lengths-loss.png", *lengths_rows)

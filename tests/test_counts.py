@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import costs, counts, rates
+from bench import costs, counts
 from bench.counts import Cost, step_cost
 from bench.rates import Rates
 from bench.shapes import ASPECTS, PAPER, SETS, SMALL, ParameterSet
@@ -175,35 +175,11 @@ def test_a_set_costs_what_its_weights_cost_whichever_way_they_lie():
         assert costs.total(s, 100, 10, method) == apart
 
 
-def test_the_cheapest_qr_is_one_cholesky_pass():
-    assert counts.cholesky_qr(40, 8) == pytest.approx(40 * 8**2 + 8**3 / 3 + 40 * 8**2, rel=1e-12)
-
-
 def test_the_floor_is_the_slower_of_arithmetic_and_traffic():
     found = Rates(half=100.0, single=10.0, bandwidth=5.0)
     assert costs.floor(Cost(1000.0, 50.0, 1.0), found) == 1000 / 100 + 50 / 10
     assert costs.floor(Cost(1000.0, 50.0, 500.0), found) == 500 / 5
     assert costs.floor(Cost(1000.0, 50.0, 1.0), Rates(1.0, 10.0, 5.0)) == 1050 / 10  # a CPU that emulates bfloat16
-
-
-def test_measuring_the_ceilings_puts_torchs_setting_back():
-    before = torch.get_float32_matmul_precision()
-    found = rates.measure_rates(torch.device("cpu"), sides=(32, 64), elements=2**12)
-    assert torch.get_float32_matmul_precision() == before
-    assert min(found.half, found.single, found.bandwidth) > 0
-
-
-@pytest.mark.parametrize("seconds, sides", [(rates.QUICK / 2, [8, 8, 16, 16]), (rates.QUICK * 2, [8, 8])])
-def test_no_larger_product_is_tried_after_one_that_took_long(seconds, sides, monkeypatch):
-    tried = []
-
-    def call_seconds(run, device, budget):
-        tried.append(run().shape[0])
-        return [seconds]
-
-    monkeypatch.setattr(rates, "call_seconds", call_seconds)
-    rate = rates._product_rate(torch.float32, (8, 16), torch.device("cpu"))
-    assert tried == sides and rate == 2 * sides[-1] ** 3 / seconds
 
 
 @pytest.mark.parametrize("m, n, r", [(8, 32, 3), (96, 96, 16), (96, 384, 16), (768, 3072, 128), (2, 2, 1)])

@@ -1,4 +1,4 @@
-"""What a real step launches on a GPU, traced without one: every kernel, with its stage, operations and bytes.
+"""What a real step launches on a GPU, traced without one: every kernel, with its operations and bytes.
 
 The optimizer is built over weights without memory, and its buckets execute with the backend of a CUDA device that has
 the extension. The tensors say that they are on a CPU, since a torch without CUDA cannot index others; nothing asks them
@@ -7,7 +7,6 @@ the sizes, and every other operator of PyTorch that computes something is one la
 count.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -52,36 +51,10 @@ OVERWRITES = {"copy_", "fill_", "zero_"}
 class Event:
     """One launch of a step."""
 
-    stage: str
-    """Function of the step that it took place in."""
     kernel: str
     work: Work
     launch: Launch | None = None
     """Triton's."""
-
-
-def _callers() -> list[tuple[str, str]]:
-    """Return (module, function) of the package's functions that are being called, from the outermost on."""
-    frame, path = sys._getframe(1), []
-    while frame is not None:
-        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith("prokl.") and module != "prokl.backends.device" and not name.startswith("<"):
-            path.append((module, name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return path[::-1]
-
-
-def stage() -> str:
-    """Return the function that the step, or the bucket, has called directly: where a launch belongs."""
-    path = _callers()
-    if any(module == "prokl.algorithm.newton_schulz" for module, _ in path):
-        return "newton_schulz"
-    last = ""
-    for module, name in path:
-        if not module.startswith("prokl.engine.") and name != "step":
-            return name
-        last = name
-    return last.strip("_")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -110,8 +83,8 @@ class Operators(TorchDispatchMode):
             read = sum(map(held, given[1:] if name in OVERWRITES else given))
             written = sum(map(held, _tensors(out)))
             if name in TWICE:
-                self.events.append(Event(stage(), TORCH, Work(2 * held(given[0]))))
-            self.events.append(Event(stage(), TORCH, Work(read + written)))
+                self.events.append(Event(TORCH, Work(2 * held(given[0]))))
+            self.events.append(Event(TORCH, Work(read + written)))
         return out
 
     def _extension(self, name: str, args: tuple[Any, ...]) -> None:
@@ -125,8 +98,7 @@ class Operators(TorchDispatchMode):
             "semidefinite_root": lambda: qr_counts.semidefinite(batch, k, False),
             "finish": lambda: qr_counts.finish(batch, args[0].shape[1], k, parts),
         }[name]()
-        at = stage()
-        self.events += [Event(at, EXTENSION + kernel, own) for kernel, own in launches]
+        self.events += [Event(EXTENSION + kernel, own) for kernel, own in launches]
 
 
 @contextmanager
@@ -136,7 +108,7 @@ def tracing() -> Iterator[list[Event]]:
 
     def triton(launch: Launch) -> None:
         done = work(launch.kernel, launch.by_name, launch.programs)
-        events.append(Event(stage(), launch.kernel, done, launch))
+        events.append(Event(launch.kernel, done, launch))
 
     def gpu(backend: str | None, device: Any, precision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
         balanced = precision != "faithful" and dtype == torch.float32  # on a GPU None is balanced

@@ -18,6 +18,7 @@ from bench.micro.case import (
     FP32,
     FP32_POLAR,
     FP64,
+    Bind,
     Case,
     Draw,
     Dtypes,
@@ -47,6 +48,8 @@ from prokl.pair import Operand, Pair
 
 BOTH = (FP32, BF16)
 STORED = (FP32, BF16, BF16_STATE, FP64)
+GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product, "operand": "polar"}
+"""Of what Newton-Schulz multiplies on Gram matrices."""
 
 
 def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -100,14 +103,20 @@ def _whiten(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Direction]:
     return run
 
 
-def _polynomial(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
-    R, (_, b, c) = i["R"], NS_COEFFICIENTS
-    return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
+def _polynomial(shifted: bool) -> Case:
+    a, b, c = NS_COEFFICIENTS
 
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+        R = i["R"]
+        if shifted:
+            return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
+        return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
 
-def _shifted(i: Inputs, ops: ProKLShampooStages) -> Callable[[], tuple[Tensor, Tensor]]:
-    R, (a, b, c) = i["R"], NS_COEFFICIENTS
-    return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
+    def flops(s: Sizes) -> float:
+        return s.m * (s.m + 1) * s.m
+
+    name = ("shifted" if shifted else "symmetric") + " polynomial"
+    return Case(name, tensors("R mm~ polar"), bind, flops, flops, **GRAM)
 
 
 def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -115,18 +124,14 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
-def _scaled_gram(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
-    return lambda: ops.gram(i["X"], i["scale"])
+def _split_result(module: Any, name: str) -> Bind:
+    """Return a product whose result is split by the kernel itself; PyTorch's stages do so by themselves."""
 
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
+        form = getattr(module, f"{name}_pair") if ops.name == "triton" else getattr(ops, name)
+        return lambda: form(*i.values())
 
-def _symmetric_pair(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
-    form = symmetric_product.symmetric_product_pair if ops.name == "triton" else ops.symmetric_product
-    return lambda: form(i["A"])
-
-
-def _split_product(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
-    form = product.product_pair if ops.name == "triton" else ops.product
-    return lambda: form(i["A"], i["B"])
+    return bind
 
 
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
@@ -248,20 +253,11 @@ KERNELS: tuple[Case, ...] = (
         module=symmetric_product,
     ),
     Case(
-        "symmetric X", tensors("X mn polar", "scale .+ polar"), _scaled_gram,
-        lambda s: s.m * (s.m + 1) * s.n, lambda s: s.m * (s.m + 1) * s.n,
-        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
+        "symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"),
+        lambda s: s.m * (s.m + 1) * s.n, lambda s: s.m * (s.m + 1) * s.n, **GRAM,
     ),
-    Case(
-        "symmetric polynomial", tensors("R mm~ polar"), _polynomial,
-        lambda s: s.m * (s.m + 1) * s.m, lambda s: s.m * (s.m + 1) * s.m,
-        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
-    ),
-    Case(
-        "shifted polynomial", tensors("R mm~ polar"), _shifted,
-        lambda s: s.m * (s.m + 1) * s.m, lambda s: s.m * (s.m + 1) * s.m,
-        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=symmetric_product, operand="polar",
-    ),
+    _polynomial(shifted=False),
+    _polynomial(shifted=True),
     newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     apply_case("X Q scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="polar"),
@@ -300,7 +296,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("product V of pairs", "nmr", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
     product_case("symmetric E of pairs", "mn", "mn pair", timed=(FP32,), operand="pair"),
     Case(
-        "product of pairs, split", tensors("A mr pair", "B rr pair"), _split_product, lambda s: 2 * s.m * s.r * s.r,
+        "product of pairs, split", tensors("A mr pair", "B rr pair"), _split_result(product, "product"),
+        lambda s: 2 * s.m * s.r * s.r,
         module=product, operand="pair",
     ),
     # And KL-Shampoo's.
@@ -313,7 +310,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric R of pairs", "nm", "nmT pair", ("C nn~",)),
     product_case("symmetric R", "nm", "nmT", ("C nn~",)),
     Case(
-        "symmetric P of pairs", tensors("A mm pair"), _symmetric_pair,
+        "symmetric P of pairs", tensors("A mm pair"), _split_result(symmetric_product, "symmetric_product"),
         lambda s: s.m * (s.m + 1) * s.m, timed=(FP32,), module=symmetric_product, operand="pair",
     ),
 )  # fmt: skip

@@ -67,14 +67,12 @@ def steps(rows: DataFrame) -> str:
 def floors(rows: DataFrame) -> str:
     """Return how many times the predicted floor the steps of this package, Muon and AdamW take."""
     found, usual = steps_on(rows, SMALL)
-    found = found[found["floor"].notna() & found["median"].notna() & (found["dtype"].eq(usual) | ~_in_both(found))]
+    found = found[
+        found["floor"].notna() & found["median"].notna() & (found["dtype"].eq(usual) | ~found["optimizer"].isin(OWN))
+    ]
     times = found["median"] / found["floor"]
     cells = [f"{figure(floor, 1)} ({figure(t, 1)})" for floor, t in zip(found["floor"], times, strict=True)]
     return pivot(found.assign(cell=cells), "floor, ms (step over floor)", found["name"].unique(), SMALL)
-
-
-def _in_both(rows: DataFrame) -> Series:
-    return rows["optimizer"].isin(OWN)
 
 
 def aspects(rows: DataFrame) -> str:
@@ -140,26 +138,6 @@ def divided(rows: DataFrame) -> str:
         found.append([f"{LAUNCHERS[case]}, {ranks} rank{'s' if ranks > 1 else ''}", *cells])
     head = ["largest of a rank (ratio)", "state, MB", "work over mean", "state over mean"]
     return table(DataFrame(found, columns=[*head, "ms a step", "CPU's ms", "MB sent", "MB received"]), 1)
-
-
-def plot_steps(rows: DataFrame, path: Path) -> None:
-    """Draw the step time by method and set as bars, the predicted floor as a line across each."""
-    found, usual = steps_on(rows, SMALL)
-    found = found[found["median"].notna() & (found["dtype"].eq(usual) | ~_in_both(found))]
-    labels = list(found["name"].unique())
-    drawing, axes = plt.subplots(1, len(SMALL), figsize=(3.2 * len(SMALL), 0.32 * len(labels) + 1.3), sharey=True)
-    for axis, model in zip(axes, SMALL, strict=True):
-        for _, row in found[found["model"] == model].iterrows():
-            y = labels.index(row["name"])
-            colours = {"muon": "tab:orange", "pro-klshampoo": "tab:blue", "smok-hop": "tab:blue"}
-            axis.barh(y, row["median"], color=colours.get(row["optimizer"], "0.6"))
-            if row["floor"] > 0:
-                axis.plot([row["floor"]] * 2, [y - 0.4, y + 0.4], color="black", linewidth=1.5)
-        axis.set(title=model, xscale="log", xlabel="ms a step; line: floor")
-        axis.set_yticks(range(len(labels)), labels)
-    axes[0].invert_yaxis()
-    drawing.tight_layout()
-    save(drawing, path)
 
 
 def plot_aspects(rows: DataFrame, path: Path) -> None:
