@@ -9,7 +9,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from functools import wraps
 from pathlib import Path
@@ -72,39 +72,38 @@ def options(kind: type[T], argv: Sequence[str], prog: str, **more: Any) -> T:
     raise UsageError(f"{' '.join(said).rstrip('.')}; see --help")
 
 
-def _given(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every value with its option's name; an option may have several, or None where it was not given."""
+def _check(values: dict[str, Any], right: Callable[[Any], bool], must: str) -> None:
+    """Raise UsageError unless all values of options are right; one may have several, or None where it was not given."""
     for name, value in values.items():
-        for one in value if isinstance(value, tuple | list) else () if value is None else (value,):
-            yield f"--{name.replace('_', '-')}", one
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if one is not None and not right(one):
+                said = f"{one:g}" if isinstance(one, float) else one
+                raise UsageError(f"--{name.replace('_', '-')} {said}: must be {must}")
 
 
 def at_least(low: int, **values: int | Sequence[int] | None) -> None:
     """Raise UsageError unless options are whole numbers from ``low`` on."""
-    for name, value in _given(values):
-        if value < low:
-            raise UsageError(f"{name} {value}: must be a whole number >= {low}")
+    _check(values, lambda one: one >= low, f"a whole number >= {low}")
 
 
 def positive(**values: float | str | Sequence[float | str] | None) -> None:
     """Raise UsageError unless options are finite numbers above 0, or "auto"."""
-    for name, value in _given(values):
-        if value != "auto" and not 0 < value < math.inf:
-            raise UsageError(f"{name} {value:g}: must be a finite number > 0")
+    _check(values, lambda one: one == "auto" or 0 < one < math.inf, "a finite number > 0")
 
 
 def distinct(**values: Sequence[object]) -> None:
     """Raise UsageError unless options have each of their values once."""
-    for name, value in _given({name: [given] for name, given in values.items()}):
+    for name, value in values.items():
         if len(set(value)) < len(value):
-            raise UsageError(f"{name} names one twice: {' '.join(map(str, value))}; give each once")
+            given = " ".join(map(str, value))
+            raise UsageError(f"--{name.replace('_', '-')} names one twice: {given}; give each once")
 
 
 def some(**values: Sequence[object]) -> None:
     """Raise UsageError unless options have values, each of them once."""
-    for name, value in _given({name: [given] for name, given in values.items()}):
+    for name, value in values.items():
         if not value:
-            raise UsageError(f"{name} has no value; give one at least, or leave it out")
+            raise UsageError(f"--{name.replace('_', '-')} has no value; give one at least, or leave it out")
     distinct(**values)
 
 
@@ -123,16 +122,10 @@ def make_folder(out: Path) -> None:
 
 
 def make_file(out: Path) -> None:
-    """Make the folder of a file for results where it is not there.
-
-    Raises:
-        UsageError: If the file is a folder, or cannot be written.
-    """
+    """Make the folder of a file for results where it is not there; raise UsageError if the file is a folder."""
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder; name a file in it")
     make_folder(out.parent)
-    if out.exists() and not os.access(out, os.W_OK):
-        raise UsageError(f"--out {out} cannot be written to; choose another")
 
 
 def cores() -> int:

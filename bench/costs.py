@@ -20,11 +20,15 @@ def terms(method: str, m: int, n: int, r: int) -> list[Term]:
 
 
 def traffic(method: str, m: int, n: int, r: int, tau: int) -> float:
-    """Return the elements of state that one weight's step reads and writes."""
+    """Return the elements of state that one weight's step reads and writes; a refresh writes bases once in tau.
+
+    Counters and lambda_0, a few scalars, are left out.
+    """
     if method == "pro-klshampoo":
-        return counts.pro_klshampoo_traffic(m, n, r, tau)
+        kept = m * n + n * r + m * m + 2 * r * r + m + r + 1  # M, U, L, S, Q_S and eigenvalues
+        return 2 * kept + m * m * (1 + 1 / tau)
     if method == "kl-shampoo":
-        return counts.klshampoo_traffic(m, n, tau)
+        return 2 * (m * n + m * m + n * n + m + n) + (m * m + n * n) * (1 + 1 / tau)
     return {"muon": 2.0 * m * n, "adamw": 4.0 * m * n}[method]
 
 

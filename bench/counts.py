@@ -181,21 +181,6 @@ def klshampoo(m: int, n: int) -> list[Term]:
     )
 
 
-def pro_klshampoo_traffic(m: int, n: int, r: int, tau: int) -> float:
-    """Count the elements of state that Pro-KLShampoo reads and writes a step; a refresh writes Q_L once in tau.
-
-    Counters and lambda_0, a few scalars, are left out, here and in :func:`klshampoo_traffic`.
-    """
-    kept = m * n + n * r + m * m + 2 * r * r + m + r + 1  # M, U, L, S, Q_S and eigenvalues
-    return 2 * kept + m * m * (1 + 1 / tau)
-
-
-def klshampoo_traffic(m: int, n: int, tau: int) -> float:
-    """Count the elements of state that KL-Shampoo reads and writes a step; a refresh writes both bases once in tau."""
-    kept = m * n + m * m + n * n + m + n
-    return 2 * kept + (m * m + n * n) * (1 + 1 / tau)
-
-
 def step_cost(
     terms: Iterable[Term],
     traffic: float,

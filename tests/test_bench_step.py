@@ -17,9 +17,6 @@ from bench.timing.entries import EAGER, PERIOD, Float32Muon, aspect_entries, mod
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, failure, take_turns
 from prokl import ProKLShampoo
-from prokl.backends import triton_pairs
-from prokl.kernels import launch
-from prokl.pair import Pair
 from tests.commands import ROOT, read, run_python
 
 CPU = torch.device("cpu")
@@ -74,34 +71,6 @@ def test_every_optimizer_of_this_package_agrees_with_the_reference(shape):
     own = [entry for entry in model_entries(TINY, CPU, torch.bfloat16) if entry.backend == "torch"]
     assert len(own) == 6
     assert [agreement.complaint(entry, shape, CPU) for entry in own] == [""] * 6
-
-
-@pytest.fixture
-def as_on_cuda(monkeypatch):
-    """The entries of the kernels as CUDA has them by default: balanced."""
-    monkeypatch.setattr(entries, "backends", lambda device: ["torch", "triton"])
-    found = [entry for entry in model_entries(TINY, CPU, torch.bfloat16) if entry.backend == "triton"]
-    return [replace(entry, settings=(*entry.settings, ("precision", "balanced"))) for entry in found]
-
-
-interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("which", range(3, 6))  # those before them have Newton-Schulz in bfloat16, which hides much
-def test_balanced_entries_of_the_kernels_err_as_pytorchs_form_of_the_same_pairs(which, as_on_cuda):
-    assert len(as_on_cuda) == 6
-    assert agreement.complaint(as_on_cuda[which], (12, 8), CPU) == ""
-
-
-@pytest.mark.slow
-@interpreted
-def test_a_balanced_entry_whose_pairs_lost_a_half_does_not_enter(as_on_cuda, monkeypatch):
-    smok_hop = next(entry for entry in as_on_cuda if entry.optimizer == "smok-hop")
-    split = triton_pairs.split
-    monkeypatch.setattr(triton_pairs, "split", lambda *a: Pair(split(*a).both * torch.tensor([1, 0]).view(2, 1, 1, 1)))
-    assert "in float32, may be" in agreement.complaint.__wrapped__(smok_hop, (12, 8), CPU)  # not what is cached
 
 
 class Off(ProKLShampoo):
@@ -194,23 +163,6 @@ def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(ent
     assert all(run.optimizer.state[W]["step"] % PERIOD == 0 for W in run.weights)
     assert all(not torch.equal(W, s) and W.isfinite().all() for W, s in zip(run.weights, start, strict=True))
     assert all(map(torch.equal, problem.start, start)) and all(map(torch.equal, problem.gradients[0], gradients))
-
-
-def test_runs_take_turns_and_fewer_rounds_are_spread_over_the_others():
-    order = []
-
-    class Fake:
-        trouble, weights = None, ()
-
-        def __init__(self, name, took):
-            self.name, self.took, self.periods = name, took, []
-
-        def steps(self, count):
-            order.append(self.name)
-            return [self.took / count] * count
-
-    take_turns([Fake("a", 0.1), Fake("b", 0.25), Fake("c", 9.0)], 1.0, 3, 8)
-    assert "".join(order) == "aabaabaabaabc"
 
 
 def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(tiny, tmp_path, capsys):

@@ -5,7 +5,6 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 pytest.importorskip("setuptools")
 
-from bench.command import UsageError  # noqa: E402
 from bench.compile_report import __main__ as compile_report  # noqa: E402
-from bench.compile_report import csrc, ptx, trace  # noqa: E402
+from bench.compile_report import csrc, ptx, trace, triton_kernels  # noqa: E402
 from bench.compile_report.launches import Launch, Pointer, describe  # noqa: E402
 from bench.compile_report.triton_kernels import (  # noqa: E402
     ARCHITECTURES,
@@ -229,64 +227,6 @@ def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
     assert ptx.widest(PTX.replace(".v4", "").replace("0x10", "0x4")) == (4, 8)
 
 
-COMPILED = """
-import re, torch
-from dataclasses import replace
-from bench.compile_report.launches import recording, shapes
-from bench.compile_report.triton_kernels import build, checked, record
-from bench.micro.case import Sizes
-from bench.micro.kernels import KERNELS
-from unittest.mock import patch
-from prokl.kernels import product
-from prokl.kernels.admit import admit
-from prokl.kernels.launch import Tile
-
-with recording() as launches:
-    def f(*shape): return shapes(*shape, dtype=torch.float32)
-    one, huge = f(3), f(1, 1).as_strided((3, 768), (2**31, 1))
-    roots = f(3, 768), f(99).as_strided((3, 33), (1, 3)), f(7).narrow(0, 1, 3)
-    rest = {"beta2": 0.9, "damping": 0.0, "n": 1000, "ceilings": (768.0, 1000.0), "largest": 1e38}
-    rest |= {"kappa": 5.0, "units": 100.0}
-    admit(f(3, 768, 33), f(3, 768, 66).narrow(2, 0, 33), huge, roots, one, **rest)
-signature = build(launches[0], 90).asm["ttir"].split("tt.func public")[1].split("attributes")[0]
-for name, rest in re.findall(r"%(\\w+): ([^%]*)", signature):
-    print("argument", name, "aligned" if "tt.divisibility = 16" in rest else "any", re.match(r"[\\w.<>!]+", rest)[0])
-
-case = next(case for case in KERNELS if case.name == "product Q X")
-full = Sizes(48, 768, 3072, 128)
-for tile, sizes in (
-    (Tile(256, 256, 64, 8, 2), full),
-    (Tile(64, 64, 64, 4, 4), Sizes(48, 767, 3071, 127)),
-    (Tile(128, 256, 64, 8, 5), full),
-    (Tile(100, 64, 64, 4, 4), full),
-):
-    with patch.object(product, "TILES_HALF", (tile,)):
-        launch = record(case, sizes)[0]
-    print("wrong", *checked(launch, 90)[1])
-"""
-
-
-@pytest.mark.slow
-def test_what_is_compiled_is_specialised_as_the_jit_does_it_and_a_bad_kernel_is_named():
-    done = run_python("-c", COMPILED)
-    assert done.returncode == 0, done.stderr
-    lines = [line.partition(" ")[::2] for line in done.stdout.splitlines()]
-    found = {name: (kind, dtype) for what, rest in lines if what == "argument" for name, kind, dtype in [rest.split()]}
-    assert found["s_L_ptr"] == ("aligned", "!tt.ptr<f32>")
-    assert found["s_mu_ptr"] == ("any", "!tt.ptr<f32>")  # its storage starts one element earlier
-    assert found["flags_ptr"] == ("aligned", "!tt.ptr<i1>")
-    assert found["M"] == ("aligned", "i32") and found["R"] == ("any", "i32")
-    assert found["beta2"] == found["N"] == ("any", "f64")
-    assert found["stride_s_L_b"] == ("aligned", "i32") and found["stride_e_res_b"] == ("aligned", "i64")
-    assert found["stride_s_S_r"] == ("any", "i32")  # 3: transposed
-    # Of 1, or constexpr.
-    assert not {"stride_s_L_m", "stride_s_S_b", "stride_lambda_0_b", "BOUNDED", "TILE_M"} & set(found)
-    wrong = [rest for what, rest in lines if what == "wrong"]
-    expected = ["registers spill", "loads do not run ahead", "of shared memory; there are", "does not compile"]
-    for line, tile, complaint in zip(wrong, ("256x256", "64x64", "128x256", "100x64"), expected, strict=True):
-        assert re.match(rf"product \({tile}.*on sm_90: .*{complaint}", line)
-
-
 CONTRACTED = """
 from bench.compile_report.triton_kernels import build, record
 from bench.micro.small import SMALL
@@ -349,30 +289,11 @@ def test_a_stack_a_spill_or_too_much_shared_memory_is_found(fault, words):
     assert fault.keys() != {"launch_shared"} or list(csrc.complaints([replace(SUMS, arch="90", **fault)])) == []
 
 
-def test_launches_are_asked_of_the_extension_by_kernel_and_type(monkeypatch):
-    module = SimpleNamespace(
-        float32=SimpleNamespace(shared_memory=lambda: [("sums", 10), ("leaf<true>", 20)]),
-        float64=SimpleNamespace(shared_memory=lambda: [("sums", 30)]),
-    )
-    monkeypatch.setattr(csrc.extension, "load", lambda: (module, None))
-    kernels = [
-        ("qr_float.cu", "sums<float, 4>"),
-        ("qr_float.cu", "leaf<float, true>"),
-        ("qr_double.cu", "sums<double>"),
-    ]
-    rows = [replace(SUMS, source=source, kernel=kernel) for source, kernel in kernels]
-    assert [row.launch_shared for row in csrc.with_launches(rows)] == [10, 20, 30]
-    with pytest.raises(UsageError, match="leaves out leaf<float, false>"):
-        csrc.with_launches([replace(SUMS, source="qr_float.cu", kernel="leaf<float, false>")])
-    monkeypatch.setattr(csrc.extension, "load", lambda: (None, "it was left out"))
-    with pytest.raises(UsageError, match="not known: it was left out"):
-        csrc.with_launches(rows)
-
-
 def test_a_kernel_that_is_wrong_fails_the_command_and_is_still_written(monkeypatch, tmp_path, capsys):
     rows = [SUMS, replace(REVERSE, arch="90")]
     monkeypatch.setattr(csrc, "report", lambda jobs: rows)
-    monkeypatch.setitem(compile_report.REPORTS, "aot", lambda: ([vars(GOOD)], []))
+    monkeypatch.setattr(launch_module, "INTERPRETED", False)
+    monkeypatch.setattr(triton_kernels, "report", lambda jobs: ([GOOD], []))
     assert compile_report.main(["csrc", "--out", str(tmp_path)]) == 1
     assert compile_report.main(["aot", "--out", str(tmp_path)]) == 0
     assert [row["spill_stores"] for row in read(tmp_path / "csrc.csv")] == ["0", "52"]

@@ -1,6 +1,5 @@
 """What travels to a GPU machine: its parts are made within a limit, and taken up there as far as they fit."""
 
-import json
 import shutil
 import subprocess
 
@@ -105,20 +104,6 @@ def test_one_that_does_not_fit_is_not_left_there_and_is_built(change, why, check
     said = pack.place_extension(own)
     assert said.startswith("not used: ") and why in said
     assert not (own / pack.PLACED).exists() and not list((checkout / "prokl").iterdir())
-
-
-def test_entries_that_are_there_stay_and_others_name_their_new_files(tmp_path):
-    prepared, cache = tmp_path / "prepared", tmp_path / "cache"
-    for key in ("OLD", "NEW"):
-        (prepared / key).mkdir(parents=True)
-        (prepared / key / "k.cubin").write_text(key)
-        paths = {name: f"/elsewhere/{key}/{name}" for name in ("k.cubin", "k.source")}
-        (prepared / key / f"{pack.GROUP}k.json").write_text(json.dumps({"child_paths": paths}))
-    (cache / "OLD").mkdir(parents=True)
-    assert pack.copy_kernels(prepared, cache) == f"1 entries new in {cache}"
-    found = json.loads((cache / "NEW" / f"{pack.GROUP}k.json").read_text())
-    assert found == {"child_paths": {"k.cubin": str(cache / "NEW" / "k.cubin")}}
-    assert not list((cache / "OLD").iterdir())
 
 
 COMPILE = """

@@ -8,69 +8,40 @@ than 16 bytes at a time. ``pack`` is ``./run prepare``; ``unpack`` takes up what
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.command import Parser, UsageError, command, cores, make_folder
 from bench.compile_report import pack
 
-Found = tuple[Sequence[Mapping[str, Any]], list[str]]
-"""Rows, and what is wrong."""
+REPORTS = {
+    "aot": ("compile the Triton kernels", ("triton",)),
+    "csrc": ("compile csrc/", ()),
+    "model": ("trace the steps of the paper's models", ()),
+}
+"""What each does, and the columns by which rows of another compiler stay in a file; none do where there are none."""
 
 
-def _needs_triton() -> None:
+def report(name: str) -> tuple[Sequence[Mapping[str, Any]], list[str]]:
+    """Make one report; return its rows, and what is wrong."""
+    if name == "csrc":
+        from bench.compile_report import csrc
+
+        found = csrc.report(cores())
+        return list(map(vars, found)), list(csrc.complaints(found))
     if importlib.util.find_spec("triton") is None:
         raise UsageError("Triton is not installed: pip install triton, or choose csrc")
     from prokl.kernels import launch
 
     if launch.INTERPRETED:
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
+    from bench.compile_report import model, triton_kernels
 
-
-def of_triton() -> Found:
-    """Compile the Triton kernels."""
-    _needs_triton()
-    from bench.compile_report import triton_kernels
-
-    found, wrong = triton_kernels.report(cores())
-    return list(map(vars, found)), wrong
-
-
-def of_csrc() -> Found:
-    """Compile csrc/."""
-    from bench.compile_report import csrc
-
-    found = csrc.report(cores())
-    return list(map(vars, found)), list(csrc.complaints(found))
-
-
-def of_model() -> Found:
-    """Trace the steps of the paper's models."""
-    _needs_triton()
-    from bench.compile_report import model
-
-    return model.report(), []
-
-
-REPORTS: dict[str, Callable[[], Found]] = {"aot": of_triton, "csrc": of_csrc, "model": of_model}
-KEYS: dict[str, tuple[str, ...]] = {"aot": ("triton",), "csrc": (), "model": ()}
-"""Columns by which rows of another compiler stay in a file; none do where there are none."""
-
-
-def report(name: str, out: Path | None) -> list[str]:
-    """Make one report, print its rows and write them; return what is wrong."""
-    import pandas
-
-    from bench import rows
-
-    if out:
-        make_folder(out)
-    found, wrong = REPORTS[name]()
-    print(pandas.DataFrame(found).to_string(index=False), flush=True)
-    if out:
-        rows.upsert(out / f"{name}.csv", found, KEYS[name])
-    return wrong
+    if name == "model":
+        return model.report(), []
+    kernels, wrong = triton_kernels.report(cores())
+    return list(map(vars, kernels)), wrong
 
 
 @command
@@ -78,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     parser = Parser(prog="python -m bench.compile_report", description=(__doc__ or "").partition("\n")[0])
     names = parser.add_subparsers(dest="name", required=True, parser_class=Parser)
-    for name in REPORTS:
-        own = names.add_parser(name, help=REPORTS[name].__doc__)
+    for name, (what, _) in REPORTS.items():
+        own = names.add_parser(name, help=what)
         own.add_argument("--out", type=Path, metavar="DIR", help=f"folder of {name}.csv")
     own = names.add_parser("pack", prog="./run prepare", help="make what a GPU machine without network lacks")
     parts = ", ".join(pack.PARTS)
@@ -91,10 +62,25 @@ def main(argv: Sequence[str]) -> int:
         pack.pack(a.only, a.arch)
     elif a.name == "unpack":
         pack.unpack()
-    elif wrong := report(a.name, a.out):
-        print(*wrong, sep="\n", file=sys.stderr)
-        return 1
+    else:
+        return compiled(a.name, a.out)
     return 0
+
+
+def compiled(name: str, out: Path | None) -> int:
+    """Make one report, print its rows and write them; return the exit status."""
+    import pandas
+
+    from bench import rows
+
+    if out:
+        make_folder(out)
+    found, wrong = report(name)
+    print(pandas.DataFrame(found).to_string(index=False), flush=True)
+    if out:
+        rows.upsert(out / f"{name}.csv", found, REPORTS[name][1])
+    print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

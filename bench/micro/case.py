@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bench import gate
 from prokl.algorithm.algebra import Direction
@@ -110,10 +112,16 @@ class Case:
         return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i, split))())
 
 
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, Pair)
+
+
+_leaves = partial(tree_leaves, is_leaf=_is_pair)
+
+
 def has_pair(x: Any) -> bool:
     """Return True if inputs or results are, or have among them, a pair."""
-    values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return isinstance(x, Pair) or any(isinstance(value, Pair) for value in values)
+    return any(map(_is_pair, _leaves(x)))
 
 
 def torch_form(i: Inputs, split: bool = False) -> ProKLShampooStages:
@@ -131,12 +139,8 @@ def beside(ops: Any, method: str = "pro-klshampoo", pairs: bool = False) -> Any:
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Pair):
-        return [x.whole()]
-    if isinstance(x, Tensor):
-        return [x]
-    values = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return [t for value in values for t in _tensors(value)]
+    leaves = [leaf.whole() if isinstance(leaf, Pair) else leaf for leaf in _leaves(x)]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Parts(NamedTuple):
@@ -175,7 +179,7 @@ def arithmetic(t: Operand) -> torch.dtype:
 
 def precision_of(inputs: Inputs) -> str:
     """Return the precision whose stages take such inputs: pairs are of balanced ones alone."""
-    return "balanced" if any(isinstance(given, Pair) for given in inputs.values()) else "faithful"
+    return "balanced" if has_pair(inputs) else "faithful"
 
 
 def call(name: str, *arguments: str) -> Bind:
@@ -219,17 +223,16 @@ def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], In
     return inputs
 
 
-def doubled(x: Any) -> Any:
+def doubled(inputs: Any) -> Any:
     """Return inputs in float64."""
-    if isinstance(x, Pair):
-        return x.whole().double()
-    if isinstance(x, Tensor):
-        return x.double() if x.is_floating_point() else x
-    if isinstance(x, torch.dtype):
-        return torch.float64
-    if isinstance(x, list | tuple):
-        return [doubled(y) for y in x]
-    return {k: doubled(v) for k, v in x.items()} if isinstance(x, dict) else x
+
+    def wider(x: Any) -> Any:
+        x = x.whole() if isinstance(x, Pair) else x
+        if isinstance(x, Tensor):
+            return x.double() if x.is_floating_point() else x
+        return torch.float64 if isinstance(x, torch.dtype) else x
+
+    return tree_map(wider, inputs, is_leaf=_is_pair)
 
 
 @dataclass(frozen=True)
