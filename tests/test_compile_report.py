@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("setuptools")
 
 from bench.compile_report import __main__ as compile_report  # noqa: E402
-from bench.compile_report import csrc, ptx, trace, triton_kernels  # noqa: E402
+from bench.compile_report import csrc, trace, triton_kernels  # noqa: E402
 from bench.compile_report.launches import Launch, Pointer, describe  # noqa: E402
 from bench.compile_report.triton_kernels import (  # noqa: E402
     ARCHITECTURES,
@@ -22,6 +22,7 @@ from bench.compile_report.triton_kernels import (  # noqa: E402
     Row,
     complaints,
     every_launch,
+    of_ptx,
 )
 from bench.micro.kernels import KERNELS as CASES  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
@@ -221,10 +222,9 @@ $L__BB0_3:
 
 
 def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
-    assert ptx.waits(ptx.in_loops(PTX)) == 0 and ptx.multiplications(PTX.splitlines()) == 1
-    assert ptx.waits(ptx.in_loops(PTX.replace("WAIT", "wgmma.wait_group.sync.aligned 0;"))) == 1
-    assert ptx.widest(PTX) == (16, 8) and ptx.widest("") == (0, 0)
-    assert ptx.widest(PTX.replace(".v4", "").replace("0x10", "0x4")) == (4, 8)
+    assert of_ptx(PTX) == (1, 0, 16, 8) and of_ptx("") == (0, 0, 0, 0)
+    assert of_ptx(PTX.replace("WAIT", "wgmma.wait_group.sync.aligned 0;")) == (1, 1, 16, 8)
+    assert of_ptx(PTX.replace(".v4", "").replace("0x10", "0x4")) == (1, 0, 4, 8)
 
 
 CONTRACTED = """

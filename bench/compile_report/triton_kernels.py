@@ -18,7 +18,6 @@ from unittest.mock import patch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.compile_report import ptx
 from bench.compile_report.launches import Launch, describe, recording, shapes
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
@@ -43,6 +42,14 @@ INSTRUCTIONS = {
     "trap": r"^\s*trap;",
 }
 """What to look for in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
+MULTIPLICATION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
+"""Instructions of tensor cores."""
+WAIT = re.compile(r"\bwgmma\.wait_group\.sync\.aligned\s+0\s*;")
+"""Waits for every instruction of tensor cores, so that none of them overlaps with what follows."""
+LABEL = re.compile(r"^\s*(\$\w+):")
+BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)\s*;")
+ACCESS = re.compile(r"\b(ld|st)\.global(?:\.\w+::\w+)*(?:\.(?!v\d|[bfsu]\d)\w+)*(?:\.v(\d))?\.[bfsu](\d+)\b")
+COPY = re.compile(r"\bcp\.async\.\w+\.shared\.global\b[^,]*,[^,]*,\s*(0x[0-9a-f]+|\d+)")
 LOOPS = ("product", "symmetric_product", "momentum")
 """Kernels of one loop over factors that lie as they are multiplied, in which nothing need be waited for."""
 COPIES = ("stack", "apply", "split", "store")
@@ -96,6 +103,25 @@ STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
 }
 """Bytes of operands that one step of a matrix kernel's first loop reads, from the arguments of the launch by name; 0
 where it multiplies no matrices, as a kernel does not that is not here."""
+
+
+def of_ptx(code: str) -> tuple[int, int, int, int]:
+    """Count instructions of tensor cores and, between every label and a branch back to it, waits for all of them.
+
+    Returns:
+        These, and the most bytes that a thread loads from global memory, and stores there, at once; 0 if it never does.
+    """
+    lines, inside = code.splitlines(), set()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
+    for i, line in enumerate(lines):
+        for target in BRANCH.findall(line):
+            inside |= set(range(labels[target], i + 1))  # empty for a branch ahead
+    widest = {"ld": [0], "st": [0]}
+    for kind, count, bits in ACCESS.findall(code):
+        widest[kind].append(int(count or 1) * int(bits) // 8)
+    widest["ld"] += [int(size, 0) for size in COPY.findall(code)]
+    waits = sum(len(WAIT.findall(lines[i])) for i in inside)
+    return len(MULTIPLICATION.findall(code)), waits, max(widest["ld"]), max(widest["st"])
 
 
 class Offline:
@@ -152,8 +178,7 @@ def compiled(launch: Launch, arch: int) -> Row:
     registers, stack = (int(re.findall(rf"\b{key}:(\d+)", usage)[0]) for key in ("REG", "STACK"))
     found = [name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, done.asm["ptx"], re.MULTILINE)]
     code: str = done.asm["ptx"]
-    counts = ptx.multiplications(code.splitlines()), ptx.waits(ptx.in_loops(code))
-    values = (registers, done.metadata.shared, stack, " ".join(found), *counts, *ptx.widest(code), triton.__version__)
+    values = (registers, done.metadata.shared, stack, " ".join(found), *of_ptx(code), triton.__version__)
     return Row(launch.kernel, describe(launch), arch, *values)
 
 

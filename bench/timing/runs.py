@@ -4,7 +4,8 @@ A period is PERIOD steps, one of which refreshes, so that its mean is the amorti
 """
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -39,17 +40,22 @@ class TimedRun:
         self._steps = 0
         if entry.backend:
             saved = self.optimizer.state_dict()
-            saved["state"] = {i: _copied(problem.settled(entry, i)) for i in range(len(self.weights))}
+            saved["state"] = {i: deepcopy(problem.settled(entry, i)) for i in range(len(self.weights))}
             self.optimizer.load_state_dict(saved)
 
     def steps(self, count: int) -> list[float]:
         """Return the seconds of the next steps; gradients are put in place outside of them."""
-        clocks = []
+        device, marks = self.problem.device, []
         for _ in range(count):
             self.problem.load(self.weights, self._steps)
             self._steps += 1
-            clocks.append(timed(self.optimizer.step, self.problem.device))
-        return [clock() for clock in clocks]
+            before = _mark(device)
+            self.optimizer.step()
+            marks.append((before, _mark(device)))
+        if device.type != "cuda":
+            return [end - start for start, end in marks]
+        torch.cuda.synchronize(device)
+        return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
     def warm_up(self, slowest: float) -> None:
         """Run a period that does not count, but for knowing how long one takes.
@@ -64,27 +70,13 @@ class TimedRun:
         self.took = sum(seconds[1:]) * PERIOD / (PERIOD - 1)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def timed(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """Run a step; what is returned says how many seconds it took, and may wait for the device."""
+def _mark(device: torch.device) -> Any:
+    """Return the time, or an event of the device's."""
     if device.type != "cuda":
-        before = perf_counter()
-        step()
-        seconds = perf_counter() - before
-        return lambda: seconds
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
-    end.record()
-
-    def read() -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    return read
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def failure(entry: Entry, error: Exception) -> str:
