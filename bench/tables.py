@@ -15,7 +15,6 @@ from pathlib import Path
 
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
-from bench.compile_report.tables import steps_table
 from bench.rows import RESULTS, frame
 from bench.shapes import ASPECTS, SMALL
 from bench.study import comparisons, figures, size
@@ -64,7 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
             *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
             ("main", "main.csv", experiments.main_table),
             ("ablation", "ablation.csv", experiments.ablation_table),
-            ("step-model", "model.csv", steps_table),
+            ("step-model", "model.csv", timing.modelled),
         )
     },
 }

@@ -229,9 +229,9 @@ def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
 
 CONTRACTED = """
 from bench.compile_report.triton_kernels import build, record
-from bench.micro.small import SMALL
+from bench.micro.kernels import KERNELS
 
-for case in SMALL:
+for case in KERNELS:
     if case.name.startswith("admit"):
         for launch in record(case):
             print(*[line for line in build(launch, 90).asm["ptx"].splitlines() if "fma." in line])

@@ -1,4 +1,4 @@
-"""Tables and figures of the rows of whole steps, primitives and memory; bench.tables puts them into the documents."""
+"""Tables and figures of the rows of whole steps, modelled ones too, primitives and memory, for bench.tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from bench.drawing import plt, save, tidy
 from bench.markdown import figure, table
 from bench.optimizers import OPTIMIZERS, label
 from bench.shapes import ASPECTS, PAPER, SMALL
-from bench.timing.entries import EAGER
+from bench.timing.entries import EAGER, PERIOD
 
 LAUNCHERS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 PLAIN = "plain"
@@ -138,6 +138,21 @@ def divided(rows: DataFrame) -> str:
         found.append([f"{LAUNCHERS[case]}, {ranks} rank{'s' if ranks > 1 else ''}", *cells])
     head = ["largest of a rank (ratio)", "state, MB", "work over mean", "state over mean"]
     return table(DataFrame(found, columns=[*head, "ms a step", "CPU's ms", "MB sent", "MB received"]), 1)
+
+
+def modelled(found: DataFrame) -> str:
+    """Return launches, operations, bytes and milliseconds of every model, refreshes amortised in the last column."""
+    lines = []
+    for (model, dtype, precision), own in found.groupby(["model", "dtype", "precision"], sort=False):
+        ordinary, refresh = (own[own["case"] == kind].iloc[0] for kind in ("ordinary", "refresh"))
+        cells = {"model": model, "gradients": dtype, "precision": precision}
+        cells["launches"] = f"{ordinary['launches']} / {refresh['launches']}"
+        cells["TFLOP"] = " / ".join(figure(row["gflop"] / 1e3, 2) for row in (ordinary, refresh))
+        cells["GB"] = " / ".join(figure(row["gb"], 1) for row in (ordinary, refresh))
+        cells["ms"] = " / ".join(figure(row["ms"], 1) for row in (ordinary, refresh))
+        mean = ordinary["ms"] + (refresh["ms"] - ordinary["ms"]) / PERIOD
+        lines.append(cells | {"ms of a mean step": figure(mean, 1)})
+    return table(DataFrame(lines), 3)
 
 
 def plot_aspects(rows: DataFrame, path: Path) -> None:
