@@ -23,7 +23,6 @@ class Work:
 
     Attributes:
         bytes: every tensor read once and every one written once; what tiles read again comes from the L2 cache.
-        programs: of the grid.
         flops: operations as computed, by the arithmetic they are done in: "bf16", "tf32x3", "fp32" (no tensor cores),
             "bf16x3" and "bf16x2" of two pairs and of one, with " chained" where halves are split in registers. An
             operation of those is one of the product that comes out, not of the several that it is made of.
@@ -32,7 +31,6 @@ class Work:
     """
 
     bytes: float
-    programs: int = 0
     flops: Mapping[str, float] = field(default_factory=dict)
     products: float = 0.0
 
@@ -119,7 +117,7 @@ def _symmetric(a: Arguments, programs: int) -> Work:
     moved = sum(_bytes(a, names, above) for names in MOVED["symmetric_product"])
     flops = 2.0 * programs * tile**2 * ceil_div(K, a["TILE_K"]) * a["TILE_K"]
     path = path_of(a["OPERAND"], a["PRECISION"], 2 * a["LO"])
-    return Work(moved, programs, {path: flops}, 2.0 * batch * M * M * K)
+    return Work(moved, {path: flops}, 2.0 * batch * M * M * K)
 
 
 def work(kernel: str, a: Arguments, programs: int) -> Work:
@@ -138,4 +136,4 @@ def work(kernel: str, a: Arguments, programs: int) -> Work:
         tile_m, tile_n, tile_k = (a[f"TILE_{letter}"] for letter in tiles)
         flops[path] = flops.get(path, 0.0) + 2.0 * programs * tile_m * tile_n * ceil_div(k, tile_k) * tile_k
         products += 2.0 * (programs // (ceil_div(m, tile_m) * ceil_div(n, tile_n))) * m * n * k
-    return Work(moved, programs, flops, products)
+    return Work(moved, flops, products)
