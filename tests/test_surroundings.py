@@ -1,0 +1,170 @@
+"""What surrounds a step changes no bit of it: default dtype and device, autocast, no_grad, torch.compile.
+
+"meta" stands for a GPU as the default device: what lands there has no values, and cannot be pinned.
+"""
+
+import copy
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import prokl
+from prokl import diagnostics
+from prokl.backends.pointers import PointerTable
+from prokl.diagnostics.report import _spectrum_of
+from prokl.distributed.waves import not_finite
+from tests.inputs import KL, NAN, PRO, normal, weight
+from tests.training import differences, gradients, named, same
+
+SETTINGS = {
+    "Pro-KLShampoo": (PRO, torch.float32, {"rank": 3}),
+    "Pro-KLShampoo, float64": (PRO, torch.float64, {"rank": 3}),
+    "Pro-KLShampoo, rounded at random": (PRO, torch.bfloat16, {"rank": 3}),
+    "Pro-KLShampoo, master": (PRO, torch.bfloat16, {"rank": 3, "bf16_weights": "master"}),
+    "Pro-KLShampoo, reference": (PRO, torch.float32, {"rank": 3, "backend": "reference"}),
+    "Pro-KLShampoo, paper": (PRO, torch.float32, {"rank": 3, "preset": "paper"}),
+    "Smok-Hop": (PRO, torch.float32, {"rank": 3, "variant": "smok-hop"}),
+    "KL-Shampoo": (KL, torch.float32, {}),
+    "KL-Shampoo, reference": (KL, torch.float32, {"backend": "reference"}),
+}
+
+
+@contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+AROUND = {
+    "default device": lambda: default_device("meta"),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+}
+
+
+def trained(setting, around):
+    """Train within a context, by way of a checkpoint; return the optimizer and what is seen of it there."""
+    cls, dtype, settings = SETTINGS[setting]
+    weights = named((6, 9), (9, 6), (3, 4, 5), (6, 4), dtype=dtype)
+    groups = [{"params": weights[:3]}, {"params": weights[3:], "split": 2}]
+    groups.append({"params": [("bias", weight(5))], "algorithm": "adamw", "lr": 0.01})
+    everyone = [p for group in groups for _, p in group["params"]]
+    given = [gradients(everyone, t) for t in range(13)]
+    given[3][0].fill_(NAN)
+    with around():
+        optimizer = cls(groups, lr=0.02, **settings)
+        for t, own in enumerate(given):
+            for p, G in zip(everyone, own, strict=True):
+                p.grad = G
+            optimizer.step()
+            if t == 5:
+                loaded = copy.deepcopy(optimizer.state_dict())
+                assert all(t.device.type == "cpu" for own in loaded["state"].values() for t in own.values())
+                optimizer.load_state_dict(loaded)
+        seen = [optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer), diagnostics.phi(optimizer)]
+    return optimizer, seen
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """What each setting comes to in no context."""
+    return {setting: trained(setting, nullcontext) for setting in SETTINGS}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_surrounds_a_step_changes_nothing(setting, around, plain):
+    optimizer, seen = trained(setting, around)
+    expected, told = plain[setting]
+    assert differences(optimizer, expected) <= {(4, "step")}  # AdamW's own count is of the default dtype
+    for own, other in zip(seen, told, strict=True):
+        assert own.keys() == other.keys()
+        assert all(same(value, other[key]) for key, value in own.items())
+
+
+def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_there():
+    """Of which no step above comes by."""
+    W, table, phi = normal(2, 3, 4), PointerTable(2, "cpu"), torch.full((3, 3), NAN)
+    with default_device("meta"):
+        table.update([W], [2])
+        spectrum = _spectrum_of(phi, "W", 3)
+    assert table.table[0].tolist() == [W.data_ptr(), W.data_ptr() + 3 * 4 * W.element_size()]
+    assert spectrum.device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_rank_says_of_a_gradient_that_it_lacks_is_made_where_the_weight_is(device):
+    """A copy from the host would make a divided step wait for the device."""
+    absent = SimpleNamespace(stand_in=None, shapes=[(3, 4), (3, 4)], p=torch.empty(2, 3, 4, device=device))
+    assert not_finite(absent).device.type == device
+
+
+def small(cls):
+    """A model with matrices and vectors, its optimizer, and a function of its loss, which makes gradients."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)), torch.randn(16, 8)
+    optimizer = cls(prokl.param_groups(model, lr=0.01, adamw_lr=1e-3, matrix=["2.weight"]))
+
+    def loss():
+        optimizer.zero_grad()
+        outputs = model(x)
+        outputs.float().square().mean().backward()
+        return outputs.detach()
+
+    return optimizer, loss
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_a_compiled_function_that_steps_is_exact(cls):
+    """Beside an AdamW group, whose steps are tensors: Dynamo would take those of the matrices for such."""
+    ends = []
+    for compiled in (False, True):
+        optimizer, loss = small(cls)
+
+        def update(optimizer=optimizer, loss=loss):
+            outputs = loss()
+            optimizer.step()
+            return outputs
+
+        update = torch.compile(update, backend="eager") if compiled else update
+        ends.append(([update() for _ in range(4)], optimizer))
+    (one, plain), (other, compiled) = ends
+    assert all(map(torch.equal, one, other)) and differences(plain, compiled) == set()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_closure_keeps_the_autocast_around_the_step(on):
+    optimizer, loss = small(PRO)
+    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+        assert optimizer.step(loss).dtype == (torch.bfloat16 if on else torch.float32)
+
+
+def test_importing_the_package_is_enough_and_brings_nothing_large():
+    large = "[m for m in sys.modules if m.split('.')[0] in ('triton', 'matplotlib')]"
+    code = f"""
+import sys, prokl
+assert not {large} and "torch._dynamo" not in sys.modules and not [m for m in sys.modules if "kernels" in m]
+prokl.ops.explain(None, "cpu"), prokl.ops.explain_qr("cpu"), prokl.cuda_qr.qr, prokl.diagnostics.scalars
+assert not {large}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
