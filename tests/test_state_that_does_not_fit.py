@@ -1,30 +1,16 @@
-"""State that does not fit its weight, by hand or from a file: an error that says what, before anything has moved."""
+"""What is changed by hand between steps and does not fit: the step says what and where before anything has moved."""
 
 import copy
 
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, assert_nothing_moved, everything, normal, step, weight
+from tests.inputs import KL, PRO, weight
+from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
-METHODS = [(PRO, {"rank": 3}), (KL, {})]
-FLAGS = {"": {}, "single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-def trained(cls, kwargs, calls=3, adamw=(), stack=False):
-    """A matrix before and an AdamW group of two weights behind it, each of which could be the one that moves first."""
-    weights = [weight(8, 32), weight(*([2] * stack), 8, 32, seed=1), weight(54, seed=2), weight(5, 4, seed=3)]
-    groups = [{"params": list(zip(("fine", "odd"), weights[:2], strict=True))}]
-    rest = list(zip(("bias", "table"), weights[2:], strict=True))
-    groups.append({"params": rest, "algorithm": "adamw", "lr": 0.1, **dict(adamw)})
-    optimizer = cls(groups, **kwargs)
-    for call in range(calls):
-        move(optimizer, weights, call)
-    return optimizer, weights
-
-
-def move(optimizer, weights, call):
-    step(optimizer, weights, [normal(*p.shape, seed=10 * call + i) for i, p in enumerate(weights)])
+BOTH = [(PRO, {}), (KL, {"fused": True})]
+"""With options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
+METHODS = {PRO: {"rank": 3}, KL: {}}
 
 
 def of(i, **values):
@@ -33,17 +19,21 @@ def of(i, **values):
     def change(optimizer, weights):
         own = optimizer.state[weights[i]]
         for key, value in values.items():
-            own[key] = None if value is None else value(own.get(key))
-            if value is None:
-                del own[key]
+            former = own.pop(key, None)
+            if value is not None:
+                own[key] = value(former)
 
     return change
 
 
-def shortened(key):
+def to(**values):
+    """A change of the state of "bias", or of its weight W, to other tensors' data."""
+
     def change(optimizer, weights):
-        value = optimizer.state[weights[2]][key]
-        value.data = value.data[:50]
+        own = {"W": weights[2], **optimizer.state[weights[2]]}
+        weights[2].grad = None
+        for key, value in values.items():
+            own[key].data = value(own[key].data)
 
     return change
 
@@ -56,20 +46,29 @@ def no_setting(i, key):
     return lambda optimizer, weights: optimizer.param_groups[i].pop(key)
 
 
-OF_ADAMW = {
+def replaced(group, place, tensor):
+    """Another weight in the place of one, as a trainer may put it there."""
+    other = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    return lambda optimizer, weights: optimizer.param_groups[group]["params"].__setitem__(place, other)
+
+
+NO_VALUE = torch.tensor(0.1, device="meta")
+LACKING = [(0, "eps"), (0, "momentum"), (1, "eps"), (1, "betas"), (1, "amsgrad"), (1, "fused")]
+ON_META = torch.empty(4, 6, device="meta")
+META = "is on the meta device, which holds no values.*materialise the model"
+CHANGES = {
+    # AdamW's state
     "shorter": (of(2, exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\).*\(54,\)"),
     "broadcast": (of(3, exp_avg_sq=lambda t: t[:1]), r"table has exp_avg_sq of shape \(1, 4\).*\(5, 4\)"),
-    "shortened through data": (shortened("exp_avg"), r"bias has exp_avg of shape \(50,\)"),
-    "second moment shortened through data": (shortened("exp_avg_sq"), r"bias has exp_avg_sq of shape \(50,\)"),
-    "no second moment": (of(3, exp_avg_sq=None), "table has no tensor exp_avg_sq"),
-    "no first moment": (of(3, exp_avg=None), "table has no tensor exp_avg"),
-    "no clock": (of(3, step=None), "table has no tensor step"),
+    "shortened through data": (to(exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\)"),
+    "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50]), r"bias has exp_avg_sq of shape \(50,\)"),
+    **{f"no {key}": (of(3, **{key: None}), f"table has no tensor {key}") for key in ("exp_avg", "exp_avg_sq", "step")},
     "no tensor": (of(2, exp_avg=lambda t: t.tolist()), "bias has no tensor exp_avg"),
     "amsgrad later": (setting(1, amsgrad=True), "bias has no tensor max_exp_avg_sq.*amsgrad"),
     "expanded": (of(3, exp_avg=lambda t: t[:1].expand(5, 4)), "table has exp_avg with several elements .*memory"),
     "negated": (of(3, exp_avg=lambda t: torch._neg_view(t)), "table has exp_avg with a negation that is still to do"),
     "sparse": (of(3, exp_avg=lambda t: t.to_sparse()), "table has exp_avg of layout torch.sparse_coo"),
-    "second moment of another dtype": (of(3, exp_avg_sq=lambda t: t.double()), "table .*float64 .*exp_avg_sq"),
+    "of another dtype": (of(3, exp_avg_sq=lambda t: t.double()), "table .*float64 .*exp_avg_sq"),
     "without values": (of(3, exp_avg=lambda t: t.to("meta")), "table is torch.float32 on cpu.*meta"),
     "a clock of two": (of(2, step=lambda t: torch.ones(2)), r"bias has step=tensor\(\[1., 1.\]\)"),
     "a clock below 0": (of(2, step=lambda t: torch.tensor(-1.0)), "bias has step=tensor.-1"),
@@ -77,230 +76,178 @@ OF_ADAMW = {
     "a clock in bfloat16": (of(2, step=lambda t: t.bfloat16()), "bias has step=.*float32"),
     "a clock as a number": (of(2, step=lambda t: t.item()), "bias has no tensor step"),
     "a clock without a value": (of(2, step=lambda t: t.to("meta")), "bias has step=.*meta"),
-}
-SETTINGS = {
-    "foreach and a tensor lr": (setting(1, foreach=True, lr=torch.tensor(0.1)), "Group 1.*lr as a Tensor.*foreach"),
+    **{
+        f"converted to {end}": (
+            to(W=lambda t, end=end: t.to(end)),
+            f"^bias is {end} on cpu and its .* still torch.float",
+        )
+        for end in (torch.bfloat16, torch.float64)
+    },
+    # Settings that do not go together, or are none.
+    "foreach and a tensor lr": (setting(1, foreach=True, fused=False, lr=torch.tensor(0.1)), "Group 1.*foreach"),
     "foreach and fused": (setting(1, foreach=True, fused=True), "Group 1.*fused.*foreach"),
     "capturable": (setting(1, capturable=True), "capturable=True.*bias.*cpu"),
     "amsgrad as a word": (setting(1, amsgrad="yes"), "Invalid amsgrad='yes'"),
     "fused as a word": (setting(1, fused="yes"), "Invalid fused='yes'"),
     "maximize as nothing": (setting(1, maximize=None), "Invalid maximize=None"),
-    "lr without a value": (setting(1, lr=torch.tensor(0.1, device="meta")), "Invalid lr=.*meta"),
-    "a matrix lr without a value": (setting(0, lr=torch.tensor(0.1, device="meta")), "Invalid lr=.*meta"),
-    **{f"no {key}": (no_setting(1, key), f"Group 1 has no {key}") for key in ("eps", "betas", "amsgrad", "fused")},
-    **{f"no {key} of a matrix": (no_setting(0, key), f"Group 0 has no {key}") for key in ("eps", "momentum", "rank")},
+    **{f"lr without a value, {i}": (setting(i, lr=NO_VALUE), "Invalid lr=.*meta") for i in (0, 1)},
+    **{f"no {key}, {i}": (no_setting(i, key), f"Group {i} has no {key}") for i, key in LACKING},
+    # What is no weight and no state.
+    "no state": (lambda o, w: o.state.update({w[1]: None}), "Invalid state of odd: must be a dict"),
+    "a list as AdamW's": (lambda o, w: o.state.update({w[2]: [1]}), "Invalid state of bias: must be a dict"),
+    "no weights": (setting(0, params=None), "Invalid params=None of group 0: must be a list of tensors"),
+    "no weight": (setting(1, params=[None, None]), r"Invalid params=\[None, None\] of group 1"),
+    "one name for two": (setting(0, param_names=["fine", "fine"]), "Invalid name 'fine': two weights"),
+    "a matrix on meta": (replaced(0, 0, ON_META), f"^fine {META}"),
+    "a weight of AdamW on meta": (replaced(1, 0, ON_META), f"^bias {META}"),
 }
 
 
-def assert_refused_until_set_back(optimizer, weights, change, says):
+def set_back(optimizer):
+    """Return a function that puts weights, state and groups back to what they are now."""
+    groups = [{k: [*v] if isinstance(v, list) else v for k, v in group.items()} for group in optimizer.param_groups]
+    held = {p: (p.data, {**own}) for p, own in optimizer.state.items()}
+    data = {p: {k: v.data for k, v in own.items() if torch.is_tensor(v)} for p, (_, own) in held.items()}
+
+    def back():
+        for p, (W, own) in held.items():
+            p.grad, p.data, optimizer.state[p] = None, W, own
+            for key, values in data[p].items():
+                own[key].data = values
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group.update(own)
+
+    return back
+
+
+def assert_refused_until_set_back(optimizer, change, says):
     """The step says no and moves nothing, twice; with all as it was it goes on as if nobody had asked."""
-    twin, twins = copy.deepcopy((optimizer, weights))
-    held = {p: dict(optimizer.state[p]) for p in weights}
-    data = {p: {k: v.data for k, v in own.items() if torch.is_tensor(v)} for p, own in held.items()}
-    groups = [dict(group) for group in optimizer.param_groups]
+    twin, weights, back = copy.deepcopy(optimizer), weights_of(optimizer), set_back(optimizer)
     change(optimizer, weights)
-    seen = [{k: v for k, v in optimizer.state[p].items() if torch.is_tensor(v) and plain(v)} for p in weights]
-    before = [
-        ({k: v.clone() for k, v in own.items()}, p.detach().clone()) for own, p in zip(seen, weights, strict=True)
-    ]
+    give(weights, 7)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"(?s){says}"):
-            move(optimizer, weights, 7)
-        for own, (values, W), p in zip(seen, before, weights, strict=True):
-            assert torch.equal(p, W)
-            assert all(torch.equal(own[k], v) for k, v in values.items())
-    for p, own in held.items():
-        optimizer.state[p] = own
-        for key, there in data[p].items():
-            own[key].data = there
-    for group, own in zip(optimizer.param_groups, groups, strict=True):
-        group.update(own)
-    move(optimizer, weights, 7)
-    move(twin, twins, 7)
-    assert all(map(torch.equal, weights, twins))
+        with refused(optimizer, f"(?s){says}", (ValueError, TypeError), weights):
+            optimizer.step()
+    back()
+    assert differences(train(optimizer, [7]), train(twin, [7])) == set()
 
 
-def plain(t):
-    return t.layout == torch.strided and t.device.type == "cpu"
+@pytest.mark.parametrize("cls, adamw", BOTH)
+@pytest.mark.parametrize("change, says", CHANGES.values(), ids=CHANGES)
+def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, change, says):
+    assert_refused_until_set_back(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-@pytest.mark.parametrize("change, says", OF_ADAMW.values(), ids=OF_ADAMW)
-def test_adamw_state_that_does_not_fit_is_told_before_a_matrix_moves(cls, kwargs, flags, change, says):
-    optimizer, weights = trained(cls, kwargs, adamw=flags)
-    assert_refused_until_set_back(optimizer, weights, change, says)
-
-
-@pytest.mark.parametrize("cls, kwargs", [METHODS[0]])
-@pytest.mark.parametrize("change, says", SETTINGS.values(), ids=SETTINGS)
-def test_settings_that_do_not_go_together_are_told_before_a_matrix_moves(cls, kwargs, change, says):
-    optimizer, weights = trained(cls, kwargs)
-    assert_refused_until_set_back(optimizer, weights, change, says)
-
-
-def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does():
-    """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
-    optimizer, weights = trained(PRO, {}, adamw={"fused": True})
-    turned = of(3, exp_avg=lambda t: t.mT.contiguous().mT)
-    assert_refused_until_set_back(optimizer, weights, turned, r"table has exp_avg of strides \(1, 5\).*fused")
-    for i, p in enumerate(weights):
-        p.grad = normal(*p.shape, seed=i)
-    weights[3].grad = weights[3].grad.mT.contiguous().mT
-    before = everything(optimizer)
-    with pytest.raises(ValueError, match=r"table has a gradient of strides \(1, 5\).*fused"):
-        optimizer.step()
-    assert_nothing_moved(before, optimizer)
-
-
-MATRIX_KEYS = {
-    PRO: ("M", "U", "L", "Q_L", "S", "Q_S", "inv_sqrt_lambda_L", "inv_sqrt_mu", "clipped", "skipped"),
-    KL: (),
+NEWCOMERS = {
+    "flat": (torch.zeros(54), r"has shape \(54,\).*at least 2 dimensions.*adamw.*flattened matrices .*as DeepSpeed's"),
+    "complex": (torch.zeros(4, 6, dtype=torch.complex64), "is complex"),
+    "sparse": (torch.zeros(4, 6).to_sparse(), "has layout"),
+    "expanded": (torch.zeros(1, 6).expand(4, 6), "has .*share memory"),
 }
-MATRIX_KEYS[KL] = ("M", "L", "Q_L", "R", "Q_R", "inv_sqrt_lambda_R", "lambda_0", "clipped", "skipped")
+
+
+@pytest.mark.parametrize("cls, calls", [(PRO, 0), (PRO, 3), (KL, 3)])
+@pytest.mark.parametrize("tensor, says", NEWCOMERS.values(), ids=NEWCOMERS)
+def test_what_a_trainer_puts_in_a_weights_place_is_checked_before_anything_moves(cls, calls, tensor, says):
+    assert_refused_until_set_back(fine_and_odd(cls, calls=calls), replaced(0, 0, tensor), f"fine {says}")
+
+
 ODD = {
     "fewer rows": (lambda t: t[:1] if t.ndim else t.expand(2), "of shape"),
     "one more dimension": (lambda t: t[None], "of shape"),
     "complex": (lambda t: t.to(torch.complex64), "complex64"),
-    "whole numbers for fractions": (
-        lambda t: t.double() if t.dtype == torch.int64 else t.long(),
-        "torch.(int64|float64)",
-    ),
+    "whole or not": (lambda t: t.double() if t.dtype == torch.int64 else t.long(), "torch.(int64|float64)"),
     "sparse": (lambda t: t.to_sparse(), "layout torch.sparse_coo"),
     "without values": (lambda t: t.to("meta"), "meta"),
     "no tensor": (lambda t: t.tolist(), "no tensor"),
     "gone": (None, "no tensor"),
 }
+KEYS = {
+    PRO: ("U", "L", "Q_L", "S", "Q_S", "inv_sqrt_lambda_L", "inv_sqrt_mu", "clipped", "skipped"),
+    KL: ("R", "Q_R", "inv_sqrt_lambda_R", "lambda_0", "clipped", "skipped"),
+}
+# Keys are looked at in one loop: every oddity in M, a matrix, and in every other key two of them in turn.
+MATRIX = [(PRO, "M", odd) for odd in ODD]
+MATRIX += [(cls, key, [*ODD][(i + j) % len(ODD)]) for cls in KEYS for i, key in enumerate(KEYS[cls]) for j in (0, 4)]
 
 
-@pytest.mark.parametrize("odd, says", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("cls, key, odd", MATRIX)
+def test_matrix_state_that_does_not_fit_is_told_before_anything_moves(cls, key, odd):
+    change, says = ODD[odd]
+    says = rf"The state of odd .*{key}.*{says}|{says} {key}"
+    assert_refused_until_set_back(fine_and_odd(cls, **METHODS[cls]), of(1, **{key: change}), says)
+
+
 @pytest.mark.parametrize(
-    "cls, kwargs, key", [(cls, kwargs, key) for cls, kwargs in METHODS for key in MATRIX_KEYS[cls]]
+    "odd, clock", [((6, 10), c) for c in (2.0, "2", None, -2)] + [((2, 4, 6), torch.tensor([1, 2, 3]))]
 )
-def test_matrix_state_that_does_not_fit_is_told_before_anything_moves(cls, kwargs, key, odd, says):
-    optimizer, weights = trained(cls, kwargs)
-    assert_refused_until_set_back(
-        optimizer, weights, of(1, **{key: odd}), rf"The state of odd .*{key}.*{says}|{says} {key}"
-    )
+def test_a_clock_of_a_matrix_that_is_none_is_told_before_anything_moves(odd, clock):
+    optimizer = fine_and_odd(PRO, odd, rank=3)
+    assert_refused_until_set_back(optimizer, of(1, step=lambda _: clock), "The state of odd .*has step=")
 
 
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("stack, clock", [(False, c) for c in (2.0, "2", None, -2)] + [(True, torch.tensor([1, 2, 3]))])
-def test_a_clock_of_a_matrix_that_is_none_is_told_before_anything_moves(cls, kwargs, stack, clock):
-    optimizer, weights = trained(cls, kwargs, stack=stack)
-    assert_refused_until_set_back(optimizer, weights, of(1, step=lambda _: clock), "The state of odd .*has step=")
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("stack", [False, True])
-def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, kwargs, stack):
+@pytest.mark.parametrize("cls", [PRO, KL])
+@pytest.mark.parametrize("clock", [6, torch.tensor([6, 5])], ids=["", "stack"])
+def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
     """As everything in the state: the next refresh comes when it says."""
-    optimizer, weights = trained(cls, {**kwargs, "precondition_frequency": 7}, stack=stack)
-    same, others = trained(cls, {**kwargs, "precondition_frequency": 7}, stack=stack)
-    clock = torch.tensor([6, 5]) if stack else 6
+    odd = (2, 6, 10) if torch.is_tensor(clock) else (6, 10)
+    optimizer, same = (fine_and_odd(cls, odd, precondition_frequency=7) for _ in range(2))
     state = same.state_dict()
     state["state"][1]["step"] = torch.as_tensor(clock)
     same.load_state_dict(state)
-    if stack:
-        optimizer.state[weights[1]]["step"].copy_(clock)  # in place, too
+    own = optimizer.state[weights_of(optimizer)[1]]
+    if torch.is_tensor(clock):
+        own["step"].copy_(clock)  # in place, too
     else:
-        optimizer.state[weights[1]]["step"] = clock
-    move(optimizer, weights, 3)
-    move(same, others, 3)
-    assert torch.equal(torch.as_tensor(optimizer.state[weights[1]]["step"]), torch.as_tensor(clock) + 1)
-    for p, q in zip(weights, others, strict=True):
-        assert torch.equal(p, q)
-        for key, value in same.state[q].items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[p][key])), key
+        own["step"] = clock
+    assert differences(train(optimizer, [3]), train(same, [3])) == set()
+    assert torch.equal(torch.as_tensor(own["step"]), torch.as_tensor(clock) + 1)
 
 
-LOADED = {
-    "shorter": (2, "exp_avg", lambda t: t[:50], r"bias has exp_avg of shape \(50,\).*\(54,\)"),
-    "broadcast": (3, "exp_avg_sq", lambda t: t[:1], r"table has exp_avg_sq of shape \(1, 4\)"),
-    "no second moment": (3, "exp_avg_sq", None, "table has no tensor exp_avg_sq"),
-    "no first moment": (3, "exp_avg", None, "table has no tensor exp_avg"),
-    "no clock": (3, "step", None, "table has no tensor step"),
-    "no tensor": (3, "exp_avg", lambda t: t.tolist(), "table has no tensor exp_avg"),
-    "not finite": (3, "exp_avg", lambda t: t.clone().fill_(float("nan")), "table has exp_avg between nan and nan"),
-    "negative second moment": (2, "exp_avg_sq", lambda t: -1 - t, "bias has exp_avg_sq between .* at least 0"),
-    "complex M": (1, "M", lambda t: t.to(torch.complex64), "odd .*M .*complex64"),
-    "whole M": (1, "M", lambda t: t.long(), "odd .*M .*int64"),
-    "sparse M": (1, "M", lambda t: t.to_sparse(), "odd .*M .*sparse"),
-    "M without values": (1, "M", lambda t: t.to("meta"), "odd .*M .*meta"),
-}
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("i, key, change, says", LOADED.values(), ids=LOADED)
-def test_a_file_whose_state_does_not_fit_is_refused_by_name_and_changes_nothing(cls, kwargs, i, key, change, says):
-    state = copy.deepcopy(trained(cls, kwargs)[0].state_dict())
-    own = state["state"][i]
-    if change is None:
-        del own[key]
-    else:
-        own[key] = change(own[key])
-    optimizer, _ = trained(cls, kwargs, calls=2)
-    before, groups = everything(optimizer), repr(optimizer)
-    with pytest.raises(ValueError, match=f"(?s)loaded.*{says}"):
-        optimizer.load_state_dict(state)
-    assert_nothing_moved(before, optimizer)
-    assert repr(optimizer) == groups
-
-
-def test_a_file_that_switches_amsgrad_on_without_its_state_is_refused():
-    state = copy.deepcopy(trained(PRO, {})[0].state_dict())
-    state["param_groups"][1]["amsgrad"] = True
-    optimizer, _ = trained(PRO, {}, calls=2)
-    before = everything(optimizer)
-    with pytest.raises(ValueError, match="loaded.*bias has no tensor max_exp_avg_sq.*amsgrad"):
-        optimizer.load_state_dict(state)
-    assert_nothing_moved(before, optimizer)
-    assert optimizer.param_groups[1]["amsgrad"] is False
-
-
-OTHER_FORMS = {
-    "no state": (lambda o, w: o.state.update({w[1]: None}), TypeError, "Invalid state of odd: must be a dict"),
-    "a list as AdamW's": (lambda o, w: o.state.update({w[2]: [1]}), TypeError, "Invalid state of bias: must be a dict"),
-    "no weights": (setting(0, params=None), TypeError, r"Invalid params=None of group 0: must be a list of tensors"),
-    "no weight": (setting(1, params=[None, None]), TypeError, r"Invalid params=\[None, None\] of group 1"),
-    "one name for two": (setting(0, param_names=["fine", "fine"]), ValueError, "Invalid name 'fine': two weights"),
-}
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("change, error, says", OTHER_FORMS.values(), ids=OTHER_FORMS)
-def test_what_is_no_weight_and_no_state_is_told_by_name(cls, kwargs, change, error, says):
-    optimizer, weights = trained(cls, kwargs)
-    change(optimizer, weights)
-    before = [p.detach().clone() for p in weights]
-    with pytest.raises(error, match=says):
-        move(optimizer, weights, 5)
-    assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))
-
-
-@pytest.mark.parametrize("cls, kwargs", METHODS)
-@pytest.mark.parametrize("key", ["exp_avg", "momentum_buffer"])
-def test_a_file_of_another_optimizer_does_not_begin_anew_unsaid(cls, kwargs, key):
-    optimizer, weights = trained(cls, kwargs)
-    before = everything(optimizer)
-    loaded = optimizer.state_dict()
-    for i, p in enumerate(weights[:2]):
-        loaded["state"][i] = {"step": torch.tensor(3.0), key: torch.zeros_like(p)} if i else {key: torch.zeros_like(p)}
-    with pytest.raises(ValueError, match=f"fine has {key}, another optimizer's.*Load a state dict of the same"):
-        optimizer.load_state_dict(loaded)
-    assert_nothing_moved(before, optimizer)
-
-
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-@pytest.mark.parametrize("count", [-3.0, float("nan"), float("inf")])
-def test_a_count_of_adamws_steps_that_is_filled_in_place_is_told_before_a_matrix_moves(flags, count):
-    optimizer, weights = trained(PRO, {"rank": 3}, adamw=flags)
-    steps = optimizer.state[weights[2]]["step"]
+@pytest.mark.parametrize("adamw", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_count_of_adamws_steps_that_is_filled_in_place_is_told_before_a_matrix_moves(adamw):
+    optimizer = fine_and_odd(PRO, adamw=adamw)
+    steps = optimizer.state[weights_of(optimizer)[2]]["step"]
     right = float(steps)
-    steps.fill_(count)
-    before = [p.detach().clone() for p in weights]
-    with pytest.raises(ValueError, match=r"AdamW state of bias has step=tensor\(.*must be one float32 of at least 0"):
-        move(optimizer, weights, 7)
-    assert all(torch.equal(p, old) for p, old in zip(weights, before, strict=True))
+    for count in (-3.0, float("nan"), float("inf")):
+        steps.fill_(count)
+        with refused(optimizer, r"AdamW state of bias has step=tensor\(.*must be one float32 of at least 0"):
+            train(optimizer, [7])
     steps.fill_(right)
-    move(optimizer, weights, 7)
+    train(optimizer, [7])
+
+
+def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does():
+    """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
+    optimizer = fine_and_odd(PRO, adamw={"fused": True})
+    turned = of(3, exp_avg=lambda t: t.mT.contiguous().mT)
+    assert_refused_until_set_back(optimizer, turned, r"table has exp_avg of strides \(1, 5\).*fused")
+    table = weights_of(optimizer)[3]
+    give(weights_of(optimizer), 8)
+    table.grad = table.grad.mT.contiguous().mT
+    with refused(optimizer, r"table has a gradient of strides \(1, 5\).*fused"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_converted_under_adamw_goes_on_by_loading_its_own_state(dtype):
+    """As the message says."""
+    optimizer = fine_and_odd(PRO)
+    for p in weights_of(optimizer):
+        p.grad, p.data = None, p.data.to(dtype)
+    with refused(optimizer, "^bias is .*by optimizer.load_state_dict"):
+        train(optimizer, [3])
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in weights_of(optimizer)]
+    train(optimizer, [3])
+    assert not any(map(torch.equal, before, weights_of(optimizer)))
+
+
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_a_weight_on_the_meta_device_is_refused_when_its_group_is_added(algorithm):
+    optimizer = fine_and_odd(PRO)
+    with refused(optimizer, f"^late {META}"):
+        optimizer.add_param_group(
+            {"params": [("late", torch.nn.Parameter(ON_META))], "algorithm": algorithm, "lr": 0.1}
+        )
+    optimizer.add_param_group({"params": [("late", weight(4, 6))], "algorithm": algorithm, "lr": 0.1})
