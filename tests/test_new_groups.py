@@ -4,148 +4,98 @@ import pytest
 import torch
 
 from tests.inputs import KL, PRO, weight
+from tests.training import refused, train
 
 both = pytest.mark.parametrize("cls", [PRO, KL])
+of_either = pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
 
 
-def groups_are(optimizer, *expected):
-    return [group["params"] for group in optimizer.param_groups] == list(expected)
+def refused_everywhere(cls, group, says, error=ValueError):
+    """Hold a group beside another to an error, in the constructor and when it is added."""
+    with pytest.raises(error, match=says):
+        cls([{"params": [weight(4, 6)]}, dict(group)])
+    optimizer = cls([weight(4, 6)])
+    with refused(optimizer, says, error):
+        optimizer.add_param_group(dict(group))
+    assert len(optimizer.param_groups) == 1
 
 
 @both
-@pytest.mark.parametrize(
-    "model",
-    [torch.nn.Linear(4, 6), torch.nn.Sequential(torch.nn.Linear(4, 6)), torch.nn.ModuleList([torch.nn.Linear(4, 6)])],
-    ids=lambda model: type(model).__name__,
-)
-def test_a_module_in_the_place_of_parameters_is_told_what_to_pass(cls, model):
+@pytest.mark.parametrize("wrap", [lambda m: m, torch.nn.Sequential, lambda m: torch.nn.ModuleList([m])])
+def test_a_module_in_the_place_of_parameters_is_told_what_to_pass(cls, wrap):
+    model = wrap(torch.nn.Linear(4, 6))
     says = (
         rf"^params .* got a module \({type(model).__name__}\): pass prokl.param_groups\(model, .*model.parameters\(\)"
     )
-    for params in (model, [{"params": model}]):
-        with pytest.raises(TypeError, match=says):
-            cls(params)
-    w = weight(4, 6)
-    optimizer = cls([w])
     with pytest.raises(TypeError, match=says):
-        optimizer.add_param_group({"params": model})
-    assert groups_are(optimizer, [w])
+        cls(model)
+    refused_everywhere(cls, {"params": model}, says, TypeError)
 
 
 @both
 def test_a_list_of_parameters_that_is_a_module_is_taken_as_pytorch_takes_it(cls):
     weights = torch.nn.ParameterList([weight(4, 6), weight(3, 5)])
-    assert groups_are(cls(weights), list(weights))
-    assert groups_are(cls([{"params": weights}]), list(weights))
+    for given in (weights, [{"params": weights}]):
+        assert [group["params"] for group in cls(given).param_groups] == [list(weights)]
 
 
 MISSPELT = {
-    "weight_decy": "weight_decay",
-    "wieght_decay": "weight_decay",
-    "Weight_Decay": "weight_decay",
-    "weight_decays": "weight_decay",
-    "LR": "lr",
-    "lrs": "lr",
-    "epss": "eps",
-    "maximise": "maximize",
-    "algoritm": "algorithm",
+    "weight_decay": ("weight_decy", "wieght_decay", "Weight_Decay", "weight_decays"),
+    "lr": ("LR", "lrs"),
+    "eps": ("epss",),
+    "maximize": ("maximise",),
+    "algorithm": ("algoritm",),
 }
 OF_A_MATRIX = {
-    "momentun": "momentum",
-    "beta": "beta2",
-    "beta_2": "beta2",
-    "precondition_freq": "precondition_frequency",
-    "init_eigenvalues": "init_eigenvalue",
-    "clip_treshold": "clip_threshold",
-    "cautios_weight_decay": "cautious_weight_decay",
-    "adjust_lr": "adjust_lr_fn",
-    "transpose": "transposed",
-    "splits": "split",
+    "momentum": ("momentun",),
+    "beta2": ("beta", "beta_2"),
+    "precondition_frequency": ("precondition_freq",),
+    "init_eigenvalue": ("init_eigenvalues",),
+    "clip_threshold": ("clip_treshold",),
+    "cautious_weight_decay": ("cautios_weight_decay",),
+    "adjust_lr_fn": ("adjust_lr",),
+    "transposed": ("transpose",),
+    "split": ("splits",),
 }
-OF_ADAMW = {"beta": "betas", "beta1": "betas", "amsgrd": "amsgrad", "for_each": "foreach"}
-CASES = [
-    *((algorithm, *pair) for algorithm in ("matrix", "adamw") for pair in MISSPELT.items()),
-    *(("matrix", *pair) for pair in OF_A_MATRIX.items()),
-    *(("adamw", *pair) for pair in OF_ADAMW.items()),
-]
+OF_ADAMW = {"betas": ("beta", "beta1"), "amsgrad": ("amsgrd",), "foreach": ("for_each",)}
 
 
+@of_either
 @both
-@pytest.mark.parametrize("algorithm, key, nearest", CASES)
-def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm, key, nearest):
-    w, late = weight(4, 6), weight(3, 5)
-    group = {"params": [late], "algorithm": algorithm, "lr": 0.1, key: 0.3}
-    says = rf"^Invalid {key}=0\.3 of a new group: .* the nearest is {nearest}\. Write '{nearest}', or"
-    with pytest.raises(ValueError, match=says):
-        cls([{"params": [w]}, group])
-    optimizer = cls([w])
-    with pytest.raises(ValueError, match=says):
-        optimizer.add_param_group(group)
-    assert groups_are(optimizer, [w])
+def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
+    for nearest, keys in (MISSPELT | (OF_A_MATRIX if algorithm == "matrix" else OF_ADAMW)).items():
+        for key in keys:
+            says = rf"^Invalid {key}=0\.3 of a new group: .* the nearest is {nearest}\. Write '{nearest}', or"
+            group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: 0.3}
+            refused_everywhere(cls, group, says)
 
 
-@both
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+@of_either
 @pytest.mark.parametrize("key, value", [("preset", "paper"), ("process_group", None)])
-def test_what_only_a_constructor_takes_is_refused_in_a_group(cls, algorithm, key, value):
-    w = weight(4, 6)
+def test_what_only_a_constructor_takes_is_refused_in_a_group(algorithm, key, value):
     group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: value}
-    optimizer = cls([w])
-    with pytest.raises(ValueError, match=rf"^Invalid {key}={value!r} of a new group: .* Pass it to the constructor"):
-        optimizer.add_param_group(group)
-    assert groups_are(optimizer, [w])
+    says = rf"^Invalid {key}={value!r} of a new group: .* Pass it to the constructor"
+    refused_everywhere(PRO, group, says)
 
 
 # Of PyTorch's schedulers and averages, timm, Megatron, mmengine, Lightning, and of other optimizers' groups.
-THEIRS = [
-    *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "lr_scale", "lr_mult", "pre_lr_mult", "lr_max", "d_lr"),
-    *("max_momentum", "min_momentum", "base_momentum", "wd", "wd_mult", "wd_scale", "decay_mult", "weight_decay_mult"),
-    *(
-        "layer_decay",
-        "no_weight_decay",
-        "name",
-        "names",
-        "group_name",
-        "param_group_name",
-        "layer",
-        "layer_id",
-        "depth",
-    ),
-    *(
-        "is_expert_parallel",
-        "is_decoupled_lr",
-        "use_muon",
-        "update_proj_gap",
-        "scale",
-        "proj_type",
-        "k",
-        "r",
-        "d",
-        "id",
-    ),
-    *("train_mode", "weight_sum", "scheduled_lr", "warmup_steps", "rho", "adaptive", "moe", "fixup", "nesterov"),
-]
+THEIRS = """
+    initial_lr max_lr min_lr base_lr swa_lr lr_scale lr_mult pre_lr_mult lr_max d_lr scheduled_lr
+    max_momentum min_momentum base_momentum wd wd_mult wd_scale decay_mult weight_decay_mult layer_decay no_weight_decay
+    name names group_name param_group_name layer layer_id depth id k r d scale proj_type update_proj_gap
+    is_expert_parallel is_decoupled_lr use_muon train_mode weight_sum warmup_steps rho adaptive moe fixup nesterov
+""".split()
+NUMBERED = {"matrix": ("beta1", "beta3", "lr0", "eps2", "momentum2", "rank1"), "adamw": ("lr0", "eps2", "betas2")}
+"""A setting with another number is no misspelling."""
 
 
 @both
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+@of_either
 def test_a_key_of_a_scheduler_a_trainer_or_another_optimizer_is_kept(cls, algorithm):
     settings = (PRO([weight(4, 6)]).defaults | torch.optim.AdamW([weight(4, 6)]).defaults).keys()
     composed = [f"{word}_{key}" for word in ("initial", "max", "min", "base", "swa") for key in settings]
     composed += [f"{key}_{word}" for word in ("scale", "mult", "schedule") for key in settings]
-    own = dict.fromkeys([*THEIRS, *composed], 0.3) | {7: "any key is PyTorch's to take"}
-    optimizer = cls([weight(4, 6)])
-    optimizer.add_param_group({"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, **own})
-    assert own.items() <= optimizer.param_groups[1].items()
-
-
-@both
-@pytest.mark.parametrize(
-    "algorithm, keys",
-    [("matrix", ["beta1", "beta3", "lr0", "eps2", "momentum2", "rank1"]), ("adamw", ["lr0", "eps2", "betas2"])],
-)
-def test_a_setting_with_another_number_is_no_misspelling(cls, algorithm, keys):
-    own = dict.fromkeys(keys, 0.3)
+    own = dict.fromkeys([*THEIRS, *NUMBERED[algorithm], *composed], 0.3) | {7: "any key is PyTorch's to take"}
     optimizer = cls([weight(4, 6)])
     optimizer.add_param_group({"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, **own})
     assert own.items() <= optimizer.param_groups[1].items()
@@ -170,7 +120,7 @@ def test_any_key_may_be_in_a_loaded_file(cls):
 
 
 @both
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+@of_either
 def test_two_weights_of_one_name_are_refused_wherever_they_stand(cls, algorithm):
     """One optimizer over two models, each with names of its own."""
     groups = [
@@ -183,12 +133,10 @@ def test_two_weights_of_one_name_are_refused_wherever_they_stand(cls, algorithm)
     with pytest.raises(ValueError, match=across):
         cls(groups)
     optimizer = cls(groups[:1])
-    before = optimizer.param_groups[0]["params"]
-    with pytest.raises(ValueError, match=across):
+    with refused(optimizer, across):
         optimizer.add_param_group(groups[1])
-    with pytest.raises(ValueError, match="^Invalid name 'd': two weights of group 1 have it"):
+    with refused(optimizer, "^Invalid name 'd': two weights of group 1 have it"):
         optimizer.add_param_group({"params": [("d", weight(4, 6)), ("d", weight(4, 6))]})
-    assert groups_are(optimizer, before)
     optimizer.add_param_group({"params": [("decoder." + name, p) for name, p in groups[1]["params"]]})
     assert optimizer.param_groups[1]["param_names"] == ["decoder.c", "decoder.b"]
 
@@ -197,25 +145,14 @@ def test_two_weights_of_one_name_are_refused_wherever_they_stand(cls, algorithm)
 def test_weights_without_names_are_told_apart_when_groups_come_and_go(cls):
     weights = [weight(4, 6, seed=i, dtype=torch.bfloat16) for i in range(4)]
     optimizer = cls([{"params": [p]} for p in weights[:3]])
-
-    def names():
-        for p in weights:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        buckets = [member.name for bucket in optimizer.engine.buckets() for member in bucket.members]
-        assert len(buckets) == len(set(buckets)) == len(optimizer.clipped()) == len(optimizer.param_groups)
-        assert set(buckets) == optimizer.clipped().keys()
-
-    names()
-    del optimizer.param_groups[0]
-    optimizer.add_param_group({"params": [weights[3]]})
-    names()
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_weight_that_is_given_twice_is_one_weight():
-    w = weight(4, 6)
-    assert groups_are(PRO([("w", w), ("w", w)]), [w, w])
+    for come in ([], weights[3:]):
+        if come:
+            del optimizer.param_groups[0]
+            optimizer.add_param_group({"params": come})
+        train(optimizer, [0])
+        names = [member.name for bucket in optimizer.engine.buckets() for member in bucket.members]
+        assert len(names) == len(set(names)) == len(optimizer.clipped()) == len(optimizer.param_groups)
+        assert set(names) == optimizer.clipped().keys()
 
 
 @both
@@ -223,9 +160,14 @@ def test_a_loaded_file_may_not_bring_two_weights_of_one_name(cls):
     source, target = (cls([("a", weight(4, 6)), ("b", weight(4, 6))]) for _ in range(2))
     state = source.state_dict()
     state["param_groups"][0]["param_names"] = ["a", "a"]
-    with pytest.raises(ValueError, match="^The loaded state dict: Invalid name 'a': .* remove 'param_names' from its"):
+    with refused(target, "^The loaded state dict: Invalid name 'a': .* remove 'param_names' from its"):
         target.load_state_dict(state)
-    assert target.param_groups[0]["param_names"] == ["a", "b"]
     del state["param_groups"][0]["param_names"]
     target.load_state_dict(state)
     assert target.param_groups[0]["param_names"] == ["a", "b"]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_weight_that_is_given_twice_is_one_weight():
+    w = weight(4, 6)
+    assert PRO([("w", w), ("w", w)]).param_groups[0]["params"] == [w, w]

@@ -1,45 +1,87 @@
-"""What is asked of torch in the same words, and what would be silent or told without a remedy."""
+"""Arguments that would be silent, or told without a remedy: each is told once, with where it belongs."""
 
-import subprocess
-import sys
+import inspect
 import warnings
+from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import prokl
-from tests.inputs import KL, PRO, normal, weight
+from tests.inputs import KL, PRO, weight
+from tests.training import refused, train
 
 both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
-@pytest.mark.parametrize(
-    "what", ["ops.explain(None, 'cpu')", "ops.explain_qr('cpu')", "cuda_qr.qr", "diagnostics.scalars"]
-)
-def test_importing_the_package_is_enough(what):
-    code = f"import prokl, sys; prokl.{what}; assert 'triton' not in sys.modules and 'matplotlib' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def groups(**options):
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8))
+    return prokl.param_groups(model, **({"lr": 0.05, "adamw_lr": 1e-3} | options))
+
+
+@contextmanager
+def told_once(said):
+    """Hold what is done to one warning in these words, at the line that did it."""
+    with pytest.warns(UserWarning, match=said) as caught:
+        yield
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@contextmanager
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@both
+@pytest.mark.parametrize("lr", [99, torch.tensor(99.0)], ids=["number", "tensor"])
+def test_an_lr_that_every_group_overrides_is_told(cls, lr):
+    said = r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
+    with told_once(said):
+        optimizer = cls(groups(), lr=lr)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_all_settings_that_reach_no_group_are_told_at_once():
+    said = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
+    with told_once(said):
+        PRO(groups(weight_decay=0.1, rank=2), 99, 0.5, rank=3)
+    two = [{"params": [weight(4, 6)], "momentum": momentum} for momentum in (0.5, 0.6)]
+    with told_once(r"^momentum=0\.7 .*: momentum=0\.5, 0\.6\."):
+        PRO(two, momentum=0.7)
+    with silent(), pytest.raises(UserWarning, match="reaches no group"):
+        PRO(groups(), lr=99)
+
+
+@both
+def test_what_reaches_a_group_or_says_nothing_is_not_told(cls):
+    with silent():
+        cls(groups(), weight_decay=0.5, momentum=0.5)
+        cls(groups(lr=0.5), lr=0.5)
+        cls(groups(lr=torch.tensor(0.5)), lr=torch.tensor(0.5))
+        cls([{"params": [weight(4, 6)], "lr": 0.5}, {"params": [weight(4, 6)]}], lr=99)
+        cls([weight(4, 6)], lr=99)
+        defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
+        cls(groups(), **defaults)  # as configuration systems do
+        cls([{"params": [weight(6)], "algorithm": "adamw", "lr": 0.1}], lr=99)  # of matrix groups that come later
+        cls(groups(), preset="paper")
 
 
 @both
 def test_adjust_lr_fn_may_be_none_as_muons(cls):
-    weights = [weight(8, 4), weight(8, 4)]
-    one, other = cls(weights[:1], adjust_lr_fn=None), cls([{"params": weights[1:], "adjust_lr_fn": None}])
+    with silent():
+        one, other = cls([weight(8, 4)], adjust_lr_fn=None), cls([{"params": [weight(8, 4)], "adjust_lr_fn": None}])
     assert {o.param_groups[0]["adjust_lr_fn"] for o in (one, other)} == {one.defaults["adjust_lr_fn"]} == {"original"}
     state = other.state_dict()
     state["param_groups"][0]["adjust_lr_fn"] = None
     one.load_state_dict(state)
     assert one.param_groups[0]["adjust_lr_fn"] == "original"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cls([{"params": [weight(8, 4)], "adjust_lr_fn": None}], adjust_lr_fn=None)
     bracket = prokl.diagnostics.alpha_kl_bracket
     assert bracket(8, 4, 2, adjust_lr_fn=None) == bracket(8, 4, 2)
-    for p in weights:
-        p.grad = normal(8, 4)
-    one.step()
+    train(one, [0])
 
 
 @both
@@ -47,11 +89,9 @@ def test_world_before_init_process_group_is_told(cls, monkeypatch):
     """It is None then, as the default."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     said = r"^process_group=None was given: .*WORLD is None until init_process_group\(\).*WORLD_SIZE=4 every rank"
-    with pytest.warns(UserWarning, match=said) as caught:
+    with told_once(said):
         cls([weight(4, 6)], process_group=dist.group.WORLD)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         cls([weight(4, 6)])  # nothing was asked for
         for alone in ("1", "many"):
             monkeypatch.setenv("WORLD_SIZE", alone)
@@ -71,9 +111,8 @@ def test_a_group_with_names_beside_others_without_is_refused_with_the_remedy(cls
     named, bare = cls([("a", weight(4, 6))]), cls([weight(4, 6)])
     remedy = r"with/without names.*\(name, parameter\) pairs.*names=False"
     for optimizer, late in ((named, weight(4, 6)), (bare, ("late", weight(4, 6)))):
-        with pytest.raises(ValueError, match=remedy):
+        with refused(optimizer, remedy):
             optimizer.add_param_group({"params": [late]})
-        assert len(optimizer.param_groups) == 1
     with pytest.raises(ValueError, match=remedy):
         cls([("a", weight(4, 6)), weight(4, 6)])
     with pytest.raises(ValueError, match=remedy):
@@ -98,23 +137,14 @@ def test_an_argument_of_others_says_where_it_belongs(cls, given, says):
         cls([weight(4, 6)], **given)
 
 
-@pytest.mark.parametrize("names", ["yes", None, 2, ["a"]])
-def test_names_of_param_groups_is_true_or_false(names):
-    with pytest.raises(ValueError, match=r"Invalid names=.*: must be one of \(True, False\)"):
-        prokl.param_groups(nn.Linear(4, 6), lr=0.1, adamw_lr=0.1, names=names)
-
-
 @both
 def test_float16_weights_are_told_once_at_construction(cls):
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8)).half()
     model[0].bias.requires_grad_(False)
     model[2].weight.data = model[2].weight.data.float()
-    said = r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32"
-    with pytest.warns(UserWarning, match=said) as caught:
+    with told_once(r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32"):
         cls(prokl.param_groups(model, lr=0.1, adamw_lr=0.1))
-    assert len(caught) == 1 and caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1))
         frozen = nn.Linear(4, 6).half().requires_grad_(False)
         cls(prokl.param_groups(nn.Sequential(frozen, nn.Linear(6, 8)), lr=0.1, adamw_lr=0.1))

@@ -1,0 +1,123 @@
+"""Names of weights: told where they no longer fit, and the same whatever torch.compile, DDP, FSDP or others prefix."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import prokl
+from prokl import param_groups
+from tests.inputs import KL, PRO, weight
+from tests.training import differences, named, refused, train, weights_of
+
+BF16 = torch.bfloat16
+both = pytest.mark.parametrize("cls", [PRO, KL])
+
+
+@both
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+@pytest.mark.parametrize("edited", ["params", "param_names"])
+@pytest.mark.parametrize("edit", ["removed", "added"])
+def test_names_that_no_longer_fit_the_weights_are_told_and_nothing_moves(cls, algorithm, edited, edit):
+    groups = [{"params": [("first", weight(4, 6))]}, {"params": named((4, 6), (4, 6), (4, 6))}]
+    groups[1].update(algorithm=algorithm, lr=0.01)
+    optimizer = train(cls(groups), range(2))
+    group, weights = optimizer.param_groups[1], weights_of(optimizer)
+    kept = list(group[edited])
+    new = weight(4, 6, seed=3) if edited == "params" else "new"
+    group[edited][:] = [kept[0], kept[2]] if edit == "removed" else [*kept, new]
+    counts = f"{len(group['params'])} weights and {len(group['param_names'])} param_names"
+    said = rf"^Group 1 has {counts} \('w0', .*\): .* in both lists at the same place"
+    calls = [optimizer.step, optimizer.clipped, optimizer.state_dict]
+    for call in calls + [lambda: prokl.diagnostics.scalars(optimizer)] * (algorithm == "matrix"):
+        with refused(optimizer, said, weights=weights):
+            call()
+    group[edited][:] = kept
+    train(optimizer, [2])
+
+
+@both
+def test_a_weight_removed_with_its_name_is_let_go_and_the_others_keep_theirs(cls):
+    optimizer = train(cls(named((4, 6), (4, 6), (4, 6))), [0])
+    del optimizer.param_groups[0]["params"][1], optimizer.param_groups[0]["param_names"][1]
+    assert train(optimizer, [1]).clipped().keys() == {"w0", "w2"}
+    del optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"][1]  # no longer asked for
+    assert train(optimizer, [2]).clipped().keys() == {"parameter 0 of group 0"}
+
+
+WRAPPED = ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "_fsdp_wrapped_module.{}", "0._orig_mod.weight"]
+
+
+@both
+@pytest.mark.parametrize("split", [None, 2])
+def test_wrappers_do_not_change_how_bfloat16_is_rounded(cls, split):
+    def trained(name):
+        groups = [{"params": [(name, weight(8, 12, dtype=BF16))], "split": split}]
+        return train(cls(groups, lr=1e-3), range(3))
+
+    plain = trained("0.weight")
+    for wrapped in [*WRAPPED, "0._checkpoint_wrapped_module.weight", "0.module.weight"]:
+        assert differences(trained(wrapped.format("0.weight")), plain) == set(), wrapped
+    assert differences(trained("1.weight"), plain)  # the name itself counts
+
+
+def test_a_compiled_model_ends_where_the_model_itself_does():
+    ends = []
+    for wrap in (lambda m: m, torch.compile, nn.DataParallel):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 4)).to(BF16)
+        ends.append(train(PRO(param_groups(wrap(model), lr=0.01, adamw_lr=1e-3)), range(4)))
+    assert differences(ends[0], ends[1]) == differences(ends[0], ends[2]) == set()
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED[:4])
+def test_checkpoints_go_by_names_without_wrappers(wrapped):
+    def build(*names, frozen=()):
+        params = [(n, weight(4, 6, seed=i).requires_grad_(n not in frozen)) for i, n in enumerate(names)]
+        return train(PRO(params), [0], missing={(0, i) for i, n in enumerate(names) if n in frozen})
+
+    there, (up, down, new) = build("up", "down"), map(wrapped.format, ("up", "down", "new"))
+    with pytest.raises(ValueError, match=r"weight 0 is 'up' there and '.*down' here"):
+        build(down, up).load_state_dict(there.state_dict())
+    build(up, down).load_state_dict(there.state_dict())
+    partly = build(new, up, down, frozen=[new])
+    partly.load_state_dict(there.state_dict())
+    first, *others = weights_of(partly)
+    assert not partly.state.get(first)
+    for p, q in zip(others, weights_of(there), strict=True):
+        assert torch.equal(partly.state[p]["M"], there.state[q]["M"])
+
+
+def test_state_goes_to_no_weight_of_another_name_without_a_word():
+    def build(*names):
+        return train(PRO([(name, weight(4, 6, seed=i)) for i, name in enumerate(names)]), [0])
+
+    there = build("a", "b", "c").state_dict()
+    for names in (("b", "d", "a"), ("x", "a", "b")):
+        here = build(*names)
+        with refused(here, "weights in another order: weight [01] is '[ab]' there and '[bx]' here"):
+            here.load_state_dict(there)
+    with pytest.warns(UserWarning, match="other names for 1 of 3 weights: weight 1 is 'b' there and 'new' here"):
+        build("a", "new", "c").load_state_dict(there)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build("a", "b", "c").load_state_dict(there)
+
+
+def test_a_distributed_checkpoint_of_a_compiled_model_loads_by_name():
+    def build():
+        torch.manual_seed(0)
+        model = torch.compile(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 12), nn.Linear(12, 8)))
+        return model, param_groups(model, lr=0.01, adamw_lr=1e-3)
+
+    (old, groups), (new, others) = build(), build()
+    for key in ("params", "split"):  # saved in another order
+        groups[0][key] = groups[0][key][::-1]
+    saver, loader = train(PRO(groups), [0]), PRO(others)
+    set_optimizer_state_dict(new, loader, get_optimizer_state_dict(old, saver))
+    there = {n: saver.state[p] for g in saver.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
+    for group in loader.param_groups:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            assert all(torch.equal(v, loader.state[p][k]) for k, v in there[name].items() if torch.is_tensor(v)), name
