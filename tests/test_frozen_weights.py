@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-import prokl
 from prokl import param_groups
-from tests.inputs import KL, PRO, frozen, same_bits
-from tests.routing import holding
+from tests.inputs import KL, PRO, same_bits
+from tests.routing import RATES, holding
+from tests.training import give, refused
 
-RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
@@ -20,6 +20,7 @@ def model(frozen=("words", "layers.0")):
     made = holding(
         words=nn.Embedding(9, 8),
         layers=nn.ModuleList(holding(up=nn.Linear(8, 12), norm=nn.LayerNorm(12)) for _ in range(2)),
+        attention=nn.MultiheadAttention(12, 2),
         head=nn.Linear(12, 9),
     )
     for name in frozen:
@@ -27,14 +28,12 @@ def model(frozen=("words", "layers.0")):
     return made
 
 
-def train(optimizer, model, steps, seed=0):
-    """Steps with gradients for what is not frozen; what has moved."""
-    generator = torch.Generator().manual_seed(seed)
+def trained(optimizer, model, calls=range(3)):
+    """Step with gradients for what is not frozen; return the names of what has moved."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for _ in range(steps):
-        for p in model.parameters():
-            g = torch.randn(p.shape, generator=generator)
-            p.grad = g if p.requires_grad else None
+    for call in calls:
+        still = {(call, i) for i, p in enumerate(model.parameters()) if not p.requires_grad}
+        give([*model.parameters()], call, still)
         optimizer.step()
     return {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
 
@@ -45,25 +44,13 @@ def test_what_is_unfrozen_later_trains_as_under_adamw_and_has_no_state_before(cl
     names = {name for name, _ in net.named_parameters()}
     still = {name for name, p in net.named_parameters() if not p.requires_grad}
     optimizer = cls(param_groups(net, **RATES))
-    assert train(optimizer, net, 3) == names - still
+    assert trained(optimizer, net) == names - still
     assert not [p for p in net.parameters() if not p.requires_grad and optimizer.state.get(p)]
     net.requires_grad_(True)
-    assert train(optimizer, net, 3, seed=1) == names
-    assert {name for g in optimizer.param_groups for name in g["param_names"]} == names
+    assert trained(optimizer, net) == names
     algorithms = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert algorithms.keys() == names
     assert algorithms["layers.0.up.weight"] == "matrix" and algorithms["words.weight"] == "adamw"
-
-
-def test_the_table_says_how_many_are_frozen_now_and_where_they_will_train():
-    text = str(param_groups(model(), **RATES)).splitlines()
-    rows = {line.split()[0]: line for line in text[1:-2]}
-    assert rows["layers.0.up.weight"].split()[2] == "matrix"
-    assert rows["layers.0.up.weight"].endswith("linear layer; frozen now")
-    assert rows["words.weight"].endswith("embedding (Embedding); frozen now")
-    assert "frozen" not in rows["layers.1.up.weight"]
-    assert text[-2] == (
-        "matrix: 2 tensors, 192 elements, 1 of them frozen now; adamw: 9 tensors, 261 elements, 4 of them frozen now"
-    )
 
 
 def test_groups_without_names_are_for_code_that_adds_what_it_unfreezes():
@@ -75,45 +62,7 @@ def test_groups_without_names_are_for_code_that_adds_what_it_unfreezes():
     optimizer = PRO(groups)
     net.requires_grad_(True)
     optimizer.add_param_group({"params": [net.layers[0].up.weight]})
-    assert "layers.0.up.weight" in train(optimizer, net, 3)
-
-
-def untrainable(kind):
-    weights = {
-        "integers": torch.zeros(4, 8, dtype=torch.int64),
-        "8-bit float": torch.zeros(4, 8).to(torch.float8_e4m3fn),
-        "sparse": torch.zeros(4, 8).to_sparse(),
-        "meta": torch.zeros(4, 8, device="meta"),
-        "expanded": torch.zeros(1, 8).expand(4, 8),
-    }
-    if kind == "sparse gradients":
-        return nn.Embedding(4, 8, sparse=True).weight
-    return nn.Parameter(weights[kind], requires_grad=False)
-
-
-@pytest.mark.parametrize("kind", ["integers", "8-bit float", "sparse", "meta", "expanded", "sparse gradients"])
-def test_frozen_weights_that_no_method_trains_stay_outside_whatever_patterns_say(kind):
-    net = model()
-    net.odd = untrainable(kind) if kind != "sparse gradients" else nn.Embedding(4, 8, sparse=True)
-    net.odd.requires_grad_(False)
-    for options in ({}, {"matrix": ["*"], "adamw": ["*norm*", "*bias"]} if kind == "integers" else {}):
-        if options:
-            options = {"matrix": ["odd*"]}
-        groups = param_groups(net, **RATES, **options)
-        route = (
-            groups.routes[0] if kind != "sparse gradients" else next(r for r in groups.routes if "odd" in r.names[0])
-        )
-        assert route.names[0].startswith("odd") and route.algorithm == "frozen"
-        train(PRO(groups), model(), 1)
-
-
-def test_patterns_and_divisions_hold_for_frozen_weights_too():
-    net = holding(a=nn.Linear(8, 24, bias=False), b=nn.Linear(8, 8, bias=False), c=nn.Linear(8, 8, bias=False))
-    net.a.requires_grad_(False)
-    net.b.requires_grad_(False)
-    groups = param_groups(net, **RATES, split={"a.*": 3}, adamw=["b.*"])
-    assert [[name for name, _ in g["params"]] for g in groups] == [["a.weight", "c.weight"], ["b.weight"]]
-    assert groups[0]["split"] == [3, None]
+    assert "layers.0.up.weight" in trained(optimizer, net)
 
 
 def former(net):
@@ -127,65 +76,59 @@ def former(net):
     return [g for g in groups if g["params"]]
 
 
+def load(saver, old, loader, new):
+    loader.load_state_dict(saver.state_dict())
+
+
+def load_distributed(saver, old, loader, new):
+    set_optimizer_state_dict(new, loader, get_optimizer_state_dict(old, saver))
+
+
+# Parts of either kind of group, a whole group, a fused weight of two, and by names through torch's checkpoints.
+FROZEN = [
+    (("words", "layers.0"), load),
+    (("layers",), load),
+    (("layers", "attention"), load),
+    (("words", "head"), load),
+]
+FROZEN += [(("layers.0",), load_distributed)]
+
+
 @both
-@pytest.mark.parametrize("frozen_parts", [("words", "layers.0"), ("layers",), ("words", "head"), ("layers", "head")])
-def test_a_checkpoint_whose_groups_lack_the_frozen_weights_goes_on_bit_for_bit(cls, frozen_parts):
-    old, new = model(frozen_parts), model(frozen_parts)
+@pytest.mark.parametrize("parts, loading", FROZEN)
+def test_a_checkpoint_whose_groups_lack_the_frozen_weights_goes_on_bit_for_bit(cls, parts, loading):
+    old, new = model(parts), model(parts)
     saver, loader = cls(former(old)), cls(param_groups(new, **RATES))
-    train(saver, old, 3)
+    groups = copy.deepcopy([(g["param_names"], g.get("split")) for g in loader.param_groups])
+    trained(saver, old)
     for group in saver.param_groups:
         group["lr"] *= 0.5
     new.load_state_dict(old.state_dict())
-    state = copy.deepcopy(saver.state_dict())
-    loader.load_state_dict(state)
-    assert state.keys() == saver.state_dict().keys()
+    loading(saver, old, loader, new)
+    assert [(g["param_names"], g.get("split")) for g in loader.param_groups] == groups
     rates = {name: g["lr"] for g in saver.param_groups for name in g["param_names"]}
     assert all(rates.get(g["param_names"][0], g["lr"]) == g["lr"] for g in loader.param_groups)
-    train(saver, old, 3, seed=1)
-    train(loader, new, 3, seed=1)
+    trained(saver, old, range(3, 6))
+    trained(loader, new, range(3, 6))
     for (name, p), q in zip(old.named_parameters(), new.parameters(), strict=True):
-        assert same_bits(p.detach(), q.detach()), name
+        assert same_bits(p, q), name
         assert bool(saver.state.get(p)) == bool(loader.state.get(q)) == p.requires_grad
-        if p.requires_grad:
-            kept, found = frozen(saver, p), frozen(loader, q)
-            assert kept.keys() == found.keys()
+        assert not p.requires_grad or saver.state[p].keys() == loader.state[q].keys()
     new.requires_grad_(True)
-    assert train(loader, new, 3, seed=2) == {name for name, _ in new.named_parameters()}
-
-
-def test_fused_weights_of_such_a_checkpoint_keep_their_divisions():
-    def net():
-        torch.manual_seed(0)
-        return holding(a=nn.MultiheadAttention(8, 2), b=nn.Linear(8, 8), c=nn.MultiheadAttention(8, 2))
-
-    old, new = net(), net()
-    old.a.requires_grad_(False), new.a.requires_grad_(False)
-    saver, loader = PRO(former(old)), PRO(param_groups(new, **RATES))
-    train(saver, old, 2)
-    loader.load_state_dict(saver.state_dict())
-    group = loader.param_groups[0]
-    assert dict(zip(group["param_names"], group["split"], strict=True)) == {
-        "a.in_proj_weight": 3,
-        "a.out_proj.weight": None,
-        "b.weight": None,
-        "c.in_proj_weight": 3,
-        "c.out_proj.weight": None,
-    }
-    train(loader, new, 1)
+    assert trained(loader, new) == {name for name, _ in new.named_parameters()}
 
 
 def test_such_a_checkpoint_is_refused_where_what_it_lacks_is_trained_and_says_what_to_do():
     old, new = model(), model(["words"])
     saver, loader = PRO(former(old)), PRO(param_groups(new, **RATES))
-    train(saver, old, 2)
+    trained(saver, old)
     message = r"has no weight 'layers\.0\.up\.weight'.*requires grad here.*freeze what was frozen.*unfreeze it then"
-    with pytest.raises(ValueError, match=message):
+    with refused(loader, message):
         loader.load_state_dict(saver.state_dict())
-    assert not loader.state
     new.layers[0].requires_grad_(False)
     loader.load_state_dict(saver.state_dict())
     new.requires_grad_(True)
-    assert "layers.0.up.weight" in train(loader, new, 3)
+    assert "layers.0.up.weight" in trained(loader, new)
 
 
 def test_a_checkpoint_of_another_model_is_still_refused():
@@ -195,26 +138,10 @@ def test_a_checkpoint_of_another_model_is_still_refused():
         loader.load_state_dict(saver.state_dict())
 
 
-def test_a_distributed_checkpoint_of_such_groups_loads_by_name():
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    old, new = model(["layers.0"]), model(["layers.0"])
-    saver, loader = PRO(former(old)), PRO(param_groups(new, **RATES))
-    train(saver, old, 3)
-    new.load_state_dict(old.state_dict())
-    set_optimizer_state_dict(new, loader, get_optimizer_state_dict(old, saver))
-    assert [g["param_names"] for g in loader.param_groups] == [
-        g["param_names"] for g in PRO(param_groups(new, **RATES)).param_groups
-    ]
-    train(saver, old, 3, seed=1)
-    train(loader, new, 3, seed=1)
-    assert all(map(torch.equal, old.parameters(), new.parameters()))
-
-
 def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen():
     saved, resumed = model(["layers.0"]), model(["layers.1"])
-    saver, loader = prokl.ProKLShampoo(param_groups(saved, **RATES)), prokl.ProKLShampoo(param_groups(resumed, **RATES))
-    train(saver, saved, 3)
+    saver, loader = PRO(param_groups(saved, **RATES)), PRO(param_groups(resumed, **RATES))
+    trained(saver, saved)
     loader.load_state_dict(saver.state_dict())
     resumed.requires_grad_(True)
-    assert train(loader, resumed, 3) == {name for name, _ in resumed.named_parameters()}
+    assert trained(loader, resumed) == {name for name, _ in resumed.named_parameters()}

@@ -8,91 +8,73 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import prokl
 from prokl import param_groups
+from tests.inputs import KL, PRO, weight
+from tests.routing import RATES
+from tests.training import named, refused, train, weights_of
 
-RATES = {"lr": 0.02, "adamw_lr": 1e-3}
-KINDS = {"ProKLShampoo": 4, "KLShampoo": None}
+both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.embed = nn.Embedding(9, 8)
         self.attention = nn.MultiheadAttention(8, 2)
         self.mlp = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
         self.head = nn.Linear(8, 9)
 
 
-def groups_of(model, kind="ProKLShampoo", **options):
-    return param_groups(model, **RATES, rank=KINDS[kind], names=False, split_fused=True, **options)
+def groups_of(model):
+    return param_groups(model, **RATES, names=False, split_fused=True)
 
 
-def optimizer_of(model, kind="ProKLShampoo"):
-    return getattr(prokl, kind)(groups_of(model, kind))
+def assert_all_move(optimizer, weights=None):
+    weights = weights_of(optimizer) if weights is None else weights
+    before = [p.detach().clone() for p in weights]
+    train(optimizer, range(2), weights)  # a matrix weight moves from its second gradient on
+    assert not any(map(torch.equal, before, weights))
 
 
-def step(optimizer, parameters, times=2):  # a matrix weight moves from its second gradient on
-    for _ in range(times):
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-
-
-def weight(*shape):
-    return nn.Parameter(torch.randn(shape))
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_group_may_be_added_without_names(kind):
-    model, late = Model(), weight(8, 8)
-    named = getattr(prokl, kind)(param_groups(model, **RATES, rank=KINDS[kind]))
-    with pytest.raises(ValueError, match="should be with/without names"):
-        named.add_param_group({"params": [late]})
-    optimizer = optimizer_of(model, kind)
-    optimizer.add_param_group({"params": [late]})
-    before = {p: p.detach().clone() for p in [*model.parameters(), late]}
-    step(optimizer, before)
-    assert not any(torch.equal(p, old) for p, old in before.items())
+@both
+def test_groups_may_be_added_without_names_and_be_empty(cls):
+    """As those whose weights are on other ranks."""
+    optimizer = cls(groups_of(Model()))
+    optimizer.add_param_group({"params": [weight(8, 8)]})
+    assert_all_move(optimizer)
     assert optimizer.param_groups[-1]["algorithm"] == "matrix"
+    groups = [dict(group) for group in groups_of(Model())]
+    for group in (groups[0], *groups[2:]):
+        group["params"] = []
+    assert_all_move(cls(groups))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(kind, tmp_path):
+@both
+def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(cls, tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # imports for two seconds
 
-    models = [Model(), Model()]
-    models[1].load_state_dict(models[0].state_dict())
-    extra = [weight(8, 6), weight(8, 6)]
-    extra[1].data.copy_(extra[0].data)
+    models, late = [Model(), Model()], [weight(8, 6), weight(8, 6)]
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        own = optimizer_of(models[0], kind)
-        sharded = ZeroRedundancyOptimizer(
-            groups_of(models[1], kind), optimizer_class=getattr(prokl, kind), lr=RATES["lr"]
-        )
+        own = cls(groups_of(models[0]))
+        sharded = ZeroRedundancyOptimizer(groups_of(models[1]), optimizer_class=cls, lr=RATES["lr"])
         assert [set(g) - set(own.param_groups[i]) for i, g in enumerate(sharded.param_groups)] == [set()] * 4
-        for optimizer, model, late in zip((own, sharded), models, extra, strict=True):
-            torch.manual_seed(1)
-            step(optimizer, model.parameters())
-            optimizer.add_param_group({"params": [late], "lr": 0.03})
-            step(optimizer, [*model.parameters(), late])
+        for optimizer, p in zip((own, sharded), late, strict=True):
+            train(optimizer, range(2))
+            optimizer.add_param_group({"params": [p], "lr": 0.03})
+            train(optimizer, range(2, 4))
         assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        assert torch.equal(*extra)
+        assert torch.equal(*late)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("form", [list, iter])
 def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_so(form):
-    optimizer = optimizer_of(Model())
+    optimizer = PRO(groups_of(Model()))
     optimizer.param_groups[-1].update(betas=(0.7, 0.8), amsgrad=True)
-    matrix, bias, scale = weight(8, 8), weight(8), weight()
+    matrix, bias, scale = weight(8, 8), weight(8), nn.Parameter(torch.ones(()))
     said = (
         r"2 of 3 weights of a new group without an algorithm are below 2-D, one of shape \(8,\) among them: .*lr=0.001"
     )
@@ -103,34 +85,16 @@ def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_s
     assert (vectors["params"], vectors["algorithm"], vectors["lr"]) == ([bias, scale], "adamw", 1e-3)
     assert (vectors["betas"], vectors["amsgrad"], vectors["weight_decay"]) == ((0.7, 0.8), True, 0.0)
     assert (rest["params"], rest["algorithm"], rest["lr"], rest["rank"]) == ([matrix], "matrix", 0.005, 2)
-    before = [p.detach().clone() for p in (matrix, bias, scale)]
-    step(optimizer, (matrix, bias, scale))
-    assert not any(map(torch.equal, (matrix, bias, scale), before))
+    assert_all_move(optimizer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_group_may_be_empty_as_one_whose_weights_are_on_other_ranks(kind):
-    groups = [dict(group) for group in groups_of(Model(), kind)]
-    kept = groups[1]["params"]
-    for group in (groups[0], *groups[2:]):
-        group["params"] = []
-    optimizer = getattr(prokl, kind)(groups)
-    before = [p.detach().clone() for p in kept]
-    step(optimizer, kept)
-    assert not any(map(torch.equal, kept, before))
-
-
-def test_vectors_alone_go_to_adamw_where_nothing_else_is_said_of_them():
-    optimizer = prokl.ProKLShampoo(param_groups(Model(), **RATES, rank=4))
-    gain = weight(8)
+def test_vectors_alone_go_to_adamw_named_or_not_and_a_tensor_is_as_a_list_of_it():
+    optimizer, gain = PRO(param_groups(Model(), **RATES)), weight(8)
     with pytest.warns(UserWarning, match="1 of 1 weights .* below 2-D, late.gain among them"):
         optimizer.add_param_group({"params": [("late.gain", gain)]})
     group = optimizer.param_groups[-1]
     assert (group["params"], group["param_names"], group["algorithm"]) == ([gain], ["late.gain"], "adamw")
-
-
-def test_a_tensor_alone_is_divided_as_a_list_of_it_is():
-    optimizer, gain, matrix = optimizer_of(Model()), weight(8), weight(8, 8)
+    optimizer, matrix = PRO(groups_of(Model())), weight(8, 8)
     with pytest.warns(UserWarning, match=r"1 of 1 weights .* below 2-D, one of shape \(8,\) among them"):
         optimizer.add_param_group({"params": gain})
     optimizer.add_param_group({"params": matrix, "lr": 0.5})
@@ -140,9 +104,8 @@ def test_a_tensor_alone_is_divided_as_a_list_of_it_is():
 
 
 def test_a_tensor_lr_is_not_shared_between_the_groups():
-    optimizer = prokl.ProKLShampoo(
-        [{"params": [weight(4, 6)]}, {"params": [weight(4)], "algorithm": "adamw", "lr": torch.tensor(1e-3)}], rank=2
-    )
+    adamw = {"params": [weight(4)], "algorithm": "adamw", "lr": torch.tensor(1e-3)}
+    optimizer = PRO([{"params": [weight(4, 6)]}, adamw])
     with pytest.warns(UserWarning, match="below 2-D"):
         optimizer.add_param_group({"params": [weight(5)]})
     first, second = (g["lr"] for g in optimizer.param_groups[1:])
@@ -150,7 +113,7 @@ def test_a_tensor_lr_is_not_shared_between_the_groups():
 
 
 @pytest.mark.parametrize(
-    "groups, new, message",
+    "rates, new, message",
     [
         (
             [],
@@ -174,42 +137,16 @@ def test_a_tensor_lr_is_not_shared_between_the_groups():
         ([1e-3], {"params": {weight(8)}}, r"optimizer parameters need to be organized in ordered collections"),
     ],
 )
-def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_write(groups, new, message):
-    adamw = [{"params": [weight(4)], "algorithm": "adamw", "lr": lr} for lr in groups]
-    optimizer = prokl.ProKLShampoo([{"params": [weight(4, 6)]}, *adamw], rank=2)
-    before = [list(g["params"]) for g in optimizer.param_groups]
-    with warnings.catch_warnings(), pytest.raises((ValueError, TypeError), match=re.compile(message, re.DOTALL)):
+def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_write(rates, new, message):
+    adamw = [{"params": [weight(4)], "algorithm": "adamw", "lr": lr} for lr in rates]
+    optimizer = PRO([{"params": [p for _, p in named((4, 6))]}, *adamw])
+    with refused(optimizer, re.compile(message, re.DOTALL), (ValueError, TypeError)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer.add_param_group(new)
-    assert [len(g["params"]) for g in optimizer.param_groups] == list(map(len, before))
 
 
 def test_a_warning_that_is_turned_into_an_error_leaves_nothing_added():
-    optimizer = optimizer_of(Model())
-    count = len(optimizer.param_groups)
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="below 2-D"):
+    optimizer = PRO(groups_of(Model()))
+    with refused(optimizer, "below 2-D", UserWarning), warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.add_param_group({"params": [weight(8), weight(8, 8)]})
-    assert len(optimizer.param_groups) == count
-
-
-def test_a_model_of_which_only_the_head_trains_so_far_is_no_error():
-    model = Model().requires_grad_(False)
-    model.head.requires_grad_(True)
-    groups = groups_of(model)
-    assert [g["algorithm"] for g in groups] == ["adamw", "adamw"]
-    step(prokl.ProKLShampoo(groups), model.head.parameters(), 1)
-    lone = nn.Sequential(nn.Embedding(4, 3), nn.LayerNorm(3))
-    lone[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="No parameter of model"):
-        groups_of(lone)
-
-
-@pytest.mark.parametrize("model", [Model(), nn.LayerNorm(4)], ids=["matrices", "none"])
-def test_a_model_of_which_nothing_trains_is_told_so(model):
-    model.requires_grad_(False)
-    says = (
-        rf"^No parameter of model \({type(model).__name__}\) requires grad, .*: unfreeze .* before making the groups\.$"
-    )
-    with pytest.raises(ValueError, match=says):
-        param_groups(model, **RATES)

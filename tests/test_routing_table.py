@@ -4,13 +4,9 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import holding
+from tests.routing import RATES, by_name, holding, linear
 
-RATES = {"lr": 0.02, "adamw_lr": 1e-3}
-
-
-def linear(inputs, outputs):
-    return nn.Linear(inputs, outputs, bias=False)
+HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
 
 
 def block(width=8):
@@ -58,33 +54,57 @@ def test_experts_of_blocks_and_numbered_names_collapse_too():
 def test_tied_weights_keep_their_lines():
     shared = block()
     model = holding(layers=nn.ModuleList([shared, shared, block(), block()]))
-    assert names(model)[:4] == [
-        "layers.0.attn.q_proj.weight",
-        "  = layers.1.attn.q_proj.weight".split("  ")[0],
-        "layers.0.attn.o_proj.weight",
-        "",
-    ]
+    assert names(model)[:4] == ["layers.0.attn.q_proj.weight", "", "layers.0.attn.o_proj.weight", ""]
     assert "layers.{2,3}.attn.q_proj.weight ×2" in names(model)
 
 
 def test_names_keep_their_case_in_reasons():
     model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8)), up=linear(8, 8))
-    model.LogitsHead = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
-    said = {r.names[0]: r.reason for r in param_groups(model, **RATES).routes}
+    model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
+    said = {name: route.reason for name, route in by_name(model).items()}
     assert said["Mixer.A_log"] == "rates of a state space, A_log of Module"
     assert said["Mixer.W_q"] == "2-D, W_q of Module"
-    model = holding(up=linear(8, 8), CLS_Head=holding(Dense=linear(8, 8), OutProj=linear(8, 5)))
-    said = {r.names[0]: r.reason for r in param_groups(model, **RATES).routes}
     assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 
 
 def test_a_stack_of_which_nothing_says_how_it_is_stored_gets_the_hint():
-    hint = "; each read as (out, in) (transposed= reads it as (in, out))"
     model = holding(experts=holding(W1=torch.zeros(4, 8, 12), W2=torch.zeros(4, 8, 12)), pair=nn.Bilinear(3, 4, 5))
     model.known = holding(W3=torch.zeros(4, 8, 12))
     model.known.is_transposed = False
-    said = {r.names[0]: r.reason for r in param_groups(model, **RATES, transposed=["*.W2"]).routes}
-    assert said["experts.W1"] == f"stack of 4, W1 of Module{hint}"
+    said = {name: route.reason for name, route in by_name(model, transposed=["*.W2"]).items()}
+    assert said["experts.W1"] == f"stack of 4, W1 of Module{HINT}"
     assert said["experts.W2"] == "stack of 4, W2 of Module; stored (in, out)"
     assert said["known.W3"] == "stack of 4, W3 of Module"
     assert said["pair.weight"] == "stack of 5, weight of Bilinear"
+
+
+def test_the_table_shows_every_parameter_its_destination_and_the_reason():
+    model = holding(
+        tok=nn.Embedding(48, 16),
+        norm=nn.LayerNorm(16, bias=False),
+        conv=nn.Conv2d(3, 8, 3, bias=False),
+        old=linear(16, 16),
+        experts=torch.zeros(4, 16, 32),
+        square=linear(16, 16),
+        scale=torch.tensor(1.0),
+        lm_head=linear(16, 48),
+    )
+    model.lm_head.weight = model.tok.weight
+    model.old.weight.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    groups = param_groups(model, **RATES, rank=128)
+    expected = f"""\
+parameter           shape    algorithm  rank  reason
+experts             4x16x32  matrix     16    stack of 4, experts of Module{HINT}
+scale               scalar   adamw      -     0-D, scale of Module
+tok.weight          48x16    adamw      -     lm_head.weight tied to embedding tok.weight
+  = lm_head.weight
+norm.weight         16       adamw      -     1-D, weight of LayerNorm; frozen now
+conv.weight         8x3x3x3  matrix     8     convolution, flattened to 8x27
+old.weight          16x16    matrix     15    linear layer; frozen now
+square.weight       16x16    matrix     15    linear layer
+matrix: 4 tensors, 2,776 elements, 1 of them frozen now; adamw: 3 tensors, 785 elements, 1 of them frozen now
+output head: tok.weight (lm_head.weight tied to embedding tok.weight)"""
+    assert str(groups) == repr(groups) == expected
+    assert "  rank if auto  " in str(param_groups(model, **RATES)).splitlines()[0]  # the optimizer may be told another
+    assert "  rank  " in str(param_groups(model, **RATES, rank="auto")).splitlines()[0]
