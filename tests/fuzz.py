@@ -12,11 +12,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -137,6 +137,21 @@ def examine_unbounded(seed: int) -> list[str]:
         for key, value in snapshots[-1].items()
         if not value.isfinite().all()
     ]
+
+
+def chunks(quick: int, every: int, size: int) -> list[Any]:
+    """Return the seeds to ``every`` as parameters of tests, ``size`` each; those from ``quick`` on are slow."""
+    starts = range(0, every, size)
+    slow = [[pytest.mark.slow] if start >= quick else [] for start in starts]
+    return [
+        pytest.param(range(start, start + size), id=f"{start}-{start + size - 1}", marks=marks)
+        for start, marks in zip(starts, slow, strict=True)
+    ]
+
+
+def failures(one: Callable[[int], list[str]], seeds: Iterable[int]) -> list[tuple[int, list[str]]]:
+    """Return the seeds whose cases failed, with what did."""
+    return [(seed, found) for seed in seeds if (found := one(seed))]
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,13 @@ from tests import fuzz
 from tests.fuzz import examine, main
 from tests.fuzz_cases import OTHERS, SIZES, STRUCTURES, draw, gradients
 
-QUICK, ALL, CHUNK = 200, 1800, 20
-"""Cases of the default run; of CI's; of one test."""
+QUICK, ALL = 100, 800
+"""Cases of the default run; of CI's."""
 
 
-def chunks(first, last):
-    return [pytest.param(range(i, i + CHUNK), id=f"{i}-{i + CHUNK - 1}") for i in range(first, last, CHUNK)]
-
-
-def failures(seeds):
-    found = ((seed, examine(seed)) for seed in seeds)
-    return [(str(draw(seed)), lines) for seed, lines in found if lines]
-
-
-@pytest.mark.parametrize("seeds", chunks(0, QUICK))
+@pytest.mark.parametrize("seeds", fuzz.chunks(QUICK, ALL, 20))
 def test_whatever_comes_steps_are_bounded_and_the_state_is_sound(seeds):
-    assert failures(seeds) == []
+    assert fuzz.failures(examine, seeds) == []
 
 
 FOUND = {
@@ -40,13 +31,7 @@ FOUND = {
 
 @pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND)
 def test_what_was_found_once(seed):
-    assert failures([seed]) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", chunks(QUICK, ALL))
-def test_whatever_comes_steps_are_bounded_and_the_state_is_sound_in_many_more_cases(seeds):
-    assert failures(seeds) == []
+    assert examine(seed) == []
 
 
 def uncut(patch):
