@@ -11,7 +11,7 @@ import prokl
 from prokl import diagnostics
 from tests.inputs import BACKENDS, KL, PRO, assert_nothing_moved, everything, normal, step, weight
 from tests.problems import made
-from tests.test_bounded_step import follow_kl, follow_pro
+from tests.test_bounded_step import follow
 from tests.transcription import relative_error
 
 NAMES = ("original", "match_rms_adamw")
@@ -45,12 +45,12 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
 @pytest.mark.parametrize("variant", ["pro-klshampoo", "smok-hop", "complement-only"])
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
 def test_the_whole_direction_of_pro_klshampoo_is_scaled(shape, variant, backend):
-    follow_pro(backend, shape, 5.0, variant=variant, adjust_lr_fn=MATCHED)
+    follow(PRO, backend, shape, 5.0, variant=variant, adjust_lr_fn=MATCHED)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_direction_of_kl_shampoo_is_scaled(backend):
-    follow_kl(backend, (12, 20), 5.0, adjust_lr_fn=MATCHED)
+    follow(KL, backend, (12, 20), 5.0, adjust_lr_fn=MATCHED)
 
 
 def directions(shape, steps, backend="torch", cls=PRO, **kw):

@@ -27,15 +27,15 @@ from tests.inputs import (
 )
 from tests.problems import made
 
-POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25}
+POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25, "sum of squares overflows": 1e19}
 # Calls of the optimizer: the initialising one is number 0 and has step 0, so that call TAU is a refresh.
 WHEN = {"first": 0, "second": 1, "at a refresh": TAU}
-SHAPE = (6, 10)
+SHAPE, LAST = (6, 10), len(POISONS) + 1
 
 
 def poisoned(g, value):
     g = g.clone()
-    g.view(-1)[7] = value
+    g.view(-1)[slice(None) if value == 1e19 else 7] = value  # 60 * 1e38 > 3.4e38
     return g
 
 
@@ -62,12 +62,18 @@ def poison_run(method, backend, dtype, bad_call, calls):
     yield optimizer, weights, bad
 
 
+# What is skipped does not depend on the dtypes: of them each step has one.
 @pytest.mark.parametrize(
-    "dtype, state_dtype",
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.bfloat16)],
-    ids=["float32", "bfloat16", "bfloat16 state"],
+    "dtype, state_dtype, when",
+    [
+        (torch.float32, None, "first"),
+        (torch.float32, None, "at a refresh"),
+        (torch.bfloat16, None, "second"),
+        (torch.bfloat16, torch.bfloat16, "at a refresh"),
+        (torch.float64, None, "second"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("when", WHEN)
 def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype, state_dtype, when):
     cls, kwargs = method
     method = cls, {**kwargs, "state_dtype": state_dtype}
@@ -92,20 +98,21 @@ def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype
         assert all(v.isfinite().all() for k, v in frozen(optimizer, p).items() if k != "step")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    "dtype, when", [(torch.float32, "first"), (torch.bfloat16, "second"), (torch.float32, "at a refresh")], ids=str
+)
 def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path, dtype, when):
     calls = WHEN[when] + 3
     cls, kwargs = method
     if cls is PRO:  # Newton-Schulz in bfloat16 would round differently in a batch of another size
         kwargs = {**kwargs, "ns_dtype": torch.float32}
     *_, (optimizer, weights, _) = poison_run((cls, kwargs), path, dtype, WHEN[when], calls)
-    alone = {name: weight(*SHAPE, seed=i, dtype=dtype) for name, i in (("good 0", 0), ("good 1", 5))}
+    alone = {name: weight(*SHAPE, seed=i, dtype=dtype) for name, i in (("good 0", 0), ("good 1", LAST))}
     for w in alone.values():
         w.data[0, 0] = -0.0
     clean = cls(list(alone.items()), backend=path, precondition_frequency=TAU, **kwargs)  # rounded alike by name
     for call in range(calls):
-        step(clean, list(alone.values()), [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in (0, 5)])
+        step(clean, list(alone.values()), [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in (0, LAST)])
     for name, w in alone.items():
         expected, found = frozen(clean, w), frozen(optimizer, weights[name])
         if path == "reference":
@@ -118,36 +125,18 @@ def test_a_bad_neighbour_in_the_bucket_does_not_show_in_the_others(method, path,
                     assert (expected[key] - found[key]).norm() < 1e-5 * expected[key].norm(), key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_overflow_in_the_sum_of_squares_alone_is_non_finite(method, path, dtype):
-    cls, kwargs = method
-    w = weight(20, 20, dtype=dtype)
-    optimizer = made(cls, [("w", w)], backend=path, **kwargs)
-    step(optimizer, [w], [normal(20, 20, dtype=dtype)])
-    before = frozen(optimizer, w)
-    step(optimizer, [w], [torch.full((20, 20), 1e18, dtype=dtype)])  # 400 * 1e36 > 3.4e38
-    assert changed(before, frozen(optimizer, w)) == {"step", "skipped"}
-    assert optimizer.skipped() == {"w": 1}
-
-
 def test_skipped_counts_by_name_and_leaves_adamw_out(method):
     cls, kwargs = method
     a, b, idle, bias = weight(4, 6), weight(6, 4), weight(4, 6), weight(4)
     adamw = {"params": [("bias", bias)], "algorithm": "adamw", "lr": 1e-3}
     optimizer = made(cls, [{"params": [("a", a), ("b", b), ("idle", idle)]}, adamw], **kwargs)
-    assert optimizer.skipped() == {}
     for bad_a, bad_b in ((0, 1), (1, 1), (0, 1), (0, 0)):
         gradients = [normal(4, 6), normal(6, 4)]
         gradients = [poisoned(g, NAN) if bad else g for g, bad in zip(gradients, (bad_a, bad_b), strict=True)]
         step(optimizer, [a, b, idle, bias], [*gradients, None, normal(4)])
     assert optimizer.skipped() == {"a": 1, "b": 3, "idle": 0}
-
-
-def test_skipped_names_unnamed_parameters_by_position():
-    w = weight(4, 6)
-    optimizer = PRO([w])
-    step(optimizer, [w], [torch.full((4, 6), NAN)])
-    assert optimizer.skipped() == {"parameter 0 of group 0": 1}
+    del optimizer.param_groups[0]["param_names"], optimizer.param_groups[1]["param_names"]
+    assert optimizer.skipped() == {f"parameter {i} of group 0": count for i, count in enumerate((1, 3, 0))}
 
 
 @pytest.mark.parametrize("poison", [NAN, 1e25])
@@ -192,6 +181,10 @@ def test_a_zero_matrix_of_a_stack_delays_only_itself(method, path):
         assert all(same_bits(state[k][i], own[k]) for k in own if k not in ("step", "skipped"))
 
 
+STEPPED_IN = step.__code__.co_filename
+"""Where the optimizer's step is called: warnings point at the caller's line."""
+
+
 def never_moved_warnings(calls):
     """The warnings of `calls()` that say that a weight has not moved."""
     with warnings.catch_warnings(record=True) as caught:
@@ -214,22 +207,9 @@ def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls, value):
     assert never_moved_warnings(lambda: run(NEVER_MOVED_AFTER - 1)) == []
     (warning,) = never_moved_warnings(lambda: run(1))
     assert "stuck" in str(warning.message)
-    assert str(NEVER_MOVED_AFTER) in str(warning.message)
+    assert str(NEVER_MOVED_AFTER) in str(warning.message) and warning.filename == STEPPED_IN
     assert never_moved_warnings(lambda: run(NEVER_MOVED_AFTER + 10)) == []
     assert same_bits(stuck, start)
-
-
-def test_the_warning_points_at_the_callers_line():
-    stuck = weight(4, 6)
-    optimizer = PRO([("stuck", stuck)])
-    stuck.grad = torch.zeros(4, 6)
-
-    def run():
-        for _ in range(NEVER_MOVED_AFTER):
-            optimizer.step()
-
-    (warning,) = never_moved_warnings(run)
-    assert warning.filename == __file__
 
 
 def test_newcomers_to_the_bucket_neither_postpone_nor_repeat_the_warning():
@@ -284,34 +264,29 @@ def test_zero_gradients_delay_initialisation(method, path):
     assert changed(*runs) == set()
 
 
+# First, second and last: 10, 10 and 100 times float32's rounding of six to ten products.
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7), (2, 6, 10)])
-def test_a_rank_1_first_gradient_gives_orthonormal_bases(method, path, shape, dtype, tolerance):
+@pytest.mark.parametrize(
+    "fixed, shape", [(True, (6, 10)), (False, (10, 6)), (False, (7, 7)), (True, (2, 6, 10))], ids=str
+)
+def test_rank_1_gradients_from_the_first_on_keep_everything_finite_and_orthonormal(
+    method, path, fixed, shape, dtype, tolerance
+):
     cls, kwargs = method
     w = weight(*shape, dtype=dtype)
     optimizer = made(cls, [w], backend=path, **kwargs)
-    g = normal(*shape[:-1], 1, seed=1, dtype=dtype) @ normal(*shape[:-2], 1, shape[-1], seed=2, dtype=dtype)
-    step(optimizer, [w], [g])
-    for key, Q in bases(optimizer.state[w]).items():
-        assert orthonormality_error(Q) < tolerance, key
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("fixed", [True, False], ids=["one direction", "changing direction"])
-def test_rank_1_gradients_for_ever_keep_everything_finite_and_orthonormal(method, path, fixed, dtype, tolerance):
-    cls, kwargs = method
-    w = weight(6, 10, dtype=dtype)
-    optimizer = made(cls, [w], backend=path, **kwargs)
     for t in range(25):
-        column, row = (normal(*s, seed=0 if fixed else t, dtype=dtype) for s in ((6, 1), (1, 10)))
+        seed = 0 if fixed else t
+        column, row = (
+            normal(*shape[:-1], 1, seed=seed, dtype=dtype),
+            normal(*shape[:-2], 1, shape[-1], seed=seed, dtype=dtype),
+        )
         step(optimizer, [w], [column @ row * (1 + t % 3)])
-    state = optimizer.state[w]
-    assert w.isfinite().all()
-    assert all(v.isfinite().all() for k, v in state.items() if k != "step")
-    for key, Q in bases(state).items():
-        assert orthonormality_error(Q) < tolerance, key
+        for key, Q in bases(optimizer.state[w]).items():
+            assert orthonormality_error(Q) < tolerance * (10 if t else 1), (t, key)
+    assert w.isfinite().all() and all(v.isfinite().all() for k, v in optimizer.state[w].items() if k != "step")
     # 25 steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
-    assert (w - weight(6, 10, dtype=dtype)).norm() < 25 * 0.02 * 10
+    assert (w - weight(*shape, dtype=dtype)).norm() < 25 * 0.02 * 10 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -330,44 +305,6 @@ def test_a_gradient_inside_the_tracked_subspace_makes_no_step_of_rounding_noise(
     assert not same_bits(final["pro-klshampoo"], weight(6, 10, dtype=dtype))
 
 
-@pytest.mark.parametrize("first", [1e-6, 1e-20])
-def test_a_tiny_first_gradient_does_not_blow_the_weight_up(method, path, first):
-    """A weight behind an almost closed gate: "auto" reads the scale of all gradients off an unrepresentative one."""
-    cls, kwargs = method
-    distance = {}
-    for scale in (1.0, first):
-        w = weight(8, 12)
-        optimizer = made(cls, [w], backend=path, **kwargs)
-        for t in range(10):
-            step(optimizer, [w], [normal(8, 12, seed=t) * (1.0 if t else scale)])
-        assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
-        distance[scale] = float((w - weight(8, 12)).detach().norm())
-    # Ten steps of an optimizer that normalises its updates: an order of magnitude is generous.
-    assert distance[first] < 10 * distance[1.0]
-
-
-def test_training_works_behind_a_zero_initialised_projection(method):
-    cls, kwargs = method
-    torch.manual_seed(0)
-    up, down = torch.nn.Linear(12, 24, bias=False), torch.nn.Linear(24, 12, bias=False)
-    torch.nn.init.zeros_(down.weight)
-    x = normal(64, 12, seed=1)
-    target = torch.tanh(x @ normal(12, 12, seed=2))
-    optimizer = made(cls, [up.weight, down.weight], **kwargs)
-    losses, moves = [], []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(down(torch.relu(up(x))), target)
-        loss.backward()
-        before = up.weight.detach().clone()
-        optimizer.step()
-        moves.append(float((up.weight - before).detach().norm()))
-        losses.append(float(loss.detach()))
-    assert moves[0] == moves[1] == 0.0  # the gradient is zero until the projection has moved, once initialised
-    assert losses[-1] < 0.8 * losses[0]
-    assert max(moves) < 10 * sorted(moves)[30]
-
-
 @pytest.mark.parametrize("scale", [1e-25, 1e-60, 1e-140])
 def test_float64_gradients_of_any_size_train_alike(method, path, scale):
     cls, kwargs = method
@@ -383,7 +320,7 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
     assert (final[0] - final[1]).norm() < 1e-9 * moved
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-25, 1e-35])
+@pytest.mark.parametrize("scale", [1e-20, 1e-35])
 @pytest.mark.parametrize("start", ["auto", 0.1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method, backend, scale, start):

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import prokl
 from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
-from tests.inputs import KL, PRO, assert_nothing_moved, changed, everything, frozen, normal, step, weight
+from tests.inputs import BACKENDS, KL, PRO, changed, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
 from tests.problems import made
 from tests.transcription import (
@@ -24,7 +23,6 @@ from tests.transcription import (
     with_signs,
 )
 
-BACKENDS = ("reference", "torch")
 SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps": 1e-2, "precondition_frequency": 4}
 # Sizes of the gradients after the first: life, one outlier, life, whispers, life, a new scale for good.
 SCALES = [*[1.0] * 14, 1e3, *[1.0] * 4, *[1e-4] * 3, 0.0, *[1.0] * 3, *[1e3] * 12]
@@ -43,25 +41,21 @@ def compared(state, expected, signs):
     return {k: relative_error(turned[k], v) if v.any() else float(turned[k].norm()) for k, v in expected.items()}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("start_value", ["auto", 0.1])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
-def test_a_disturbed_run_of_pro_klshampoo_follows_the_rule(backend, threshold, start_value, variant, shape):
-    follow_pro(backend, shape, threshold, variant=variant, init_eigenvalue=start_value)
-
-
-def follow_pro(backend, shape, threshold, **own):
+def follow(cls, backend, shape, threshold, **own):
     """Step a weight with disturbed gradients beside the transcription, which has to agree at every step."""
-    own = {"rank": 4, "alpha_kl": 0.1, "init_eigenvalue": "auto", "clip_threshold": threshold, **own}
-    W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
-    paper, p = ProTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
-    optimizer = made(prokl.ProKLShampoo, [p], backend=backend, **SETTINGS, **own)
-    signs = None
+    own = {**SETTINGS, "init_eigenvalue": "auto", "clip_threshold": threshold, **own}
+    W, signs = 0.1 * normal(*shape, seed=7, dtype=torch.float64), None
+    p = torch.nn.Parameter(W.clone())
+    if cls is PRO:
+        own = {"rank": 4, "alpha_kl": 0.1, **own}
+    paper = (ProTranscription if cls is PRO else KLTranscription)(W, **own)
+    optimizer = made(cls, [p], backend=backend, **own)
     for t, G in enumerate(disturbed(shape, THRESHOLDS[threshold])):
         step(optimizer, [p], [G])
-        paper.step(G)
+        if t or cls is PRO:
+            paper.step(G)
+        else:
+            paper.initialise(G, long_basis=optimizer.state[p]["Q_R"])
         signs = signs or column_signs(optimizer.state[p], paper.oriented_state())
         errors = compared(optimizer.state[p], paper.oriented_state(), signs)
         assert max(errors.values()) < 1e-9, (t, errors)
@@ -70,33 +64,18 @@ def follow_pro(backend, shape, threshold, **own):
     assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
 
 
+# Each threshold meets both starts, each in another shape; orientation and rule know nothing of each other.
+RULES = [(2.0, "auto", (12, 20)), (2.0, 0.1, (20, 12)), (5.0, "auto", (14, 14)), (5.0, 0.1, (12, 20))]
+RULES += [(50.0, "auto", (20, 12)), (50.0, 0.1, (14, 14))]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize("start_value", ["auto", 0.1])
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (14, 14)], ids=str)
-def test_a_disturbed_run_of_kl_shampoo_follows_the_rule(backend, threshold, start_value, shape):
-    follow_kl(backend, shape, threshold, init_eigenvalue=start_value)
-
-
-def follow_kl(backend, shape, threshold, **own):
-    """Likewise :func:`follow_pro`."""
-    own = {"init_eigenvalue": "auto", "clip_threshold": threshold, **own}
-    W = 0.1 * normal(*shape, seed=7, dtype=torch.float64)
-    paper, p = KLTranscription(W, **SETTINGS, **own), torch.nn.Parameter(W.clone())
-    optimizer = made(prokl.KLShampoo, [p], backend=backend, **SETTINGS, **own)
-    signs = None
-    for t, G in enumerate(disturbed(shape, THRESHOLDS[threshold])):
-        step(optimizer, [p], [G])
-        if t:
-            paper.step(G)
-            assert relative_error(p.detach() - W, paper.W - W) < 1e-9, t
-        else:
-            paper.initialise(G, long_basis=optimizer.state[p]["Q_R"])
-        signs = signs or column_signs(optimizer.state[p], paper.oriented_state())
-        errors = compared(optimizer.state[p], paper.oriented_state(), signs)
-        assert max(errors.values()) < 1e-9, (t, errors)
-    assert paper.guard.count > (0 if threshold == 50 else 3)
-    assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
+@pytest.mark.parametrize("threshold, start, shape", RULES)
+@pytest.mark.parametrize("variant", [*VARIANTS, None])
+def test_a_disturbed_run_follows_the_rule(backend, threshold, start, shape, variant):
+    """Of KL-Shampoo where there is no variant."""
+    own = {"variant": variant} if variant else {}
+    follow(PRO if variant else KL, backend, shape, threshold, init_eigenvalue=start, **own)
 
 
 SIZES = [0.0, 1e-9, 0.00999, 0.01, 0.3, 1.0, 5.0, 5.001, 7.0, 1e4, 1e30, 1e300, math.inf, math.nan]
@@ -129,16 +108,6 @@ def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
     for t in range(steps):
         step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
     return p, optimizer
-
-
-@pytest.mark.parametrize("shape", [(6, 10), (3, 6, 10)], ids=str)
-def test_a_zero_gradient_moves_nothing(method, path, shape):
-    cls, kw = method
-    p, optimizer = grown(cls, {"weight_decay": 0.1, "precondition_frequency": 100, **kw}, path, shape)
-    before = everything(optimizer)
-    step(optimizer, [p], [torch.zeros(shape)])
-    before[0]["step"] = frozen(optimizer, p)["step"]  # the clock has seen it
-    assert_nothing_moved(before, optimizer)
 
 
 def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):
@@ -174,27 +143,12 @@ def test_a_start_out_of_proportion_falls_as_the_papers(method, path):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("scale", [1e15, 1e22])
-def test_a_gradient_beyond_all_measure_is_ignored_or_scaled_and_all_stays_finite(method, path, scale):
-    cls, kw = method
-    p = weight(6, 10)
-    optimizer = made(cls, [p], lr=0.1, backend=path, **kw)
-    usual = []
-    for t in range(60):
-        before = p.detach().clone()
-        step(optimizer, [p], [1e-6 * (scale if t == 30 else 1.0) * normal(6, 10, seed=t)])
-        usual.append(float((p.detach() - before).norm()))
-        assert all(torch.isfinite(v).all() for v in frozen(optimizer, p).values() if torch.is_tensor(v)), t
-    assert optimizer.clipped()["parameter 0 of group 0"] >= 1
-    assert max(usual[30:]) <= 3 * sum(usual[20:30]) / 10
-
-
-def test_a_row_that_wakes_is_followed_in_two_steps(method, path):
+def test_a_row_that_wakes_is_followed_in_two_steps(method):
     """One direction may grow by (1 - beta2) kappa^2 m at once: the bound on the whole is enough for it."""
     cls, kw = method
     m, n = 16, 24
     p = weight(m, n)
-    optimizer = made(cls, [p], lr=0.1, backend=path, **kw)
+    optimizer = made(cls, [p], lr=0.1, **kw)
     for t in range(300):
         G = normal(m, n, seed=t)
         if t > 60:
@@ -219,11 +173,11 @@ def test_bounded_steps_are_counted_in_any_state_dtype(state_dtype):
 
 
 @pytest.mark.parametrize("other", [0.0, 1e-4])
-def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, path, other):
+def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, other):
     """Between refreshes Q_S shrinks with every turn of U: without them the subspace part would vanish."""
     cls, kw = method
     p = weight(6, 10)
-    optimizer = made(cls, [p], lr=0.1, backend=path, precondition_frequency=2, **kw)
+    optimizer = made(cls, [p], lr=0.1, precondition_frequency=2, **kw)
     bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
     for t in range(201):
         step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else other) * normal(6, 10, seed=t)])
@@ -232,10 +186,10 @@ def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, p
         assert float((Q.mT @ Q - torch.eye(Q.shape[-1])).norm()) < 1e-4, key
 
 
-def test_of_an_idle_weight_only_the_bases_go_on(method, path):
+def test_of_an_idle_weight_only_the_bases_go_on(method):
     """A refresh takes the factors as they are, however often."""
     cls, kw = method
-    p, optimizer = grown(cls, {"precondition_frequency": 2, **kw}, path)
+    p, optimizer = grown(cls, {"precondition_frequency": 2, "weight_decay": 0.1, **kw}, None)
     before = frozen(optimizer, p)
     for _ in range(200):
         step(optimizer, [p], [torch.zeros(6, 10)])
@@ -246,7 +200,7 @@ def test_of_an_idle_weight_only_the_bases_go_on(method, path):
         assert float((after[key].mT @ after[key] - torch.eye(len(after[key]))).norm()) < 1e-4, key
 
 
-@pytest.mark.parametrize("outliers", [4, 8, 20])
+@pytest.mark.parametrize("outliers", [4, 20])
 def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_papers_form(outliers):
     slow = {}
     for threshold in (5.0, None):
@@ -295,13 +249,6 @@ def test_the_units_of_a_start_fall_by_beta2_a_step_to_a_hundred_times_the_gradie
     assert (expected < start) == (first == 1e6)
 
 
-@pytest.mark.parametrize("threshold", [1.0, 0.5, -1, 0, math.inf, math.nan, True, "auto"])
-@pytest.mark.parametrize("cls", [PRO, KL])
-def test_a_threshold_that_would_bound_the_usual_is_refused(cls, threshold):
-    with pytest.raises(ValueError, match=r"Invalid clip_threshold=.*: must be a finite number above 1.*or None"):
-        made(cls, [weight(4, 6)], clip_threshold=threshold)
-
-
 def test_the_threshold_may_change_between_steps():
     p, optimizer = grown(PRO, {"rank": 3}, "torch")
     optimizer.param_groups[0]["clip_threshold"] = None
@@ -314,7 +261,7 @@ def test_the_threshold_may_change_between_steps():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gain_is_what_a_constant_gradient_brings_the_momentum_to(variant):
-    defaults = prokl.ProKLShampoo([weight(4, 6)], variant=variant, momentum=0.9).defaults
+    defaults = PRO([weight(4, 6)], variant=variant, momentum=0.9).defaults
     h = ProHyper.of(defaults)
     g, a, b = h.gradient_weights
     M = 0.0

@@ -8,7 +8,7 @@ from prokl.kernels.apply import apply
 from tests.inputs import KL, PRO, VARIANTS, normal, same_bits, step, weight
 from tests.problems import made
 from tests.test_apply import DEVICE, GUARD
-from tests.test_bounded_step import follow_kl, follow_pro
+from tests.test_bounded_step import follow
 from tests.test_stack import FEW, Bucket
 
 CAUTIOUS = {"cautious_weight_decay": True}
@@ -47,12 +47,12 @@ def test_without_decay_it_changes_no_bit(method, path):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_disturbed_run_of_pro_klshampoo_follows_the_transcription(variant, backend):
-    follow_pro(backend, (20, 12), 5.0, variant=variant, **CAUTIOUS)
+    follow(PRO, backend, (20, 12), 5.0, variant=variant, **CAUTIOUS)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_a_disturbed_run_of_kl_shampoo_follows_the_transcription(backend):
-    follow_kl(backend, (12, 20), 5.0, **CAUTIOUS)
+    follow(KL, backend, (12, 20), 5.0, **CAUTIOUS)
 
 
 @pytest.mark.parametrize("cautious", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.inputs import NAN, PRO, TAU, frozen, normal, same_bits, step, weight
+from tests.training import refused
 
 CALLS = 8
 
@@ -44,12 +45,13 @@ def test_a_weight_stored_in_out_is_stepped_as_its_transpose(method, path):
 
 def test_a_transposed_convolution_maps_each_input_to_a_patch():
     # (in, out, k, k) flattened is (in, out k k), the transpose of that map: rows are 8 k k = 72, columns 4.
-    p, q = weight(4, 8, 3, 3, seed=1), torch.nn.Parameter(weight(4, 8, 3, 3, seed=1).detach().reshape(4, 72).mT.clone())
-    ours, theirs = PRO([{"params": [p], "transposed": True}], rank=2), PRO([q], rank=2)
+    p = weight(4, 8, 3, 3, seed=1)
+    q = torch.nn.Parameter(p.detach().reshape(4, 72).mT.clone())
+    optimizers = PRO([{"params": [p], "transposed": True}], rank=2), PRO([q], rank=2)
     for call in range(CALLS):
         g = normal(4, 8, 3, 3, seed=call)
-        step(ours, [p], [g])
-        step(theirs, [q], [g.reshape(4, 72).mT])
+        step(optimizers[0], [p], [g])
+        step(optimizers[1], [q], [g.reshape(4, 72).mT])
     assert same_bits(p.detach().reshape(4, 72).mT, q)
 
 
@@ -174,9 +176,8 @@ def test_the_state_of_another_split_is_refused(saved, here):
     step(opt, [p], [normal(18, 8)])
     state = copy.deepcopy(opt.state_dict())
     state["param_groups"] = other.state_dict()["param_groups"]
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*loaded state is of [13] piece"):
+    with refused(other, r"parameter 0 of group 0.*loaded state is of [13] piece"):
         other.load_state_dict(state)
-    assert not other.state
 
 
 def test_a_weight_that_changes_its_shape_under_its_state_is_named_before_anything_moves():
@@ -184,17 +185,16 @@ def test_a_weight_that_changes_its_shape_under_its_state_is_named_before_anythin
     opt = PRO([p, q], rank=3)
     for call in range(3):
         step(opt, [p, q], gradients([(8, 8), (8, 12)], call))
-    before = frozen(opt, q)
     p.data, p.grad = p.data[:4].clone(), None
-    with pytest.raises(ValueError, match=r"parameter 0 .*\(4, 8\).*made with \(8, 8\).*optimizer.state.pop"):
+    with refused(opt, r"parameter 0 .*\(4, 8\).*made with \(8, 8\).*optimizer.state.pop"):
         step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
-    assert same_bits(before["W"], q) and same_bits(before["M"], opt.state[q]["M"])
     opt.state.pop(p)
     step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
     assert opt.state[p]["step"] == 0 and opt.state[p]["M"].shape == (4, 8)
 
 
 def test_a_weight_that_left_is_freed_and_a_reading_without_state_is_free():
+    """And its entry of a list goes with it."""
     p, q = weight(18, 8), weight(6, 9)
     opt = PRO([named([p, q])], rank=3)
     step(opt, [p, q], [normal(18, 8), normal(6, 9)])
@@ -205,6 +205,7 @@ def test_a_weight_that_left_is_freed_and_a_reading_without_state_is_free():
     del opt.state[p], opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0]
     del opt.param_groups[0]["param_names"][0]
     step(opt, [q], [normal(6, 9)])
+    assert opt.state[q]["step"] == 2 and p not in opt.state
     gone = weakref.ref(p)
     del p
     gc.collect()
@@ -216,21 +217,9 @@ def test_a_reading_does_not_change_under_the_state_that_was_made_with_it(change)
     p = weight(18, 8)
     opt = PRO([{"params": [p], "split": 3}], rank=3)
     step(opt, [p], [normal(18, 8)])
-    before = frozen(opt, p)
     opt.param_groups[0].update(change)
-    with pytest.raises(ValueError, match="its state was made with"):
+    with refused(opt, "its state was made with"):
         step(opt, [p], [normal(18, 8, seed=1)])
-    assert all(same_bits(v, frozen(opt, p)[k]) for k, v in before.items() if torch.is_tensor(v))
-
-
-def test_a_weight_of_a_list_may_leave_with_its_entry():
-    p, q = weight(18, 8), weight(6, 9)
-    opt = PRO([named([p, q], split=[3, None])], rank=3)
-    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
-    group = opt.param_groups[0]
-    del group["params"][0], group["param_names"][0], group["split"][0], opt.state[p]
-    step(opt, [q], [normal(6, 9, seed=1)])
-    assert opt.state[q]["step"] == 1 and p not in opt.state
 
 
 @pytest.mark.slow
