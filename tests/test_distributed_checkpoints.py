@@ -8,16 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed.checkpoints import (
-    DCP,
-    first_steps,
-    one_ranks_part,
-    read,
-    refuse,
-    resume,
-    resume_states,
-    save_and_go_on,
-)
+from tests.distributed.checkpoints import DCP, SAVED, one_ranks_part, read, refuse, resume, save_and_go_on
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.distributed.problem import Model, Plan, optimizer_of
 from tests.inputs import same_bits
@@ -51,6 +42,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def on(world, pools, function, *args):  # noqa: F811
+    """What a function returns on each rank, of one in this process."""
+    return [function(*args)] if world == 1 else pools[world].run(function, *args)
+
+
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):  # noqa: F811
     """By how it was trained on four ranks, or alone: the folder, and every rank's outcome and state at saving."""
@@ -60,8 +56,7 @@ def saved(pools, tmp_path_factory):  # noqa: F811
         if how not in made:
             folder = tmp_path_factory.mktemp(how)
             routes = tuple(route for route in ROUTES if how != "alone" or route in ("nested", "full"))
-            args = (save_and_go_on, Plan(how), folder, routes)
-            found = [args[0](*args[1:])] if how == "alone" else pools[4].run(*args)
+            found = on(1 if how == "alone" else 4, pools, save_and_go_on, Plan(how), folder, routes)
             made[how] = folder, [outcome for outcome, _ in found], read(found[0][1])
         return made[how]
 
@@ -87,8 +82,7 @@ def listed(value):
 @pytest.mark.parametrize(("source", "how", "world", "route"), LOADS)
 def test_a_run_goes_on_as_it_would_have(source, how, world, route, saved, pools):  # noqa: F811
     folder, expected, state = saved(source)
-    args = (resume, Plan(how), folder, route)
-    found = [args[0](*args[1:])] if world == 1 else pools[world].run(*args)
+    found = on(world, pools, resume, Plan(how), folder, route)
     assert_same_state(state, read(found[0][1]))  # bit for bit, whatever its parts were
     exact = source == how and world == 4
     for (outcome, _), other in zip(found, expected if exact else expected[:1] * world, strict=True):
@@ -128,13 +122,12 @@ def test_a_checkpoint_has_the_same_tensors_under_fully_qualified_names_however_i
 def test_a_state_of_bfloat16_and_masters_of_bfloat16_weights_survive(how, other, dtype, pools, tmp_path):  # noqa: F811
     settings = {"state_dtype": torch.bfloat16} if dtype == torch.float32 else {"bf16_weights": "master"}
     plan = Plan(how, dtype=dtype, settings=settings)
-    before = read(pools[4].run(first_steps, plan, tmp_path, "nested")[0])
+    before = read(pools[4].run(save_and_go_on, plan, tmp_path, ("nested",), SAVED)[0][1])
     key, expected = ("M", torch.bfloat16) if dtype == torch.float32 else ("master", torch.float32)
     assert all(own[key].dtype == expected for own in before["state"].values() if key in own)
     assert any(key in own for own in before["state"].values())
-    args = (resume_states, Plan(other, dtype=dtype, settings=settings), tmp_path, "nested")
-    after = args[0](*args[1:]) if other == "alone" else pools[2].run(*args)[0]
-    assert_same_state(before, read(after))
+    world, plan = 1 if other == "alone" else 2, Plan(other, dtype=dtype, settings=settings)
+    assert_same_state(before, read(on(world, pools, resume, plan, tmp_path, "nested", SAVED)[0][1]))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ def assert_as_alone(found, alone):
 
 
 @HOWS
-@pytest.mark.parametrize("gradient", ["kept", "zero", "none"])
-def test_a_frozen_weight_moves_as_in_one_process(gradient, how, pools):  # noqa: F811
-    assert_as_alone(pools[2].run(misuse.frozen, how, gradient), misuse.frozen("alone", gradient))
+@pytest.mark.parametrize(
+    "function, args", [(misuse.frozen, (g,)) for g in ("kept", "zero", "none")] + [(misuse.state_taken_out, ())]
+)
+def test_weights_that_are_frozen_and_those_whose_state_is_taken_out_move_as_in_one_process(function, args, how, pools):  # noqa: F811
+    assert_as_alone(pools[2].run(function, how, *args), function("alone", *args))
 
 
 @HOWS
@@ -42,11 +44,6 @@ def test_masters_are_given_up_by_weights_that_became_float32(how, pools):  # noq
         assert not kept
         for one, other in zip(found, alone, strict=True):
             np.testing.assert_allclose(one, other, rtol=rounding, atol=rounding)
-
-
-@HOWS
-def test_a_weight_whose_state_is_taken_out_begins_anew(how, pools):  # noqa: F811
-    assert_as_alone(pools[2].run(misuse.state_taken_out, how), misuse.state_taken_out("alone"))
 
 
 @pytest.mark.parametrize("what", ["loading a fresh state", "a cast", "freezing and loading"])

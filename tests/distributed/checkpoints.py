@@ -95,37 +95,22 @@ def read(value):
     return torch.load(io.BytesIO(value), weights_only=True)
 
 
-def save_and_go_on(plan, folder, routes):
+def save_and_go_on(plan, folder, routes, end=END):
     """Train, save by every route, and go on to the end; return the outcome and the state at saving."""
     run = Run(plan)
     losses = run.train(0, SAVED)
     for route in routes:
         save(run, Path(folder) / route, route)
     state = gathered(run)
-    return outcome(run, losses + run.train(SAVED, END)), state
+    return outcome(run, losses + run.train(SAVED, end)), state
 
 
-def resume(plan, folder, route):
+def resume(plan, folder, route, end=END):
     """Load and go on to the end; return the outcome and the state after loading."""
     run = Run(plan)
     load(run, Path(folder) / ("full" if route == "broadcast" else route), route)
     state = gathered(run)
-    return outcome(run, run.train(SAVED, END)), state
-
-
-def first_steps(plan, folder, route):
-    """Train, save and return the state."""
-    run = Run(plan)
-    run.train(0, SAVED)
-    save(run, Path(folder) / route, route)
-    return gathered(run)
-
-
-def resume_states(plan, folder, route):
-    """Load, and return the state."""
-    run = Run(plan)
-    load(run, Path(folder) / route, route)
-    return gathered(run)
+    return outcome(run, run.train(SAVED, end)), state
 
 
 def one_ranks_part(plan, folder):

@@ -4,10 +4,10 @@ import io
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from tests.inputs import KL, PRO, normal  # noqa: F401  (by name)
+from tests.distributed.placements import mesh_of, message, placed, whole
+from tests.inputs import PRO, normal
 from tests.problems import made
 
 SHAPES = [(8, 12), (8, 12)]
@@ -15,11 +15,9 @@ SHAPES = [(8, 12), (8, 12)]
 
 def weights_of(how, shapes=SHAPES, dtype=torch.float64):
     """Make weights for "alone", "ddp" or "fsdp"."""
-    found = [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
-    if how == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        found = [distribute_tensor(W, mesh, [Shard(0)], src_data_rank=None) for W in found]
-    return [torch.nn.Parameter(W) for W in found]
+    mesh, placements = (mesh_of(1), [Shard(0)]) if how == "fsdp" else (None, None)
+    drawn = [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    return [torch.nn.Parameter(placed(W, mesh, placements)) for W in drawn]
 
 
 def optimizer_of(how, groups, **settings):
@@ -31,35 +29,40 @@ def give(weights, call, but=()):
     """Give every weight its gradient of a call, but for some."""
     for i, p in enumerate(weights):
         if i not in but:
-            g = normal(*p.shape, seed=1000 * call + i).to(p.dtype)
-            fsdp = isinstance(p, DTensor)
-            p.grad = distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None) if fsdp else g
+            G = normal(*p.shape, seed=1000 * call + i).to(p.dtype)
+            p.grad = placed(G, getattr(p, "device_mesh", None), getattr(p, "placements", None))
 
 
 def values(weights):
-    found = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in weights]
-    return [W.double().numpy() for W in found]
+    return [*whole(dict(enumerate(weights))).values()]
 
 
 def raised(function, *args):
     """Return the class's name and the text of what a call raises, or None."""
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None
+    kind, text = message(function, *args)
+    return (kind, text) if kind else None
+
+
+def steps(how, weights, count, before=lambda call: (), **settings):
+    """Step so often; ``before`` says which weights keep what gradient they have."""
+    optimizer = optimizer_of(how, weights, **settings)
+    for call in range(count):
+        give(weights, call, but=before(call) or ())
+        optimizer.step()
+    return optimizer
 
 
 def frozen(how, gradient):
     """Freeze a weight that keeps its last gradient, gets a zero one, or none."""
     weights = weights_of(how)
-    optimizer = optimizer_of(how, weights)
-    for call in range(7):
+
+    def freeze(call):
         weights[0].requires_grad_(call < 4)
-        give(weights, call, but=() if call < 4 else (0,))
         if call >= 4 and gradient != "kept":
             weights[0].grad = torch.zeros_like(weights[0].detach()) if gradient == "zero" else None
-        optimizer.step()
+        return (0,) if call >= 4 else ()
+
+    steps(how, weights, 7, freeze)
     return values(weights)
 
 
@@ -86,15 +89,14 @@ def unfrozen(how):
 
 
 def widened(how):
-    """Make float32 of bfloat16 weights that have masters, and narrow others."""
+    """Make float32 of bfloat16 weights that have masters."""
     weights = weights_of(how, dtype=torch.bfloat16)
-    optimizer = optimizer_of(how, weights, bf16_weights="master")
-    for call in range(6):
-        if call == 5:
-            for p in weights:
-                p.grad, p.data = None, p.data.float()
-        give(weights, call)
-        optimizer.step()
+
+    def widen(call):
+        for p in weights if call == 5 else ():
+            p.grad, p.data = None, p.data.float()
+
+    optimizer = steps(how, weights, 6, widen, bf16_weights="master")
     kept = {key for own in optimizer.engine.state.values() for key in own}
     return values(weights), "master" in kept
 
@@ -218,7 +220,7 @@ def load_part(folder):
 
 
 def a_sum_for_adamw():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(1)
     p = torch.nn.Parameter(DTensor.from_local(normal(4, 4), mesh, [Partial()], run_check=False))
     groups = [{"params": weights_of("alone")}, {"params": [p], "algorithm": "adamw", "lr": 0.1}]
     return raised(optimizer_of, "fsdp", groups)

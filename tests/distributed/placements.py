@@ -91,7 +91,7 @@ def whole(weights):
     found = {}
     for name, p in weights.items():
         t = p.detach()
-        found[name] = (t.full_tensor() if isinstance(t, DTensor) else t).numpy().copy()
+        found[name] = (t.full_tensor() if isinstance(t, DTensor) else t).double().numpy().copy()
     return found
 
 
@@ -255,12 +255,8 @@ def sharded_model_with_ignored():
         optimizer = prokl.ProKLShampoo(net.named_parameters(), rank=3, process_group=group)
         for call in range(4):
             for p in net.parameters():
-                g = value((8, 8), call + 10)
-                p.grad = (
-                    distribute_tensor(g, p.device_mesh, p.placements, src_data_rank=None)
-                    if isinstance(p, DTensor)
-                    else g
-                )
+                own = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, None)
+                p.grad = placed(value((8, 8), call + 10), *own)
             optimizer.step()
         found.append([w.tolist() for w in whole(dict(net.named_parameters())).values()])
     return found
