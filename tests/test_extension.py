@@ -1,5 +1,6 @@
 """The CUDA extension's loading: every reason for its absence is told, and where it runs follows from what was built."""
 
+import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder
 from pathlib import Path
@@ -66,28 +67,22 @@ def test_a_script_in_a_source_tree_that_shadows_the_extension_is_warned(load_fro
         assert selection.select(None, CUDA) == (False, False)
 
 
-def test_an_extension_of_another_python_is_named(load_from):
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("_C.cpython-39-x86_64-linux-gnu.so", b"", ("another Python (_C.cpython-39-x86_64-linux-gnu.so)",)),
+        ("_C.so", b"not a library", ("cannot be imported: ImportError: ", "_C.so")),
+        ("_C.py", b"raise RuntimeError('wrong version')", ("cannot be imported: RuntimeError: wrong version",)),
+    ],
+)
+def test_what_is_no_extension_of_this_python_is_told_with_its_words_and_not_raised(name, content, says, load_from):
     folder, load = load_from
-    (folder / "_C.cpython-39-x86_64-linux-gnu.so").write_bytes(b"")
+    (folder / name).write_bytes(content)
     module, reason = load()
-    assert module is None and "another Python (_C.cpython-39-x86_64-linux-gnu.so)" in reason
+    assert module is None and all(part in reason for part in says)
 
 
-def test_a_file_that_is_no_library_is_told_with_the_loader_s_error(load_from):
-    folder, load = load_from
-    (folder / "_C.so").write_bytes(b"not a library")
-    module, reason = load()
-    assert module is None
-    assert "cannot be imported: ImportError: " in reason and "_C.so" in reason
-
-
-def test_whatever_an_import_raises_is_told_and_not_raised(load_from):
-    folder, load = load_from
-    (folder / "_C.py").write_text("raise RuntimeError('wrong version')\n")
-    assert load() == (None, "the CUDA extension cannot be imported: RuntimeError: wrong version")
-
-
-def test_a_module_that_imports_is_given_and_kept(load_from, monkeypatch):
+def test_a_module_that_imports_is_given(load_from):
     folder, load = load_from
     (folder / "_C.py").write_text("architectures = '80'\n")
     module, reason = load()
@@ -108,40 +103,41 @@ def built(monkeypatch, architectures, capability=None, hip=None, driver=13010):
     monkeypatch.setattr(extension, "_failure", lambda device: None)
 
 
-def test_the_reason_for_its_absence_is_the_obstacle(monkeypatch):
-    monkeypatch.setattr(extension, "load", lambda: (None, "it is not there"))
-    assert extension.unsupported_reason(CUDA) == "it is not there"
+NEITHER = "it is not there"
+OLDER = (
+    "the CUDA extension was built with CUDA 13.0, the driver knows 12.8: update the driver, or build with an older "
+    "toolkit"
+)
 
 
-def test_the_tests_own_build_runs_on_a_cpu_only(monkeypatch):
-    built(monkeypatch, "host", capability=(9, 0))
-    assert extension.unsupported_reason(CPU) is None
-    assert "not cuda:0" in extension.unsupported_reason(CUDA)
-
-
-def test_a_build_for_gpus_runs_on_the_gpus_it_was_built_for(monkeypatch):
-    built(monkeypatch, "80;90", capability=(9, 0))
-    assert extension.unsupported_reason(CUDA) is None
-    assert "runs on CUDA devices, not on cpu" in extension.unsupported_reason(CPU)
-
-
-def test_a_gpu_that_is_not_there_or_not_nvidia_s_is_an_obstacle(monkeypatch):
-    built(monkeypatch, "80")
-    assert extension.unsupported_reason(CUDA) == "torch sees no CUDA device"
-    built(monkeypatch, "80", capability=(9, 0), hip="6.2")
-    assert "NVIDIA" in extension.unsupported_reason(CUDA)
-
-
-def test_a_gpu_that_was_not_built_for_is_told_with_the_variable_to_set(monkeypatch):
-    built(monkeypatch, "90;100", capability=(8, 6))
-    assert extension.unsupported_reason(CUDA) == (
-        "cuda:0 has compute capability 8.6; the CUDA extension was built for 90;100: build it with PROKL_CUDA_ARCHS=86"
-    )
-
-
-def test_a_gpu_too_old_for_any_build_is_told_the_bound(monkeypatch):
-    built(monkeypatch, "80", capability=(7, 5))
-    assert extension.unsupported_reason(CUDA) == "cuda:0 has compute capability 7.5; must be at least 8.0"
+@pytest.mark.parametrize(
+    "made, device, says",
+    [
+        ({"architectures": "host", "capability": (9, 0)}, CPU, None),
+        ({"architectures": "host", "capability": (9, 0)}, CUDA, ".*not cuda:0"),
+        ({"architectures": "80;90", "capability": (9, 0)}, CUDA, None),
+        ({"architectures": "80;90", "capability": (9, 0)}, CPU, ".*runs on CUDA devices, not on cpu"),
+        ({"architectures": "80"}, CUDA, "torch sees no CUDA device$"),
+        ({"architectures": "80", "capability": (9, 0), "hip": "6.2"}, CUDA, ".*NVIDIA"),
+        (
+            {"architectures": "90;100", "capability": (8, 6)}, CUDA,
+            "cuda:0 has compute capability 8.6; the CUDA extension was built for 90;100: build it with "
+            "PROKL_CUDA_ARCHS=86$",
+        ),
+        ({"architectures": "80", "capability": (7, 5)}, CUDA, ".* has compute capability 7.5; must be at least 8.0$"),
+        ({"architectures": "90", "capability": (9, 0), "driver": 12080}, CUDA, OLDER),
+        ({"architectures": "90", "capability": (9, 0), "driver": 13000}, CUDA, None),
+        ({"architectures": "90", "capability": (9, 0), "driver": 14000}, CUDA, None),
+        (None, CUDA, NEITHER),
+    ],
+)  # fmt: skip
+def test_where_it_runs_follows_from_what_was_built_and_every_obstacle_is_told(made, device, says, monkeypatch):
+    if made is None:
+        monkeypatch.setattr(extension, "load", lambda: (None, NEITHER))
+    else:
+        built(monkeypatch, **made)
+    found = extension.unsupported_reason(device)
+    assert found is None if says is None else re.match(says, found)
 
 
 @pytest.mark.parametrize(
@@ -159,17 +155,6 @@ def test_a_gpu_too_old_for_any_build_is_told_the_bound(monkeypatch):
 def test_machine_code_runs_in_its_major_version_and_ptx_from_its_version_on(architectures, runs, does_not):
     names = architectures.split(";")
     assert [c for c in (*runs, *does_not) if toolkit.covers(names, c)] == runs
-
-
-def test_a_driver_of_an_older_major_version_is_an_obstacle_and_of_an_older_minor_one_is_none(monkeypatch):
-    built(monkeypatch, "90", capability=(9, 0), driver=12080)
-    assert extension.unsupported_reason(CUDA) == (
-        "the CUDA extension was built with CUDA 13.0, the driver knows 12.8: update the driver, or build with an older "
-        "toolkit"
-    )
-    for driver in (13000, 14000):
-        built(monkeypatch, "90", capability=(9, 0), driver=driver)
-        assert extension.unsupported_reason(CUDA) is None
 
 
 @pytest.fixture
