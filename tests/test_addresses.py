@@ -1,5 +1,7 @@
 """The table of addresses: what it holds, that it is written only when something moved, and that it stays in place."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -93,24 +95,19 @@ def test_what_had_to_be_copied_is_not_followed():
         assert not addresses.follow(lie_in, "form")
 
 
-def test_every_change_of_a_matrix_is_seen():
-    base = torch.zeros(400, device=DEVICE)
+def test_every_change_of_a_matrix_and_of_their_split_among_parameters_is_seen():
+    base, several = torch.zeros(400, device=DEVICE), torch.zeros(4, 3, 5, device=DEVICE)
     first = base.as_strided((1, 4, 4), (0, 8, 2))
-    others = {
-        "start": base.as_strided((1, 4, 4), (0, 8, 2), 1),
-        "row stride": base.as_strided((1, 4, 4), (0, 16, 2)),
-        "column stride": base.as_strided((1, 4, 4), (0, 8, 1)),
-        "gone": None,
-    }
-    for name, other in others.items():
+    for other in (
+        base.as_strided((1, 4, 4), (0, 8, 2), 1),
+        base.as_strided((1, 4, 4), (0, 16, 2)),
+        base.as_strided((1, 4, 4), (0, 8, 1)),
+        None,
+    ):
         addresses = PointerTable(1, DEVICE)
         for t in (first, other, first):
             addresses.update([t], [1])
-            assert torch.equal(addresses.table.cpu(), expected([t], [1])), name
-
-
-def test_the_split_of_the_same_matrices_among_parameters_is_seen():
-    several = torch.zeros(4, 3, 5, device=DEVICE)
+            assert torch.equal(addresses.table.cpu(), expected([t], [1]))
     addresses = PointerTable(4, DEVICE)
     for matrices, counts in (([several], [4]), ([several[:2], None], [2, 2]), ([several[:1], None], [1, 3])):
         addresses.update(matrices, counts)
@@ -118,24 +115,13 @@ def test_the_split_of_the_same_matrices_among_parameters_is_seen():
 
 
 def test_the_matrices_are_not_kept_alive():
-    class Watched(torch.Tensor):
-        pass
-
-    import weakref
-
-    t = torch.zeros(1, 3, 5, device=DEVICE).as_subclass(Watched)
+    t = torch.zeros(1, 3, 5, device=DEVICE)
     alive = weakref.ref(t)
     addresses = PointerTable(1, DEVICE)
     addresses.update([t], [1])
     del t
     assert alive() is None
     assert addresses.table[0, 0] != 0
-
-
-def test_no_matrices():
-    addresses = PointerTable(0, DEVICE)
-    addresses.update([], [])
-    assert addresses.table.shape == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -155,20 +141,6 @@ def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, message):
     with pytest.raises(ValueError, match=message):
         addresses.update(*change(matrices, counts))
     assert torch.equal(addresses.table.cpu(), expected(matrices, counts))
-
-
-@pytest.mark.gpu
-def test_a_change_during_capture_raises_and_no_change_does_not():
-    matrices, counts = layouts()
-    addresses = PointerTable(sum(counts), DEVICE)
-    addresses.update(matrices, counts)
-    moved = [matrices[0].clone(), *matrices[1:]]
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        addresses.update(matrices, counts)
-        with pytest.raises(RuntimeError, match=r"call update\(\) before capturing"):
-            addresses.update(moved, counts)
-    addresses.update(moved, counts)
-    assert torch.equal(addresses.table.cpu(), expected(moved, counts))
 
 
 def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypatch):
