@@ -13,19 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 import prokl
 from prokl.algorithm import admission
-from prokl.algorithm.algebra import Admitted, Roots
+from prokl.algorithm.algebra import Roots
 from prokl.algorithm.shapes import ceiling
-from prokl.backends.triton_ops import TritonStages
 from prokl.kernels.admit import ELEMENTS, NUMBERS
-from prokl.kernels.launch import INTERPRETED
+from tests.kernel_cases import BF16, DEVICE, DOUBLE, HALF, SINGLE, TRITON, decided, flat
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
-admit = TritonStages(use_cuda_qr=False, host_readable=INTERPRETED).admit
 SIZES = [
     (1, 1, 2, 1),
     (3, 5, 9, 4),
@@ -37,19 +31,15 @@ KINDS = ("usual", "beyond", "silent", "row", "column")
 column."""
 
 
-def hyper(kappa=5.0, beta2=0.95, eps=1e-3):
-    return SimpleNamespace(clip_threshold=kappa, beta2=beta2, eps=eps)
-
-
-def arguments(B, M, N, R, *, dtype=torch.float32, storage=None, auto=True, kinds=KINDS, seed=0):
+def arguments(B, M, N, R, *, dtype=SINGLE, auto=True, kinds=KINDS, seed=0):
     """A, QtG, e_res and a state that predicts gradients of size one; ceilings act on some values and not on others."""
     g = torch.Generator().manual_seed(seed)
 
     def uniform(low, high, *shape):
-        return low + (high - low) * torch.rand(shape, generator=g, dtype=torch.float64)
+        return low + (high - low) * torch.rand(shape, generator=g, dtype=DOUBLE)
 
     s_L, s_S, s_mu = uniform(0.5, 2, B, M), uniform(0.5, 2, B, R), uniform(0.5, 2, B)
-    A = torch.randn(B, M, R, generator=g, dtype=torch.float64) / s_L[:, :, None] / s_S[:, None, :]
+    A = torch.randn(B, M, R, generator=g, dtype=DOUBLE) / s_L[:, :, None] / s_S[:, None, :]
     e_res = (N - R) * uniform(0.5, 1.5, B, M) / (s_L * s_mu[:, None]).square()
     for b in range(B):
         kind = kinds[b % len(kinds)]
@@ -60,30 +50,10 @@ def arguments(B, M, N, R, *, dtype=torch.float32, storage=None, auto=True, kinds
             A[b, 0] *= 12
         if kind == "column":
             A[b, :, 0] *= 12
-    state = {"M": torch.zeros(0, dtype=storage or dtype)}
-    state |= {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu}
-    if auto:
-        state["lambda_0"] = uniform(0.5, 1.5, B)
-    tensors = {"A": A, "QtG": A * uniform(0.9, 1.1, B, M, R), "e_res": e_res}
-    given = {name: t.to(DEVICE, dtype) for name, t in tensors.items()}
-    return given | {"state": {key: t.to(DEVICE, t.dtype if key == "M" else dtype) for key, t in state.items()}, "n": N}
-
-
-def call(function, a, h=None):
-    return function(a["A"], a["QtG"], a["e_res"], a["state"], h or hyper(), a["n"])
-
-
-def flat(admitted: Admitted) -> dict[str, torch.Tensor]:
-    """Every tensor of the result by its name."""
-    found = {}
-    for name, value in admitted._asdict().items():
-        if isinstance(value, Roots):
-            found |= {f"{name}.{key}": t for key, t in value._asdict().items()}
-        elif isinstance(value, dict):
-            found |= value
-        elif value is not None:
-            found[name] = value
-    return found
+    given = {"A": A, "QtG": A * uniform(0.9, 1.1, B, M, R), "e_res": e_res}
+    given |= {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu}
+    given |= {"lambda_0": uniform(0.5, 1.5, B)} if auto else {}
+    return {name: t.to(DEVICE, dtype) for name, t in given.items()} | {"n": N, "M": dtype}
 
 
 def agree(got, expected):
@@ -101,126 +71,75 @@ def agree(got, expected):
         if x.dtype == torch.bool:
             assert torch.equal(x, y), name
         else:
-            limit = (1.01 if x.dtype == torch.float32 else 16) * torch.finfo(x.dtype).eps
+            limit = (1.01 if x.dtype == SINGLE else 16) * torch.finfo(x.dtype).eps
             error = (x - y).abs() / y.abs().clamp(min=torch.finfo(x.dtype).tiny)
             assert float(error.max()) <= limit, (name, float(error.max()))
 
 
 @pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype, auto):
-    for kind in KINDS:
-        a = arguments(*size, dtype=dtype, auto=auto, kinds=(kind, "usual"))
-        agree(call(admit, a), call(admission.admit, a))
+def test_the_kernel_decides_and_averages_as_the_pytorch_form(size, dtype):
+    for k, kind in enumerate(KINDS):  # with a start and without it in turn
+        a = arguments(*size, dtype=dtype, auto=(k + SIZES.index(size)) % 2 == 0, kinds=(kind, "usual"))
+        agree(decided(TRITON.admit, a), decided(admission.admit, a))
 
 
 def test_the_cases_that_are_compared_differ():
     a = arguments(5, 20, 24, 12)
-    found = call(admit, a)
+    found = decided(TRITON.admit, a)
     assert found.bounded.tolist() == [False, True, False, True, True]
-    assert (found.changed["lambda_0"] < a["state"]["lambda_0"]).tolist() == [False, False, True, False, False]
+    assert (found.changed["lambda_0"] < a["lambda_0"]).tolist() == [False, False, True, False, False]
     assert found.evident.all()
     assert (found.scale < 1).tolist() == [False, True, False, False, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE], ids=str)
 def test_the_paper_s_form_averages_and_decides_nothing(dtype):
-    a, h = arguments(3, 5, 9, 4, dtype=dtype), hyper(kappa=None)
-    found = call(admit, a, h)
+    a = arguments(3, 5, 9, 4, dtype=dtype)
+    found = decided(TRITON.admit, a, kappa=None)
     assert (found.scale, found.bounded, found.evident, found.changed) == (None, None, None, {})
-    agree(found, call(admission.admit, a, h))
+    agree(found, decided(admission.admit, a, kappa=None))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's
 def test_what_is_not_finite_is_no_evidence_and_leaves_the_others_alone(value):
     a = arguments(3, 5, 9, 4, kinds=("usual",))
-    undisturbed = flat(call(admit, a))
+    undisturbed = flat(decided(TRITON.admit, a))
     for name in ("A", "e_res"):
         b = a | {name: a[name].clone()}
         b[name][1].view(-1)[2] = value
-        found = call(admit, b)
+        found = decided(TRITON.admit, b)
         assert found.evident.tolist() == [True, False, True] and float(found.scale[1]) == 0
         for key, x in flat(found).items():
             assert torch.equal(x[[0, 2]], undisturbed[key][[0, 2]]), key
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("storage", [BF16, HALF, SINGLE], ids=str)
 def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
     """Eigenvalues far below the dtype's smallest square root; c and the roots stay what they are."""
-    a = arguments(2, 5, 9, 4, storage=storage, kinds=("usual",), auto=True)
     small = 1 / torch.finfo(storage).max
     for key in ("inv_sqrt_lambda_L", "inv_sqrt_mu", "inv_sqrt_lambda_S"):
-        b = a | {"state": {k: t.double() for k, t in a["state"].items() if k != "M"} | {"M": a["state"]["M"]}}
-        b["state"][key][1] /= small * 0.01
-        b["state"]["lambda_0"][1] *= (small * 0.001) ** 2  # the ceilings move along
-        b |= {name: b[name].double() * 1e-300 for name in ("A", "QtG", "e_res")}
-        expected = call(admission.admit, b)
+        b = arguments(2, 5, 9, 4, kinds=("usual",))
+        b = {k: t.double() if isinstance(t, torch.Tensor) else t for k, t in b.items()} | {"M": storage}
+        b[key][1] /= small * 0.01
+        b["lambda_0"][1] *= (small * 0.001) ** 2  # the ceilings move along
+        b |= {name: b[name] * 1e-300 for name in ("A", "QtG", "e_res")}
+        expected = decided(admission.admit, b)
         assert expected.evident.tolist()[1] is False
-        assert call(admit, b).evident.tolist() == expected.evident.tolist()
+        assert decided(TRITON.admit, b).evident.tolist() == expected.evident.tolist()
 
 
 def test_a_gradient_whose_square_leaves_float32_is_bounded_all_the_same():
     a = arguments(2, 5, 9, 4, kinds=("usual",))
     for name, factor in (("A", 1e25), ("QtG", 1e25), ("e_res", 1e38)):
         a[name] = a[name] * factor
-    agree(call(admit, a), call(admission.admit, a))
-    found = call(admit, a)
+    found = decided(TRITON.admit, a)
+    agree(found, decided(admission.admit, a))
     assert found.evident.all() and ((found.scale > 0) & (found.scale < 1e-20)).all()
-    usual = flat(call(admit, arguments(2, 5, 9, 4, kinds=("beyond",))))
+    usual = flat(decided(TRITON.admit, arguments(2, 5, 9, 4, kinds=("beyond",))))
     assert float((found.s.L / usual["s.L"] - 1).abs().max()) < 3  # of c G alone, whatever G is
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-def test_strides_and_dtypes_of_the_inputs_do_not_matter():
-    a = arguments(3, 37, 64, 11)
-    expected = flat(call(admit, a))
-
-    def strided(t):
-        wide = torch.full((2 * t.shape[0], *(3 * k for k in t.shape[1:])), math.nan, device=DEVICE, dtype=t.dtype)
-        view = wide[(slice(1, None, 2), *(slice(2, None, 3) for _ in t.shape[1:]))]
-        return view.copy_(t)
-
-    b = {name: strided(a[name]) for name in ("A", "QtG", "e_res")} | {"n": a["n"]}
-    b["state"] = {key: t if key == "M" else strided(t) for key, t in a["state"].items()}
-    for name, x in flat(call(admit, b)).items():
-        assert torch.equal(x, expected[name]) and x.is_contiguous(), name
-    half = a | {name: a[name].bfloat16() for name in ("A", "QtG", "e_res")}
-    agree(call(admit, half), call(admission.admit, half | {name: half[name].float() for name in ("A", "QtG", "e_res")}))
-
-
-def test_inputs_are_not_written():
-    a = arguments(3, 37, 64, 11)
-    before = [t.clone() for t in (a["A"], a["QtG"], a["e_res"], *a["state"].values())]
-    call(admit, a)
-    assert all(map(torch.equal, before, (a["A"], a["QtG"], a["e_res"], *a["state"].values())))
-
-
-def test_no_matrices_give_empty_results():
-    found = flat(call(admit, arguments(0, 5, 9, 4)))
-    assert found["s.L"].shape == (0, 5) and found["used.S"].shape == (0, 4) and found["evident"].shape == (0,)
-
-
-@pytest.mark.parametrize("name", ["QtG", "e_res", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0"])
-def test_a_wrong_tensor_raises_with_its_name(name):
-    a = arguments(3, 37, 64, 11)
-    t = a[name] if name in a else a["state"][name]
-    for what, other in {"shape": t[..., None], "dtype": t.to(torch.int64), "is on": t.to("meta")}.items():
-        b = a | {name: other} if name in a else a | {"state": a["state"] | {name: other}}
-        with pytest.raises(ValueError, match=rf"^{name} (has )?{what}"):
-            call(admit, b)
-
-
-def test_a_value_out_of_bounds_raises_with_the_bound():
-    a = arguments(3, 37, 64, 11)
-    with pytest.raises(ValueError, match=r"Invalid n=11: must be above r=11"):
-        call(admit, a | {"n": 11})
-    with pytest.raises(
-        ValueError, match=r"A has shape \(3, 0, 11\); must be \(B, m, r\) with m >= 1 and r from 1 to 65536"
-    ):
-        call(admit, a | {"A": a["A"][:, :0]})
 
 
 # --- the PyTorch form ---
@@ -249,20 +168,20 @@ def transcription(s, ell, rho, e_res, eps, factor, beta2, n):
         new_S.append([clipped(beta2 / x**2 + (1 - beta2) * y, n) for x, y in zip(s_S[b], rho[b], strict=True)])
         tail = math.fsum(e * damped(x) ** 2 for x, e in zip(new_L[-1], e_res[b], strict=True)) / (m * (n - r))
         new_mu.append(clipped(beta2 / s_mu[b] ** 2 + (1 - beta2) * tail, n))
-    return [torch.tensor(x, dtype=torch.float64) for x in (new_L, new_S, new_mu)]
+    return [torch.tensor(x, dtype=DOUBLE) for x in (new_L, new_S, new_mu)]
 
 
 @pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.999])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_average_is_algorithm_2_s(size, beta2):
-    a = arguments(*size, dtype=torch.float64)
-    n, roots = size[2], admission.inverse_roots(a["state"])
+    a = arguments(*size, dtype=DOUBLE)
+    n, roots = size[2], admission.inverse_roots(a)
     s = Roots(*(t.cpu() for t in roots))
     ell, rho = admission.row_and_column_energies(a["A"].cpu(), s)
     for most in (0.01, 1.0, 100.0):  # all, some and no values are clipped
         factor = most / ceiling(n)
-        rest = torch.full((size[0],), 0.1, dtype=torch.float64), torch.full((size[0],), factor, dtype=torch.float64)
-        got = admission.averaged(s, ell, rho, a["e_res"].cpu(), *rest, hyper(beta2=beta2), n)
+        rest = torch.full((size[0],), 0.1, dtype=DOUBLE), torch.full((size[0],), factor, dtype=DOUBLE)
+        got = admission.averaged(s, ell, rho, a["e_res"].cpu(), *rest, SimpleNamespace(beta2=beta2), n)
         expected = transcription(s, ell, rho, a["e_res"].cpu(), *rest, beta2, n)
         for x, y, side in zip(got, expected, (size[1], n, n), strict=True):
             # Some thirty roundings, and one for each term of a sum of squares in another order, halved by the root.
@@ -271,8 +190,8 @@ def test_the_average_is_algorithm_2_s(size, beta2):
 
 
 def test_the_sizes_are_those_of_the_whitened_gradient():
-    a = arguments(2, 6, 9, 4, dtype=torch.float64, kinds=("usual", "row"))
-    roots, n = admission.inverse_roots(a["state"]), 9
+    a = arguments(2, 6, 9, 4, dtype=DOUBLE, kinds=("usual", "row"))
+    roots, n = admission.inverse_roots(a), 9
     ell, rho = admission.row_and_column_energies(a["A"], roots)
     sizes = admission.whitened_sizes(ell, rho, a["e_res"], torch.ones_like(roots.mu), roots, n)
     inside = (a["A"] * roots.L[:, :, None] * roots.S[:, None, :]).square()
@@ -288,23 +207,10 @@ def test_lambda_0_falls_by_beta2_to_what_the_gradient_allows():
     for name, factor in (("A", 1e-3), ("QtG", 1e-3), ("e_res", 1e-6)):
         a[name] = a[name] * factor
     rms = ((a["QtG"].square().sum(dim=(1, 2)) + a["e_res"].sum(dim=1)) / (6 * 9)).sqrt()
-    a["state"]["lambda_0"] = rms * torch.tensor([1000.0, 101.0, 99.0], device=DEVICE)
-    for form in (admit, admission.admit):
-        found = call(form, a).changed["lambda_0"] / rms
+    a["lambda_0"] = rms * torch.tensor([1000.0, 101.0, 99.0], device=DEVICE)
+    for form in (TRITON.admit, admission.admit):
+        found = decided(form, a).changed["lambda_0"] / rms
         torch.testing.assert_close(found.cpu(), torch.tensor([950.0, 100.0, 99.0]))
-
-
-def run_uninterpreted(script, cache):
-    """Run ``script`` in a new Python without a GPU and without the interpreter; its output lines."""
-    paths = [str(Path(prokl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TRITON_CACHE_DIR": str(cache),
-    }
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 def test_without_the_interpreter_cpu_tensors_are_refused(tmp_path):
@@ -319,5 +225,13 @@ try:
 except ValueError as error:
     print(error)
 """
-    (error,) = run_uninterpreted(script, tmp_path)
-    assert error == "A is on cpu; must be on one of ('cuda',): use the PyTorch form elsewhere."
+    paths = [str(Path(prokl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (
+        0, "A is on cpu; must be on one of ('cuda',): use the PyTorch form elsewhere."
+    ), done.stderr  # fmt: skip

@@ -1,87 +1,29 @@
-"""The elementwise kernels of a step and those of its norms, against float64 and their PyTorch forms.
-
-B: matrices; M: rows; N: columns.
-"""
+"""The kernels of norms, of cutting and of splitting beside their PyTorch forms."""
 
 import math
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
-from prokl.algorithm.algebra import Roots
 from prokl.algorithm.stages import Residual
 from prokl.backends.torch_ops import TorchStages
-from prokl.kernels.combine import COLUMNS, ROWS, combine, samples
+from prokl.kernels.combine import samples
 from prokl.kernels.norms import TILE, cut, inverse_norm
 from prokl.kernels.split import split, split_two
 from prokl.pair import Pair
+from tests.kernel_cases import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TORCH = TorchStages(True)
-SIZES = [(2, ROWS + 3, COLUMNS + 5), (3, 1, 1), (1, 2 * ROWS, 7), (0, 5, 4)]  # B, M, N
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
 
 
-def arithmetic(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def gaps(t):
     """The same numbers with others between them in memory."""
     wide = torch.full([2 * k for k in t.shape], math.nan, dtype=t.dtype, device=t.device)
     return wide[(slice(1, None, 2),) * t.ndim].copy_(t)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_sum_of_two_matrices(size, dtype, scaled):
-    """Two products and a sum, each rounded once, and c beside alpha: 4 roundings of what is added."""
-    x, y, c = randn(*size, dtype=dtype), randn(*size, dtype=dtype, seed=1), randn(size[0], dtype=dtype, seed=2)
-    found = combine(x, 0.3, y, -1.7, c if scaled else None)
-    left, right = x.double() * (c.double()[:, None, None] if scaled else 1) * 0.3, -1.7 * y.double()
-    assert found.dtype == arithmetic(dtype)
-    bound = 2 * torch.finfo(found.dtype).eps * (left.abs() + right.abs())
-    assert ((found.double() - left - right).abs() <= bound).all()
-    apart = combine(gaps(x), 0.3, gaps(y), -1.7, gaps(c) if scaled else None)
-    assert torch.equal(found, apart) and apart.is_contiguous()
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-def test_a_sum_is_split_as_it_is_stored():
-    x, y, c = randn(2, 19, 133), randn(2, 19, 133, seed=1), randn(2, seed=2)
-    pair = combine(x, 0.3, y, -1.7, c, pair=True)
-    assert isinstance(pair, Pair) and torch.equal(pair.both, Pair.split(combine(x, 0.3, y, -1.7, c)).both)
-    with pytest.raises(ValueError, match="float64 was to be split"):
-        combine(x.double(), 0.3, y, -1.7, None, pair=True)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_samples_are_those_of_the_pytorch_form(size, dtype, scaled):
-    GQ, QtG, a_L = randn(*size, dtype=dtype), randn(*size, dtype=dtype, seed=1), randn(*size[:2], dtype=dtype, seed=2)
-    a_S, c = randn(size[0], size[2], dtype=dtype, seed=3), randn(size[0], dtype=dtype, seed=4)
-    scale = c if scaled else None
-    found = samples(GQ, QtG, a_L, a_S, scale, 0.3)
-    wide = [t.double() for t in (GQ, QtG, a_L, a_S)]
-    roots = Roots(wide[2], wide[3], wide[2])
-    expected = TORCH.samples(wide[0], wide[1], roots, None if scale is None else scale.double(), 0.3)
-    for x, y in zip(found, expected, strict=True):
-        assert x.dtype == arithmetic(dtype)
-        assert ((x.double() - y).abs() <= 4 * torch.finfo(x.dtype).eps * y.abs()).all()  # at most five roundings
-    apart = samples(*map(gaps, (GQ, QtG, a_L, a_S)), None if scale is None else gaps(scale), 0.3)
-    assert all(map(torch.equal, found, apart)) and all(t.is_contiguous() for t in apart)
 
 
 def test_c_comes_twice_and_not_as_its_square():
@@ -118,8 +60,9 @@ def test_two_tensors_are_split_in_one_launch(sizes):
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(7, 9), (1, 1), (40, TILE // 16 + 1)])
+@pytest.mark.parametrize(  # which of these meet makes no difference to either
+    "shape, dtype", [((7, 9), torch.float32), ((1, 1), torch.float64), ((40, TILE // 16 + 1), torch.float32)], ids=str
+)
 def test_matrices_are_cut_as_by_the_pytorch_form(shape, dtype, out):
     t = randn(4, *shape, dtype=dtype) * torch.tensor([0.5, 1.0, 30.0, 0.0], dtype=dtype, device=DEVICE)[:, None, None]
     largest = 2.0 * math.sqrt(shape[0] * shape[1])
@@ -164,10 +107,6 @@ def test_the_inverse_norm_adds_up_parts_and_is_zero_for_what_is_negligible(parts
 def test_wrong_arguments_raise_with_their_names():
     t, flag = randn(2, 3, 4), torch.zeros(2, dtype=torch.bool, device=DEVICE)
     for call, message in (
-        (lambda: combine(t[0], 1.0, t, 1.0), r"x has shape \(3, 4\); must be \(B, m, n\)"),
-        (lambda: combine(t, 1.0, t[:, :2], 1.0), r"y has shape \(2, 2, 4\); must be \(2, 3, 4\)"),
-        (lambda: combine(t, 1.0, t, 1.0, t[0, :, 0]), r"scale has shape \(3,\); must be \(2,\)"),
-        (lambda: samples(t, t, t[:, :, 0], t[:, :, 0], None, 1.0), r"a_S has shape \(2, 3\); must be \(2, 4\)"),
         (lambda: cut(t[0], 1.0, torch.float32, flag, flag.float()), r"t has shape \(3, 4\); must be \(B, m, n\)"),
         (lambda: cut(t, 1.0, torch.int8, flag, flag.float()), "Invalid out_dtype=torch.int8"),
         (lambda: cut(t, 1.0, torch.float32, flag[:1], flag.float()), r"bounded has shape \(1,\); must be \(2,\)"),

@@ -3,13 +3,8 @@
 Dimension key: B matrices, m short side, n long side, r rank.
 """
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.algebra import Roots

@@ -1,19 +1,15 @@
 """The kernel that says which gradients a step may take, against its PyTorch form."""
 
 import math
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
-
 from prokl.backends.io import usable as by_torch
 from prokl.kernels import launch
 from prokl.kernels.usable import usable
+from tests.kernel_cases import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MEMBERS = [[1], [1, 1, 1], [3, 1, 1, 5], [64], [1, 40, 2]]
 FLOAT32 = torch.finfo(torch.float32).max
 
@@ -37,8 +33,9 @@ def both(energy, counts, skipped=5):
     return [t.tolist() for t in (*found, count[1])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("parts", [1, 7, 576, 1500])
+@pytest.mark.parametrize(
+    "dtype, parts", [(torch.float32, 1), (torch.float64, 7), (torch.float32, 576), (torch.float64, 1500)], ids=str
+)
 @pytest.mark.parametrize("counts", MEMBERS, ids=str)
 def test_one_bad_part_stops_its_member_and_a_zero_matrix_itself_alone(counts, parts, dtype):
     B, energy = sum(counts), positive(sum(counts), parts, dtype)

@@ -1,0 +1,606 @@
+"""The kernels beside their PyTorch forms: what each takes, what it gives in float64, and how far off it may be.
+
+A form is made of sums and products. Evaluated on the absolute values of the inputs, and with every minus a plus, it
+says what rounding scales with: a result of so many roundings, one after another, errs by at most that many units times
+this size to first order. Twice that is allowed, where tensor cores truncate and where a form in float64 rounds as well.
+Three products of TF32 parts, which leave out that of the two low ones, add less than 2^-19 of the size each; those of
+pairs of bfloat16, which leave it out too and are split on the way, 2^-16. What is stored narrower is rounded once more.
+Measured in the interpreter: at most 0.5 of the bounds before storing.
+
+Sides: B matrices; m, n, r of :class:`bench.micro.case.Sizes`, whose input language this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.micro.case import Inputs, Sizes, tensors
+from prokl.algorithm import admission
+from prokl.algorithm.algebra import Admitted, Roots
+from prokl.backends.pointers import PointerTable
+from prokl.backends.triton_ops import TritonStages
+from prokl.kernels import apply, launch, momentum, precondition, product, project, symmetric_product
+from prokl.kernels.combine import COLUMNS, ROWS, combine, samples
+from prokl.kernels.launch import Tile
+from prokl.kernels.stack import TILES as TILES_OF_STACK
+from prokl.kernels.stack import stack
+from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
+from prokl.pair import Pair
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SMALL = Tile(16, 16, 16, 4, 1)
+SIZES = (
+    Sizes(2, 70, 130, 33), Sizes(3, 65, 64, 60), Sizes(1, 7, 101, 1), Sizes(2, 1, 1, 1), Sizes(2, 1, 40, 5),
+    Sizes(1, 40, 1, 1),
+)  # fmt: skip
+REFUSED = Sizes(3, 5, 9, 4)
+"""At which wrong arguments are told."""
+ONES, MASTER = torch.ones(3), torch.ones(3, 5, 9)
+
+
+Roundings = list[tuple[float, int]]
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One kernel.
+
+    Attributes:
+        run: launches it; gives its results, those in parts added up.
+        form: the results in PyTorch; of what is subtracted the factor is ``minus``.
+        inputs: "sides" of every tensor, or a constant.
+        roundings: of every result at these sizes, and how many products of factors it is made by.
+        dtypes: of the tensors in the order of ``inputs`` and of C, others float32. bfloat16 only where the kernel
+            converts it: the interpreter multiplies it wrongly.
+        variants: changes of the inputs; None leaves one out.
+        sizes: ragged ones first.
+        tiles: those that ship, by the dtype that they are for.
+        tile_of: sizes that cross a tile along every side.
+        stored: dtypes of the results; by default that of the arithmetic.
+        symmetric: whether results equal their transpose.
+        written: what is written where it lies, and is the first result.
+        refused: wrong arguments, and what is said of them.
+    """
+
+    name: str
+    run: Callable[..., list[Tensor | Pair]]
+    form: Callable[..., list[Tensor]]
+    inputs: Mapping[str, Any]
+    roundings: Callable[[Sizes], Roundings]
+    dtypes: tuple[tuple[torch.dtype, ...], ...] = ((SINGLE,), (DOUBLE,) * 8)
+    variants: tuple[Mapping[str, Any], ...] = ({},)
+    sizes: tuple[Sizes, ...] = SIZES
+    tiles: Mapping[torch.dtype, tuple[Tile, ...]] = field(default_factory=dict)
+    tile_of: Callable[[Tile], Sizes] = lambda t: Sizes(2, t.m + 3, 2 * t.k + 5, t.n + 2)
+    stored: Callable[[Inputs], torch.dtype] | None = None
+    symmetric: bool = False
+    written: str = ""
+    refused: tuple[tuple[Mapping[str, Any], str], ...] = ()
+
+    @property
+    def full(self) -> int:
+        """The variant with the most tensors."""
+        return max(range(len(self.variants)), key=lambda v: [*map(type, self.variants[v].values())].count(str))
+
+    def given(self) -> dict[str, Any]:
+        return {**self.inputs, **self.variants[self.full]}
+
+    def make(self, size: Sizes, dtypes: Sequence[torch.dtype] = (), variant: int | None = 0, seed: int = 0) -> Inputs:
+        """Draw the inputs in float64, so that float64 has digits of its own; the same for the same seed.
+
+        A variant of None is the :attr:`full` one.
+        """
+        given = {**self.inputs, **self.variants[self.full if variant is None else variant]}
+        of_tensors = {k: v for k, v in given.items() if isinstance(v, str) and v != "?"}
+        order = [*(k for k, v in self.inputs.items() if isinstance(v, str)), "C"]
+        of_name = dict.fromkeys(of_tensors, SINGLE) | dict(zip(order, dtypes or self.dtypes[0], strict=False))
+        of_name |= {k: SINGLE for k, v in of_tensors.items() if v == ".+" and of_name[k] != DOUBLE}  # rates and sizes
+        specs = [f"{k} {v}" if "pair" in v else f"{k} {v} {k}" for k, v in of_tensors.items()]
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=DOUBLE).to(DEVICE, dtype)
+
+        i = tensors(*specs)(size, SimpleNamespace(**of_name), draw)
+        of_matrices = torch.arange(size.B, device=DEVICE) % 3 != 1
+        return {k: i.get(k, of_matrices if v == "?" else v(size) if callable(v) else v) for k, v in given.items()}
+
+    def exact(self, i: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+        """Results in float64, and the sizes that their rounding scales with."""
+        wide = {k: in_float64(v) for k, v in i.items()}
+        return self.form(wide), self.form({k: absolute(v) for k, v in wide.items()}, minus=1.0)
+
+    def expected(self, i: Inputs) -> list[tuple[Tensor, Tensor]]:
+        """(value, bound) of every result, but for how it is stored."""
+        size = self.size_of(i)
+        sum_dtype = arithmetic(i)
+        left_out = 2.0**-16 if any(isinstance(t, Pair) for t in i.values()) else 0.0
+        left_out += 2.0**-19 if sum_dtype == SINGLE and not launch.INTERPRETED else 0.0
+        units = [count * torch.finfo(sum_dtype).eps + products * left_out for count, products in self.roundings(size)]
+        return [
+            (value, unit * scale + torch.finfo(sum_dtype).tiny)
+            for value, scale, unit in zip(*self.exact(i), units, strict=False)
+        ]
+
+    def size_of(self, i: Inputs) -> Sizes:
+        """The sizes that inputs were drawn with; of a side that none of them has, 1."""
+        found = {"m": 1, "n": 1, "r": 1}
+        for name, spec in self.inputs.items():
+            if isinstance(spec, str) and i[name] is not None:
+                t = i[name].hi if isinstance(i[name], Pair) else i[name]
+                found |= dict(zip((s for s in spec.split()[0] if s in "mnr"), t.shape[1:], strict=False))
+        return Sizes(len(next(parts_of(i))), **found)
+
+
+def parts_of(i: Inputs):
+    """The tensors of inputs, of pairs hi."""
+    return (v.hi if isinstance(v, Pair) else v for v in i.values() if isinstance(v, Tensor | Pair))
+
+
+def arithmetic(i: Inputs) -> torch.dtype:
+    """The dtype that a kernel computes in; scales of matrices have no say in it."""
+    return launch.arithmetic_dtype(*(t for t in parts_of(i) if t.ndim > 1))
+
+
+def in_float64(x: Any) -> Any:
+    if isinstance(x, Pair):
+        return x.whole().double()
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def absolute(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(map(abs, x))
+    return x if x is None or isinstance(x, torch.dtype) or getattr(x, "dtype", None) == torch.bool else abs(x)
+
+
+def assert_close(case: KernelCase, found: list[Tensor | Pair], i: Inputs, expected=None) -> None:
+    """Hold results against the form of inputs within the bound, element by element."""
+    expected = expected or case.expected(i)
+    assert len(found) == len(expected)
+    for place, (x, (value, bound)) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(x, Pair):
+            x, bound = x.whole(), bound + 2.0**-16 * (value.abs() + bound)
+        elif (stored := torch.finfo(x.dtype)).eps > torch.finfo(arithmetic(i)).eps:
+            # The interpreter cuts bits off where it stores bfloat16.
+            unit = stored.eps if launch.INTERPRETED and x.dtype == BF16 else stored.eps / 2
+            bound = bound + unit * (value.abs() + bound) + stored.tiny * stored.eps
+        assert x.shape == value.shape
+        assert x.is_contiguous() or case.written and place == 0
+        assert not case.symmetric or torch.equal(x, x.mT)
+        error = (x.double() - value).abs()
+        ratio = float((error / bound).nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
+        assert (error <= bound).all(), f"result {place}: {ratio:.2g} of the bound"
+
+
+def column(scale: float | Tensor) -> Any:
+    return scale[:, None, None] if isinstance(scale, Tensor) else scale
+
+
+def squares(t: Tensor) -> Tensor:
+    return t.square().sum(dim=(-2, -1))
+
+
+def lower(D: Tensor) -> Tensor:
+    """The lower half, mirrored: what kernels of symmetric products compute and read."""
+    return D.tril() + D.tril(-1).mT
+
+
+def total(parts: Tensor) -> Tensor:
+    return parts.sum(dim=1)
+
+
+# Products
+
+
+def _sum(i: Inputs, AB: Tensor) -> Tensor:
+    D = column(i.get("alpha", 1.0)) * AB
+    return D if i.get("C") is None else D + column(i.get("beta", 1.0)) * i["C"]
+
+
+def _product_form(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    D = _sum(i, i["A"] @ i["B"])
+    return [D, squares(D)]
+
+
+def _product(**i: Any) -> list[Tensor | Pair]:
+    D, energy = product.product(**i, energy=True)
+    return [D, total(energy)]
+
+
+def _row_energies(**i: Any) -> list[Tensor | Pair]:
+    return [total(product.row_energies(**i))]
+
+
+def wider(i: Inputs) -> torch.dtype:
+    A, B = i["A"], i.get("B", i["A"])
+    return SINGLE if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
+
+
+def of_product(s: Sizes) -> Roundings:
+    """n products and sums, two roundings of each scale and the last sum; of the energy at most r + 20 sums besides."""
+    return [(s.n + 5, 1), (2 * (s.n + 5) + s.r + 20, 2)]
+
+
+ADDENDS = (
+    {}, {"C": "mr", "alpha": 0.3, "beta": -1.7}, {"C": "mr", "alpha": ".+", "beta": ".+"},
+    {"C": "mr", "alpha": ".+", "beta": 0.1}, {"alpha": 2.0, "beta": ".+"},
+)  # fmt: skip
+OF_FACTORS = {HALF: product.TILES_HALF, SINGLE: product.TILES_FP32, DOUBLE: product.TILES_FP64}
+PRODUCT = KernelCase(
+    "product", _product, _product_form, {"A": "mn", "B": "nr"}, of_product,
+    # The last: a half-precision gradient minus what the subspace has of it.
+    dtypes=(
+        (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
+        (HALF, BF16, HALF), (SINGLE, SINGLE, BF16),
+    ),
+    variants=ADDENDS, tiles=OF_FACTORS, stored=wider,
+    refused=(
+        ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1"),
+        ({"A": torch.ones(5, 9)}, r"A has shape \(5, 9\)"),
+        ({"B": torch.ones(3, 9, 0)}, r"B has shape \(3, 9, 0\); must be \(batch, k, n\) with n >= 1"),
+        ({"B": torch.ones(3, 5, 4)}, r"B has shape \(3, 5, 4\); must be \(3, 9, "),
+        ({"C": torch.ones(3, 1, 4)}, r"C has shape \(3, 1, 4\); must be \(3, 5, 4\)"),
+        ({"alpha": torch.ones(1)}, r"alpha has shape \(1,\); must be \(3,\)"),
+        ({"beta": torch.tensor(1.0)}, r"beta has shape \(\); must be \(3,\)"),
+        ({"precision": "high"}, r"Invalid precision='high'"),
+        ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32: must be one of"),
+    ),
+)  # fmt: skip
+PAIRED_PRODUCT = replace(
+    PRODUCT, name="product of pairs", inputs={"A": "mn pair", "B": "nr pair"}, dtypes=((BF16, BF16),),
+    variants=(ADDENDS[1], {"B": "nr"}, {"A": "mn"}, ADDENDS[2]), tiles={SINGLE: product.TILES_HALF},
+    refused=(({"B": torch.ones(3, 9, 4)}, r"B has dtype torch.float32; must be one of .*bfloat16"),),
+)  # fmt: skip
+ROW_ENERGIES = KernelCase(
+    "row energies", _row_energies, lambda i, minus=-1.0: [(i["A"] @ i["B"]).square().sum(dim=-1)],
+    {"A": "mn pair", "B": "nr pair"}, lambda s: of_product(s)[1:], dtypes=((),), tiles={SINGLE: product.TILES_HALF},
+)  # fmt: skip
+
+
+OF_SQUARE = {
+    HALF: symmetric_product.TILES_HALF, SINGLE: symmetric_product.TILES_FP32, DOUBLE: symmetric_product.TILES_FP64
+}  # fmt: skip
+OWN_ADDENDS = tuple({k: v.replace("r", "m") if k == "C" else v for k, v in own.items()} for own in ADDENDS[:4])
+SYMMETRIC = KernelCase(
+    "symmetric product", lambda **i: [symmetric_product.symmetric_product(**i)],
+    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT))], {"A": "mn"}, lambda s: [(s.n + 6, 1)],
+    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE), (SINGLE, BF16), (HALF, SINGLE)),
+    variants=OWN_ADDENDS, tiles=OF_SQUARE, stored=wider, symmetric=True,
+    refused=(
+        ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
+        ({"C": torch.ones(3, 5, 6)}, r"C has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
+        ({"precision": "high"}, r"Invalid precision='high'"),
+        ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32"),
+        ({"alpha": torch.ones(5)}, r"alpha has shape \(5,\); must be \(3,\)"),
+        ({"tile": Tile(64, 32, 32, 4, 2)}, r"Invalid tile=Tile\(m=64, n=32"),
+    ),
+)  # fmt: skip
+POLYNOMIAL = KernelCase(
+    "symmetric polynomial", lambda **i: [symmetric_product.symmetric_polynomial(**i)],
+    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mm", "B": "mm"}, lambda s: [(s.m + 6, 1)],
+    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3), variants=OWN_ADDENDS, tiles=OF_SQUARE, stored=wider,
+    symmetric=True,
+    refused=(
+        ({"A": torch.ones(3, 5, 6)}, r"A has shape \(3, 5, 6\); must be \(batch, m, m\) with m >= 1"),
+        ({"B": torch.ones(3, 5, 6)}, r"B has shape \(3, 5, 6\); must be \(3, 5, 5\)"),
+        ({"precision": "high"}, r"Invalid precision='high'"),
+    ),
+)  # fmt: skip
+
+
+def _shifted(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    D = lower(_sum(i, i["A"] @ i["B"].mT))
+    return [D, D + i["shift"] * torch.eye(D.shape[-1], dtype=D.dtype, device=D.device)]
+
+
+def _factor_ema(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    return [lower(i["beta"] * i["L"] + i["alpha"] * i["X"] @ i["X"].mT + column(i["tail"]) * i["E"])]
+
+
+def _coordinates_ema(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    new, more = i["beta"] * i["S"], i["alpha"] * i["Z"] @ i["Z"].mT
+    return [lower(new + more), lower(i["beta"] * (new + more) + more)]
+
+
+SHIFTED = replace(
+    POLYNOMIAL, name="shifted polynomial", run=lambda **i: list(shifted_polynomial(**i)), form=_shifted,
+    roundings=lambda s: [(s.m + 6, 1), (s.m + 7, 1)], variants=({"C": "mm", "alpha": 0.3, "beta": -1.7, "shift": 2.5},),
+    refused=(({"A": torch.ones(5, 5)}, r"A has shape"),),
+)  # fmt: skip
+FACTOR_EMA = KernelCase(
+    "factor EMA", lambda **i: [factor_ema(**i)], _factor_ema,
+    {"L": "mm", "X": "mr", "E": "mm", "tail": ".+", "beta": 0.95, "alpha": 0.1}, lambda s: [(s.r + 6, 1)],
+    stored=lambda i: i["X"].dtype, symmetric=True, tiles={SINGLE: (SMALL,)},
+    refused=(({"E": torch.ones(1, 5, 5)}, r"E has shape"), ({"tail": torch.ones(1)}, r"gamma has shape")),
+)  # fmt: skip
+COORDINATES_EMA = KernelCase(
+    "coordinates EMA", lambda **i: list(coordinates_ema(**i)), _coordinates_ema,
+    {"S": "mm", "Z": "mr", "beta": 0.95, "alpha": 0.1}, lambda s: [(s.r + 6, 1), (3 * (s.r + 6), 2)],
+    stored=lambda i: i["Z"].dtype, symmetric=True, tiles={SINGLE: (SMALL,)},
+)  # fmt: skip
+GRAM = KernelCase(
+    "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
+    {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)], dtypes=((SINGLE,), (HALF,), (DOUBLE,)),
+    stored=lambda i: i["X"].dtype, symmetric=True, refused=(({"scale": torch.ones(2)}, r"scale has shape"),),
+)  # fmt: skip
+PAIRED_SYMMETRIC = replace(
+    SYMMETRIC, name="symmetric product of a pair", inputs={"A": "mn pair"}, dtypes=((SINGLE,),),
+    variants=OWN_ADDENDS[:3], tiles={SINGLE: symmetric_product.TILES_HALF}, refused=(),
+)  # fmt: skip
+
+
+# Projection, momentum, preconditioning
+
+
+def live(G: Tensor, i: Inputs) -> Tensor:
+    """A gradient counts as zero where it is not active."""
+    return G if i.get("active") is None else G * i["active"][:, None, None]
+
+
+def _projection(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    return [live(i["G"], i) @ i["U"], i["M"] @ i["U"]]
+
+
+def _project(**i: Any) -> list[Tensor | Pair]:
+    GU, MU, _ = project.project(**i)
+    return [GU, MU]
+
+
+OF_BUCKET = (
+    ({"G": torch.ones(3, 0, 9)}, r"G has shape \(3, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
+    ({"U": torch.ones(3, 9, 0)}, r"U has shape \(3, 9, 0\); must be \(B, n, r\) with r >= 1"),
+    ({"U": torch.ones(3, 8, 4)}, r"U has shape \(3, 8, 4\); must be \(3, 9, 4\)"),
+    ({"M": torch.ones(2, 5, 9)}, r"M has shape \(2, 5, 9\); must be \(3, 5, 9\)"),
+    ({"precision": "fp32"}, "Invalid precision='fp32'"),
+)
+PROJECT = KernelCase(
+    "projection", _project, _projection, {"G": "mn", "M": "mn", "U": "nr"}, lambda s: [(s.n + 1, 1)] * 2,
+    # Those of training in full and in half precision, and mixtures.
+    dtypes=(
+        (SINGLE,) * 3, (HALF, SINGLE, SINGLE), (BF16, SINGLE, SINGLE), (HALF,) * 3, (SINGLE, HALF, BF16), (DOUBLE,) * 3,
+        (HALF, SINGLE, DOUBLE),
+    ),
+    variants=({}, {"active": "?"}), tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, refused=OF_BUCKET,
+)  # fmt: skip
+PAIRED_PROJECT = replace(
+    PROJECT, name="projection onto a pair", inputs={"G": "mn", "M": "mn", "U": "nr pair"},
+    dtypes=((SINGLE, SINGLE), (BF16, SINGLE), (SINGLE, BF16), (BF16, BF16)), tiles={SINGLE: project.TILES_PAIR},
+    refused=(),
+)  # fmt: skip
+
+
+def _lookahead(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    G, (g, a, b) = live(i["G"] if i.get("scale") is None else column(i["scale"]) * i["G"], i), i["weights"]
+    new = i["momentum"] * i["M"] + g * G
+    kept = new if i.get("active") is None else torch.where(i["active"][:, None, None], new, i["M"])
+    if i.get("G_par") is None:
+        return [kept]
+    G_hat = a * G + b * new
+    residual = G_hat + minus * i["G_par"] @ i["U"].mT
+    return [kept, residual, squares(residual), squares(G_hat)]
+
+
+def _momentum(**i: Any) -> list[Tensor | Pair]:
+    residual, *norms = momentum.momentum(**i)
+    return [i["M"], *([] if residual is None else [residual, *map(total, norms)])]
+
+
+def _of_momentum(s: Sizes) -> Roundings:
+    """r products and sums, then at most 8 operations with scalars; a square doubles an error, its sum adds 22 eps."""
+    return [(5, 0), (s.r + 8, 1), (2 * (s.r + 8) + 22, 2), (32, 0)]
+
+
+MOMENTUM = KernelCase(
+    "momentum", _momentum, _lookahead,
+    {"G": "mn", "M": "mn", "G_par": "mr", "U": "nr", "momentum": 0.95, "weights": (0.3, 0.7, 0.9), "scale": ".+"},
+    _of_momentum,
+    dtypes=(
+        (SINGLE,) * 5, (HALF, SINGLE, SINGLE, SINGLE, SINGLE), (BF16, SINGLE, SINGLE, BF16, SINGLE),
+        (HALF, HALF, SINGLE, HALF, DOUBLE), (DOUBLE,) * 5, (HALF, SINGLE, DOUBLE, SINGLE, SINGLE),
+    ),
+    variants=({"active": "?"}, {"scale": None}, {}, {"G_par": None, "active": "?"}, {"weights": (0.05, 0.0, 1.0)}),
+    tiles={SINGLE: momentum.TILES, DOUBLE: momentum.TILES_FP64},
+    tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, t.k + 2), written="M",
+    refused=(
+        *OF_BUCKET[:3],
+        ({"M": torch.ones(3, 5, 1).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
+        ({"scale": torch.ones(1)}, r"scale has shape \(1,\); must be \(3,\)"),
+        ({"scale": torch.tensor(1.0)}, r"scale has shape \(\); must be \(3,\)"),
+        ({"precision": "fp32"}, "Invalid precision='fp32'"),
+    ),
+)  # fmt: skip
+PAIRED_MOMENTUM = replace(
+    MOMENTUM, name="momentum of pairs",
+    inputs={**MOMENTUM.inputs, "G_par": "mr pair", "U": "nr pair", "weights": (1.0, 1.0, 0.9)}, dtypes=((SINGLE,),),
+    variants=({}, {"scale": None}), tiles={SINGLE: momentum.TILES_HALF},
+    refused=(({"G_par": torch.ones(3, 5, 4)}, "Only one of G_par and U is a pair"),),
+)  # fmt: skip
+PRECONDITION = KernelCase(
+    "precondition", lambda **i: [precondition.precondition(**i)],
+    lambda i, minus=-1.0: [i["alpha"] * i["P"] @ i["G_par"] @ (i["Q_S"] * i["a_S"][:, None, :]) @ i["Q_S"].mT],
+    # P and Q_S are any matrices: a mistaken transpose of either shows.
+    {"P": "mm", "G_par": "mr", "Q_S": "rr", "a_S": "r+", "alpha": -0.3}, lambda s: [(s.m + 2 * s.r + 4, 3)],
+    dtypes=(
+        (SINGLE,) * 4, (SINGLE, SINGLE, HALF, HALF), (SINGLE, SINGLE, BF16, SINGLE), (DOUBLE,) * 4,
+        (SINGLE, HALF, SINGLE, DOUBLE),
+    ),
+    tiles={SINGLE: precondition.TILES, DOUBLE: precondition.TILES_FP64},
+    tile_of=lambda t: Sizes(2, 2 * t.m + 3, 1, t.n - 3),
+    refused=(
+        ({"G_par": torch.ones(3, 5, 0)}, r"G_par has shape \(3, 5, 0\); must be \(B, m, r\) with m, r >= 1"),
+        ({"P": torch.ones(3, 5, 4)}, r"P has shape \(3, 5, 4\); must be \(3, 5, 5\)"),
+        ({"Q_S": torch.ones(3, 4, 3)}, r"Q_S has shape \(3, 4, 3\); must be \(3, 4, 4\)"),
+        ({"precision": "fp32"}, "Invalid precision='fp32'"),
+        ({"tile": Tile(32, 2, 16, 4, 2)}, r"G_par has r=4; must be at most 2 in torch.float32"),
+    ),
+)  # fmt: skip
+
+
+# Weights and gradients, which are found by their addresses
+
+
+def _table(W: Tensor) -> Tensor:
+    table = PointerTable(len(W), DEVICE)
+    table.update([W], [len(W)])
+    return table.table
+
+
+def _stack(W: Tensor, **i: Any) -> list[Tensor | Pair]:
+    G, energy = stack(_table(W), *W.shape[1:], dtype=W.dtype, **i)
+    return [G, total(energy)]
+
+
+def _apply(W: Tensor, X: Tensor | None = None, **i: Any) -> list[Tensor | Pair]:
+    apply.apply(_table(W), X, **({"dtype": W.dtype} | i))
+    return [W]
+
+
+def _stepped(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    lr, X, Q, left = column(i["lr"]), i.get("X"), i.get("Q"), i.get("left")
+    D = 0.0 if X is None else X if Q is None else Q @ X
+    D = D if i.get("scale") is None else column(i["scale"]) * D
+    D = D if left is None else D + left @ i["right"].mT
+    new = (1 + minus * lr * column(i["weight_decay"])) * i["W"] + minus * lr * D
+    return [new if i.get("active") is None else torch.where(i["active"][:, None, None], new, i["W"])]
+
+
+STACK = KernelCase(
+    "stack", _stack, lambda i, minus=-1.0: [(minus if i.get("negate") else 1.0) * i["W"], squares(i["W"])],
+    {"W": "mn"}, lambda s: [(0, 0), (24, 0)], dtypes=((SINGLE,), (HALF,), (BF16,), (DOUBLE,)),
+    variants=({}, {"negate": True}), tiles={DOUBLE: (*TILES_OF_STACK, Tile(16, 32, 1, 4, 1), Tile(128, 16, 1, 4, 1))},
+    tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, 1), stored=lambda i: i["W"].dtype,
+)  # fmt: skip
+ALL = {"X": "mn", "Q": "mm", "scale": ".", "left": "mr", "right": "nr"}
+NONE = dict.fromkeys(ALL)
+APPLY = KernelCase(
+    "apply", _apply, _stepped, {"W": "mn", **ALL, "lr": ".+", "weight_decay": ".+"},
+    # Sums of m and of r products, and 10 roundings of scale, lr, decay and the last sum.
+    lambda s: [(s.m + s.r + 10, 2)],
+    dtypes=(
+        (SINGLE,) * 6, (HALF, HALF, HALF, SINGLE, SINGLE, SINGLE), (DOUBLE,) * 8, (BF16,) + (SINGLE,) * 5,
+        (DOUBLE, HALF, HALF, SINGLE, SINGLE, SINGLE), (HALF, DOUBLE, DOUBLE, SINGLE, SINGLE, SINGLE),
+        (SINGLE, SINGLE, SINGLE, DOUBLE, DOUBLE, DOUBLE), (SINGLE,) + (HALF,) * 5,
+        (DOUBLE, SINGLE, SINGLE, BF16, BF16, BF16), (SINGLE, HALF, BF16, SINGLE, SINGLE, HALF),
+    ),
+    variants=({}, {"active": "?"}, {"scale": None}, {"Q": None}, NONE | {"X": "mn"}, {"left": None, "right": None},
+              {"X": None, "Q": None, "scale": None}),
+    tiles={HALF: (*apply.TILES_HALF, apply.TILES_FP32[1]), DOUBLE: apply.TILES_FP64},
+    tile_of=lambda t: Sizes(2, t.m + 6, t.n + 3, t.k + 5), stored=lambda i: i["W"].dtype, written="W",
+    refused=(
+        ({"right": None}, r"^Only one of left and right was given"),
+        (NONE, r"^Neither X nor left and right were given"),
+        ({"X": None, "scale": None}, r"^Q was given without X"),
+        ({"X": None, "Q": None}, r"^scale was given without X"),
+        ({"X": torch.ones(3, 0, 9)}, r"^X has shape \(3, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
+        ({"X": torch.ones(2, 5, 9)}, r"^addresses has shape \(3, 3\); must be \(3, 2\)"),
+        ({"left": torch.ones(3, 5, 0)}, r"^left has shape \(3, 5, 0\); must be \(B, m, r\) with r >= 1"),
+        (NONE | {"left": torch.ones(3, 5, 4), "right": torch.ones(3, 0, 4)}, r"^right has shape \(3, 0, 4\)"),
+        ({"lr": torch.ones(2)}, r"^lr has shape \(2,\)"),
+        ({"precision": "tf16"}, r"^Invalid precision='tf16'"),
+        ({"dtype": torch.int8}, r"^Invalid dtype=torch.int8"),
+        ({"keys": torch.ones(3)}, r"^keys has dtype torch.float32; must be one of \(torch.int64,\)"),
+        ({"keys": ONES.long()}, r"^keys was given for weights of torch.float32; must be torch.bfloat16"),
+        ({"master": MASTER.double()}, r"^master has dtype torch.float64"),
+        ({"master": MASTER}, r"^master was given for weights of torch.float32; must be torch.bfloat16"),
+        ({"dtype": BF16, "keys": ONES.long(), "master": MASTER}, r"^Both keys and master were given"),
+        ({"dtype": BF16, "master": MASTER.mT.contiguous().mT}, r"^master has strides .*must be contiguous"),
+    ),
+)  # fmt: skip
+
+
+# Elementwise ones, and the decision
+
+
+def _combined(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    x = i["x"] if i.get("scale") is None else column(i["scale"]) * i["x"]
+    return [i["alpha"] * x + i["beta"] * i["y"]]
+
+
+def _samples(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    c = 1.0 if i["scale"] is None else column(i["scale"])
+    Z = c * i["a_L"][:, :, None] * i["QtG"]
+    return [c * i["GQ"] * i["a_S"][:, None, :], Z, i["weight"] * i["a_L"][:, :, None] * Z]
+
+
+TO_A_TILE = (Sizes(2, ROWS + 3, 5, COLUMNS + 5), Sizes(3, 1, 1, 1), Sizes(1, 2 * ROWS, 1, 7))
+EVERY_DTYPE = tuple((dtype,) * 5 for dtype in (SINGLE, HALF, BF16, DOUBLE))
+COMBINE = KernelCase(
+    "combine", lambda **i: [combine(**i)], _combined,
+    {"x": "mr", "y": "mr", "alpha": 0.3, "beta": -1.7}, lambda s: [(2, 0)], dtypes=EVERY_DTYPE,
+    variants=({"scale": "."}, {}), sizes=TO_A_TILE,
+    refused=(
+        ({"x": torch.ones(5, 4)}, r"x has shape \(5, 4\); must be \(B, m, n\)"),
+        ({"y": torch.ones(3, 2, 4)}, r"y has shape \(3, 2, 4\); must be \(3, 5, 4\)"),
+        ({"scale": torch.ones(2)}, r"scale has shape \(2,\); must be \(3,\)"),
+    ),
+)  # fmt: skip
+SAMPLES = KernelCase(
+    "samples", lambda **i: list(samples(**i)), _samples,
+    {"GQ": "mr", "QtG": "mr", "a_L": "m", "a_S": "r", "scale": ".", "weight": 0.3}, lambda s: [(2, 0), (2, 0), (3, 0)],
+    dtypes=EVERY_DTYPE, variants=({}, {"scale": None}), sizes=TO_A_TILE,
+    refused=(({"a_S": torch.ones(3, 3)}, r"a_S has shape \(3, 3\); must be \(3, 4\)"),),
+)  # fmt: skip
+
+
+def flat(admitted: Admitted) -> dict[str, Tensor]:
+    """Every tensor of a decision by its name."""
+    found = {}
+    for name, value in admitted._asdict().items():
+        if isinstance(value, Roots):
+            found |= {f"{name}.{key}": t for key, t in value._asdict().items()}
+        elif isinstance(value, dict):
+            found |= value
+        elif value is not None:
+            found[name] = value
+    return found
+
+
+def numbers(admitted: Admitted) -> list[Tensor]:
+    return [t.float() if t.dtype == torch.bool else t for t in flat(admitted).values()]
+
+
+TRITON = TritonStages(use_cuda_qr=False, host_readable=launch.INTERPRETED)
+
+
+def decided(function: Callable[..., Admitted], i: Inputs, kappa: float | None = 5.0) -> Admitted:
+    """What ``function`` decides of a gradient, A to e_res, and the state that is all else but n; M is its dtype."""
+    h = SimpleNamespace(clip_threshold=kappa, beta2=0.95, eps=1e-3)
+    state = {k: v for k, v in i.items() if k not in ("A", "QtG", "e_res", "n")}
+    state["M"] = torch.zeros(0, dtype=i.get("M", SINGLE))
+    return function(i["A"], i["QtG"], i["e_res"], state, h, i["n"])
+
+
+def _decision(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    return numbers(decided(admission.admit, i))
+
+
+ADMIT = KernelCase(
+    "admit", lambda **i: numbers(decided(TRITON.admit, i)), _decision,
+    {
+        "A": "mr", "QtG": "mr", "e_res": "m+", "inv_sqrt_lambda_L": "m+", "inv_sqrt_lambda_S": "r+",
+        "inv_sqrt_mu": ".+", "lambda_0": ".+", "n": lambda s: s.n + s.r,
+    },
+    lambda s: [(1, 0)] * 14, dtypes=((SINGLE,) * 7, (BF16, BF16, BF16, SINGLE, SINGLE, SINGLE, SINGLE)),
+    refused=(
+        ({"n": 4}, r"Invalid n=4: must be above r=4"),
+        ({"A": torch.ones(3, 0, 4)}, r"A has shape \(3, 0, 4\); must be \(B, m, r\) with m >= 1 and r from 1 to 65536"),
+    ),
+)  # fmt: skip
+
+OF_SUMS = (
+    PRODUCT, PAIRED_PRODUCT, ROW_ENERGIES, SYMMETRIC, POLYNOMIAL, SHIFTED, FACTOR_EMA, COORDINATES_EMA, GRAM,
+    PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, PRECONDITION, STACK, APPLY, COMBINE,
+    SAMPLES,
+)  # fmt: skip
+"""Kernels whose rounding follows from their form."""
+EVERY = (*OF_SUMS, ADMIT)
+OF_OTHER_NAMES = (SHIFTED, FACTOR_EMA, COORDINATES_EMA, GRAM)
+"""Which name arguments as the kernel of symmetric products does."""

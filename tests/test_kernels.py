@@ -1,0 +1,270 @@
+"""Every kernel against its PyTorch form in float64, and what all of them owe alike; see tests/kernel_cases.py."""
+
+import math
+
+import pytest
+import torch
+
+from prokl.kernels import launch
+from prokl.kernels.launch import Tile
+from prokl.pair import Pair
+from tests.kernel_cases import (
+    ADMIT,
+    BF16,
+    DEVICE,
+    DOUBLE,
+    EVERY,
+    HALF,
+    OF_OTHER_NAMES,
+    OF_SUMS,
+    REFUSED,
+    SINGLE,
+    SMALL,
+    Sizes,
+    arithmetic,
+    assert_close,
+    parts_of,
+)
+
+GAPPED, FAR = Sizes(3, 37, 50, 19), ((3, 2**30 + 8), (18, 2**27 + 8))
+"""FAR: beyond 2^31 within a tile, and at the next one."""
+of_every = pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
+of_sums = pytest.mark.parametrize("case", OF_SUMS, ids=lambda case: case.name)
+
+
+def runs():
+    """Every dtypes and every variant at ragged sizes, and every other size: each meets two others, not all of them."""
+    for case in OF_SUMS:
+        first, *others = case.sizes
+        kinds = range(max(len(case.dtypes), len(case.variants)))
+        yield from ((case, first, k % len(case.dtypes), k % len(case.variants)) for k in kinds)
+        yield from ((case, s, k % len(case.dtypes), (k + 1) % len(case.variants)) for k, s in enumerate(others))
+
+
+def named(value):
+    return getattr(value, "name", None) or (str(value).replace(" ", "") if isinstance(value, Sizes) else None)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case, size, dtypes, variant", [*runs()], ids=named)
+def test_a_kernel_is_its_form_within_the_rounding_that_follows_from_it(case, size, dtypes, variant):
+    i = case.make(size, case.dtypes[dtypes], variant)
+    expected = case.expected(i)
+    found = case.run(**i)
+    assert_close(case, found, i, expected)
+    wanted = (case.stored or arithmetic)(i)
+    for x in found[1:] if case.written == "M" else found[:1]:
+        assert isinstance(x, Pair) or x.dtype == wanted
+
+
+def shapes_of_tiles():
+    """Of every case the tiles that ship; where the interpreter runs them, warps and stages make no other one."""
+    for case in OF_SUMS:
+        for dtype, tiles in case.tiles.items():
+            shipped = {(t.m, t.n, t.k) if launch.INTERPRETED else t: t for t in tiles}
+            yield from ((case, dtype, tile) for tile in shipped.values())
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case, dtype, tile", [*shapes_of_tiles()], ids=lambda x: getattr(x, "name", str(x)))
+def test_every_tile_that_ships_with_a_whole_and_a_part_of_it_along_every_side(case, dtype, tile):
+    i = case.make(case.tile_of(tile), (dtype,) * 9)
+    expected = case.expected(i)
+    assert_close(case, case.run(**i, tile=tile), i, expected)
+
+
+@pytest.mark.parametrize("case", [case for case in OF_SUMS if case.tiles], ids=lambda case: case.name)
+def test_a_tile_given_by_hand_is_the_one_that_is_launched(case, monkeypatch):
+    found = []
+    monkeypatch.setattr(launch, "start", lambda *args, **constants: found.append(constants))
+    tile = Tile(32, 32 if case.symmetric else 16, 8, 2, 5)
+    case.run(**case.make(REFUSED), tile=tile)
+    (constants,) = found
+    sides = {value for key, value in constants.items() if key.startswith("TILE")}
+    assert 32 in sides <= {32, 16, 8} and len(sides) > 1
+    assert (constants["num_warps"], constants.get("num_stages", 5)) == (2, 5)
+
+
+def gaps(t):
+    wide = torch.full([2 * k + 1 for k in t.shape], math.nan, device=DEVICE).to(t.dtype)
+    return wide[(slice(1, None, 2),) * t.ndim].copy_(t)
+
+
+def transposed(t):
+    return t.mT.contiguous().mT if t.ndim == 3 else gaps(t)
+
+
+def permuted(t):
+    return t.permute(1, 2, 0).contiguous().permute(2, 0, 1) if t.ndim == 3 else gaps(t)
+
+
+def of_one(t):
+    """One matrix, and one scale, that serve the whole batch."""
+    return t[:1].expand_as(t)
+
+
+def whole_tensors(i):
+    return [k for k, t in i.items() if isinstance(t, torch.Tensor)]
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize(
+    "case", [c for c in EVERY if whole_tensors(c.make(REFUSED, variant=None))], ids=lambda c: c.name
+)
+def test_strides_do_not_matter(case):
+    """All tensors, then one alone: none may be read with another's strides."""
+    names = whole_tensors(case.make(GAPPED, variant=None))
+    usual = case.run(**case.make(GAPPED, variant=None))
+    alone = [[name] for name in names] if len(names) > 1 else []
+    for change, groups in ((gaps, [names, *alone]), (transposed, [names, *alone]), (permuted, [names])):
+        for which in groups:
+            i = case.make(GAPPED, variant=None)
+            expected = case.expected(i)
+            i |= {k: change(i[k]) for k in which}
+            assert not any(i[k].is_contiguous() for k in which)
+            found = case.run(**i)
+            assert_close(case, found, i, expected)
+            # Another order of strides may be another fusion of operations on a GPU.
+            if launch.INTERPRETED:
+                assert all(map(same, found, usual))
+    i = case.make(GAPPED, variant=None)
+    i |= {k: of_one(i[k]).contiguous() if k == case.written else of_one(i[k]) for k in names}
+    expected = case.expected(i)
+    assert_close(case, case.run(**i), i, expected)
+
+
+def same(x, y):
+    return torch.equal(x.both, y.both) if isinstance(x, Pair) else torch.equal(x, y)
+
+
+def far_ones():
+    """Every tensor and every dimension, at the next tile where there is a step from one to it."""
+    for case in OF_SUMS:
+        if case.tiles and case.name != "shifted polynomial":  # which is the polynomial's kernel
+            for name, sides in case.given().items():
+                if isinstance(sides, str) and "pair" not in sides and sides.strip(".+?"):
+                    dims = range(1 + len(sides.strip(".+")))
+                    yield from ((case, name, dim, *far) for dim in dims for far in FAR[: 1 + (dim > 0)])
+
+
+@pytest.mark.parametrize("case, name, dim, side, stride", [*far_ones()], ids=lambda x: getattr(x, "name", str(x)))
+def test_offsets_beyond_32_bits(case, name, dim, side, stride):
+    size = Sizes(3, side, side, side)
+    of_tensors = [*(k for k, v in case.inputs.items() if isinstance(v, str)), "C"]
+    paired = any("pair" in str(v) for v in case.inputs.values())
+    i = case.make(size, [BF16 if paired else HALF if k == name else SINGLE for k in of_tensors], variant=None)
+    expected = case.expected(i)
+    strides = [side] * (i[name].ndim - 2) + [1]
+    strides.insert(dim, stride)
+    base = torch.empty(2**31 + 2**28, device=DEVICE, dtype=i[name].dtype)  # virtual memory: few pages are touched
+    i[name] = base.as_strided(i[name].shape, strides).copy_(i[name])
+    assert_close(case, case.run(**i, tile=None if case.name == "precondition" else SMALL), i, expected)
+
+
+@of_every
+def test_only_what_is_to_be_written_is(case):
+    i = case.make(GAPPED, variant=None)
+    before = {k: t.both.clone() if isinstance(t, Pair) else t.clone() for k, t in tensors_of(i)}
+    case.run(**i)
+    after = {k: t.both if isinstance(t, Pair) else t for k, t in tensors_of(i)}
+    written = [k for k, t in before.items() if not torch.equal(t, after[k])]
+    assert written == ([case.written] if case.written else [])
+
+
+def tensors_of(i):
+    return [(k, t) for k, t in i.items() if isinstance(t, torch.Tensor | Pair)]
+
+
+@of_every
+def test_no_matrices_start_no_kernel(case, monkeypatch):
+    monkeypatch.setattr(launch, "start", None)
+    size = Sizes(0, 5, 9, 4)
+    i, one = case.make(size), case.make(REFUSED)
+    shapes = [x.shape for x, _ in case.expected(one)] if case is not ADMIT else []
+    found = case.run(**i)
+    assert all(len(x.hi if isinstance(x, Pair) else x) == 0 for x in found)
+    assert not shapes or [tuple(x.shape[1:]) for x in found] == [tuple(s[1:]) for s in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's
+@of_sums
+def test_what_is_not_finite_shows_where_the_form_has_it_and_nowhere_else(case):
+    names = whole_tensors(case.make(GAPPED, variant=None))
+    usual = case.run(**case.make(GAPPED, variant=None))
+    for b, name in enumerate(k for k in names if k != "active"):
+        i = case.make(GAPPED, variant=None)
+        i[name][(2 * (b % 2), *(size - 1 for size in i[name].shape[1:]))] = math.inf if b % 2 else math.nan
+        wanted = case.exact(i)[0]
+        for x, y, value in zip(case.run(**i), usual, wanted, strict=True):
+            x, y = (t.whole() if isinstance(t, Pair) else t for t in (x, y))
+            assert torch.equal(x.isfinite(), value.isfinite())
+            assert torch.equal(x[value.isfinite()], y[value.isfinite()])
+        assert not all(value.isfinite().all() for value in wanted)
+
+
+@pytest.mark.parametrize("case", [c for c in EVERY if c not in OF_OTHER_NAMES], ids=lambda case: case.name)
+def test_a_wrong_tensor_raises_with_its_name(case):
+    i = case.make(REFUSED, variant=None)
+    for name in (k for k in whole_tensors(i) if k != "W"):  # of which a kernel has the address
+        t, flags = i[name], i[name].dtype == torch.bool
+        other = {"shape": t[..., None], "dtype": t.to(SINGLE if flags else torch.int64), "is on": t.to("meta")}
+        for what, wrong in other.items():
+            with pytest.raises(ValueError, match=rf"^{name} (has )?{what}"):
+                case.run(**(i | {name: wrong}))
+
+
+@pytest.mark.parametrize(
+    "case, change, message", [(c, *own) for c in EVERY for own in c.refused], ids=lambda x: getattr(x, "name", None)
+)
+def test_a_value_out_of_bounds_raises_with_the_bound(case, change, message):
+    change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    with pytest.raises(ValueError, match=message):
+        case.run(**(case.make(REFUSED) | change))
+
+
+DEVICES = [
+    pytest.param("cuda", Sizes(4, 200, 700, 120), marks=pytest.mark.gpu),
+    pytest.param(
+        "cpu", Sizes(2, 20, 24, 5), marks=pytest.mark.skipif(not launch.INTERPRETED, reason="needs the interpreter")
+    ),
+]
+"""The body also runs at toy sizes in the interpreter, so that it is known to run before a GPU is at hand."""
+
+
+@pytest.mark.parametrize("device, size", DEVICES)
+@pytest.mark.parametrize("dtype", [SINGLE, BF16], ids=str)
+@of_sums
+def test_the_error_is_at_most_twice_that_of_torch(case, dtype, device, size, monkeypatch):
+    if device == "cuda":
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    if dtype == BF16 and all("pair" in v for v in case.inputs.values() if isinstance(v, str)):
+        pytest.skip("takes pairs alone")
+    if dtype == BF16 and device == "cpu" and case.symmetric:
+        pytest.skip("no bfloat16 in the interpreter")
+    precisions = launch.PRECISIONS if case.name in ("projection", "momentum", "precondition", "product") else (None,)
+    off = {}
+    for precision in precisions if dtype == SINGLE else (None,):
+        i = case.make(size, (dtype,) * 9)
+        truth, sizes = case.exact(i)
+        single = {k: v.whole() if isinstance(v, Pair) else v for k, v in i.items()}
+        single = {k: v.float() if getattr(v, "dtype", None) == BF16 else v for k, v in single.items()}
+        plain = case.form(single)
+        found = case.run(**i, **({"precision": precision} if precision else {}))
+        paired = any(isinstance(v, Pair) for v in i.values())
+        unit = 2.0**-15 if paired else {"ieee": 2.0**-24, "tf32": 2.0**-11}.get(precision, 2.0**-22)
+        for x, y, value, scale in zip(found, plain, truth, sizes, strict=True):
+            x = x.whole() if isinstance(x, Pair) else x
+            unit_of_x = 3 * max(unit, torch.finfo(x.dtype).eps / 2)  # which the plain form is not rounded to
+            if device == "cpu":  # where bfloat16 is cut off
+                unit_of_x *= 2
+            error = off[precision] = (x.double() - value).norm()
+            assert error <= 2 * (y.double() - value).norm() + unit_of_x * scale.norm()
+    if device == "cuda" and "tf32" in off:  # so that the other two are not it
+        assert off["tf32"] > 10 * max(off["ieee"], off["tf32x3"])
+
+
+def test_float64_has_digits_of_its_own_in_every_case_that_takes_it():
+    """So that a kernel which rounds to float32 in between is found."""
+    for case in OF_SUMS:
+        for t in (t for t in parts_of(case.make(REFUSED, (DOUBLE,) * 9)) if t.dtype == DOUBLE):
+            assert not torch.equal(t.float().double(), t)

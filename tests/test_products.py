@@ -1,0 +1,232 @@
+"""The kernels of products, of symmetric ones and of pairs, beyond what tests/test_kernels.py asks of every kernel.
+
+A pair's halves must be PyTorch's bit for bit: what training pays for balanced products is studied there.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import prokl
+from bench.micro.case import Sizes
+from prokl.kernels import launch, product, symmetric_product
+from prokl.kernels.combine import combine
+from prokl.kernels.operands import aligned
+from prokl.kernels.product import product_pair
+from prokl.kernels.project import project
+from prokl.kernels.split import split
+from prokl.kernels.symmetric_product import lower_tile, settle_row, symmetric_product_pair
+from prokl.pair import Pair, parts
+from tests.kernel_cases import (
+    BF16,
+    DEVICE,
+    DOUBLE,
+    HALF,
+    PAIRED_PRODUCT,
+    PRODUCT,
+    SINGLE,
+    SMALL,
+    SYMMETRIC,
+    assert_close,
+)
+from tests.problems import made
+
+BOTH = pytest.mark.parametrize("case", [PRODUCT, SYMMETRIC], ids=lambda case: case.name)
+
+
+ORDERED = [(PRODUCT, 19, 3), (PRODUCT, 8, 2), (PRODUCT, 3, 9), (PRODUCT, 1, 5), (PRODUCT, 17, 1)]
+ORDERED += [(SYMMETRIC, rows, 1) for rows in (1, 2, 5, 9)]
+
+
+@pytest.mark.parametrize("case, rows, columns", ORDERED, ids=lambda x: getattr(x, "name", str(x)))
+def test_grouped_and_triangular_orders_visit_every_tile_once(case, rows, columns):
+    i = case.make(Sizes(2, 16 * rows - 3, 5, 16 * columns - 7))
+    assert_close(case, case.run(**i, tile=SMALL), i)
+
+
+@BOTH
+@pytest.mark.parametrize("out", [HALF, BF16, SINGLE, DOUBLE], ids=str)
+@pytest.mark.parametrize("operands", [HALF, SINGLE, DOUBLE], ids=str)
+def test_a_result_is_rounded_once_to_the_dtype_asked_for_and_its_energy_is_of_it_before(case, operands, out):
+    if launch.INTERPRETED and (operands, out) == (DOUBLE, BF16):
+        pytest.skip("the interpreter converts float64 to bfloat16 wrongly")
+    dtypes = [*[operands] * (len(case.dtypes[0]) - 1), SINGLE]
+    i = case.make(Sizes(2, 33, 40, 50), dtypes, variant=2)
+    found = case.run(**i, out_dtype=out)
+    assert found[0].dtype == out
+    assert_close(case, found, i)
+    for x, y in zip(found[1:], case.run(**i)[1:], strict=True):  # the same every time
+        assert torch.equal(x, y)
+
+
+@BOTH
+def test_a_zero_beta_leaves_the_addend_unread_only_where_it_is_a_number(case):
+    i = case.make(Sizes(2, 20, 24, 40), variant=2)
+    i["C"][0] = torch.nan
+    without = case.run(**{k: t for k, t in i.items() if k not in ("C", "beta")})
+    assert torch.equal(case.run(**(i | {"beta": 0}))[0], without[0])
+    got = case.run(**(i | {"beta": torch.zeros(2, device=DEVICE)}))[0]
+    assert got[0].isnan().all() and torch.equal(got[1], without[0][1])
+
+
+@pytest.mark.parametrize(
+    "case, dtypes, operands",
+    [
+        (PRODUCT, [(HALF,) * 3, (BF16, BF16, SINGLE), (HALF, BF16, HALF), (HALF, SINGLE, HALF), (HALF, HALF, DOUBLE)],
+         ["fp16", "bf16", "fp32", "fp32", "fp64"]),
+        (SYMMETRIC, [(HALF, SINGLE), (BF16, SINGLE), (SINGLE, SINGLE), (DOUBLE, SINGLE)],
+         ["fp16", "bf16", "fp32", "fp64"]),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)  # fmt: skip
+def test_half_operands_are_multiplied_in_half_where_all_are_and_precision_is_of_float32(
+    case, dtypes, operands, monkeypatch
+):
+    constants = []
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.append(kwargs))
+    for own in dtypes:
+        case.run(**case.make(Sizes(1, 4, 4, 4), own, variant=1), precision="tf32")
+    # The interpreter's bfloat16 products are wrong.
+    wanted = ["fp32" if name == "bf16" and launch.INTERPRETED else name for name in operands]
+    assert [str(c["OPERAND"]) for c in constants] == wanted
+    assert [c["PRECISION"] for c in constants] == ["tf32" if name == "fp32" else "ieee" for name in wanted]
+
+
+def test_the_choosers_take_wide_tiles_where_they_fill_the_gpu_and_are_aligned():
+    choose, halves, singles = product.choose_tile, product.TILES_HALF, product.TILES_FP32
+    for dtype, tiles in ((HALF, halves), (SINGLE, singles), (DOUBLE, product.TILES_FP64)):
+        for B, m, n in ((1, 1, 1), (1, 768, 1), (48, 768, 768), (1, 2816, 4096), (7, 128, 64)):
+            for wide in (False, True):
+                assert all(choose(B, m, n, dtype, precision, wide) in tiles for precision in launch.PRECISIONS)
+    assert choose(48, 768, 3072, HALF) == halves[0] and choose(48, 768, 3072, SINGLE) == singles[0]
+    assert choose(1, 768, 768, HALF) == choose(500, 768, 64, HALF) == halves[1]
+    assert choose(48, 768, 3072, HALF, wide=False) == product.UNALIGNED
+    assert choose(48, 768, 3072, SINGLE, wide=False) == choose(1, 64, 64, SINGLE) == singles[1]
+    assert choose(48, 768, 3072, SINGLE, "ieee") == product.IEEE
+    choose, halves, singles = (
+        symmetric_product.choose_tile, symmetric_product.TILES_HALF, symmetric_product.TILES_FP32
+    )  # fmt: skip
+    for dtype, tiles in ((HALF, halves), (SINGLE, singles), (DOUBLE, symmetric_product.TILES_FP64)):
+        for B, m in ((1, 1), (1, 768), (48, 768), (1, 2816), (7, 128)):
+            for wide in (False, True):
+                assert all(choose(B, m, dtype, precision, wide) in tiles for precision in launch.PRECISIONS)
+    assert choose(48, 768, HALF) == halves[0] and choose(1, 768, HALF) == choose(500, 64, HALF) == halves[1]
+    assert choose(48, 768, HALF, wide=False) == halves[2]
+    assert choose(48, 768, SINGLE) == choose(48, 768, SINGLE, wide=False) == singles[0]
+    assert choose(48, 768, SINGLE, second=True) == singles[0]
+    assert choose(48, 768, SINGLE, wide=False, second=True) == singles[1]
+    assert choose(48, 768, SINGLE, "ieee") == singles[2]
+
+
+def test_aligned_is_what_triton_can_load_in_16_bytes():
+    t = torch.empty(2, 32, 48, dtype=HALF)
+    for view in (t, t.mT, t[:, :5], t[:1].expand(7, -1, -1), t[..., 16:], t[..., :3], t[:, :1].expand_as(t)):
+        assert aligned(view)
+    for view in (t[..., ::2], t[..., 1:], t.permute(2, 0, 1), torch.empty(2, 32, 47), torch.empty(2, 3, 8, dtype=HALF)):
+        assert not aligned(view) and not aligned(t, view)
+
+
+@triton.jit
+def decode_kernel(ids_ptr, guesses_ptr, rows_ptr, columns_ptr, settled_ptr, COUNT, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + at, at < COUNT, 0)
+    row, column = lower_tile(ids)
+    tl.store(rows_ptr + at, row, at < COUNT)
+    tl.store(columns_ptr + at, column, at < COUNT)
+    tl.store(settled_ptr + at, settle_row(tl.load(guesses_ptr + at, at < COUNT, 0), ids), at < COUNT)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_tile_numbers_decode_at_both_ends_of_every_row_up_to_32_bits(off):
+    """Whatever side the guess is off to; and to every lower tile in order."""
+    rows = torch.arange(65536, device=DEVICE)  # the last row begins at 2^31 - 2^15
+    every = torch.tril_indices(300, 300, device=DEVICE)
+    ends = torch.cat([torch.stack((rows, columns)) for columns in (torch.zeros_like(rows), rows, rows // 2)], dim=1)
+    for row, column in (every, ends):
+        ids = row * (row + 1) // 2 + column
+        keep = ids < 2**31
+        row, column, ids = row[keep], column[keep], ids[keep].to(torch.int32)
+        found = [torch.full_like(row, -1) for _ in range(3)]
+        guesses = (row + off).clamp(min=0)
+        grid = (triton.cdiv(len(ids), 4096),)
+        launch.start(decode_kernel, grid, ids.device, ids, guesses, *found, len(ids), BLOCK=4096)
+        assert all(map(torch.equal, found, (row, column, row)))
+
+
+# Pairs
+
+
+def randn(*shape, seed=0, spread=3.0):
+    """Draw numbers of many sizes."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * torch.exp(spread * torch.randn(shape, generator=g))).to(DEVICE)
+
+
+def test_a_pair_holds_sixteen_bits_and_its_sum_is_exact():
+    x = randn(4, 999, spread=20.0)
+    pair = Pair.split(x)
+    error = (pair.whole().double() - x.double()).abs() / x.double().abs()
+    assert error.max() <= 2**-17  # eight bits and half of a unit in the last place, twice
+    assert torch.equal(pair.whole().double(), pair.hi.double() + pair.lo.double())
+    assert torch.equal(Pair.split(pair.whole()).whole(), pair.whole())
+    assert not Pair.split(x.bfloat16().float()).lo.any()
+
+
+def test_the_parts_of_a_product_are_those_that_count():
+    def exact(left, right):
+        return sum(a.double() @ b.double() for a, b in parts(left, right))
+
+    x, y = Pair.split(randn(1, 5, 7)), Pair.split(randn(1, 7, 3, seed=1))
+    assert [(a is not None, b is not None) for a, b in parts(x, y)] == [(True, True)] * 3
+    whole = x.whole().double() @ y.whole().double()
+    left_out = (exact(x, y) - whole).abs()
+    assert 0 < (left_out / (x.whole().double().abs() @ y.whole().double().abs())).max() <= 2**-16
+    assert len(parts(x.hi, y)) == 2 and len(parts(x.hi, y.hi)) == 1
+    assert torch.equal(exact(x.hi, y), x.hi.double() @ y.whole().double())  # nothing is left out beside bfloat16
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("shape", [(3,), (2, 5, 7), (1, 64, 65), (4, 0, 3)])
+def test_the_kernel_splits_as_pytorch_bit_for_bit(shape):
+    x = randn(*shape, spread=20.0)
+    assert torch.equal(split(x).both, Pair.split(x).both)
+    if x.ndim == 3:
+        assert torch.equal(split(x.mT).both, Pair.split(x.mT).both)
+    with pytest.raises(ValueError, match="x has dtype torch.float64"):
+        split(x.double())
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("tile", [None, SMALL], ids=str)
+def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
+    i = PAIRED_PRODUCT.make(Sizes(2, 33, 47, 20))
+    A, B, C = i["A"], i["B"], i["C"]
+    whole = product.product(A, B, C=C, alpha=0.5, tile=tile)
+    assert torch.equal(product_pair(A, B, C=C, alpha=0.5, tile=tile).both, Pair.split(whole).both)
+    pair = symmetric_product_pair(A, tile=tile)
+    assert torch.equal(pair.both, Pair.split(symmetric_product.symmetric_product(A, tile=tile)).both)
+    assert torch.equal(pair.both, pair.mT.both)
+    GU, _, both = project(A.whole(), A.whole(), B, tile=tile)
+    assert torch.equal(both.both, Pair.split(GU).both)
+    sum_of = combine(whole, 0.3, C, -1.7, torch.ones(2, device=DEVICE), pair=True)
+    assert torch.equal(sum_of.both, Pair.split(combine(whole, 0.3, C, -1.7)).both)
+    for call in (lambda: product_pair(C.double(), C.mT), lambda: combine(C.double(), 0.3, C, -1.7, pair=True)):
+        with pytest.raises(ValueError, match="float64 was to be split"):
+            call()
+
+
+@pytest.mark.parametrize("structure", ["equal columns", "signs", "two columns"])
+def test_a_gradient_inside_the_subspace_leaves_no_residual_for_newton_schulz(structure):
+    """The roundings of pairs add up where entries are alike: 2.7e-5 of the gradient was seen, above float32's bound."""
+    g = torch.Generator().manual_seed(0)
+    for n in range(9, 40):
+        W = torch.nn.Parameter(torch.zeros(8, n))
+        optimizer = made(prokl.ProKLShampoo, [W], lr=1.0, rank=4, alpha_kl=0.0, backend="torch", precision="balanced")
+        row = {"equal columns": torch.ones(n), "two columns": (torch.arange(n) < 2).float()}.get(
+            structure, torch.randn(n, generator=g).sign()
+        )
+        for _ in range(6):
+            W.grad = torch.randn(8, 1, generator=g) * row
+            optimizer.step()
+        assert not W.any(), n
