@@ -150,10 +150,16 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", st
 
 
 def _name_ends(axes: Axes, ends: dict[str, tuple[np.ndarray, str]]) -> None:
-    """Write the name of every line right of its end, in its colour, no two over each other."""
+    """Write every line's name right of its end, no two over each other; a thin line leads there."""
     low, high = axes.get_ylim()
+    left, last = axes.get_xlim()
     below = -np.inf
     for form, ((right, loss), colour) in sorted(ends.items(), key=lambda end: end[1][0][1]):
         below = max(loss, below + APART * (high - low))
         bold = "bold" if form == PRO else "normal"
-        axes.annotate(FORMS[form].label, (right, below), (6, -4), textcoords="offset points", color=colour, weight=bold)
+        place = (last + 0.04 * (last - left), below)
+        lead = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
+        axes.annotate(
+            FORMS[form].label, (right, loss), place, color=colour, weight=bold, va="center", arrowprops=lead,
+            annotation_clip=False,
+        )  # fmt: skip
