@@ -106,6 +106,10 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
     if p.grad is None:
         return
     check_writable(p, name)
+    if p.is_neg():
+        raise ValueError(
+            f"{name} has a negation that is still to do, which AdamW's kernels refuse: use p.resolve_neg()."
+        )
     held = [(key, state[key]) for key in _kept(group) if isinstance(state.get(key), Tensor)]
     for key, value in held:
         if (value.dtype, value.device) != (p.dtype, p.device):
@@ -142,7 +146,7 @@ def look(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any
     values = [value for p in weights for value in state.get(p, {}).values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
     through_memory = [*weights, *[p.grad for p in weights if p.grad is not None], *tensors]
-    strides = [t.stride() for t in through_memory] if group.get("fused") else []
+    strides = [t.stride() for t in (through_memory if group.get("fused") else tensors)]
     steps = [state[p].get("step") for p in weights if p in state]
     # Filled in place they are the same objects; reading them waits for no device.
     sound = all(0 <= t.item() < math.inf for t in steps if isinstance(t, Tensor) and t.is_cpu and t.numel() == 1)
