@@ -163,17 +163,21 @@ def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
     options = "--model gpt2 --steps 3000 --eval-windows 2 --batch 1 --jobs 2 --seeds 0 --starts auto".split()
     arguments = ["-m", "bench.study", "ablation", "--data", text, "--out", tmp_path, *options]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *arguments], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     folder = tmp_path / "runs/sweep"
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 120
     try:
         # A worker that has made its folder is training.
         while not folder.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=240)
+        _, error = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
