@@ -1,6 +1,6 @@
 """What balanced products may cost a step: on adversarial states, on captured ones, and in 100 steps of a recorded run.
 
-The arithmetic is that of the kernels in PyTorch, over the same halves; tests/test_pairs.py has the kernels. What is
+The arithmetic is that of the kernels in PyTorch, over the same halves; tests/test_products.py has the kernels. What is
 held to which bound says :func:`tests.precision_cases.exceeded`. It departs from ten times float32's error of the
 worst eigenvalue where that is below 1e-3: float32's is 2e-7 on most states, which no sixteen bits of a factor give,
 and 1e-3 of an eigenvalue is nothing beside the noise of the gradients that it is the mean of.
