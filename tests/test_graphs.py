@@ -65,7 +65,7 @@ def recorded(monkeypatch):
     start = launch.start
 
     def record(run, device, capture):
-        buckets = [bucket for bucket in gc.get_objects() if isinstance(bucket, Bucket)]
+        buckets = [bucket for bucket in gc.get_objects() if type(bucket) is Bucket]
         known = [t for b in buckets for t in (*b.stacks.values(), b.skipped, *(member.p.data for member in b.members))]
         before = [t.clone() for t in known]
         recording = Recording()
