@@ -218,3 +218,21 @@ def test_a_lazy_weight_is_refused_by_name_with_the_way_out(cls, algorithm):
             attempt()
     lazy(torch.zeros(1, 4))
     optimizer.add_param_group(dict(group))
+
+
+@pytest.mark.parametrize("what", ["weight", "exp_avg"])
+def test_adamws_weight_or_state_changed_through_its_data_is_refused_by_name(what):
+    """Torch names none: its kernels refuse a lazy negation, and state that keeps its address but not its strides."""
+    w, b = weight(4, 6), weight(5)
+    optimizer = PRO([{"params": [("w", w)]}, {"params": [("b", b)], "algorithm": "adamw", "lr": 1e-3, "foreach": True}])
+    for _ in range(2):
+        w.grad, b.grad = torch.ones_like(w), torch.ones_like(b)
+        optimizer.step()
+    if what == "weight":
+        b.data = torch._neg_view(-b.data)
+    else:
+        optimizer.state[b]["exp_avg"].data = optimizer.state[b]["exp_avg"][:1].expand(5)
+    before = w.detach().clone()
+    with pytest.raises(ValueError, match="b has a negation" if what == "weight" else "b has exp_avg with several"):
+        optimizer.step()
+    assert torch.equal(w, before)
