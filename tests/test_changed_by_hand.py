@@ -11,6 +11,7 @@ import random
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,6 +148,24 @@ def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_ane
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
+
+
+def numbers():
+    """Yield the numbers that may change while there is state, by method."""
+    for cls in (PRO, KL):
+        free = cls(named(SHAPE)).defaults.keys() - {"rank", "init_eigenvalue"}
+        yield from ((cls, key) for key in OTHERS if key in free and type(OTHERS[key]) in (int, float))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("cls, key", numbers())
+def test_a_number_of_numpys_counts_as_the_python_number_that_it_holds(cls, key, kind):
+    number = np.int16(OTHERS[key]) if isinstance(OTHERS[key], int) else kind(OTHERS[key])
+    optimizers = [stepped(cls, 2), stepped(cls, 2)]
+    for optimizer, value in zip(optimizers, (number, number.item()), strict=True):
+        optimizer.param_groups[0][key] = value
+        train(optimizer, [2, 3])
+    assert not differences(*optimizers)
 
 
 def group_of(i, **settings):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -90,6 +90,9 @@ def emulates_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and not cpu_has_bfloat16()
 
 
+AnyHyper = TypeVar("AnyHyper", bound="Hyper")
+
+
 @dataclass(frozen=True)
 class Hyper:
     """Settings of both methods: ``W <- (1 - lr * weight_decay) W - lr * direction`` and the EMAs."""
@@ -104,9 +107,9 @@ class Hyper:
     adjust_lr_fn: AdjustLrFn
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Hyper:
+    def of(cls: type[AnyHyper], group: dict[str, Any]) -> AnyHyper:
         """Read from a parameter group."""
-        return cls(*(group[field.name] for field in fields(cls)))
+        return cls(*(plain(group[field.name]) for field in fields(cls)))
 
     @property
     def gradient_weights(self) -> tuple[float, float, float]:
@@ -143,12 +146,6 @@ class ProHyper(Hyper):
     ns_coefficients: tuple[float, float, float]
     ns_dtype: torch.dtype | None
     variant: Variant
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> ProHyper:
-        """Read from a parameter group."""
-        settings = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
-        return cls(*(settings[field.name] for field in fields(cls)))
 
     def subspace_weight(self, m: int, n: int, rank: int) -> float:
         """Return alpha_kl of a weight; Smok-Hop sets it to 1 whatever is passed (paper, after Algorithm 2).

@@ -27,6 +27,7 @@ from torch import Tensor
 from prokl.algorithm.algebra import State
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
+from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
@@ -191,7 +192,9 @@ class Bucket:
                 self._choose_backend(self.group["backend"], self.group["precision"])
             self.rounding.locate(self.schedule.steps)
             self.h = self.method.hyper({**self.group, "lr": 0.0, "weight_decay": 0.0})
-            self._rates = [Rates(group["lr"], group["weight_decay"], indices) for group, indices in self._groups]
+            self._rates = [
+                Rates(plain(group["lr"]), plain(group["weight_decay"]), indices) for group, indices in self._groups
+            ]
             self.io.locate(self._rates)
         return plan
 
