@@ -37,7 +37,7 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     assert " / ".join(both) in line and line.endswith(" 2 |")
     assert line.split("|")[4].strip() == "20"  # ms, of the quick runs alone
     assert not any("SOAP" in line or "COSMOS" in line for line in shown)
-    shown = tables.settings_table(found).splitlines()
+    shown = tables.settings_table(found, 400).splitlines()
     (line,) = (line for line in shown if "| Muon " in line)
     # The formula's seeds differ by 0.01 everywhere, so that paired differences have no error.
     assert f"{losses[default] - losses[muon]:+.3f} ± 0.000" in line and line.endswith(" 2 |")
@@ -47,7 +47,8 @@ def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is
     assert f"{apart:+.3f} |" in line and line.endswith(" 1 |")
     short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]
     rows.write(tmp_path / "short.csv", short)
-    assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"))
+    assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"), 400)
+    assert "| AdamW " not in tables.settings_table(found, 1600)
 
 
 def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on_the_machine(tmp_path, monkeypatch):
@@ -61,16 +62,15 @@ def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on
         slower[unit.form] *= 3.0  # as others share the machine
     rows.write(tmp_path / "rows.csv", found)
     rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
-    shown = tables.reached_table(frame(tmp_path / "rows.csv"), tmp_path / "curves.csv").splitlines()
+    shown = tables.reached_table(frame(tmp_path / "rows.csv"), 400, tmp_path / "curves.csv").splitlines()
     (line,) = (line for line in shown if "AdamW" in line)
-    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
-    (line,) = (line for line in shown if "| Muon " in line)
-    assert [cell.strip() for cell in line.split("|")[4:6]] == ["-", "-"]
+    assert [cell.strip() for cell in line.split("|")[3:5]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
+    assert not any("| Muon " in line for line in shown)  # which reaches no other's
     untimed = [row | ({"model_ms": None, "optimizer_ms": None} if row["optimizer"] == "adamw" else {}) for row in found]
     rows.write(tmp_path / "untimed.csv", untimed)  # the runs of a machine that does other things
-    shown = tables.reached_table(frame(tmp_path / "untimed.csv"), tmp_path / "curves.csv").splitlines()
+    shown = tables.reached_table(frame(tmp_path / "untimed.csv"), 400, tmp_path / "curves.csv").splitlines()
     (line,) = (line for line in shown if "AdamW" in line)
-    assert [cell.strip() for cell in line.split("|")[4:6]] == ["0.75", "-"]
+    assert [cell.strip() for cell in line.split("|")[3:5]] == ["0.75", "-"]
     drawn = []
     monkeypatch.setattr(figures, "save", lambda it, path: drawn.extend(axes.get_lines() for axes in it.axes))
     for x in ("step", "seconds"):

@@ -112,14 +112,14 @@ def short_table(found: DataFrame, steps: int) -> str:
     return table(DataFrame(lines).fillna("-"), 1)
 
 
-def settings_table(found: DataFrame) -> str:
-    """Return, by model and length, what was tried and selected, and what the defaults lose to it, paired by seed."""
+def settings_table(found: DataFrame, steps: int) -> str:
+    """Return, by model at one length, what was tried and selected, and what the defaults lose to it, paired by seed."""
     lines = []
-    for (model, steps), every in compared(found).items():
+    for (model, length), every in compared(found).items():
         for form, runs in every.items():
-            if (unit := runs.unit) is None:
+            if (unit := runs.unit) is None or length != steps:
                 continue
-            cells: dict[str, object] = {"model": model, "steps": f"{steps:,}", "optimizer": FORMS[form].label}
+            cells: dict[str, object] = {"model": model, "optimizer": FORMS[form].label}
             cells["lr tried"] = ", ".join(f"{lr:.3g}" for lr in runs.tried)
             cells["lr"] = f"{unit.lr:.3g}" + (f", α_kl {unit.alpha_kl:.3g}" if FORMS[form].alpha else "")
             cells["AdamW's"] = "" if unit.adamw_lr is None else f"{unit.adamw_lr:.3g}"
@@ -130,7 +130,7 @@ def settings_table(found: DataFrame) -> str:
                 cells[f"− {FORMS[other].label}, tuned"] = apart
             cells["seeds"] = len(judged(runs.best.index))
             lines.append(cells)
-    return table(DataFrame(lines), 3)
+    return table(DataFrame(lines), 2)
 
 
 def _mean(losses: Series) -> str:
@@ -146,19 +146,19 @@ def _difference(losses: Series, minus: Series) -> str:
     return with_error(difference.mean(), difference.sem(), 3, sign="+")
 
 
-def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
-    """Return after which share of a reference's steps and seconds tuned methods have its final loss.
+def reached_table(found: DataFrame, length: int, curves: Path = CURVES) -> str:
+    """Return after which share of a reference's steps and seconds tuned methods have its final loss, where they have.
 
-    Seconds are steps times :func:`step_ms`.
+    Of runs of one length; seconds are steps times :func:`step_ms`.
     """
     curve = frame(curves)
     every_ms = step_ms(found)
     lines = []
-    for (model, length), every in compared(found).items():
+    for model, every in ((model, every) for (model, steps), every in compared(found).items() if steps == length):
         best = {form: runs.unit for form, runs in every.items() if runs.unit is not None}
         own = {form: dict(list(curves_of(curve, unit).groupby("seed"))) for form, unit in best.items()}
         for form, its in own.items():
-            cells: dict[str, object] = {"model": model, "steps": f"{length:,}", "optimizer": FORMS[form].label}
+            cells: dict[str, object] = {"model": model, "optimizer": FORMS[form].label}
             for reference in REFERENCES:
                 if reference not in own:
                     continue
@@ -168,8 +168,9 @@ def reached_table(found: DataFrame, curves: Path = CURVES) -> str:
                 known = form != reference and not math.isnan(steps)
                 cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
                 cells[f"seconds to {FORMS[reference].label}'s"] = figure(steps * slower if known else None, 2)
-            lines.append(cells)
-    return table(DataFrame(lines).fillna("-"), 3)
+            if set(list(cells.values())[2:]) - {"-"}:
+                lines.append(cells)
+    return table(DataFrame(lines).fillna("-"), 2)
 
 
 def optimizer_ms(found: DataFrame) -> Series:
