@@ -16,13 +16,11 @@ class Difference:
     Attributes:
         mean: of them.
         error: standard error of the mean; nan of a single one.
-        upper: end of Student's two-sided interval at CONFIDENCE; nan of a single one.
-        decided: whether that interval leaves out 0.
+        decided: whether Student's two-sided interval at CONFIDENCE leaves out 0.
     """
 
     mean: float
     error: float
-    upper: float
     decided: bool
 
 
@@ -31,7 +29,7 @@ def paired(values: Sequence[float], minus: Sequence[float]) -> Difference:
     apart = np.subtract(values, minus)
     mean = float(apart.mean())
     if len(apart) < 2:
-        return Difference(mean, np.nan, np.nan, False)
+        return Difference(mean, np.nan, False)
     error = float(stats.sem(apart))
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(apart) - 1)) * error
-    return Difference(mean, error, mean + reach, abs(mean) > reach)
+    return Difference(mean, error, abs(mean) > reach)

@@ -27,8 +27,6 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "gpu", "results")),
 )
-PRIMITIVES = ("24x256x256", "12x256x1024")
-"""Shapes of the microbenchmarks that are shown: those of gpt2-350m/4, a square and a wide one."""
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,20 +35,13 @@ TABLES: dict[str, Callable[[], str]] = {
         name: lambda file=file, table=table: table(frame(RESULTS / file))
         for name, file, table in (
             ("costs", "step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
-            ("steps", "step-cpu.csv", timing.steps),
-            ("floors", "step-cpu.csv", timing.floors),
-            ("aspects", "step-cpu.csv", timing.aspects),
-            ("micro", "micro-cpu.csv", partial(timing.primitives, shapes=PRIMITIVES)),
+            ("steps", "step-cpu.csv", timing.costs),
             ("state", "memory.csv", partial(timing.memory, metric="state")),
-            ("workspace", "memory.csv", partial(timing.memory, metric="workspace")),
             ("divided", "divided.csv", timing.divided),
-            ("pretrain", "pretrain-summary.csv", experiments.pretrain_table),
             *(
                 (f"disturbances-{part}", "disturbances.csv", partial(ablations.disturbances_table, lines=lines))
                 for part, lines in (("steps", ablations.DISTURBED), ("losses", ablations.LOSSES))
             ),
-            ("undisturbed", "undisturbed.csv", ablations.bounded_table),
-            ("one-rate", "one-rate.csv", ablations.rates_table),
             ("digits", "digits.csv", ablations.digits_table),
             ("size", "size.csv", size.size_table),
             ("lengths", "lengths.csv", lengths.losses_table),
@@ -58,11 +49,9 @@ TABLES: dict[str, Callable[[], str]] = {
             ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
             ("lengths-reached", "lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
-            ("update-sizes", "one-rate.csv", ablations.sizes_table),
-            ("drift", "drift.csv", ablations.drift_table),
             *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
-            ("main", "main.csv", experiments.main_table),
-            ("ablation", "ablation.csv", experiments.ablation_table),
+            ("main", "main.csv", experiments.losses_table),
+            ("ablation", "ablation.csv", experiments.losses_table),
             ("step-model", "model.csv", timing.modelled),
         )
     },

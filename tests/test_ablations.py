@@ -37,7 +37,7 @@ def test_a_difference_is_paired_and_decided_beyond_students_quantile(factor, dec
     spread = [x * math.sqrt(5) for x in (-1.0, 1.0, -1.0, 1.0, -1.0, 1.0)]
     found = paired([7.0 + 2.5706 * factor + x for x in spread], [7.0] * 6)
     assert found.mean == pytest.approx(2.5706 * factor) and found.error == pytest.approx(1)
-    assert found.upper == pytest.approx(2.5706 * (factor + 1), rel=1e-4) and found.decided is decided
+    assert found.decided is decided
 
 
 def test_one_seed_or_one_that_diverged_decides_nothing():
@@ -57,9 +57,9 @@ def test_differences_are_on_the_seeds_that_both_have():
     values = {"usual": {0: 2.0, 1: 3.0, 2: 9.0}, "other": {0: 2.5, 1: 3.7}, "once": {1: 2.0}}
     found = [named | {"value": v, "seed": s, "median": x} for v, its in values.items() for s, x in its.items()]
     assert cells(tables.differences_table(DataFrame(found))) == [
-        ["m", "Muon", "usual", "3", "4.6667 ± 2.1858", "-", "-"],
-        ["m", "Muon", "other", "2", "3.1000 ± 0.6000", "+0.6000 ± 0.1000", "+1.8706"],  # 12.706 is the quantile
-        ["m", "Muon", "once", "1", "2.0000", "-1.0000", "-"],
+        ["m", "usual", "3", "4.6667 ± 2.1858", "-"],
+        ["m", "other", "2", "3.1000 ± 0.6000", "+0.6000 ± 0.1000"],
+        ["m", "once", "1", "2.0000", "-1.0000"],
     ]
 
 

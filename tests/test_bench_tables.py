@@ -16,7 +16,7 @@ def test_the_documents_show_what_the_rows_give(capsys):
 
 def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, capsys):
     document = tmp_path / "document.md"
-    right = tables.rendered("Before.\n\n<!-- table pretrain -->\n<!-- end -->\n\nAfter.\n")
+    right = tables.rendered("Before.\n\n<!-- table results -->\n<!-- end -->\n\nAfter.\n")
     wrong = right.replace("Muon  ", "Noum  ", 1)
     assert wrong != right
     document.write_text(wrong, encoding="utf-8")

@@ -132,7 +132,7 @@ COMPARISONS = {
     c.name: c
     for c in (
         Comparison("main", _main_kinds, _main_claims, tables.main_table, timed=True),
-        Comparison("ablation", _ablation_kinds, _ablation_claims, tables.ablation_table),
+        Comparison("ablation", _ablation_kinds, _ablation_claims, tables.losses_table),
         Comparison("cosmos", _cosmos_kinds, _cosmos_claims, tables.main_table),
     )
 }

@@ -1,7 +1,7 @@
 """The tables of ``bench.study lengths`` from its rows: losses by method and length, and what the defaults lose."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,11 +12,10 @@ from bench.markdown import figure, table, with_error
 from bench.rows import RESULTS, frame
 from bench.study.lengths import FIRST_SEED, FORMS, Unit, at_default, tuned, units
 from bench.study.results import reached
-from bench.study.search import power, powers
 
 CURVES = RESULTS / "lengths-curves.csv"
-REFERENCES = ("muon", "kl-shampoo")
-"""Whose final losses the others' steps are counted to."""
+REFERENCE = "muon"
+"""Whose final loss the others' steps are counted to."""
 MAIN = ("adamw", "muon", "soap", "kl-shampoo", "pro-klshampoo")
 """The methods that are shown first."""
 AS_QUICK = 1.5
@@ -31,13 +30,11 @@ class Runs:
         default: at the defaults as they are.
         unit: the best settings; None where they are not known.
         best: at these.
-        tried: the rates of the grid that the best was chosen from, and the default one.
     """
 
     default: Series
     unit: Unit | None
     best: Series
-    tried: Sequence[float] = ()
 
 
 def compared(found: DataFrame) -> dict[tuple[str, int], dict[str, Runs]]:
@@ -48,16 +45,12 @@ def compared(found: DataFrame) -> dict[tuple[str, int], dict[str, Runs]]:
         by_seed.setdefault(replace(unit, seed=FIRST_SEED), {})[unit.seed] = loss
 
     def runs(model: str, steps: int, form: str) -> Runs:
-        base, unit = FORMS[form].default.lr, tuned(model, steps, form, losses).unit
+        unit = tuned(model, steps, form, losses).unit
         default, best = (
             Series(by_seed.get(one, {}), dtype=float).sort_index()  # type: ignore[arg-type]
             for one in (at_default(model, steps, form, FIRST_SEED), unit)
         )
-        if unit is None:
-            return Runs(default, unit, best)
-        free = {name: getattr(unit, name) for name in ("lr", "alpha_kl", "adamw_lr")}
-        rates = {one.lr for one in losses if replace(one, **free) == unit}
-        return Runs(default, unit, best, sorted(lr for lr in rates if [lr] == powers(base, power(lr, base))))
+        return Runs(default, unit, best)
 
     models = list(dict.fromkeys(unit.model for unit in losses))
     lengths = sorted({(models.index(unit.model), unit.steps) for unit in losses})
@@ -79,26 +72,23 @@ def losses_table(found: DataFrame) -> str:
     """
     shown = [form for form in FORMS if form in set(found["optimizer"][found["seed"] != FIRST_SEED])]
     every, times = compared(found), optimizer_ms(found)
-    lines, seeds = [], {}
+    lines: list[dict[str, object]] = []
     for form in shown:
         its = found[found["optimizer"] == form]
-        own = FORMS[form]
-        cells: dict[str, object] = {"optimizer": own.label, "to tune": "lr, α_kl" if own.alpha else "lr"}
+        cells: dict[str, object] = {"optimizer": FORMS[form].label}
         for (model, steps), runs in every.items():
             both = [its[judged(its.index, alone=False)] for its in (runs[form].default, runs[form].best)]
             if any(map(len, both)):
                 cells[f"{model}, {steps:,}"] = " / ".join(map(_mean, both))
-                seeds[form] = max(seeds.get(form, 0), *map(len, both))
-        if form not in seeds:
+        if len(cells) == 1:
             continue
         by_model = its.groupby("model", sort=False)
         cells["step, ms"] = " / ".join(figure(times[model, form], 0) for model in by_model.groups)
         cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
-        cells["seeds"] = seeds[form]
         lines.append(cells)
     lengths = [name for one in every if any((name := f"{one[0]}, {one[1]:,}") in cells for cells in lines)]
-    columns = ["optimizer", "to tune", *lengths, "step, ms", "state, MB", "seeds"]
-    return table(DataFrame(lines, columns=columns).fillna("-"), 2)
+    columns = ["optimizer", *lengths, "step, ms", "state, MB"]
+    return table(DataFrame(lines, columns=columns).fillna("-"), 1)
 
 
 def short_table(found: DataFrame, steps: int) -> str:
@@ -113,24 +103,19 @@ def short_table(found: DataFrame, steps: int) -> str:
 
 
 def settings_table(found: DataFrame, steps: int) -> str:
-    """Return, by model at one length, what was tried and selected, and what the defaults lose to it, paired by seed."""
+    """Return, by model at one length, what was selected, and what the defaults lose to it, paired by seed."""
+    every = {model: runs for (model, length), runs in compared(found).items() if length == steps}
     lines = []
-    for (model, length), every in compared(found).items():
-        for form, runs in every.items():
-            if (unit := runs.unit) is None or length != steps:
-                continue
-            cells: dict[str, object] = {"model": model, "optimizer": FORMS[form].label}
-            cells["lr tried"] = ", ".join(f"{lr:.3g}" for lr in runs.tried)
-            cells["lr"] = f"{unit.lr:.3g}" + (f", α_kl {unit.alpha_kl:.3g}" if FORMS[form].alpha else "")
-            cells["AdamW's"] = "" if unit.adamw_lr is None else f"{unit.adamw_lr:.3g}"
-            cells["tuned"] = _mean(runs.best[judged(runs.best.index)])
-            cells["defaults − tuned"] = _difference(runs.default, runs.best)
-            for other in REFERENCES:
-                apart = "-" if form == other else _difference(runs.best, every[other].best)
-                cells[f"− {FORMS[other].label}, tuned"] = apart
-            cells["seeds"] = len(judged(runs.best.index))
+    for form, own in FORMS.items():
+        cells: dict[str, object] = {"optimizer": own.label}
+        for model, runs in every.items():
+            if (unit := runs[form].unit) is not None:
+                alpha = f", α_kl {unit.alpha_kl:.3g}" if own.alpha else ""
+                cells[f"{model}, lr"] = f"{unit.lr:.3g}{alpha}"
+                cells[f"{model}, defaults − tuned"] = _difference(runs[form].default, runs[form].best)
+        if len(cells) > 1:
             lines.append(cells)
-    return table(DataFrame(lines), 2)
+    return table(DataFrame(lines).fillna("-"), 1)
 
 
 def _mean(losses: Series) -> str:
@@ -147,30 +132,26 @@ def _difference(losses: Series, minus: Series) -> str:
 
 
 def reached_table(found: DataFrame, length: int, curves: Path = CURVES) -> str:
-    """Return after which share of a reference's steps and seconds tuned methods have its final loss, where they have.
+    """Return after which share of the reference's steps and seconds tuned methods have its final loss, where they have.
 
-    Of runs of one length; seconds are steps times :func:`step_ms`.
+    Of runs of one length, by model; seconds are steps times :func:`step_ms`.
     """
     curve = frame(curves)
     every_ms = step_ms(found)
-    lines = []
+    lines: dict[str, dict[str, object]] = {}
     for model, every in ((model, every) for (model, steps), every in compared(found).items() if steps == length):
         best = {form: runs.unit for form, runs in every.items() if runs.unit is not None}
         own = {form: dict(list(curves_of(curve, unit).groupby("seed"))) for form, unit in best.items()}
+        reference = own.pop(REFERENCE, {})
         for form, its in own.items():
-            cells: dict[str, object] = {"model": model, "optimizer": FORMS[form].label}
-            for reference in REFERENCES:
-                if reference not in own:
-                    continue
-                both = judged(its.keys() & own[reference].keys())
-                steps = np.mean([_share(its[seed], own[reference][seed]) for seed in both]) if both else math.nan
-                slower = every_ms[model, form] / every_ms[model, reference]
-                known = form != reference and not math.isnan(steps)
-                cells[f"steps to {FORMS[reference].label}'s"] = f"{steps:.2f}" if known else "-"
-                cells[f"seconds to {FORMS[reference].label}'s"] = figure(steps * slower if known else None, 2)
-            if set(list(cells.values())[2:]) - {"-"}:
-                lines.append(cells)
-    return table(DataFrame(lines).fillna("-"), 2)
+            both = judged(its.keys() & reference.keys())
+            steps = np.mean([_share(its[seed], reference[seed]) for seed in both]) if both else math.nan
+            if math.isnan(steps):
+                continue
+            slower = every_ms[model, form] / every_ms[model, REFERENCE]
+            cells = lines.setdefault(form, {"optimizer": FORMS[form].label})
+            cells |= {f"{model}, steps": f"{steps:.2f}", f"{model}, seconds": figure(steps * slower, 2)}
+    return table(DataFrame([lines[form] for form in FORMS if form in lines]).fillna("-"), 1)
 
 
 def optimizer_ms(found: DataFrame) -> Series:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pandas import DataFrame, Series, isna
 
 from bench.markdown import figure, table, with_error
-from bench.optimizers import OPTIMIZERS, label
+from bench.optimizers import label
 
 Cell = Callable[[Series], str]
 
@@ -64,9 +64,9 @@ def pretrain_table(rows: DataFrame) -> str:
     return by_row(rows, PRETRAIN, 1)
 
 
-def ablation_table(rows: DataFrame) -> str:
-    """Return final losses in the paper's layout, a line per model and start; ``rows`` of ablation.csv."""
-    of, methods = ["model", "start"], [OPTIMIZERS[method].label for method in rows["optimizer"]]
+def losses_table(rows: DataFrame) -> str:
+    """Return final losses alone, a line per model and start; ``rows`` of main.csv or ablation.csv."""
+    of, methods = ["model", "start"], [_name(row) for _, row in rows.iterrows()]
     cells = rows[of].assign(method=methods, loss=[_loss(row) for _, row in rows.iterrows()])
     wide = cells.pivot(index=of, columns="method", values="loss").fillna("-")
     order = cells[of].drop_duplicates().itertuples(index=False, name=None)

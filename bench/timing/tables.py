@@ -64,17 +64,6 @@ def steps(rows: DataFrame) -> str:
     return text + ("\nNot run:\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 
 
-def floors(rows: DataFrame) -> str:
-    """Return how many times the predicted floor the steps of this package, Muon and AdamW take."""
-    found, usual = steps_on(rows, SMALL)
-    found = found[
-        found["floor"].notna() & found["median"].notna() & (found["dtype"].eq(usual) | ~found["optimizer"].isin(OWN))
-    ]
-    times = found["median"] / found["floor"]
-    cells = [f"{figure(floor, 1)} ({figure(t, 1)})" for floor, t in zip(found["floor"], times, strict=True)]
-    return pivot(found.assign(cell=cells), "floor, ms (step over floor)", found["name"].unique(), SMALL)
-
-
 def aspects(rows: DataFrame) -> str:
     """Return the step of Pro-KLShampoo against Muon's and KL-Shampoo's weight by weight, by n/m."""
     rows = rows[(rows["backend"] != "reference") & rows["model"].isin(ASPECTS)]
@@ -92,14 +81,9 @@ def aspects(rows: DataFrame) -> str:
     return pivot(cells, "time of a step", list(lines), [model for model in ASPECTS if model in set(rows["model"])])
 
 
-def primitives(rows: DataFrame, shapes: Sequence[str] | None = None) -> str:
-    """Return the milliseconds of every primitive: plain, ours by backend, and KL-Shampoo's in its place.
-
-    Args:
-        rows: of the microbenchmarks.
-        shapes: those to show, as in the column of that name; None shows all.
-    """
-    rows = rows[(rows["metric"] == "time") & (rows["shapes"].isin(shapes) if shapes else True)]
+def primitives(rows: DataFrame) -> str:
+    """Return the milliseconds of every primitive: plain, ours by backend, and KL-Shampoo's in its place."""
+    rows = rows[rows["metric"] == "time"]
     plain = rows[rows["optimizer"] == PLAIN].set_index("case")["median"]
     titles = []
     for _, row in rows.iterrows():
@@ -129,30 +113,27 @@ def divided(rows: DataFrame) -> str:
     found = []
     for (case, ranks), own in rows.groupby(["case", "ranks"]):
         most = own.groupby("metric")[["median", "ratio"]].max()
-        over_mean = [figure(most["median"][f"largest {what} over mean"], 2) for what in ("work", "state")]
-        state, *others = (
+        both = (
             figure(most["median"][metric] / unit, int(unit > 1)) + f" ({figure(most['ratio'][metric], 2)})"
             for metric, unit in units.items()
         )
-        cells = [cell.removesuffix(" (-)") for cell in (state, *over_mean, *others)]
+        cells = [cell.removesuffix(" (-)") for cell in both]
         found.append([f"{LAUNCHERS[case]}, {ranks} rank{'s' if ranks > 1 else ''}", *cells])
-    head = ["largest of a rank (ratio)", "state, MB", "work over mean", "state over mean"]
-    return table(DataFrame(found, columns=[*head, "ms a step", "CPU's ms", "MB sent", "MB received"]), 1)
+    head = ["largest of a rank (ratio)", "state, MB", "ms a step", "CPU's ms", "MB sent", "MB received"]
+    return table(DataFrame(found, columns=head), 1)
 
 
 def modelled(found: DataFrame) -> str:
-    """Return launches, operations, bytes and milliseconds of every model, refreshes amortised in the last column."""
+    """Return launches and milliseconds of every model, bfloat16 gradients; the last column amortises refreshes."""
     lines = []
-    for (model, dtype, precision), own in found.groupby(["model", "dtype", "precision"], sort=False):
+    for (model, precision), own in found[found["dtype"] == "bfloat16"].groupby(["model", "precision"], sort=False):
         ordinary, refresh = (own[own["case"] == kind].iloc[0] for kind in ("ordinary", "refresh"))
-        cells = {"model": model, "gradients": dtype, "precision": precision}
+        cells = {"model": model, "precision": precision}
         cells["launches"] = f"{ordinary['launches']} / {refresh['launches']}"
-        cells["TFLOP"] = " / ".join(figure(row["gflop"] / 1e3, 2) for row in (ordinary, refresh))
-        cells["GB"] = " / ".join(figure(row["gb"], 1) for row in (ordinary, refresh))
         cells["ms"] = " / ".join(figure(row["ms"], 1) for row in (ordinary, refresh))
         mean = ordinary["ms"] + (refresh["ms"] - ordinary["ms"]) / PERIOD
         lines.append(cells | {"ms of a mean step": figure(mean, 1)})
-    return table(DataFrame(lines), 3)
+    return table(DataFrame(lines), 2)
 
 
 def plot_aspects(rows: DataFrame, path: Path) -> None:
