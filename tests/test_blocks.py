@@ -16,7 +16,9 @@ from prokl.distributed.ownership import Home, Weight, divide
 from prokl.distributed.weights import Divided
 
 SHAPES = [(12, 8), (5, 8), (1, 3), (7, 6, 5), (4, 3, 3, 2)]
-MESHES = [(4,), (2, 3), (2, 2, 2)]
+# Every shape on one dimension of ranks; of more dimensions each shape meets one mesh, as they cut one after another.
+OTHERS = [(2, 3), (2, 2, 2), (2, 3), (2, 3), (2, 2, 2)]
+PLACED = [*((shape, (4,)) for shape in SHAPES), *zip(SHAPES, OTHERS, strict=True)]
 
 
 def placements_of(mesh_shape, shape):
@@ -41,8 +43,7 @@ def on_every_rank(mesh_shape, shape, place):
     return numbered, found
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape, mesh_shape", PLACED, ids=str)
 def test_a_block_is_what_pytorch_puts_on_the_rank(shape, mesh_shape):
     for placements in placements_of(mesh_shape, shape):
         mine = blocks(shape, mesh_shape, placements)

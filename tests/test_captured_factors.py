@@ -101,8 +101,3 @@ def test_what_is_captured_at_one_step_leads_to_the_next(tmp_path):
     assert (Q - found[f"2 {weight} U"]).abs().max() <= 1e-5
     Q = householder_qr(found[f"10 {other} L"] @ found[f"10 {other} Q_L"])
     assert (Q - found[f"20 {other} Q_L"]).abs().max() <= 1e-5
-
-
-def test_a_weight_that_the_step_did_not_factor_is_an_error():
-    with pytest.raises(LookupError, match="no tracking_qr"):
-        capture_factors.inputs_of([], "tracking_qr", torch.eye(2))

@@ -15,7 +15,7 @@ from tests.inputs import normal
 from tests.test_accelerator_path import ForbidHostReads
 
 FORMS = {"householder": householder_qr, "cholesky": cholesky_qr}
-SHAPES = [(1, 1), (1, 7), (2, 2), (3, 4), (8, 8), (7, 19), (24, 40)]
+SHAPES = [(1, 1), (1, 7), (3, 4), (8, 8), (24, 40)]
 
 
 @pytest.fixture(params=FORMS)

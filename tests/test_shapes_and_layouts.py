@@ -17,8 +17,8 @@ from tests.inputs import (
 )
 
 SHAPES = [
-    (1, 7), (7, 1), (1, 2), (2, 1), (2, 2), (5, 5), (7, 13), (13, 7), (31, 2), (2, 3, 1), (3, 1, 4), (2, 5, 3),
-    (1, 4, 6), (4, 3, 2, 2), (8, 1, 1, 1), (1, 2, 3, 2), (4, 2, 2, 3, 2),
+    (1, 7), (7, 1), (2, 2), (7, 13), (31, 2), (2, 3, 1), (3, 1, 4), (1, 4, 6), (4, 3, 2, 2), (8, 1, 1, 1),
+    (1, 2, 3, 2), (4, 2, 2, 3, 2),
 ]  # fmt: skip
 
 
@@ -59,8 +59,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(6, 4), (2, 4, 6), (4, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout, shape", [*zip(LAYOUTS, [(6, 4), (2, 4, 6), (4, 3, 2, 2)], strict=True)], ids=str)
 @pytest.mark.parametrize("path", BACKENDS)
 def test_memory_layout_of_weight_and_gradient_does_not_matter(method, path, layout, shape):
     cls, kwargs = method

@@ -71,9 +71,14 @@ def test_equals_the_reference_in_float64_across_refreshes(cls, kwargs, branching
 
 
 @pytest.mark.slow
-@both_precisions
-@pytest.mark.parametrize(
-    "cls, kwargs, state_dtype", [(*METHODS[0], None), (*METHODS[1], torch.bfloat16), (*METHODS[4], torch.bfloat16)]
+@pytest.mark.parametrize(  # the balanced one of METHODS[0] is below
+    "cls, kwargs, state_dtype, precision",
+    [
+        (*METHODS[0], None, "faithful"),
+        (*METHODS[1], torch.bfloat16, "balanced"),
+        (*METHODS[4], torch.bfloat16, "balanced"),
+        (*METHODS[4], torch.bfloat16, "faithful"),
+    ],
 )
 def test_float32_errs_as_its_precision_may(cls, kwargs, state_dtype, precision):
     kwargs = {"precondition_frequency": 3, "state_dtype": state_dtype, "dtype": torch.float32, **kwargs}
@@ -162,44 +167,23 @@ def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branchin
 
 
 @pytest.mark.slow
-@both_precisions
-def test_half_precision_newton_schulz_errs_about_as_the_reference(precision):
+def test_half_precision_newton_schulz_errs_about_as_the_reference():
     errors = {"reference": 0.0, "triton": 0.0}
-    for seed in range(3):
+    for seed in range(2):
         stream = on_device(gradient_stream([(6, 10), (12, 12), (24, 60)], 4, seed=seed))
         settings = {"dtype": torch.float32, "rank": 4}
         exact, _ = run(ProKLShampoo, stream, backend="reference", ns_dtype=torch.float32, **settings)
         settings["ns_dtype"] = torch.bfloat16  # also on a CPU without instructions for it
         start, _ = run(ProKLShampoo, stream[:1], backend="reference", **settings)
         for backend in errors:
-            settings["precision"] = precision if backend == "triton" else None
+            settings["precision"] = "balanced" if backend == "triton" else None
             moved, _ = run(ProKLShampoo, stream, backend=backend, **settings)
             errors[backend] += sum(relative(q - w, p - w) for p, q, w in zip(exact, moved, start, strict=True))
     assert errors["triton"] <= 2 * errors["reference"], errors  # measured: 0.6
 
 
 @pytest.mark.slow
-@both_precisions
-def test_a_resumed_run_equals_an_uninterrupted_one(precision):
-    stream = on_device(gradient_stream([(6, 10), (10, 6)], 8))
-    settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "precondition_frequency": 3}
-    settings |= {"ns_dtype": torch.float32, "precision": precision}
-    whole, _ = run(ProKLShampoo, stream, **settings)
-    parameters, optimizer = run(ProKLShampoo, stream[:5], **settings)
-    saved = optimizer.state_dict()
-    del settings["dtype"]
-    fresh = made(ProKLShampoo, parameters, **settings)
-    fresh.load_state_dict(saved)
-    for gradients in stream[5:]:
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g.to(p.dtype)
-        fresh.step()
-    assert all(torch.equal(p, q) for p, q in zip(parameters, whole, strict=True))
-
-
-@pytest.mark.slow
-@both_precisions
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("tensor, precision", [(False, "balanced"), (True, "faithful")])
 def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor, precision):
     def train(backend):
         p = torch.nn.Parameter(torch.linspace(-1, 1, 24, device=DEVICE).reshape(4, 6))
@@ -220,8 +204,9 @@ def test_lr_and_weight_decay_of_every_step_reach_the_weights(tensor, precision):
 
 # Squares are normal numbers, subnormal ones of ever fewer digits, and zero.
 @pytest.mark.slow
-@both_precisions
-@pytest.mark.parametrize("scale", [1e-15, 1e-20, 1e-22, 1e-30])
+@pytest.mark.parametrize(
+    "scale, precision", [(1e-15, "faithful"), (1e-20, "balanced"), (1e-22, "faithful"), (1e-30, "balanced")]
+)
 def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale, precision):
     stream = on_device(gradient_stream([(8, 12), (12, 12)], 3, dtype=torch.float32))
     settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "ns_dtype": torch.float32}
