@@ -37,6 +37,7 @@ def assert_same_runs(cls, stream, tolerance, **kwargs):
         assert same_clocks(found, wanted) and found["skipped"] == wanted["skipped"] == 0
         for key, value in state_tensors(wanted).items():
             assert relative(found[key], value) <= tolerance, (shape, key)
+    return batched
 
 
 PLAIN, CLIPPING = 1.0, 1e-4
@@ -66,7 +67,7 @@ def test_pro_equals_reference_in_float64(variant, rank, start, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [2, 3, 5, 6, 7, 9])
+@pytest.mark.parametrize("rank", [3, 6, 9])
 def test_pro_equals_reference_at_every_other_rank(rank):
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)
 
@@ -75,22 +76,19 @@ def test_a_subspace_part_without_weight_is_never_counted_as_bounded():
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=4, alpha_kl=0.0, momentum=0.0)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-4], ids=["plain", "clipping"])
-@pytest.mark.parametrize("start", [0.1, "auto"])
+@pytest.mark.parametrize("start, scale", [own for pair in STARTS_AND_SCALES for own in pair])
 def test_kl_equals_reference_in_float64(start, scale):
     assert_same_runs(KLShampoo, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1)
 
 
-def test_small_gradients_do_reach_the_clip():
-    parameters, optimizer = run(ProKLShampoo, stream_of(1e-4), init_eigenvalue=0.1, beta2=0.3)
-    clipped = [bool((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any()) for p in parameters[:4]]
-    assert all(clipped)
-
-
 @pytest.mark.parametrize("start", [0.1, "auto"])
-def test_clipping_eigenvalues_agree_too(start):
-    assert_same_runs(ProKLShampoo, stream_of(1e-4), FLOAT64, init_eigenvalue=start, beta2=0.3, rank=4)
-    assert_same_runs(KLShampoo, stream_of(1e-4), FLOAT64, init_eigenvalue=start, beta2=0.3)
+def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(start):
+    kwargs = {"init_eigenvalue": start, "beta2": 0.3}
+    optimizer = assert_same_runs(ProKLShampoo, stream_of(CLIPPING), FLOAT64, **kwargs, rank=4)
+    assert_same_runs(KLShampoo, stream_of(CLIPPING), FLOAT64, **kwargs)
+    if start == 0.1:
+        parameters = optimizer.param_groups[0]["params"][:4]
+        assert all((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any() for p in parameters)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -138,7 +136,7 @@ def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
 
 
 LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
-SEEDS = 5
+SEEDS = 3
 
 
 def error_against_float64(cls, seed, backend, dtype, **kwargs):
@@ -155,28 +153,16 @@ def error_against_float64(cls, seed, backend, dtype, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "variant, ns_dtype", [*((v, None) for v in VARIANTS), ("pro-klshampoo", torch.float32)], ids=str
-)
-def test_low_precision_error_is_at_most_four_times_the_references(variant, ns_dtype, state_dtype):
-    kwargs = {"rank": 8, "variant": variant, "state_dtype": state_dtype, "ns_dtype": ns_dtype}
+    "cls, own", [*((ProKLShampoo, {"variant": v, "rank": 8, "ns_dtype": None}) for v in VARIANTS),
+                 (ProKLShampoo, {"rank": 8, "ns_dtype": torch.float32}), (KLShampoo, {})], ids=str
+)  # fmt: skip
+def test_low_precision_error_is_at_most_four_times_the_references(cls, own, state_dtype):
     ratios = [
-        error_against_float64(ProKLShampoo, seed, "torch", torch.float32, **kwargs)
-        / error_against_float64(ProKLShampoo, seed, "reference", torch.float32, **kwargs)
+        error_against_float64(cls, seed, "torch", torch.float32, **own, state_dtype=state_dtype)
+        / error_against_float64(cls, seed, "reference", torch.float32, **own, state_dtype=state_dtype)
         for seed in range(SEEDS)
     ]
     assert statistics.median(ratios) <= 4, ratios  # measured: 0.95 to 1.04
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_low_precision_error_of_kl_is_at_most_four_times_the_references(state_dtype):
-    kwargs = {"state_dtype": state_dtype}
-    ratios = [
-        error_against_float64(KLShampoo, seed, "torch", torch.float32, **kwargs)
-        / error_against_float64(KLShampoo, seed, "reference", torch.float32, **kwargs)
-        for seed in range(SEEDS)
-    ]
-    assert statistics.median(ratios) <= 4, ratios
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["host reads", "none"])  # which also chooses the QR

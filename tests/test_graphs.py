@@ -139,7 +139,7 @@ def assert_same(one, two):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_replayed_steps_of_all_kernels_equal_plain_ones(precision, recorded):
-    cls, kwargs = METHODS[0]
+    cls, kwargs = PRO
     kwargs = {**kwargs, "steps": 7, "precondition_frequency": 2, "precision": precision}  # the third refresh replays
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == 2 * BUCKETS
@@ -152,22 +152,96 @@ def test_replayed_steps_equal_plain_ones_from_two_recordings_of_every_bucket(cls
     assert recorded[2:] > recorded[:2]  # the refreshes come second
 
 
+def outgrow(t, optimizer, gradients):
+    for x in gradients:
+        x.mul_(1e4 if t else 1)
+
+
+def spoil(t, optimizer, gradients):
+    if t in (9, 11):
+        gradients[0][2, 3] = float("nan")
+
+
+def withhold_one(t, optimizer, gradients):
+    if t == 6:
+        gradients[1] = None
+
+
+def withhold_the_only_one_of_its_shape(t, optimizer, gradients):
+    gradients[3] = gradients[3] if t < 3 else None
+
+
+def reload(t, optimizer, gradients):
+    if t == 10:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def setting(**values):
+    """Set what is given of every step: functions of it."""
+
+    def change(t, optimizer, gradients):
+        optimizer.param_groups[0].update({key: value(t) for key, value in values.items()})
+
+    return change
+
+
+PRO, KL = METHODS[0], METHODS[-1]
+SELDOM = {"precondition_frequency": 100}
+CHANGES = {
+    # name: method, what changes, settings, recordings: of every bucket's ordinary and refresh steps one each time anew
+    "an auto start is outgrown": (PRO, outgrow, {"init_eigenvalue": "auto", "steps": 10}, 2 * BUCKETS),
+    "KL-Shampoo's is": (KL, outgrow, {"init_eigenvalue": "auto", "steps": 10}, 2 * BUCKETS),
+    # The other one's PyTorch form takes no gradients in bfloat16.
+    "bfloat16 is rounded at random": (
+        KL, None, {"dtype": torch.bfloat16, "bf16_weights": "stochastic", "steps": 8}, range(1, 9)
+    ),
+    "bfloat16 has masters": (KL, None, {"dtype": torch.bfloat16, "bf16_weights": "master", "steps": 8}, range(1, 9)),
+    "the rate is a tensor": (PRO, None, {"lr": 0.02}, range(1, 9)),
+    "a bad gradient is skipped": (PRO, spoil, {}, 2 * BUCKETS),
+    "a missing gradient runs plainly and then is recorded anew": (
+        PRO, withhold_one, {"steps": 18}, range(2 * BUCKETS + 1, 99)
+    ),
+    "another shape is replayed beside one that cannot be": (PRO, withhold_the_only_one_of_its_shape, {}, 3),
+    "weight decay is followed and another beta2 recorded anew": (
+        PRO,
+        setting(weight_decay=lambda t: 0.1 if t < 7 else 0.3, beta2=lambda t: 0.95 if t < 10 else 0.8),
+        {"steps": 20},
+        4 * BUCKETS,
+    ),
+    "other units of lr or another decay are recorded anew": (
+        PRO,
+        setting(
+            adjust_lr_fn=lambda t: "original" if t < 5 else "match_rms_adamw", cautious_weight_decay=lambda t: t >= 9
+        ),
+        {"weight_decay": 0.5, **SELDOM},
+        3 * BUCKETS,
+    ),
+    "a state dict is loaded": (PRO, reload, {"steps": 20}, 4 * BUCKETS),
+}  # fmt: skip
+QUICK = "other units of lr or another decay are recorded anew"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in CHANGES]
+)
+def test_replayed_steps_equal_plain_ones_where(name, recorded, few_kernels):
+    (cls, kwargs), change, own, recordings = CHANGES[name]
+
+    def trained(graphs):
+        rate = {"lr": torch.tensor(own["lr"])} if "lr" in own else {}
+        return train(cls, graphs, *[change] * (change is not None), **{**kwargs, **own, **rate})
+
+    replayed = trained(True)
+    assert_same(replayed, trained(False))
+    assert len(recorded) in (recordings if isinstance(recordings, range) else [recordings])
+    if change is spoil:
+        assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+    if change is outgrow:
+        assert min(replayed[1].clipped().values()) > 2  # not only the two that ran plainly
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[-1]])
-def test_an_auto_start_that_gradients_outgrow_is_corrected_in_replays(cls, kwargs, recorded, few_kernels):
-    def outgrow(t, optimizer, gradients):
-        for x in gradients:
-            x.mul_(1e4 if t else 1)
-
-    kwargs = {**kwargs, "init_eigenvalue": "auto", "steps": 10}
-    replayed = train(cls, True, outgrow, **kwargs)
-    assert_same(replayed, train(cls, False, outgrow, **kwargs))
-    assert len(recorded) == 2 * BUCKETS  # after the first step of either kind
-    assert min(replayed[1].clipped().values()) > 2  # not only the two that ran plainly
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs", [METHODS[0], METHODS[-1]])
+@pytest.mark.parametrize("cls, kwargs", [PRO, KL])
 def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, recorded, few_kernels):
     sizes, kept = {9: 1e-5, 10: 1e5, 11: 0.0}, {}
 
@@ -177,9 +251,8 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, re
         for x in gradients:
             x.mul_(sizes.get(t, 1.0))
 
-    kwargs = {**kwargs, "precondition_frequency": 100}
-    plain = train(cls, False, change, **kwargs)
-    assert_same(train(cls, True, change, **kwargs), plain)  # last: its steps are kept
+    plain = train(cls, False, change, **kwargs, **SELDOM)
+    assert_same(train(cls, True, change, **kwargs, **SELDOM), plain)  # last: its steps are kept
     assert len(recorded) == BUCKETS
 
     def moved(t):
@@ -191,124 +264,20 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, re
     assert moved(11) == set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["stochastic", "master"])
-def test_a_replay_rounds_bfloat16_weights_as_a_plain_step_does(mode, recorded, few_kernels):
-    cls, kwargs = METHODS[-1]  # the other one's PyTorch form takes no gradients in bfloat16
-    kwargs = {**kwargs, "dtype": torch.bfloat16, "bf16_weights": mode, "steps": 8}
-    assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
-    assert recorded
-
-
-@pytest.mark.slow
-def test_a_learning_rate_tensor_is_followed(recorded, few_kernels):
-    cls, kwargs = METHODS[0]
-    one, two = (train(cls, graphs, lr=torch.tensor(0.02), **kwargs) for graphs in (True, False))
-    assert_same(one, two)
-    assert recorded
-
-
-@pytest.mark.slow
-def test_a_bad_gradient_in_a_replay_touches_nothing_and_is_counted(recorded, few_kernels):
-    def spoil(t, optimizer, gradients):
-        if t in (9, 11):
-            gradients[0][2, 3] = float("nan")
-
-    cls, kwargs = METHODS[0]
-    replayed = train(cls, True, spoil, **kwargs)
-    assert_same(replayed, train(cls, False, spoil, **kwargs))
-    assert replayed[1].skipped()["parameter 0 of group 0"] == 2
-    assert len(recorded) == 2 * BUCKETS
-
-
-@pytest.mark.slow
-def test_a_missing_gradient_runs_plainly_and_then_is_recorded_anew(recorded, few_kernels):
-    def withhold(t, optimizer, gradients):
-        if t == 6:
-            gradients[1] = None
-
-    cls, kwargs = METHODS[0]
-    assert_same(train(cls, True, withhold, 18, **kwargs), train(cls, False, withhold, 18, **kwargs))
-    assert len(recorded) > 2 * BUCKETS
-
-
-@pytest.mark.slow
-def test_another_beta2_is_recorded_anew_and_weight_decay_is_not(recorded, few_kernels):
-    def change(t, optimizer, gradients):
-        group = optimizer.param_groups[0]
-        group["weight_decay"] = 0.1 if t < 7 else 0.3
-        group["beta2"] = 0.95 if t < 10 else 0.8
-
-    cls, kwargs = METHODS[0]
-    assert_same(train(cls, True, change, 20, **kwargs), train(cls, False, change, 20, **kwargs))
-    assert len(recorded) == 4 * BUCKETS
-
-
-@pytest.mark.parametrize("cls, kwargs", [METHODS[0], pytest.param(*METHODS[-1], marks=pytest.mark.slow)])
-def test_other_units_of_lr_or_another_decay_are_recorded_anew(cls, kwargs, recorded, few_kernels):
-    def change(t, optimizer, gradients):
-        group = optimizer.param_groups[0]
-        group["adjust_lr_fn"] = "original" if t < 5 else "match_rms_adamw"
-        group["cautious_weight_decay"] = t >= 9
-
-    kwargs = {**kwargs, "weight_decay": 0.5, "precondition_frequency": 100}
-    assert_same(train(cls, True, change, **kwargs), train(cls, False, change, **kwargs))
-    assert len(recorded) == 3 * BUCKETS
-
-
-@pytest.mark.slow
-def test_loading_a_state_dict_starts_anew(recorded, few_kernels):
-    def reload(t, optimizer, gradients):
-        if t == 10:
-            optimizer.load_state_dict(optimizer.state_dict())
-
-    cls, kwargs = METHODS[0]
-    assert_same(train(cls, True, reload, 20, **kwargs), train(cls, False, reload, 20, **kwargs))
-    assert len(recorded) == 4 * BUCKETS
-
-
-@pytest.mark.slow
-def test_weights_of_another_shape_are_replayed_beside_one_that_cannot_be(recorded, few_kernels):
-    def withhold(t, optimizer, gradients):
-        gradients[3] = gradients[3] if t < 3 else None  # the only one of its shape
-
-    cls, kwargs = METHODS[0]
-    assert_same(train(cls, True, withhold, **kwargs), train(cls, False, withhold, **kwargs))
-    assert len(recorded) == 3  # of the other shape ordinary and refresh steps, of this one ordinary ones
-
-
-@pytest.mark.slow
-def test_a_schedule_of_the_momentum_keeps_a_bounded_number_of_graphs_a_bucket(recorded, few_kernels, monkeypatch):
-    def change(t, optimizer, gradients):
-        optimizer.param_groups[0]["momentum"] = 0.9 + 0.01 * (t % 4)
-
-    monkeypatch.setattr(prokl.engine.graphs, "KEPT", 3)
-    cls, kwargs = METHODS[0]
-    replayed = train(cls, True, change, **kwargs)
-    assert_same(replayed, train(cls, False, change, **kwargs))
-    assert [len(replays) for replays in replayed[1].engine.graphs.replays.values()] == [3] * BUCKETS
-
-
-def test_a_graph_in_use_outlives_those_that_are_not(recorded, few_kernels, monkeypatch):
-    def change(t, optimizer, gradients):
-        optimizer.param_groups[0]["momentum"] = 0.9 if t % 2 else 0.9 + 0.001 * t
-
+def test_a_bounded_number_of_graphs_is_kept_and_those_in_use_outlive_others(recorded, few_kernels, monkeypatch):
     monkeypatch.setattr(prokl.engine.graphs, "KEPT", 2)
-    cls, kwargs = METHODS[0]
-    kwargs = {**kwargs, "precondition_frequency": 100}
-    assert_same(train(cls, True, change, **kwargs), train(cls, False, change, **kwargs))
+    (cls, kwargs), change = PRO, setting(momentum=lambda t: 0.9 if t % 2 else 0.9 + 0.001 * t)
+    replayed = train(cls, True, change, **kwargs, **SELDOM)
+    assert_same(replayed, train(cls, False, change, **kwargs, **SELDOM))
     assert len(recorded) == BUCKETS  # that of 0.9, once
+    assert [len(replays) for replays in replayed[1].engine.graphs.replays.values()] == [2] * BUCKETS
 
 
 @pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
     others = [replace(Engine.select("triton", None)) for _ in range(2)]
     monkeypatch.setattr(Engine, "select", staticmethod(lambda name, *asked: others[name is None]))
-
-    def change(t, optimizer, gradients):
-        optimizer.param_groups[0]["backend"] = "triton" if t < 8 or t > 12 else None
-
-    cls, kwargs = METHODS[0]
+    (cls, kwargs), change = PRO, setting(backend=lambda t: "triton" if t < 8 or t > 12 else None)
     assert_same(train(cls, True, change, 20, **kwargs), train(cls, False, change, 20, **kwargs))
     assert len(recorded) > 2 * BUCKETS
 
@@ -324,55 +293,40 @@ def test_a_step_inside_a_capture_raises(monkeypatch):
     assert not optimizer.state
 
 
-def test_a_recording_that_fails_is_noted_once_and_steps_go_on_without(recorded, few_kernels, monkeypatch):
-    tried = []
+@pytest.mark.parametrize("what", ["recording", "third replay"])
+def test_what_fails_is_noted_once_and_steps_run_plainly_from_then_on(what, recorded, few_kernels, monkeypatch):
+    tried, record = [], prokl.engine.graphs.record
 
-    def record(run, device, capture):
-        tried.append(device)
-        raise RuntimeError("operation not permitted when stream is capturing")
+    def fail():
+        tried.append(what)
+        if len(tried) == (1 if what == "recording" else 3):
+            raise RuntimeError("no memory to launch it")
 
-    monkeypatch.setattr(prokl.engine.graphs, "record", record)
-    cls, kwargs = METHODS[0]
-    with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: operation not permitted") as told:
-        replayed = train(cls, True, **kwargs)
-    assert len(tried) == 1 and len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
+    def failing(run, device, capture):
+        if what == "recording":
+            fail()
+        replay = record(run, device, capture)
+        return lambda: (fail(), replay())
+
+    monkeypatch.setattr(prokl.engine.graphs, "record", failing)
+    (cls, kwargs), count = PRO, 1 if what == "recording" else 3
+    with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: no memory to launch it") as told:
+        parameters, optimizer = replayed = train(cls, True, **kwargs)
+    assert len(tried) == count and len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
     assert_same(replayed, train(cls, False, **kwargs))
-    optimizer = replayed[1]
     optimizer.load_state_dict(optimizer.state_dict())
-    for p in replayed[0]:
+    for p in parameters:
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.step()
-    assert len(tried) == 1
-
-
-def test_a_replay_that_fails_is_noted_once_and_its_step_runs_plainly(recorded, few_kernels, monkeypatch):
-    replays, record = [], prokl.engine.graphs.record
-
-    def failing(run, device, capture):
-        replay = record(run, device, capture)
-
-        def third_fails():
-            replays.append(device)
-            if len(replays) == 3:
-                raise RuntimeError("no memory to launch it")
-            replay()
-
-        return third_fails
-
-    monkeypatch.setattr(prokl.engine.graphs, "record", failing)
-    cls, kwargs = METHODS[0]
-    with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: no memory to launch it") as told:
-        replayed = train(cls, True, **kwargs)
-    assert len(replays) == 3 and len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
-    assert_same(replayed, train(cls, False, **kwargs))
+    assert len(tried) == count
 
 
 def test_refreshes_that_no_graph_can_capture_run_plainly_and_ordinary_steps_are_replayed(recorded, monkeypatch):
     triton = select("triton", torch.device("cpu"))
     backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True, graphs_of_refreshes=False)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
-    cls, kwargs = METHODS[0]
+    cls, kwargs = PRO
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == BUCKETS
 
@@ -541,15 +495,15 @@ def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorde
         kept.append(len(optimizer.engine.graphs.replays))
         optimizer.param_groups[0]["cuda_graphs"] = not 6 <= t < 9
 
-    cls, kwargs = METHODS[0]
-    kwargs = {**kwargs, "precondition_frequency": 100}
+    cls, kwargs = PRO
+    kwargs = {**kwargs, **SELDOM}
     assert_same(train(cls, True, change, **kwargs), train(cls, False, **kwargs))
     assert kept[6:10] == [BUCKETS, 0, 0, 0]
     assert len(recorded) == 2 * BUCKETS
 
 
 def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):
-    cls, kwargs = METHODS[0]
+    cls, kwargs = PRO
 
     def fail(*_):
         raise ZeroDivisionError("the step's own")
@@ -565,7 +519,7 @@ def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(re
 def test_on_a_cpu_nothing_is_recorded(monkeypatch):
     forbid_host_reads(monkeypatch)
     monkeypatch.setattr(prokl.engine.graphs, "record", None)  # which a call would show
-    cls, kwargs = METHODS[0]
+    cls, kwargs = PRO
     train(cls, True, **kwargs, backend="torch")
 
 
