@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(6, 10), (10, 6), (3, 1), (2, 6, 10), (1, 3), (16, 36)]
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 4}) for v in VARIANTS] + [(KLShampoo, {})]
 both_precisions = pytest.mark.parametrize("precision", PRECISIONS)  # in float64, which has no pairs, they are one
-STEPS = 7
+STEPS = 5
 BOUNDED = (0, 5)  # weights that get one gradient far too large
 
 
@@ -31,7 +31,7 @@ def branching(request, monkeypatch):
 
 
 def late_and_missing(i: int, t: int) -> bool:
-    return (i == 1 and t < 4) or (i == 2 and t % 5 == 2) or (i == 3 and t == 5)
+    return (i == 1 and t < 2) or (i == 2 and t == 2) or (i == 3 and t == 3)
 
 
 def on_device(stream):
@@ -43,12 +43,12 @@ def stream_of(dtype):
 
 
 def both(cls, dtype, **kwargs):
-    settings = {"precondition_frequency": 3, "weight_decay": 0.1, "absent": late_and_missing, "dtype": dtype}
+    settings = {"precondition_frequency": 2, "weight_decay": 0.1, "absent": late_and_missing, "dtype": dtype}
     if cls is ProKLShampoo:
         settings["ns_dtype"] = dtype
     stream = stream_of(dtype)
     for i in BOUNDED:
-        stream[5][i] *= 1e4
+        stream[3][i] *= 1e4
     slow = run(cls, stream, backend="reference", **settings, **kwargs)
     return slow, run(cls, stream, backend="triton", **settings, **kwargs)
 
@@ -144,7 +144,7 @@ def test_launches_do_not_grow_with_the_number_of_weights(cls, kwargs, precision,
 )
 def test_a_bad_gradient_touches_nothing_and_the_others_move_alike(step, branching, precision):
     shapes = [(6, 10), (10, 6), (2, 6, 10)]
-    stream = on_device(gradient_stream(shapes, 5, dtype=torch.float32))
+    stream = on_device(gradient_stream(shapes, step + 2, dtype=torch.float32))
     bad = [[g.clone() for g in gradients] for gradients in stream]
     bad[step][0][2, 3] = float("nan")
     bad[step][2][1, 2, 3] = float("inf")  # spoils the whole stack
