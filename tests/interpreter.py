@@ -38,7 +38,7 @@ def _check_integers(wanted: bool) -> None:
 
 def _language(interpreter: Any) -> None:
     """Replace the language's parts for the outermost call alone, by what the first one put in their places."""
-    tl, replace = interpreter.tl, interpreter._patch_lang
+    tl, replace, scope_of = interpreter.tl, interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", None)
     everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     first: list[tuple[Any, str, Any, Any]] = []
 
@@ -51,13 +51,15 @@ def _language(interpreter: Any) -> None:
         return lambda *args, **kwargs: call(*args, **{**kwargs, "_semantic": semantic})
 
     def replaced(fn: Any) -> Any:
+        if scope_of is None:  # Triton 3.5 and before: what the first call replaces stays so
+            return replace(everything) if tl.core.is_builtin(tl.load) else None
         if not tl.core.is_builtin(tl.load):  # in a call from one that has replaced them
-            return interpreter._LangPatchScope()
+            return scope_of()
         if not first:
             scope = replace(everything)
             first.extend((part, name, old, direct(getattr(part, name))) for part, name, old in scope._changes)
             return scope
-        scope = interpreter._LangPatchScope()
+        scope = scope_of()
         scope._changes = [(part, name, old) for part, name, old, _ in first]
         for part, name, _, new in first:
             setattr(part, name, new)
