@@ -105,6 +105,11 @@ def held(found, cls, stream, precision, **kwargs):
 
     After every step: the error is the mean over the weights that have moved, relative to the distance.
     """
+    return held_each([found], cls, stream, precision, **kwargs)[0]
+
+
+def held_each(runs, cls, stream, precision, **kwargs):
+    """:func:`held` of several runs on one stream."""
 
     def error(one, exact):
         moved = [(p, q) for p, q in zip(one, exact, strict=True) if q.any()]
@@ -116,10 +121,12 @@ def held(found, cls, stream, precision, **kwargs):
     if cls is ProKLShampoo:
         single["ns_dtype"], exact["ns_dtype"] = torch.float32, torch.float64
     exact, own, single = (ways(cls, stream, backend="reference", **given) for given in (exact, own, single))
-    errors = [[error(one, way) for one, way in zip(each, exact, strict=True)] for each in (found, own, single)]
-    both = cls is ProKLShampoo and kwargs.get("variant", "pro-klshampoo") == "pro-klshampoo"
-    most = max(e / allowed(precision, *of_reference, both) for e, *of_reference in zip(*errors, strict=True))
-    print(f"{precision}: errors of {min(errors[0]):.1e} to {max(errors[0]):.1e}, {most:.2f} of what they may be")
+    *each, own, single = ([error(*both) for both in zip(run, exact, strict=True)] for run in (*runs, own, single))
+    both_parts = cls is ProKLShampoo and kwargs.get("variant", "pro-klshampoo") == "pro-klshampoo"
+    may = [allowed(precision, *of_reference, both_parts) for of_reference in zip(own, single, strict=True)]
+    most = [max(e / m for e, m in zip(errors, may, strict=True)) for errors in each]
+    for errors, of in zip(each, most, strict=True):
+        print(f"{precision}: errors of {min(errors):.1e} to {max(errors):.1e}, {of:.2f} of what they may be")
     return most
 
 

@@ -19,6 +19,7 @@ from bench.training.sources import open_source
 from tests.experiments import HYPERS, MICRO
 
 MUON, ADAMW = Form("muon"), Form("adamw")
+LOSS = "validation loss"
 
 
 @pytest.fixture(scope="module")
@@ -128,15 +129,15 @@ def test_rows_are_known_by_the_studies_own_keys():
 @pytest.mark.parametrize(
     ("study", "arguments", "metrics"),
     [
-        ("bf16", ["--variants", "float32", "stochastic", "master, AdamW's in float32"], {"validation loss"}),
-        ("fused", ["--models", "llama-tiny", "--optimizers", "kl-shampoo"], {"validation loss"}),
-        ("precision", ["--models", "llama-tiny"], {"validation loss"}),
-        ("undisturbed", ["--models", "llama-tiny"], {"validation loss", "bounded gradients"}),
-        ("one-rate", ["--optimizers", "muon", "subspace-only"], {"validation loss", "update rms"}),
-        ("drift", ["--variants", "float32"], {"validation loss", "training loss", "bounded steps", *BASES}),
+        ("bf16", ["--optimizers", "pro-klshampoo", "--variants", "float32", "master, AdamW's in float32"], {LOSS}),
+        ("fused", ["--models", "llama-tiny", "--optimizers", "kl-shampoo", "--variants", "fused, by head"], {LOSS}),
+        ("precision", ["--models", "llama-tiny", "--optimizers", "pro-klshampoo"], {LOSS}),
+        ("undisturbed", ["--models", "llama-tiny", "--optimizers", "kl-shampoo"], {LOSS, "bounded gradients"}),
+        ("one-rate", ["--optimizers", "muon", "subspace-only"], {LOSS, "update rms"}),
+        ("drift", ["--variants", "float32"], {LOSS, "training loss", "bounded steps", *BASES}),
         ("robustness", ["--variants", "experts of 4 tokens, r = 8"], {"training loss"}),
         ("digits", ["--optimizers", "muon", "--variants", "1"], {"test loss", "test errors"}),
-        ("disturbances", ["--variants", "spikes", "--optimizers", "muon", "kl-shampoo none"], {"validation loss"}),
+        ("disturbances", ["--variants", "spikes", "--optimizers", "muon", "kl-shampoo none"], {LOSS}),
     ],
 )
 def test_every_study_trains(study, arguments, metrics, tmp_path, threads):

@@ -8,18 +8,18 @@ import torch
 from prokl import KLShampoo, ProKLShampoo
 from prokl.pair import Pair
 from tests.inputs import forbid_host_reads
-from tests.problems import VARIANTS, gradient_stream, held, relative, run, same_clocks, state_tensors, ways
+from tests.problems import VARIANTS, gradient_stream, held_each, relative, run, same_clocks, state_tensors, ways
 
 # Two of one shape, its transpose, a square, a stack, vectors, a wide one and a flattened convolution.
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
 MATRICES = SHAPES[:-1]
-STEPS = 40
+STEPS = 22  # two refreshes of ten steps
 # Measured over the cases below: at most 5e-12, where eigenvalues clip, and mostly 2e-13; slack for other LAPACKs.
 FLOAT64 = 1e-9
 
 
 def late_and_missing(i: int, t: int) -> bool:
-    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 20)
+    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 12)
 
 
 def stream_of(scale=1.0, seed=0, steps=STEPS):
@@ -41,18 +41,13 @@ def assert_same_runs(cls, stream, tolerance, **kwargs):
 
 
 PLAIN, CLIPPING = 1.0, 1e-4
-STARTS_AND_SCALES = [[(0.1, PLAIN), ("auto", CLIPPING)], [("auto", PLAIN), (0.1, CLIPPING)]]
-"""Either pair has both starts and both scales."""
+STARTS_AND_SCALES = [(0.1, PLAIN), ("auto", CLIPPING), ("auto", PLAIN), (0.1, CLIPPING)]
 
 
+# Every variant at every rank, and every rank with every start and scale.
 @pytest.mark.parametrize(
     "variant, rank, start, scale",
-    [
-        (variant, rank, *start_and_scale)
-        for i, variant in enumerate(VARIANTS)
-        for j, rank in enumerate((1, 4, 128))
-        for start_and_scale in STARTS_AND_SCALES[(i + j) % 2]
-    ],
+    [(v, rank, *STARTS_AND_SCALES[(i + j) % 4]) for i, v in enumerate(VARIANTS) for j, rank in enumerate((1, 4, 128))],
 )
 def test_pro_equals_reference_in_float64(variant, rank, start, scale):
     assert_same_runs(
@@ -67,8 +62,8 @@ def test_pro_equals_reference_in_float64(variant, rank, start, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [3, 6, 9])
-def test_pro_equals_reference_at_every_other_rank(rank):
+@pytest.mark.parametrize("rank", [5, 6, 7, 9])
+def test_pro_equals_reference_at_ranks_about_the_short_sides(rank):
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)
 
 
@@ -91,10 +86,10 @@ def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(st
         assert all((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any() for p in parameters)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
-def test_auto_start_is_invariant_to_the_loss_scale(cls, variant, backend):
-    kwargs = {"backend": backend} | ({"variant": variant, "rank": 4} if variant else {})
+def test_auto_start_of_the_reference_is_invariant_to_the_loss_scale(cls, variant):
+    """The batched step's: below, outgrown or not."""
+    kwargs = {"backend": "reference"} | ({"variant": variant, "rank": 4} if variant else {})
     plain, _ = run(cls, stream_of(1.0), absent=late_and_missing, **kwargs)
     small, _ = run(cls, stream_of(1e-6), absent=late_and_missing, **kwargs)
     for p, q in zip(plain, small, strict=True):
@@ -105,7 +100,7 @@ def test_auto_start_is_invariant_to_the_loss_scale(cls, variant, backend):
 def test_an_outgrown_auto_start_is_followed_alike_and_whatever_the_loss_scale(cls, variant):
     """Its unit lambda_0 stays as small as it was, and only the eigenvalues grow: steps are usual ones all the same."""
     kwargs = {"variant": variant, "rank": 4} if variant else {}
-    stream = stream_of(steps=30)
+    stream = stream_of(steps=16)
     tiny_start = [[1e-5 * g for g in stream[0]], [1e-5 * g for g in stream[1]], *stream[2:]]
     assert_same_runs(cls, tiny_start, FLOAT64, **kwargs)
     plain, optimizer = run(cls, tiny_start, **kwargs)
@@ -120,8 +115,8 @@ def test_an_outgrown_auto_start_is_followed_alike_and_whatever_the_loss_scale(cl
 
 @pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
 def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
-    kwargs = {"variant": variant, "rank": 4} if variant else {}
-    stream = gradient_stream([(16, 32)], 460, signal_rank=1)
+    kwargs = {"beta2": 0.9} | ({"variant": variant, "rank": 4} if variant else {})
+    stream = gradient_stream([(16, 32)], 260, signal_rank=1)  # 0.9^200 forgets the square of 1e4
     stream[60] = [1e4 * g for g in stream[60]]
     sizes, last = [], []
 
@@ -139,34 +134,45 @@ LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
 SEEDS = 3
 
 
-def error_against_float64(cls, seed, backend, dtype, **kwargs):
-    """Mean over the weights of the error in the distance moved, against the float64 reference."""
-    stream = gradient_stream(LOW, 24, seed=seed, dtype=torch.float32)
-    exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
-    start, _ = run(cls, stream[:1], backend="reference", dtype=dtype, **kwargs)  # initialising moves nothing
-    low, _ = run(cls, stream, backend=backend, dtype=dtype, **kwargs)
-    return statistics.fmean(
-        relative(q.double() - w.double(), p - w.double()) for p, q, w in zip(exact, low, start, strict=True)
-    )
+def low_precision_errors(cls, **kwargs):
+    """Medians over seeds of the batched step's error by the reference's, both in float32 against float64's.
+
+    The error is the mean over the weights, in the distance moved; initialising moves nothing.
+    """
+    ratios = []
+    for seed in range(SEEDS):
+        stream = gradient_stream(LOW, 14, seed=seed, dtype=torch.float32)
+        exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
+        start, _ = run(cls, stream[:1], backend="reference", dtype=torch.float32, **kwargs)
+        of = {}
+        for backend in ("torch", "reference"):
+            low, _ = run(cls, stream, backend=backend, dtype=torch.float32, **kwargs)
+            triples = zip(exact, low, start, strict=True)
+            of[backend] = statistics.fmean(relative(q.double() - w.double(), p - w.double()) for p, q, w in triples)
+        ratios.append(of["torch"] / of["reference"])
+    return statistics.median(ratios)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "cls, own", [*((ProKLShampoo, {"variant": v, "rank": 8, "ns_dtype": None}) for v in VARIANTS),
-                 (ProKLShampoo, {"rank": 8, "ns_dtype": torch.float32}), (KLShampoo, {})], ids=str
-)  # fmt: skip
-def test_low_precision_error_is_at_most_four_times_the_references(cls, own, state_dtype):
-    ratios = [
-        error_against_float64(cls, seed, "torch", torch.float32, **own, state_dtype=state_dtype)
-        / error_against_float64(cls, seed, "reference", torch.float32, **own, state_dtype=state_dtype)
-        for seed in range(SEEDS)
-    ]
-    assert statistics.median(ratios) <= 4, ratios  # measured: 0.95 to 1.04
+    "cls, kwargs",
+    [
+        *((ProKLShampoo, {"rank": 8, "variant": v}) for v in VARIANTS),
+        (ProKLShampoo, {"rank": 8, "ns_dtype": torch.float32}),
+        (KLShampoo, {}),
+    ],
+)
+def test_low_precision_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
+    assert low_precision_errors(cls, state_dtype=state_dtype, **kwargs) <= 4  # measured: 0.95 to 1.04
 
 
-@pytest.mark.parametrize("blind", [False, True], ids=["host reads", "none"])  # which also chooses the QR
-@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
+# Where the host must not read, which also chooses the QR, both optimizers; every variant where it may.
+@pytest.mark.parametrize(
+    "cls, variant, blind",
+    [*((ProKLShampoo, v, False) for v in VARIANTS), (KLShampoo, None, False)]
+    + [(ProKLShampoo, VARIANTS[0], True), (KLShampoo, None, True)],
+)
 def test_balanced_steps_err_as_pairs_may_and_with_half_of_a_pair_more(cls, variant, blind, monkeypatch):
     """Measured: 0.02 to 0.4 of what they may, with one half alone 8 times it and more."""
     if blind:
@@ -179,4 +185,5 @@ def test_balanced_steps_err_as_pairs_may_and_with_half_of_a_pair_more(cls, varia
     split = Pair.split
     monkeypatch.setattr(Pair, "split", lambda t: Pair(split(t).both * torch.tensor([1, 0]).view(2, *[1] * t.ndim)))
     one_half = ways(cls, stream, backend="torch", precision="balanced", **kwargs)
-    assert held(found, cls, stream, "balanced", **kwargs) <= 1 < held(one_half, cls, stream, "balanced", **kwargs)
+    whole, half = held_each([found, one_half], cls, stream, "balanced", **kwargs)
+    assert whole <= 1 < half

@@ -65,13 +65,18 @@ def follow(cls, backend, shape, threshold, **own):
 
 
 # Each threshold meets both starts, each in another shape; orientation and rule know nothing of each other.
-RULES = [(2.0, "auto", (12, 20)), (2.0, 0.1, (20, 12)), (5.0, "auto", (14, 14)), (5.0, 0.1, (12, 20))]
-RULES += [(50.0, "auto", (20, 12)), (50.0, 0.1, (14, 14))]
+RULES = {2.0: [("auto", (12, 20)), (0.1, (20, 12))], 5.0: [("auto", (14, 14)), (0.1, (12, 20))]}
+RULES[50.0] = [("auto", (20, 12)), (0.1, (14, 14))]
+# Every variant at every threshold on either path, which meet in one of the starts.
+FOLLOWED = [
+    (backend, threshold, *its[(i + j) % 2], variant)
+    for threshold, its in RULES.items()
+    for i, backend in enumerate(BACKENDS)
+    for j, variant in enumerate([*VARIANTS, None])
+]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("threshold, start, shape", RULES)
-@pytest.mark.parametrize("variant", [*VARIANTS, None])
+@pytest.mark.parametrize("backend, threshold, start, shape, variant", FOLLOWED)
 def test_a_disturbed_run_follows_the_rule(backend, threshold, start, shape, variant):
     """Of KL-Shampoo where there is no variant."""
     own = {"variant": variant} if variant else {}
@@ -179,7 +184,7 @@ def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, o
     p = weight(6, 10)
     optimizer = made(cls, [p], lr=0.1, precondition_frequency=2, **kw)
     bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
-    for t in range(201):
+    for t in range(101):
         step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else other) * normal(6, 10, seed=t)])
     for key in bases:
         Q = optimizer.state[p][key]
@@ -191,7 +196,7 @@ def test_of_an_idle_weight_only_the_bases_go_on(method):
     cls, kw = method
     p, optimizer = grown(cls, {"precondition_frequency": 2, "weight_decay": 0.1, **kw}, None)
     before = frozen(optimizer, p)
-    for _ in range(200):
+    for _ in range(60):
         step(optimizer, [p], [torch.zeros(6, 10)])
     after = frozen(optimizer, p)
     bases = {"Q_L", "Q_S", "Q_R"} & before.keys()
@@ -207,7 +212,7 @@ def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_pa
         p = weight(16, 32)
         optimizer = made(KL, [p], lr=0.1, clip_threshold=threshold)
         sizes = []
-        for t in range(500):
+        for t in range(300):
             before = p.detach().clone()
             size = 1e6 if 100 <= t < 100 + outliers else 1.0
             step(optimizer, [p], [size * normal(16, 32, seed=t)])
@@ -218,14 +223,13 @@ def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_pa
     assert slow[5.0] <= slow[None]
 
 
-@pytest.mark.parametrize("coherence", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("momentum", [0.0, 0.95])
+@pytest.mark.parametrize("momentum, coherence", [(0.95, 0.0), (0.0, 0.9), (0.95, 0.9), (0.0, 1.0), (0.95, 1.0)])
 def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence):
     cls, kw = method
     p, mean = weight(16, 32), normal(16, 32, seed=999)
     optimizer = made(cls, [p], lr=0.0, momentum=momentum, **kw)
     counts = []
-    for t in range(200):
+    for t in range(100):
         step(optimizer, [p], [coherence * mean + (1 - coherence**2) ** 0.5 * normal(16, 32, seed=t)])
         counts.append(optimizer.clipped()["parameter 0 of group 0"])
     # Where nothing turns the eigenbases are undetermined, and turn once by rounding. Measured: two steps at most.

@@ -223,7 +223,7 @@ def test_every_setting_is_among_those_that_are_changed(cls):
 
 # Random mixtures
 
-QUICK, ALL = 200, 1000
+QUICK, ALL = 200, 400
 MATRICES = [(4, 6), (4, 6), (6, 4), (2, 4, 6), (3, 2, 2, 2), (1, 5)]
 VECTORS = [(7,), (5, 4), (3, 2, 2), (1,)]
 OTHER_SHAPES = {

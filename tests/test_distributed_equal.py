@@ -20,7 +20,6 @@ SPREAD = 4.0
 GIVEN = 8
 ORDERS = ((), (0, 1, 2, 3), (3, 1, 0, 2))
 BETWEEN = [(4, "ddp", "pro"), (4, "fsdp", "pro"), (4, "hsdp", "pro"), (2, "fsdp-kept", "pro"), (2, "ddp", "kl")]
-BETWEEN += [(4, "fsdp", "kl")]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def in_all(outcomes, counts):
 
 
 @pytest.mark.parametrize(("world", "how", "method"), BETWEEN)
-def test_thirty_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
+def test_sixteen_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
     expected = by_one_process(method, torch.float64)
     outcomes = pools[world].run(trained, Plan(how, method))
     assert max(apart(outcomes[0], expected).values()) < EXACT
@@ -94,8 +93,7 @@ def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, metho
     assert_same_bits_on_all_ranks(outcomes)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["stochastic", "master"])
+@pytest.mark.parametrize(("mode", "how"), [("stochastic", "ddp"), ("stochastic", "fsdp"), ("master", "fsdp")])
 def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # noqa: F811
     """On given gradients, as sums of bfloat16 gradients are too coarse to compare."""
     plan = Plan(dtype=torch.bfloat16, settings={"bf16_weights": mode})

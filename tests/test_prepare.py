@@ -152,9 +152,12 @@ def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory
 
 
 AHEAD = """
+from itertools import islice
 from bench.compile_report import ahead
 
-found = ahead.launches([ahead.SETS["gpt2-124m/4"]])[::16]
+steps = ahead.of_steps
+ahead.of_steps = lambda s: islice(steps(s), 1000)  # tracing them all takes longer than to compile
+found = ahead.launches([ahead.SETS["gpt2-124m/4"]])[::64]
 ahead.launches = lambda sets: found
 print(len(found), [ahead.main(["90", "--sets", "gpt2-124m/4"]) for _ in range(2)])
 """
@@ -168,4 +171,4 @@ def test_some_of_the_benchmarks_launches_on_a_small_set_compile_once(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second, count = done.stdout.splitlines()
     assert first.endswith(" 0 in the cache already") and " 0 kernels compiled, " in second
-    assert count.endswith(" [0, 0]") and int(count.split()[0]) > 40
+    assert count.endswith(" [0, 0]") and int(count.split()[0]) > 7

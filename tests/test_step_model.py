@@ -65,8 +65,7 @@ def test_every_kernel_has_its_work_counted():
     assert {e.kernel for e in launched if e.work.flops} == with_dot
 
 
-@pytest.mark.parametrize("precision", model.PRECISIONS)
-@pytest.mark.parametrize("shape", [(24, 40), (20, 20)])
+@pytest.mark.parametrize("shape, precision", zip([(24, 40), (20, 20)], model.PRECISIONS, strict=True))
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
     weights = [weight(*shape, seed=i) for i in range(2)]

@@ -224,8 +224,8 @@ def test_a_reading_does_not_change_under_the_state_that_was_made_with_it(change)
 
 @pytest.mark.slow
 def test_the_kernels_find_pieces_and_transposes_where_they_lie():
-    shapes = ((20, 6), (6, 16), (2, 6, 10))
-    keys = {"split": [(6, 10, 4), 2, None], "transposed": [False, True, True]}
+    shapes = ((16, 6), (6, 12), (2, 6, 10))
+    keys = {"split": [(6, 10), 2, None], "transposed": [False, True, True]}
     runs = []
     for backend in ("triton", "torch"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,7 +234,7 @@ def test_the_kernels_find_pieces_and_transposes_where_they_lie():
             for i, s in enumerate(shapes)
         ]
         opt = PRO([named(own, **keys)], rank=3, precondition_frequency=TAU, backend=backend)
-        for call in range(5):
+        for call in range(4):
             step(opt, own, [g.to(device) for g in gradients(shapes, call, torch.float64)])
         runs.append(own)
     for i, (p, q) in enumerate(zip(*runs, strict=True)):

@@ -21,7 +21,7 @@ VOCABULARY, WIDTH, SEQUENCES, LENGTH = 24, 12, 8, 8  # 64 tokens a step, more th
 LATE = 7  # the first call that uses `late`
 ABSENT = (4, 5, 11)  # calls that do not use `sometimes`
 BAD = (3, 12)  # calls in which the first sequence makes gradients of `layers.1` and one of the experts infinite
-STEPS = 30
+STEPS = 16  # beyond the last of these, and five refreshes
 
 
 class Poison(torch.autograd.Function):
