@@ -71,7 +71,7 @@ def test_a_subspace_part_without_weight_is_never_counted_as_bounded():
     assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=4, alpha_kl=0.0, momentum=0.0)
 
 
-@pytest.mark.parametrize("start, scale", [own for pair in STARTS_AND_SCALES for own in pair])
+@pytest.mark.parametrize("start, scale", STARTS_AND_SCALES)
 def test_kl_equals_reference_in_float64(start, scale):
     assert_same_runs(KLShampoo, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1)
 

@@ -171,4 +171,4 @@ def test_some_of_the_benchmarks_launches_on_a_small_set_compile_once(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second, count = done.stdout.splitlines()
     assert first.endswith(" 0 in the cache already") and " 0 kernels compiled, " in second
-    assert count.endswith(" [0, 0]") and int(count.split()[0]) > 7
+    assert count.endswith(" [0, 0]") and int(count.split()[0]) > 5
