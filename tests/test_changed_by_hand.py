@@ -158,7 +158,7 @@ def numbers():
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("cls, key", numbers())
+@pytest.mark.parametrize("cls, key", [*numbers()])
 def test_a_number_of_numpys_counts_as_the_python_number_that_it_holds(cls, key, kind):
     number = np.int16(OTHERS[key]) if isinstance(OTHERS[key], int) else kind(OTHERS[key])
     optimizers = [stepped(cls, 2), stepped(cls, 2)]
