@@ -1,7 +1,9 @@
 """What every test shares: the options, the skips, Triton's interpreter and poisoned allocations."""
 
 import os
+from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +28,14 @@ def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
 
+TESTS = Path(__file__).resolve().parent
+CASES = 3
+"""What a run of all tests without --slow takes of each, which leaves a developer two minutes; CI runs all cases."""
+
+
 def pytest_collection_modifyitems(config, items):
-    skips = {}
-    if not config.getoption("--slow"):
+    skips, slow = {}, config.getoption("--slow")
+    if not slow:
         skips["slow"] = pytest.mark.skip(reason="slow: run with --slow")
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="gpu: needs a CUDA device")
@@ -36,6 +43,15 @@ def pytest_collection_modifyitems(config, items):
         for name, skip in skips.items():
             if item.get_closest_marker(name):
                 item.add_marker(skip)
+    if not slow and [(config.invocation_params.dir / arg).resolve() for arg in config.args] == [TESTS]:
+        cases, seen, kept = Counter(item.function for item in items), Counter(), []
+        for item in items:
+            place, count = seen[item.function], cases[item.function]
+            seen[item.function] += 1
+            if place * CASES // count > (place - 1) * CASES // count:  # the first one, and others far apart
+                kept.append(item)
+        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+        items[:] = kept
 
 
 @pytest.fixture

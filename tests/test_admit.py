@@ -213,6 +213,7 @@ def test_lambda_0_falls_by_beta2_to_what_the_gradient_allows():
         torch.testing.assert_close(found.cpu(), torch.tensor([950.0, 100.0, 99.0]))
 
 
+@pytest.mark.slow
 def test_without_the_interpreter_cpu_tensors_are_refused(tmp_path):
     script = """
 import sys, torch, prokl

@@ -76,6 +76,7 @@ def test_kl_equals_reference_in_float64(start, scale):
     assert_same_runs(KLShampoo, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0.1, "auto"])
 def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(start):
     kwargs = {"init_eigenvalue": start, "beta2": 0.3}

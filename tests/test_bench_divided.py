@@ -38,6 +38,7 @@ def moved():
     return found
 
 
+@pytest.mark.slow
 def test_the_bytes_of_collectives_are_those_that_go_to_other_ranks(pools):  # noqa: F811
     assert pools[2].run(moved) == [[(12, 12), (0, 20), (8, 12)], [(12, 12), (20, 0), (12, 8)]]
 

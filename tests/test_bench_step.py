@@ -165,6 +165,7 @@ def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(ent
     assert all(map(torch.equal, problem.start, start)) and all(map(torch.equal, problem.gradients[0], gradients))
 
 
+@pytest.mark.slow
 def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(tiny, tmp_path, capsys):
     out = tmp_path / "rows.csv"
     arguments = ["steps", "--sets", "tiny", "--rounds", "3", "--out", str(out), "--seconds", "5"]  # three periods each
@@ -207,6 +208,7 @@ def test_something_wrong_or_emulated_has_no_figure_and_wrong_gives_status_1(tiny
     assert "muon step: left out: products in bfloat16 take 10.0 times as long as in float32 here" in said
 
 
+@pytest.mark.slow
 def test_kernels_are_listed_by_their_share(tiny, tmp_path):
     out = tmp_path / "rows.csv"
     assert timing.main(["kernels", "--sets", "tiny", "--out", str(out)]) == 0

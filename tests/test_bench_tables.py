@@ -8,6 +8,7 @@ import pytest
 from bench import markdown, tables
 
 
+@pytest.mark.slow
 def test_the_documents_show_what_the_rows_give(capsys):
     assert tables.main(["--check"]) == 0, f"run python -m bench.tables:\n{capsys.readouterr().out}"
     texts = [document.read_text(encoding="utf-8") for document in tables.DOCUMENTS]

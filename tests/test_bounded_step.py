@@ -148,6 +148,7 @@ def test_a_start_out_of_proportion_falls_as_the_papers(method, path):
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_a_row_that_wakes_is_followed_in_two_steps(method):
     """One direction may grow by (1 - beta2) kappa^2 m at once: the bound on the whole is enough for it."""
     cls, kw = method
@@ -205,6 +206,7 @@ def test_of_an_idle_weight_only_the_bases_go_on(method):
         assert float((after[key].mT @ after[key] - torch.eye(len(after[key]))).norm()) < 1e-4, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outliers", [4, 20])
 def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_papers_form(outliers):
     slow = {}

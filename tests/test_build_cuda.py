@@ -167,6 +167,7 @@ def test_machine_code_is_made_for_each_and_ptx_for_the_newest_that_runs_elsewher
     assert codes("90a", "100f") == ["sm_90a", "sm_100f"]
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_compiled_again(tree, tmp_path):
     pytest.importorskip("ninja")
     program, log = stand_in(tmp_path / "bin")

@@ -111,6 +111,7 @@ def test_a_warning_made_an_error_comes_after_a_whole_step():
     assert not torch.equal(alive, before) and optimizer.state[alive]["step"] == 99
 
 
+@pytest.mark.slow
 def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
     """Every set of refreshing or of moving matrices has an index and a mask of its own there."""
     optimizer = PRO(named(*[(3, 4)] * 12), rank=2, precondition_frequency=2)
@@ -396,6 +397,7 @@ def examine(seed):
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", chunks(QUICK, ALL, 50))
 def test_a_step_after_a_change_is_a_fresh_optimizers_or_moves_nothing(seeds):
     assert failures(examine, seeds) == []

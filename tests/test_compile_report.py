@@ -68,6 +68,7 @@ def test_every_kernel_passes_the_checks_on_sm_90_and_the_committed_rows_are_thos
         assert same == rows, remedy
 
 
+@pytest.mark.slow
 def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no_complaint(monkeypatch):
     monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
     launches = {(launch.kernel, describe(launch)): launch for launch in every_launch()}
@@ -98,6 +99,7 @@ ONE_STEP = {
 """Multiply-adds of one step of every loop of a kernel."""
 
 
+@pytest.mark.slow
 def test_no_warp_multiplies_what_another_does(monkeypatch):
     """Where a product takes another, as those of parts do, all warps lie along one side: more than fit repeat it."""
     monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
@@ -191,6 +193,7 @@ def test_a_configuration_names_all_that_is_specialised():
     assert describe(PRODUCT) == "128x128x64 8 warps 3 stages bf16 has_c operand=bf16 ieee K:1 A[16L 1 16]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(ProKLShampoo, rank=128), KLShampoo], ids=["pro", "kl"])
 def test_what_a_balanced_step_launches_is_compiled(optimizer, monkeypatch):
     monkeypatch.setattr(launch_module, "INTERPRETED", False)

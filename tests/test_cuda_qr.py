@@ -193,6 +193,7 @@ def test_without_the_extension_the_reason_is_told(monkeypatch):
         cuda_qr.qr(A)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [4, 130])
 def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu, k):
     (V, K, _), (H,) = draw("tracking", "random", (2, 150, k)), draw("semidefinite", "random", (2, k, k))

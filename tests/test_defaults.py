@@ -51,6 +51,7 @@ def test_what_stands_in_for_cuda_is_what_it_takes_unasked(monkeypatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", METHODS)
 def test_steps_without_a_setting_err_as_their_precision_may(cls, unasked):
     """First, ordinary and refresh steps; a late, a missing, a NaN and a far too large gradient.
@@ -69,6 +70,7 @@ def test_steps_without_a_setting_err_as_their_precision_may(cls, unasked):
     assert moves == [[t not in (4, 5), t > 2] for t in range(2, STEPS)] and found[0][0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", METHODS)
 def test_bfloat16_weights_without_a_setting_are_rounded_by_the_references_random_numbers(cls, unasked):
     """Where a step is another by d, the weight is by one unit with the probability d over the unit.

@@ -30,6 +30,7 @@ def matrices(optimizer):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start, backend",
     [("auto", "reference"), ("auto", "torch"), (0.1, "torch"), pytest.param("auto", "triton", marks=pytest.mark.slow)],
@@ -350,6 +351,7 @@ def test_the_figure_shows_every_spectrum_and_every_scalar(tmp_path):
     assert (tmp_path / "kl.svg").exists()
 
 
+@pytest.mark.slow
 def test_of_very_many_weights_some_are_named():
     _, optimizer = run(PRO, gradient_stream([(2, 3)] * 170, 2), rank=1)
     figure = diagnostics.plot(optimizer)

@@ -77,6 +77,7 @@ def listed(value):
     return [*map(listed, value)] if isinstance(value, (list, tuple)) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "how", "world", "route"), LOADS)
 def test_a_run_goes_on_as_it_would_have(source, how, world, route, saved, pools):  # noqa: F811
     folder, expected, state = saved(source)
@@ -93,6 +94,7 @@ def test_a_run_goes_on_as_it_would_have(source, how, world, route, saved, pools)
             assert (outcome.skipped, outcome.clipped) == (other.skipped, other.clipped)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_same_tensors_under_fully_qualified_names_however_it_was_trained(saved):
     tensors = {}
     for how in ("alone", "ddp", "fsdp"):
@@ -108,6 +110,7 @@ def test_a_checkpoint_has_the_same_tensors_under_fully_qualified_names_however_i
         assert own & {f"optimizer.{name}.{key}" for key in ("M", "M.0", "exp_avg")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "other", "dtype"), [("ddp", "fsdp", torch.float32), ("fsdp", "alone", torch.bfloat16)])
 def test_a_state_of_bfloat16_and_masters_of_bfloat16_weights_survive(how, other, dtype, pools, tmp_path):  # noqa: F811
     settings = {"state_dtype": torch.bfloat16} if dtype == torch.float32 else {"bf16_weights": "master"}
@@ -120,6 +123,7 @@ def test_a_state_of_bfloat16_and_masters_of_bfloat16_weights_survive(how, other,
     assert_same_state(before, read(on(world, pools, resume, plan, tmp_path, "nested", SAVED)[0][1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "changed", "route", "named"),
     [
@@ -139,6 +143,7 @@ def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(how, chang
         assert differs == []
 
 
+@pytest.mark.slow
 def test_a_truncated_file_is_an_error_on_every_rank(saved, pools, tmp_path):  # noqa: F811
     folder, _, _ = saved("ddp")
     shutil.copytree(folder / "nested", tmp_path / "nested")
@@ -150,6 +155,7 @@ def test_a_truncated_file_is_an_error_on_every_rank(saved, pools, tmp_path):  # 
     assert weights == []
 
 
+@pytest.mark.slow
 def test_one_ranks_part_is_refused_by_one_process_and_by_another_rank(pools, tmp_path):  # noqa: F811
     for kind, message in pools[2].run(one_ranks_part, Plan("ddp"), tmp_path):  # what one cannot load, none does
         assert kind == "ValueError" and "is held by rank" in message and "gather_state_dict()" in message

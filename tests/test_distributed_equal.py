@@ -73,6 +73,7 @@ def test_sixteen_steps_on_ranks_are_one_processs(world, how, method, pools):  # 
     assert all(outcome.skipped for outcome in outcomes)  # no rank without work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "how", "method"), [(2, "ddp", "kl"), (4, "fsdp", "pro")])
 def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, method, pools):  # noqa: F811
     plan = Plan(method=method, apart=True)
@@ -83,6 +84,7 @@ def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(wor
     assert_same_bits_on_all_ranks(outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "how", "method"), [(4, "ddp", "pro"), (2, "fsdp", "kl")])
 def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, method, pools):  # noqa: F811
     runs = [by_one_process(method, torch.float32, order) for order in ORDERS]
@@ -93,6 +95,7 @@ def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, metho
     assert_same_bits_on_all_ranks(outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "how"), [("stochastic", "ddp"), ("stochastic", "fsdp"), ("master", "fsdp")])
 def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # noqa: F811
     """On given gradients, as sums of bfloat16 gradients are too coarse to compare."""

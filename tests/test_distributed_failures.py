@@ -30,6 +30,7 @@ def losses():
     return trained(Plan(), END).losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_rank_dies_before_a_step_which_ends_with_an_error_and_the_checkpoint_goes_on(
     how,
@@ -67,6 +68,7 @@ def rows(value, rank):
     return parts[rank].numpy() if rank < len(parts) else value[:0]
 
 
+@pytest.mark.slow
 def test_a_rank_dies_during_a_checkpoint_which_cannot_be_mistaken_for_a_good_one(
     ranks,
     pools,  # noqa: F811

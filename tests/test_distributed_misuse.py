@@ -77,6 +77,7 @@ def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(w
         assert "of rank" not in text and " a (8, 12)" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "value"), [("rank", 3), ("state_dtype", torch.bfloat16), ("split", 2)])
 def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_too(key, value, pools):  # noqa: F811
     found = pools[4].run(misuse.changed_after_the_start, key, value)
@@ -91,6 +92,7 @@ def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, alone, po
     assert all(error[0] == "ValueError" and "gather_state_dict" in error[1] for error in found), found
 
 
+@pytest.mark.slow
 def test_a_part_of_another_number_of_ranks_is_refused_in_a_sentence(pools, tmp_path):  # noqa: F811
     pools[4].run(misuse.save_part, tmp_path)
     found = pools[2].run(misuse.load_part, tmp_path)

@@ -21,6 +21,7 @@ def assert_close(found, expected):
         assert np.abs(found[name] - value).max() <= EXACT, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cls", "how", "divided"),
     [
@@ -48,6 +49,7 @@ def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how
             assert np.array_equal(value, found[0][0][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "divided"), [("plain", True), ("rows", False)])
 def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, divided, pools):  # noqa: F811
     whole = placements.state_of_ranks("plain", False)
@@ -60,6 +62,7 @@ def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, divided,
     assert max(sizes) <= 0.4 * sum(whole.values())  # a quarter, but for matrices of which there are few
 
 
+@pytest.mark.slow
 def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools, expected):  # noqa: F811
     for weights, received in pools[2].run(placements.on_ranks, ProKLShampoo, "plain"):
         assert received is None
@@ -77,6 +80,7 @@ def test_experts_that_lie_on_their_ranks_are_owned_there_and_nothing_is_sent(poo
     assert [(received, shape) for received, shape, _ in found] == [(0, (3, 8, 10))] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_weights_may_be_frozen_released_and_added_while_training(how, pools):  # noqa: F811
     expected = placements.frozen_and_released("alone")

@@ -39,6 +39,7 @@ def test_ranks_share_one_group_and_outlive_a_call(pools):  # noqa: F811
     assert {pid for _, pid in first} == {pid for _, pid in second} and os.getpid() not in dict(map(reversed, first))
 
 
+@pytest.mark.slow
 def test_a_failure_shows_the_ranks_that_raised_and_the_next_call_has_new_ones():
     ranks = Ranks(2)
     try:

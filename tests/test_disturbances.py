@@ -98,7 +98,8 @@ def experts_worst(form):
     return worst / before, worst
 
 
-@pytest.mark.parametrize("method", OWN[:2])  # the variants: test_bounded_step's stacks of which a matrix rests
+@pytest.mark.slow
+@pytest.mark.parametrize("method", OWN)
 def test_idle_experts_return_as_they_left_where_muons_do_not_and_the_papers_explode(method):
     ratio, worst = experts_worst(bounded(method))
     assert worst <= experts_worst(Form("muon"))[1] and ratio <= 1.5

@@ -43,6 +43,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.slow
 def test_the_command_answers_every_question_on_a_cpu():
     done = run("prokl.doctor", **{"TRITON_INTERPRET": "1"} if "TRITON_INTERPRET" in os.environ else {})
     assert done.returncode == 0 and done.stderr == ""

@@ -215,6 +215,7 @@ def threads(monkeypatch):
     monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths", "size"])
 def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(name, threads, tmp_path, monkeypatch):
     wide = size.Trial("a change", "base", size.FORMS["pro-klshampoo"].default)

@@ -61,12 +61,14 @@ def test_where_times_are_compared_all_train_again_unless_they_trained_together(t
     assert trained == [["kl"], ["pro"], ["kl", "pro"]]
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_what_trains_beside(tmp_path, place):
     together = _losses(units.run(make_task(tmp_path / "together"), place))
     for key in HYPERS:
         assert _losses(units.run(make_task(tmp_path / "alone", key), place)) == {key: together[key]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpoint_seconds", "times"), [(60.0, 1), (1e-9, 1), (1e-9, 2)])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path, place, checkpoint_seconds, times, monkeypatch
@@ -125,6 +127,7 @@ def _assert_equal_to_rounding(found, whole):
         assert found_here.shape == expected.shape and difference <= ROUNDING[key], f"{key}: {difference}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_parts_of_a_batch_give_what_the_batch_gives(tmp_path, place, micro_batch):
     whole = units.run(make_task(tmp_path / "whole"), place)

@@ -15,6 +15,7 @@ QUICK, ALL = 100, 240
 """Cases of the default run; of CI's. The first 100 notice every break below; the command runs as many as wanted."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", fuzz.chunks(QUICK, ALL, 20))
 def test_whatever_comes_steps_are_bounded_and_the_state_is_sound(seeds):
     assert fuzz.failures(examine, seeds) == []
@@ -152,6 +153,7 @@ def test_the_command_prints_the_summary_so_far_after_ctrl_c(monkeypatch, capsys)
     assert capsys.readouterr().out.startswith("0 of 2 cases failed")
 
 
+@pytest.mark.slow
 def test_the_command_finds_with_two_processes_what_it_finds_with_one(capsys):
     assert main(["--cases", "3", "--first", "20", "--jobs", "2"]) == 0
     assert capsys.readouterr().out.startswith("0 of 3 cases failed")

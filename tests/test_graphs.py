@@ -145,6 +145,7 @@ def test_replayed_steps_of_all_kernels_equal_plain_ones(precision, recorded):
     assert len(recorded) == 2 * BUCKETS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls, kwargs", MOST)
 def test_replayed_steps_equal_plain_ones_from_two_recordings_of_every_bucket(cls, kwargs, recorded, few_kernels):
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
@@ -221,6 +222,7 @@ CHANGES = {
 QUICK = "other units of lr or another decay are recorded anew"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in CHANGES]
 )
@@ -264,6 +266,7 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, re
     assert moved(11) == set()
 
 
+@pytest.mark.slow
 def test_a_bounded_number_of_graphs_is_kept_and_those_in_use_outlive_others(recorded, few_kernels, monkeypatch):
     monkeypatch.setattr(prokl.engine.graphs, "KEPT", 2)
     (cls, kwargs), change = PRO, setting(momentum=lambda t: 0.9 if t % 2 else 0.9 + 0.001 * t)
@@ -293,6 +296,7 @@ def test_a_step_inside_a_capture_raises(monkeypatch):
     assert not optimizer.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["recording", "third replay"])
 def test_what_fails_is_noted_once_and_steps_run_plainly_from_then_on(what, recorded, few_kernels, monkeypatch):
     tried, record = [], prokl.engine.graphs.record
@@ -322,6 +326,7 @@ def test_what_fails_is_noted_once_and_steps_run_plainly_from_then_on(what, recor
     assert len(tried) == count
 
 
+@pytest.mark.slow
 def test_refreshes_that_no_graph_can_capture_run_plainly_and_ordinary_steps_are_replayed(recorded, monkeypatch):
     triton = select("triton", torch.device("cpu"))
     backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True, graphs_of_refreshes=False)
@@ -459,6 +464,7 @@ def test_a_repair_that_fails_too_hides_nothing(monkeypatch):
     assert len(prokl.engine.graphs.FAILED) == 2
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(recorded, few_kernels, monkeypatch):
     held, alive, record, execute = [], [], prokl.engine.graphs.record, Bucket.execute
 
@@ -488,6 +494,7 @@ def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(re
     assert after and not any(after)
 
 
+@pytest.mark.slow
 def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorded, few_kernels):
     kept = []
 

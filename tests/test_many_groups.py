@@ -37,6 +37,7 @@ def factor(i):
     return lambda t: (1 + i) / (1 + i + t)
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("backend, cautious", [("reference", True), ("torch", False), ("torch", True), CAUTIOUS])
 def test_each_weight_steps_as_in_one_batch_of_them_all_with_its_own_lr_and_decay(cls, kwargs, backend, cautious):
@@ -58,6 +59,7 @@ def test_each_weight_steps_as_in_one_batch_of_them_all_with_its_own_lr_and_decay
         assert differences(contents(optimizer)[i : i + 1], contents(twin)[i : i + 1]) == set()
 
 
+@pytest.mark.slow
 @each
 @pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
 def test_lrs_that_are_tensors_are_followed_weight_by_weight(cls, kwargs, backend):
@@ -175,6 +177,7 @@ def test_a_bad_setting_of_one_group_of_many_is_named_and_nothing_has_moved(cls, 
     train(optimizer, [3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -12,14 +12,14 @@ from prokl.backends.device import workspace
 from prokl.engine.pieces import Piece, runs
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
-METHODS = [*((ProKLShampoo, {"variant": v, "rank": 8}) for v in VARIANTS), (KLShampoo, {})]
-SHAPES = [(32, 32), (16, 64)]  # Newton-Schulz in its standard form and in Gram form
+METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLShampoo, {})]
+SHAPES = [(48, 48), (32, 128)]  # Newton-Schulz in its standard form and in Gram form
 STATE_DTYPES = [None, torch.bfloat16]
 CASES = [("torch", *method, shape, dtype) for method in METHODS for shape in SHAPES for dtype in STATE_DTYPES]
 # Interpreted, every method has one shape, and two of them another in balanced precision.
 INTERPRETED = [(*METHODS[i], SHAPES[i % 2], STATE_DTYPES[i // 2 % 2]) for i in range(len(METHODS))]
 INTERPRETED += [(ProKLShampoo, {**METHODS[0][1], "precision": "balanced"}, SHAPES[1], None)]
-INTERPRETED += [(KLShampoo, {"precision": "balanced"}, (48, 48), None)]
+INTERPRETED += [(KLShampoo, {"precision": "balanced"}, SHAPES[0], None)]
 CASES += [pytest.param("triton", *case, marks=pytest.mark.slow) for case in INTERPRETED]
 
 
@@ -38,11 +38,12 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_
         run(cls, gradient_stream(shapes, 3, dtype=torch.float32), dtype=torch.float32, backend=backend,
             precondition_frequency=2, init_eigenvalue=0.1, state_dtype=state_dtype, observe=observe,
             absent=lambda i, t: (i, t) == (1, 1), **kwargs)  # fmt: skip
-    allowed = len(shapes) * cls.method.workspace(*shape, 8) * 4
+    allowed = len(shapes) * cls.method.workspace(*shape, 16) * 4
     assert max(most[1:]) <= allowed  # one lacks a gradient, the last is a refresh
     assert max(most[1:]) >= allowed / 5  # and the bound is no arbitrary one; measured: 0.25 to 0.92 of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow), "reference"])
 def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend, monkeypatch):
     shapes = [(6, 10), (10, 6), (2, 6, 10), (8, 8)]

@@ -63,6 +63,7 @@ def test_wrappers_do_not_change_how_bfloat16_is_rounded(cls, split):
     assert differences(trained("1.weight"), plain)  # the name itself counts
 
 
+@pytest.mark.slow
 def test_a_compiled_model_ends_where_the_model_itself_does():
     ends = []
     for wrap in (lambda m: m, torch.compile, nn.DataParallel):

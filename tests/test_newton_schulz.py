@@ -229,6 +229,7 @@ def nearly_rank_one(B, m, n, rows):
     return X / torch.linalg.matrix_norm(X)[:, None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, m, rows",
     [

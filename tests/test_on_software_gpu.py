@@ -21,6 +21,7 @@ def stepped(cls, steps=2, **kwargs):
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [prokl.ProKLShampoo, prokl.KLShampoo])
 @pytest.mark.parametrize("precision", ["faithful", "balanced"])
 def test_the_launches_of_a_step_go_to_the_launcher_and_give_what_the_backend_gives(cls, precision):

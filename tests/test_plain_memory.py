@@ -42,6 +42,7 @@ LAZY_CASES = [(cls, backend, *lazy) for cls in (PRO, KL) for backend in BACKENDS
 INTERPRETED = [pytest.param(cls, "triton", *lazy, marks=SLOW_ON_CPU) for cls, lazy in ((KL, LAZY[0]), (PRO, LAZY[1]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls, backend, lazy, settings", LAZY_CASES + INTERPRETED)
 def test_a_lazily_negated_gradient_steps_as_its_values_do(cls, backend, lazy, settings):
     (one, weights), (two, twins) = (built(cls, backend, calls=0, **settings) for _ in range(2))

@@ -43,6 +43,7 @@ def test_beyond_the_budget_kl_shampoo_is_off_by_what_sixteen_bits_hold():
     assert off <= 128 * own < 0.1  # 2^-17 of a factor over 2^-24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounded", ROUNDED)
 @pytest.mark.parametrize("method", cases.CLASSES)
 def test_a_balanced_step_stays_within_the_budget_on_states_captured_from_training(method, rounded):
@@ -65,6 +66,7 @@ NEEDS = {  # what breaks on the hardest or on the easiest adversarial state
 }
 
 
+@pytest.mark.slow
 def test_every_product_needs_both_of_its_parts():
     assert NEEDS.keys() == PRODUCTS.keys()
     each = [coarse(name) for name in PRODUCTS]
@@ -79,6 +81,7 @@ def test_every_product_of_kl_shampoo_needs_both_of_its_parts():
     assert factors.keys() == {"L", "R"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", cases.CLASSES)
 def test_one_part_alone_is_over_the_budget_on_captured_states_too(method):
     case = captured(method).cases[cases.SNAPSHOTS[-1], cases.WEIGHTS[-1]]
@@ -100,6 +103,7 @@ def over(found, own):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("method", cases.CLASSES)
 def test_100_steps_on_recorded_gradients_end_where_faithful_ones_do(method, rounded):

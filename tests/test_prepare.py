@@ -134,6 +134,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory(tmp_path):
     pytest.importorskip("triton")
     made, there = tmp_path / "made", tmp_path / "there"

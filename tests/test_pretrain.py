@@ -57,6 +57,7 @@ def summary(folder):
     return frame(folder / "summary.csv").set_index("optimizer")
 
 
+@pytest.mark.slow
 def test_every_result_is_written(trained):
     table = (trained / "table.md").read_text(encoding="utf-8")
     assert [line.split("|")[1].strip() for line in table.splitlines()[4:]] == [OPTIMIZERS[key].label for key in FOUR]
@@ -188,6 +189,7 @@ def test_who_won_and_by_how_much_is_said_first(trained, capsys):
     assert pretrain.verdict(rows.assign(validation_loss=math.nan)).startswith("Every run diverged")
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_what_it_will_do_and_ends_with_where_the_pictures_are(text, tmp_path, capsys):
     assert run(text, tmp_path / "out", "--optimizers", "adamw", "pro-klshampoo") == 0
     said = capsys.readouterr()

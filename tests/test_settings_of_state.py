@@ -83,6 +83,7 @@ def test_settings_of_a_weight_that_still_waits_are_free_again_once_its_state_is_
     assert optimizer.state[waiting]["U"].shape[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_deleted_group_leaves_nothing_to_the_groups_that_come_after_it():
     """Python gives a new group the address of one that is gone."""
     optimizer, gone = PRO([weight(*SHAPE)]), []

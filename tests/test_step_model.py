@@ -48,6 +48,7 @@ def paper(request):
     return trace.steps(SETS["gpt2-124m"], torch.bfloat16, RANK, request.param)
 
 
+@pytest.mark.slow
 def test_every_kernel_has_its_work_counted():
     files = [path.read_text() for path in (ROOT / "kernels").glob("*.py")]
     kernels = {name for text in files for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", text)}
@@ -65,6 +66,7 @@ def test_every_kernel_has_its_work_counted():
     assert {e.kernel for e in launched if e.work.flops} == with_dot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, precision", zip([(24, 40), (20, 20)], model.PRECISIONS, strict=True))
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
@@ -241,6 +243,7 @@ def test_no_bucket_launches_more_than_it_did(paper):
         assert max(map(len, paper[kind])) <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", model.PRECISIONS)
 @pytest.mark.parametrize("name", PAPER)
 def test_the_committed_rows_are_those_of_this_code(name, precision):
@@ -254,6 +257,7 @@ def test_the_committed_rows_are_those_of_this_code(name, precision):
         assert [{key: row[key] for key in fresh[0]} for row in committed] == fresh, remedy
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_rows_of_either_kind_of_step(tmp_path, monkeypatch):
     monkeypatch.setattr(model.report, "__defaults__", (("gpt2-124m/4",),))
     monkeypatch.setattr(launch, "INTERPRETED", False)

@@ -158,6 +158,7 @@ def test_a_closure_keeps_the_autocast_around_the_step(on):
         assert optimizer.step(loss).dtype == (torch.bfloat16 if on else torch.float32)
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_enough_and_brings_nothing_large():
     large = "[m for m in sys.modules if m.split('.')[0] in ('triton', 'matplotlib')]"
     code = f"""

@@ -183,6 +183,7 @@ def run(T, lr, c_a, sigma_F=0.0):
     return seen, Constants(C, theta), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("c_a", [1.0, 1.5])
 @pytest.mark.parametrize("sigma_F", [0.0, 0.02])
 def test_descent_the_mean_stationarity_falls_as_the_theorem_says(sigma_F, c_a):
