@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 
 import prokl.engine.graphs
 from prokl import KLShampoo, ProKLShampoo
-from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.select import select
 from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.engine.bucket import Bucket
@@ -137,10 +136,9 @@ def assert_same(one, two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_replayed_steps_of_all_kernels_equal_plain_ones(precision, recorded):
+def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
     cls, kwargs = PRO
-    kwargs = {**kwargs, "steps": 7, "precondition_frequency": 2, "precision": precision}  # the third refresh replays
+    kwargs = {**kwargs, "steps": 7, "precondition_frequency": 2, "precision": "balanced"}  # the third refresh replays
     assert_same(train(cls, True, **kwargs), train(cls, False, **kwargs))
     assert len(recorded) == 2 * BUCKETS
 
