@@ -1,7 +1,5 @@
 """Quickens Triton's interpreter, which at every call and tensor derives again what the one before had."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +9,8 @@ def quicken() -> None:
     """Keep what the interpreter replaces in the language, and what follows from a type or a shape.
 
     Tensors lie on the host, so none are copied there: what does that holds their memory until the garbage collector
-    comes. Sums and products of integers are looked at for overflow in :func:`overflows_noticed` alone: it takes a fifth
-    of the time, and is of use where offsets are large.
+    comes. Whether integers overflow is not computed: it takes a fifth of the time, and without Triton's debug nothing
+    asks for the answer.
     """
     from triton.runtime import interpreter
 
@@ -20,23 +18,7 @@ def quicken() -> None:
     interpreter.GridExecutor._restore_args_dev = lambda self, *copies: None
     _language(interpreter)
     _types(interpreter)
-    _check_integers(False)
-
-
-@contextmanager
-def overflows_noticed() -> Iterator[None]:
-    """Let sums and products of integers beyond their range raise, where kernels are interpreted."""
-    _check_integers(True)
-    try:
-        yield
-    finally:
-        _check_integers(False)
-
-
-def _check_integers(wanted: bool) -> None:
-    from triton.runtime.interpreter import interpreter_builder
-
-    object.__setattr__(interpreter_builder.options, "sanitize_overflow", wanted)  # it is frozen
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)  # it is frozen
 
 
 def _language(interpreter: Any) -> None:
