@@ -210,8 +210,8 @@ def compiles(tree, mutation):
         for other in sources(tree, "csrc"):
             (Path(scratch) / other.name).write_text(mutant if other == path else other.read_text())
         flags = (*host_extension.FLAGS, f"-I{host_extension.HOST_CUDA}", *host_extension.extension_flags())
-        checked = [Path(scratch) / name for name in ("qr_float.cu", "binding.cpp")]
-        command = [host_extension.COMPILER, *flags, "-w", "-fsyntax-only", "-x", "c++", *checked]
+        checked = path.name if path.suffix in (".cpp", ".cu") else "qr_float.cu"  # which includes every header
+        command = [host_extension.COMPILER, *flags, "-w", "-fsyntax-only", "-x", "c++", Path(scratch) / checked]
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
