@@ -329,7 +329,7 @@ UNTRAINABLE = {
     "8-bit float": torch.zeros(4, 8).to(torch.float8_e4m3fn),
     "sparse": torch.zeros(4, 8).to_sparse(),
     "meta": torch.zeros(4, 8, device="meta"),
-    "expanded": torch.zeros(1, 8).expand(4, 8),
+    "expanded": torch.zeros(1, 8).expand(2, 8),
     "sparse gradients": nn.Embedding(4, 8, sparse=True),
 }
 
