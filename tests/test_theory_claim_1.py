@@ -104,3 +104,4 @@ def test_claim_1_the_bound_is_the_printed_formula():
     expected = 7 * 3 / 2 * torch.log(torch.tensor(ratio, dtype=torch.float64))
     assert float(gap_bound(values, 1, 7)) == pytest.approx(float(expected), rel=1e-13)
     assert float(gap_bound(1e-6 * values, 1, 7)) == pytest.approx(float(expected), rel=1e-13)
+    assert float(tail_am_gm(values[1:], 0)) == pytest.approx(ratio, rel=1e-14)  # all of it is the tail
