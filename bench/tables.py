@@ -52,7 +52,6 @@ TABLES: dict[str, Callable[[], str]] = {
             *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
             ("main", "main.csv", experiments.losses_table),
             ("ablation", "ablation.csv", experiments.losses_table),
-            ("step-model", "model.csv", timing.modelled),
         )
     },
 }

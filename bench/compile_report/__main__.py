@@ -1,9 +1,9 @@
 """What compilers make of the kernels, without a GPU: ``python -m bench.compile_report aot --out bench/results``.
 
 ``aot`` compiles every Triton kernel for sm_80, 90 and 100, beside what other versions of Triton made of them, ``csrc``
-has nvcc compile csrc/, ``model`` says what a step launches of both. Exit status 1: a kernel spills, takes more shared
-memory than there is, multiplies matrices without tensor cores, has lost its pipeline, or moves whole matrices by less
-than 16 bytes at a time. ``pack`` is ``./run prepare``; ``unpack`` takes up what it made.
+has nvcc compile csrc/. Exit status 1: a kernel spills, takes more shared memory than there is, multiplies matrices
+without tensor cores, has lost its pipeline, or moves whole matrices by less than 16 bytes at a time. ``pack`` is
+``./run prepare``; ``unpack`` takes up what it made.
 """
 
 import importlib.util
@@ -18,7 +18,6 @@ from bench.compile_report import pack
 REPORTS = {
     "aot": ("compile the Triton kernels", ("triton",)),
     "csrc": ("compile csrc/", ()),
-    "model": ("trace the steps of the paper's models", ()),
 }
 """What each does, and the columns by which rows of another compiler stay in a file; none do where there are none."""
 
@@ -36,10 +35,8 @@ def report(name: str) -> tuple[Sequence[Mapping[str, Any]], list[str]]:
 
     if launch.INTERPRETED:
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
-    from bench.compile_report import model, triton_kernels
+    from bench.compile_report import triton_kernels
 
-    if name == "model":
-        return model.report(), []
     kernels, wrong = triton_kernels.report(cores())
     return list(map(vars, kernels)), wrong
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -22,10 +21,6 @@ class Pointer:
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the storage, which is aligned."""
-    storage: int = field(default=0, compare=False)
-    """Number of the storage, which views of one tensor share."""
-    nbytes: float = field(default=0.0, compare=False)
-    """Of the elements that there are."""
 
     def data_ptr(self) -> int:
         return self.offset
@@ -44,8 +39,6 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
     names: tuple[str, ...]
     """Of the kernel's parameters."""
-    programs: int = field(default=0, compare=False)
-    """Of the grid."""
 
     @property
     def kernel(self) -> str:
@@ -61,19 +54,13 @@ def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-def held(t: Tensor) -> float:
-    """Return the bytes of the elements that there are: one that is expanded is held once."""
-    sizes = (size if stride else min(size, 1) for size, stride in zip(t.shape, t.stride(), strict=True))
-    return float(prod(sizes) * t.element_size())
-
-
 def _recorded(a: Any) -> Any:
     """Return what is kept of an argument, or of a tuple of them."""
     if isinstance(a, tuple):
         return tuple(map(_recorded, a))
     if not isinstance(a, Tensor):
         return a
-    return Pointer(a.dtype, a.storage_offset() * a.element_size() % 16, a.untyped_storage()._cdata, held(a))
+    return Pointer(a.dtype, a.storage_offset() * a.element_size() % 16)
 
 
 @contextmanager
@@ -88,7 +75,7 @@ def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Lau
     def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
         given = tuple(map(_recorded, arguments))
         name, names = kernel.__name__, tuple(kernel.arg_names)
-        launch = Launch(kernel.__module__, name, given, tuple(constants.items()), names, prod(grid))
+        launch = Launch(kernel.__module__, name, given, tuple(constants.items()), names)
         launches.append(launch)
         if seen is not None:
             seen(launch)

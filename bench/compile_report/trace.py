@@ -1,16 +1,14 @@
-"""What a real step launches on a GPU, traced without one: every kernel, with its operations and bytes.
+"""What a real step launches on a GPU, traced without one: every kernel of Triton's, csrc's and PyTorch's.
 
 The optimizer is built over weights without memory, and its buckets execute with the backend of a CUDA device that has
 the extension. The tensors say that they are on a CPU, since a torch without CUDA cannot index others; nothing asks them
 once the backend is chosen, but the check of the launchers. Triton's launches are recorded, the extension's follow from
-the sizes, and every other operator of PyTorch that computes something is one launch, of which the bytes of its tensors
-count.
+the sizes, and every other operator of PyTorch that computes something is one launch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.compile_report import qr_counts
-from bench.compile_report.launch_counts import Work, work
-from bench.compile_report.launches import Launch, held, recording
+from bench.compile_report.launches import Launch, recording
 from bench.shapes import ParameterSet
-from prokl import ProKLShampoo
-from prokl.backends.cuda_qr import Kind
 from prokl.backends.device import SHARE
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
@@ -36,15 +30,15 @@ MEMORY = 139 * 2**30
 TORCH = "elementwise"
 """Kernel of what PyTorch launches."""
 EXTENSION = "qr."
-"""What the names of the extension's kernels begin with."""
+"""What the names of the extension's operators begin with."""
+BLOCK = 128
+"""Columns that a block of the extension's threads factors, in float32."""
 KINDS = ("ordinary", "refresh")
 """Kinds of step; a refresh step does all that an ordinary one does."""
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 """Operators beside views that launch nothing."""
 TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}
 """Operators that copy their input and then write into the copy; those that write in place end in an underscore."""
-OVERWRITES = {"copy_", "fill_", "zero_"}
-"""Operators that do not read what they write."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +46,26 @@ class Event:
     """One launch of a step."""
 
     kernel: str
-    work: Work
     launch: Launch | None = None
     """Triton's."""
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
+def extension_launches(operator: str, k: int, looks: bool = False) -> int:
+    """Count the launches of an operator of :mod:`prokl.backends.cuda_qr` on matrices of k columns.
+
+    All launches of a call take place, whichever matrices need them, so that their number follows from the sizes.
+
+    Args:
+        operator: its name. k: columns. looks: of "finish", whether it is given Gram matrices to look at.
+    """
+    blocks = -(-k // BLOCK)
+    if operator == "finish":
+        return 1 + (looks and blocks > 1)
+    if blocks == 1:
+        return 1
+    factored, inverted = 3 * blocks - 1, blocks - 1  # a load, every block, and what two kernels make of the rest
+    twice = 2 * factored  # as it is, and with a shift
+    return {"factor": factored + inverted, "semidefinite_root": twice}.get(operator, twice + 2 * inverted)
 
 
 class Operators(TorchDispatchMode):
@@ -73,32 +76,14 @@ class Operators(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         library, _, name = func._schema.name.partition("::")
-        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
         if library == "prokl":
-            self._extension(name, args)
+            looks = name == "finish" and args[2] is not None
+            self.events += [Event(EXTENSION + name)] * extension_launches(name, args[0].shape[-1], looks)
         elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in NOTHING):
-            read = sum(map(held, given[1:] if name in OVERWRITES else given))
-            written = sum(map(held, _tensors(out)))
-            if name in TWICE:
-                self.events.append(Event(TORCH, Work(2 * held(given[0]))))
-            self.events.append(Event(TORCH, Work(read + written)))
+            self.events += [Event(TORCH)] * (1 + (name in TWICE))
         return out
-
-    def _extension(self, name: str, args: tuple[Any, ...]) -> None:
-        """Note the launches of an operator of :mod:`prokl.backends.cuda_qr`."""
-        N = args[2 if name == "finish" else 0]
-        parts = 0 if N is None else N.shape[1] if N.dim() == 4 else 1
-        batch, k = args[0].shape[0], args[0].shape[-1]
-        launches = {
-            "factor": lambda: qr_counts.factor(batch, k, parts, args[1] == Kind.SETTLE),
-            "semidefinite_inverse": lambda: qr_counts.semidefinite(batch, k, True),
-            "semidefinite_root": lambda: qr_counts.semidefinite(batch, k, False),
-            "finish": lambda: qr_counts.finish(batch, args[0].shape[1], k, parts),
-        }[name]()
-        self.events += [Event(EXTENSION + kernel, own) for kernel, own in launches]
 
 
 @contextmanager
@@ -107,8 +92,7 @@ def tracing() -> Iterator[list[Event]]:
     events: list[Event] = []
 
     def triton(launch: Launch) -> None:
-        done = work(launch.kernel, launch.by_name, launch.programs)
-        events.append(Event(launch.kernel, done, launch))
+        events.append(Event(launch.kernel, launch))
 
     def gpu(backend: str | None, device: Any, precision: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
         balanced = precision != "faithful" and dtype == torch.float32  # on a GPU None is balanced
@@ -167,10 +151,3 @@ def steps_of(
                     seen[size] = execute(bucket, kind, events)
                 found.setdefault(kind, []).append(seen[size])
     return found
-
-
-def steps(
-    parameters: ParameterSet, dtype: torch.dtype, rank: int, precision: str | None = None
-) -> dict[str, list[list[Event]]]:
-    """Return by kind of step what every bucket of a set launches in it under Pro-KLShampoo."""
-    return steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, advanced={"precision": precision}))

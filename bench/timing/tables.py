@@ -1,4 +1,4 @@
-"""Tables and figures of the rows of whole steps, modelled ones too, primitives and memory, for bench.tables."""
+"""Tables and figures of the rows of whole steps, primitives and memory, for bench.tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from bench.drawing import plt, save, tidy
 from bench.markdown import figure, table
 from bench.optimizers import OPTIMIZERS, label
 from bench.shapes import ASPECTS, PAPER, SMALL
-from bench.timing.entries import EAGER, PERIOD
+from bench.timing.entries import EAGER
 
 LAUNCHERS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 PLAIN = "plain"
@@ -121,19 +121,6 @@ def divided(rows: DataFrame) -> str:
         found.append([f"{LAUNCHERS[case]}, {ranks} rank{'s' if ranks > 1 else ''}", *cells])
     head = ["largest of a rank (ratio)", "state, MB", "ms a step", "CPU's ms", "MB sent", "MB received"]
     return table(DataFrame(found, columns=head), 1)
-
-
-def modelled(found: DataFrame) -> str:
-    """Return launches and milliseconds of every model, bfloat16 gradients; the last column amortises refreshes."""
-    lines = []
-    for (model, precision), own in found[found["dtype"] == "bfloat16"].groupby(["model", "precision"], sort=False):
-        ordinary, refresh = (own[own["case"] == kind].iloc[0] for kind in ("ordinary", "refresh"))
-        cells = {"model": model, "precision": precision}
-        cells["launches"] = f"{ordinary['launches']} / {refresh['launches']}"
-        cells["ms"] = " / ".join(figure(row["ms"], 1) for row in (ordinary, refresh))
-        mean = ordinary["ms"] + (refresh["ms"] - ordinary["ms"]) / PERIOD
-        lines.append(cells | {"ms of a mean step": figure(mean, 1)})
-    return table(DataFrame(lines), 2)
 
 
 def plot_aspects(rows: DataFrame, path: Path) -> None:
