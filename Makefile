@@ -1,7 +1,7 @@
 # The usual names for what ./run does.
 .PHONY: bench test
 
-# Microbenchmarks, whole steps and memory on the CPU; make bench OUT=DIR puts the rows there.
+# Microbenchmarks and whole steps on the CPU; make bench OUT=DIR puts the rows there.
 bench:
 	./run bench $(if $(OUT),--out "$(OUT)")
 

@@ -10,6 +10,6 @@ tables and what else is compared by searches, ``ablations`` changes one thing at
 * ``study``: one search, units that are kept and resumed; ``training``: data, one training loop; ``workers``: one pool.
 * ``timing``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first.
 * ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.
-* ``models``, ``presets``, ``shapes``, ``costs``, ``rates``: models, the paper's settings, counts, the machine's rates.
+* ``models``, ``presets``, ``shapes``: models, and the paper's settings.
 * ``markdown``, ``drawing``: tables and figures.
 """

@@ -133,7 +133,7 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
         return [entry.make(groups, state_dtype=state_dtype, **arguments(settings))]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
-    make, float32 = entry.make, h.float32 or rivals.emulated(weights)
+    make, float32 = entry.make, h.float32 or rivals.emulated(weights[0].device)
     if make is torch.optim.Muon:
         settings["adjust_lr_fn"] = h.adjust_lr_fn
         make = rivals.Float32Muon if float32 else make

@@ -72,9 +72,9 @@ def cautious_adamw(weights: list[Tensor], lr: float, weight_decay: float) -> Opt
     return heavyball.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=decay, cautious_weight_decay=True)
 
 
-def emulated(weights: list[Tensor]) -> bool:
-    """Return True if products in bfloat16 would be emulated where these weights are."""
-    return weights[0].device.type == "cpu" and not cpu_has_bfloat16()
+def emulated(device: torch.device) -> bool:
+    """Return True if products in bfloat16 would be emulated on a device."""
+    return device.type == "cpu" and not cpu_has_bfloat16()
 
 
 class Float32Muon(torch.optim.Muon):

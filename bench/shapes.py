@@ -1,4 +1,4 @@
-"""The parameter sets that are measured: matrix weights of the paper's models, small ones for a CPU, and growing ones.
+"""The parameter sets that are measured: matrix weights of the paper's models, and small ones for a CPU.
 
 Embeddings, output heads, norms and biases are no matrix weights here: AdamW steps them under every optimizer.
 """
@@ -80,8 +80,3 @@ SETS: dict[str, ParameterSet] = {
         llama("llama-450m/4", 7, 256, 704, (8, 16, 32)),
     )
 }
-
-ASPECTS: dict[str, ParameterSet] = {
-    f"n/m={k}": ParameterSet(f"n/m={k}", ((2, 128, 128 * k),), (32,)) for k in (1, 2, 4, 8, 16)
-}
-"""Two weights whose long side grows. Beyond square ones Pro-KLShampoo's work is linear in it, KL-Shampoo's cubic."""

@@ -1,8 +1,8 @@
-"""The documents' tables, and their plots, from the recorded rows: ``python -m bench.tables [--check] [--show DIR]``.
+"""The documents' tables, and their plots, from the recorded rows: ``python -m bench.tables [--check] [--steps CSV]``.
 
 A table stands between ``<!-- table NAME -->`` and ``<!-- end -->``; what is between them is replaced. With --check
-nothing is written, and the exit status says whether the documents show what the rows give. With --show the rows of
-another folder, as of ``./run bench``, are printed as tables.
+nothing is written, and the exit status says whether the documents show what the rows give. With --steps other rows of
+whole steps, as of ``./run bench``, are printed as a table.
 """
 
 import difflib
@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from bench.ablations import tables as ablations
-from bench.command import UsageError, command, options
+from bench.command import command, options
 from bench.rows import RESULTS, frame
-from bench.shapes import ASPECTS, SMALL
 from bench.study import comparisons, figures, size
 from bench.study import lengths_tables as lengths
 from bench.study import tables as experiments
@@ -36,8 +35,6 @@ TABLES: dict[str, Callable[[], str]] = {
         for name, file, table in (
             ("costs", "step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
             ("steps", "step-cpu.csv", timing.costs),
-            ("state", "memory.csv", partial(timing.memory, metric="state")),
-            ("divided", "divided.csv", timing.divided),
             *(
                 (f"disturbances-{part}", "disturbances.csv", partial(ablations.disturbances_table, lines=lines))
                 for part, lines in (("steps", ablations.DISTURBED), ("losses", ablations.LOSSES))
@@ -62,7 +59,7 @@ class Options:
     """Rewrite the documents' tables and the plots from the recorded rows, or check the documents."""
 
     check: bool = False  # Write nothing; fail if a document differs from the rows
-    show: Path | None = None  # Write nothing; print micro-cpu.csv, step-cpu.csv and memory.csv of this folder as tables
+    steps: Path | None = None  # Write nothing; print these rows of bench.timing as a table
 
 
 def rendered(text: str) -> str:
@@ -76,37 +73,18 @@ def rendered(text: str) -> str:
 
 def draw() -> None:
     """Draw the figures of the results again."""
-    timing.plot_aspects(frame(RESULTS / "step-cpu.csv"), RESULTS / "step-cpu-aspects.png")
     comparisons.draw(RESULTS)
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     figures.lengths(RESULTS / "lengths-loss.png", *lengths_rows)
     figures.lengths(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
 
 
-def shown(folder: Path) -> list[str]:
-    """Return tables of what a folder has rows for.
-
-    Raises:
-        UsageError: it has none.
-    """
-    micro, step, memory = (frame(folder / f"{name}.csv") for name in ("micro-cpu", "step-cpu", "memory"))
-    found = [timing.primitives(micro)] if len(micro) else []
-    models = set() if step.empty else set(step.loc[step["metric"] == "step", "model"])
-    found += [timing.steps(step)] if models & set(SMALL) else []
-    found += [timing.aspects(step)] if models & set(ASPECTS) else []
-    if len(memory):
-        found += [timing.memory(memory, metric, memory["model"].unique()) for metric in ("state", "workspace")]
-    if not found:
-        raise UsageError(f"{folder}: has no rows of micro, step or memory; measure with ./run bench --out {folder}")
-    return found
-
-
 @command
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     o = options(Options, argv, "bench.tables")
-    if o.show:
-        print("\n".join(shown(o.show)))
+    if o.steps:
+        print(timing.costs(frame(o.steps)))
         return 0
     check = o.check
     differ = False

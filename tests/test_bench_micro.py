@@ -12,13 +12,11 @@ import torch
 pytest.importorskip("pytest_benchmark")
 
 from bench import gate, rows  # noqa: E402
-from bench.costs import terms  # noqa: E402
 from bench.micro import groups  # noqa: E402
-from bench.micro.case import BF16, FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers, traffic  # noqa: E402
+from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
 from bench.micro.groups import KL, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.micro.stages import STAGES  # noqa: E402
-from bench.rates import Rates  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.backends.torch_ops import TorchStages  # noqa: E402
 from prokl.backends.triton_ops import TritonStages  # noqa: E402
@@ -27,7 +25,6 @@ from tests.commands import ROOT, read  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ParameterSet("tiny", ((2, 12, 20), (1, 20, 12), (2, 12, 12)), (2, 4))
-RATES = Rates(2e12, 1e12, 1e11)
 SIZES, SQUARE = Sizes(2, 24, 40, 8), Sizes(2, 24, 24, 8)
 EVERY = (*STAGES, *PRIMITIVES, *KERNELS)
 COMPARED = [case for own in (*STAGES, *PRIMITIVES) for case in (own, own.counterpart) if case]
@@ -117,25 +114,6 @@ def test_half_precision_is_held_to_what_the_plain_form_reaches_in_it():
     assert gate.complaint([x + 0.3125], [x + 0.0625], [truth]) == "error 3.1e-01 in bfloat16, may be 2.8e-01"
 
 
-def test_work_is_that_of_the_stages_terms():
-    s = Sizes(3, 64, 256, 16)
-    least = {t.stage: 0.0 for t in terms("pro-klshampoo", 64, 256, 16)}
-    for t in terms("pro-klshampoo", 64, 256, 16):
-        least[t.stage] += t.least
-    of_products = [case for case in STAGES if case.name != "admit"]
-    assert [(case.name.replace(" ", "_"), case.flops(s)) for case in of_products] == [*least.items()][:-1]
-    assert min(least.values()) > 0
-    ns, apply, product = PRIMITIVES
-    # Five steps on Gram matrices with a restart every two, polynomials by half: 11 m^3 + 9 m^2 n.
-    assert ns.flops(s) == ns.polar_flops(s) == named("direction").polar_flops(s) == 64**2 * (11 * 64 + 9 * 256)
-    assert ns.flops(replace(s, n=64)) == 64**3 * 5 * 4
-    assert apply.flops(s) == least["apply"] == 2 * 64 * 256 * 16 and product.flops(s) == 64 * 65 * 256
-    i = inputs(product, BF16, s)()
-    assert traffic(i, flat(product.bind(i, ON_CPU)())) == 3 * 4 * (64 * 256 + 64**2)
-    for case in EVERY:
-        assert 0 <= case.polar_flops(s) <= case.flops(s) > 0
-
-
 def forms_of(g, device):
     return [(form.name, form.backend) for form in g.forms(device)]
 
@@ -160,17 +138,9 @@ def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
 
 
-def test_a_row_has_the_floor_of_its_own_operations_and_of_the_dtype():
+def test_a_row_says_what_newton_schulz_is_in_and_what_kl_shampoo_does_instead():
     g = next(g for g in groups.groups([TINY], CPU) if g.name == "direction, 3 of 12x20, r=4")
     forms = {form.name: form for form in g.forms(CPU)}
-    found = groups.measured(forms[OURS], g, [1e-3, 2e-3, 4e-3], 0, RATES)
-    assert [found[k] for k in ("median", "q1", "q3", "rounds")] == pytest.approx([2, 1.5, 3, 3])
-    ns = 12**2 * (11 * 12 + 9 * 20)
-    rest = g.case.flops(g.sizes) - ns
-    assert found["floor"] == pytest.approx(1e3 * 3 * (ns / RATES.half + rest / RATES.single))
-    theirs = groups.measured(forms[KL], g, [1e-3], 0, RATES)
-    assert theirs["floor"] == pytest.approx(1e3 * 3 * 4 * (12**2 * 20 + 12 * 20**2) / RATES.single)
-    assert groups.measured(forms[OURS], g, [1e-3], 10**9, RATES)["floor"] == pytest.approx(10)
     said = [groups.row(forms[name], g, FP32, CPU) for name in (OURS, KL)]
     assert [r["dtype"] for r in said] == ["float32, Newton-Schulz bfloat16", "float32"]
     assert [r["note"] for r in said] == ["of tiny", "KL-Shampoo's direction; of tiny"]
@@ -207,15 +177,13 @@ def test_the_command_times_every_stage_and_primitive(tmp_path):
     done = pytest_bench("--benchmark-only", "--rows", str(tmp_path / "rows.csv"))
     assert done.returncode == 0 and "Mean" in done.stdout, done.stdout
     found = read(tmp_path / "rows.csv")
-    assert {r["metric"] for r in found if r["case"] == "machine"} >= {"copy bandwidth", "product rate float32"}
-    times = [r for r in found if r["metric"] == "time"]
-    assert [(r["case"], r["optimizer"], r["backend"], r["shapes"], r["rank"]) for r in times] == [
+    assert [(r["case"], r["optimizer"], r["backend"], r["shapes"], r["rank"]) for r in found] == [
         (g.name, *form, f"{g.sizes.B}x{g.sizes.m}x{g.sizes.n}", "4")
         for g in groups.groups([TINY], CPU)
         for form in forms_of(g, CPU)
     ]
-    for r in times:
+    for r in found:
         assert 0 < float(r["q1"]) <= float(r["median"]) <= float(r["q3"]) and 3 <= int(r["rounds"])
-        plain = next(p for p in times if p["case"] == r["case"] and p["optimizer"] == PLAIN)
+        plain = next(p for p in found if p["case"] == r["case"] and p["optimizer"] == PLAIN)
         assert float(r["ratio"]) == pytest.approx(float(r["median"]) / float(plain["median"]), rel=1e-5)
-        assert float(r["floor"]) > 0 and r["unit"] == "ms" and r["device"] and r["commit"]
+        assert r["unit"] == "ms" and r["device"] and r["commit"]

@@ -102,8 +102,8 @@ def test_online_kl_shampoo_has_its_authors_settings_unless_others_are_given():
 
 
 def test_cpus_are_asked(monkeypatch):
-    assert rivals.emulated([torch.zeros(2, 2)]) != cpu_has_bfloat16()
-    assert not rivals.emulated([torch.zeros(2, 2, device="meta")])
+    assert rivals.emulated(torch.device("cpu")) != cpu_has_bfloat16()
+    assert not rivals.emulated(torch.device("meta"))
 
 
 def test_a_missing_package_is_said_with_the_remedy(monkeypatch):

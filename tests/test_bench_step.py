@@ -8,12 +8,11 @@ import torch
 
 from bench import rows
 from bench.command import UsageError
-from bench.rates import Rates
-from bench.shapes import ParameterSet
+from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import agreement, entries, kernels
 from bench.timing import steps as step
-from bench.timing.entries import EAGER, PERIOD, Float32Muon, aspect_entries, model_entries, muon, pro
+from bench.timing.entries import EAGER, PERIOD, Float32Muon, kl, model_entries, muon, pro
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, failure, take_turns
 from prokl import ProKLShampoo
@@ -21,14 +20,13 @@ from tests.commands import ROOT, read, run_python
 
 CPU = torch.device("cpu")
 TINY = ParameterSet("tiny", ((2, 8, 12), (1, 12, 8), (1, 8, 8)), (2, 3, 4))
-RATES = Rates(2e12, 1e12, 1e11)
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The set "tiny" without peers, and rates that are not measured."""
-    monkeypatch.setitem(timing.EVERY, "tiny", TINY)
-    monkeypatch.setattr("bench.rates.measure_rates", lambda device: RATES)
+    """The set "tiny" without peers, on a machine with bfloat16."""
+    monkeypatch.setitem(SETS, "tiny", TINY)
+    monkeypatch.setattr(step, "emulated", lambda device: False)
     monkeypatch.setattr(step, "peers", lambda rank, polar: [])
     here = {column: "x" for column in rows.SAME} | {"date": "2000-01-01"}
     monkeypatch.setattr(rows, "environment", lambda device: here)
@@ -69,8 +67,7 @@ def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_
 @pytest.mark.parametrize("shape", [(12, 8), (8, 8), (4, 64)])
 def test_every_optimizer_of_this_package_agrees_with_the_reference(shape):
     own = [entry for entry in model_entries(TINY, CPU, torch.bfloat16) if entry.backend == "torch"]
-    assert len(own) == 6
-    assert [agreement.complaint(entry, shape, CPU) for entry in own] == [""] * 6
+    assert len(own) == 6 and not any(agreement.complaint(entry, shape, CPU) for entry in own)
 
 
 class Off(ProKLShampoo):
@@ -138,7 +135,7 @@ def test_what_raises_is_too_slow_or_ends_not_finite_gives_a_reason_and_costs_its
     assert failure(made_by(Failing), ValueError("x" * 300)) == "wrong: ValueError: ..."
     take_turns(runs, 1e-3, 1, 1)
     assert [run.trouble for run in runs] == ["wrong: weights are not finite", None]
-    found = step.set_rows(runs, left_out, TINY, RATES)
+    found = step.set_rows(runs, left_out, TINY, torch.float32)
     assert [("median" in row, row["note"].partition(";")[0]) for row in found] == [
         (True, "torch.optim.Muon, wrapped"),
         (False, "RuntimeError: no such kernel"),
@@ -152,7 +149,9 @@ def test_what_raises_is_too_slow_or_ends_not_finite_gives_a_reason_and_costs_its
 
 
 @pytest.mark.parametrize(
-    "entry", aspect_entries(TINY, CPU, torch.float32)[1:], ids=lambda e: f"{e.optimizer} {e.backend}"
+    "entry",
+    [pro("torch", 2, torch.float32), kl("torch"), kl("reference")],
+    ids=lambda e: f"{e.optimizer} {e.backend}",
 )
 def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(entry):
     problem = Problem(TINY, CPU)
@@ -166,12 +165,11 @@ def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(ent
 
 
 @pytest.mark.slow
-def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(tiny, tmp_path, capsys):
+def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, tmp_path, capsys):
     out = tmp_path / "rows.csv"
     arguments = ["steps", "--sets", "tiny", "--rounds", "3", "--out", str(out), "--seconds", "5"]  # three periods each
     assert timing.main(arguments) == 0
     found = read(out)
-    assert [r["case"] for r in found[:3]] == ["machine"] * 3 and found[0]["median"] == "2000"
     steps = [r for r in found if r["metric"] == "step"]
     own = ["muon", "adamw", "pro-klshampoo", "pro-klshampoo", "pro-klshampoo"]
     assert [(r["optimizer"], r["rank"]) for r in steps[:5]] == [*zip(own, ["", "", "2", "3", "4"], strict=True)]
@@ -180,32 +178,21 @@ def test_the_command_writes_ratios_to_muon_of_the_same_dtype_floors_and_goes_on(
     for r in steps:
         against = medians[r["dtype"] if r["optimizer"] in ("muon", "pro-klshampoo") else steps[0]["dtype"]]
         assert float(r["ratio"]) == pytest.approx(float(r["median"]) / against, rel=1e-5)
-        if r["optimizer"] != "smok-hop":
-            assert 0 < float(r["floor"]) < float(r["median"])
         assert float(r["q1"]) <= float(r["median"]) <= float(r["q3"]) and int(r["rounds"]) >= 3
         assert (r["model"], r["shapes"], r["unit"]) == ("tiny", "2x8x12 1x12x8 1x8x8", "ms")
-    adamw = next(r for r in steps if r["optimizer"] == "adamw")  # bytes of weight, gradient and two moments
-    assert float(adamw["floor"]) == pytest.approx(1e3 * (3 + 4) * 4 * TINY.elements / 1e11, rel=1e-6)
-    each = float(next(r["median"] for r in steps if (r["optimizer"], r["backend"]) == ("kl-shampoo", "reference")))
     ours = [r for r in steps if r["backend"]]
-    for metric, count in (("step without refresh", 0), ("refresh step", 0), ("step over klshampoo reference", 1)):
-        assert len([r for r in found if r["metric"] == metric]) == len(ours) - count
-    over = [float(r["median"]) for r in found if r["metric"] == "step over klshampoo reference"]
-    assert over == pytest.approx([float(r["median"]) / each for r in ours if float(r["median"]) != each], rel=1e-5)
+    for metric in ("step without refresh", "refresh step"):
+        assert len([r for r in found if r["metric"] == metric]) == len(ours)
     assert timing.main(arguments) == 0 and read(out) == found
     assert capsys.readouterr().out.splitlines()[-1].startswith("tiny: in ")
 
 
-def test_something_wrong_or_emulated_has_no_figure_and_wrong_gives_status_1(tiny, monkeypatch, capsys):
-    monkeypatch.setattr("bench.rates.measure_rates", lambda device: Rates(1e10, 1e11, 1e10))
+def test_something_wrong_has_no_figure_and_gives_status_1(tiny, monkeypatch, capsys):
     right = pro("torch", 2, torch.float32)
-    monkeypatch.setattr(
-        step, "model_entries", lambda *_: [muon(torch.bfloat16), muon(torch.float32), made_by(Off), right]
-    )
+    monkeypatch.setattr(step, "model_entries", lambda *_: [muon(torch.float32), made_by(Off), right])
     assert timing.main(["steps", "--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]) == 1
     said = capsys.readouterr().out
     assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in said and "pro-klshampoo torch r=2 step: wrong" not in said
-    assert "muon step: left out: products in bfloat16 take 10.0 times as long as in float32 here" in said
 
 
 @pytest.mark.slow

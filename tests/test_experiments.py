@@ -43,7 +43,7 @@ def text(tmp_path_factory):
 
 def run(text, out, name, *options):
     """The exit status of a command on the micro model."""
-    training = [] if name in ("alpha", "memory") else ["--data", text, *([] if "--jobs" in options else ["--jobs", 1])]
+    training = ["--data", text, *([] if "--jobs" in options else ["--jobs", 1])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SCALES, "tiny", (MICRO,))
         return command.main([name, "--out", str(out), *map(str, [*training, *options])])
@@ -192,23 +192,6 @@ def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
     assert 1 <= len(list(folder.glob("unfinished-*.pt"))) <= 2
 
 
-def test_alpha_and_memory_need_no_training(experiment, tmp_path, capsys):
-    assert experiment("alpha") == experiment("memory") == 0
-    alpha = frame(tmp_path / "out/alpha-kl.csv")
-    up = alpha[(alpha["model"] == "gpt2-124m") & (alpha["layer"] == "MLP up")].iloc[0]
-    assert (up["k"], f"{up['low']:.2g}", f"{up['high']:.2g}") == (768, "0.0013", "0.037")
-    assert "0.0014 to 0.016" in capsys.readouterr().out
-    costs = frame(tmp_path / "out/memory-cost.csv")
-    costs = costs[costs["model"] == "gpt2-124m"]
-    kl, pro = costs[costs["optimizer"] == "kl-shampoo"].iloc[0], costs[costs["rank"] == 128].iloc[0]
-    matrices = [(48, 768, 768), (24, 768, 3072)]
-    assert kl["state_elements"] == sum(c * (m * n + 2 * (m * m + n * n) + m + n) for c, m, n in matrices)
-    pro_elements = sum(c * (m * n + n * 128 + 2 * (m * m + 128**2) + m + 128 + 1) for c, m, n in matrices)
-    assert pro["state_elements"] == pro_elements and pro["gflop_factorisations"] < kl["gflop_factorisations"]
-    for figure in ("alpha-kl.png", "memory-cost.png"):
-        assert (tmp_path / "out" / figure).read_bytes().startswith(PNG)
-
-
 @pytest.fixture
 def threads(monkeypatch):
     """The pool's processes as threads, so that what a test has changed is there, too."""
@@ -265,7 +248,6 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
     ("arguments", "message"),
     [
         ("main --model bert", "--model bert is the beginning of no model; there are gpt2-micro"),
-        ("memory --steps 3", "Unrecognized options: --steps"),
         ("ablation --lr subspace-only=0.1,0.2", "--lr subspace-only: is not searched; give one rate"),
         ("cosmos --lr muon=0.02", "--lr muon: cosmos trains adamw, cosmos, pro-klshampoo; leave it out"),
         ("main --scale paper --device cpu", "--scale paper has other data for each family; give --model gpt2 or llama"),

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.timing.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.device import workspace
 from prokl.engine.pieces import Piece, runs
+from tests.peak import Peak
 from tests.problems import VARIANTS, gradient_stream, relative, run, state_tensors
 
 METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLShampoo, {})]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from bench.models import build, byte_gpt
-from bench.timing.peak import Peak
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.initial import initialise, initialise_kl
 from tests.inputs import METHODS, PRO, normal
+from tests.peak import Peak
 from tests.problems import made, relative, state_tensors
 
 MORE = 5

@@ -7,7 +7,6 @@ the time on a GPU and PyTorch's on a CPU; pytest-benchmark shows it.
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ import torch
 
 pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
 
-from bench.micro.case import Case, Dtypes, Expected, Inputs, Sizes, complaint, expect, flat, numbers, traffic  # noqa: E402
-from bench.micro.groups import Form, Group, Results, groups, measured, row  # noqa: E402
-from bench.rates import main_dtype  # noqa: E402
+from bench.micro.case import Case, Dtypes, Expected, Inputs, Sizes, complaint, expect, numbers  # noqa: E402
+from bench.micro.groups import Form, Group, Results, groups, row  # noqa: E402
+from bench.rivals import emulated  # noqa: E402
+from bench.rows import quartiles  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
 from bench.timer import call_seconds  # noqa: E402
-
-SLOW = 5.0
-"""Seconds that one call may take; what takes longer is not timed."""
 
 
 class Clock:
@@ -65,29 +62,20 @@ def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: R
     device = results.device
     if benchmark.enabled and results.has(group.name):
         pytest.skip("in the file of --rows already; --again measures it anew")
-    rates, d = results.rates() if benchmark.enabled else None, group.dtypes
-    if device.type == "cpu" and not (rates and main_dtype(rates) == torch.bfloat16):
-        d = replace(d, polar=torch.float32)
+    d = replace(group.dtypes, polar=torch.float32) if emulated(device) else group.dtypes
     ops = form.primitives(device)
     # In half precision a good form is some percent off, and so may a bad one be: float32 tells them apart.
-    exact = replace(d, polar=torch.float32) if form.case.polar_flops(group.sizes) else d
+    exact = replace(d, polar=torch.float32) if form.case.polar else d
     for own in dict.fromkeys((exact, d)):
         inputs, expected = prepared(form.case, group.sizes, own, device)
         wrong = complaint(form.case, ops, partial(deepcopy, inputs), expected)
         assert not wrong, f"{group.name}, {form.name} {form.backend}: {wrong}"
     inputs = deepcopy(inputs)
     run = form.case.bind(inputs, ops) if ops else partial(form.case.reference, inputs)
-    if rates is None:
-        benchmark(run)  # disabled: called once
+    if not benchmark.enabled:
+        benchmark(run)  # called once
         return
-    start = perf_counter()
-    moved = traffic(inputs, flat(run()))
-    took = perf_counter() - start
-    found = row(form, group, d, device)
-    if took > SLOW:
-        why = f"left out: a call took {took:.1f} s, may take {SLOW:g}"
-        results.add(found | {"note": f"{why}; {found['note']}"}, of)
-        pytest.skip(why)
     seconds = call_seconds(run, device, results.seconds)
-    results.add(found | measured(form, group, seconds, moved, rates), of)
+    figures = {name: 1e3 * value for name, value in quartiles(seconds).items()}
+    results.add(row(form, group, d, device) | figures | {"rounds": len(seconds)}, of)
     benchmark.pedantic(CLOCK.advance, args=(seconds[::-1],), rounds=len(seconds))

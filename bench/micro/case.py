@@ -1,4 +1,4 @@
-"""What a case is that is compiled, checked or timed: inputs, an operation over a backend's primitives, and its work.
+"""What a case is that is compiled, checked or timed: inputs, and an operation over a backend's primitives.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -70,8 +70,7 @@ class Case:
         name: unique among the cases.
         inputs: draws what all forms take; a form may write into it.
         bind: from inputs and primitives, the call that is timed.
-        flops: of one matrix: half of a symmetric product, one Cholesky pass a QR.
-        polar_flops: those of ``flops`` that belong to Newton-Schulz, which may run in bfloat16.
+        polar: whether products of Newton-Schulz are among it, which may run in bfloat16.
         plain: the results in plain PyTorch or by the specification; None where the torch backend is that already.
         counterpart: what KL-Shampoo does in the place of this.
         dtypes: to compile a kernel for.
@@ -85,8 +84,7 @@ class Case:
     name: str
     inputs: Callable[[Sizes, Dtypes, Draw], Inputs]
     bind: Bind
-    flops: Callable[[Sizes], float]
-    polar_flops: Callable[[Sizes], float] = lambda s: 0.0
+    polar: bool = False
     plain: Callable[[Inputs], Any] | None = None
     counterpart: Case | None = None
     dtypes: tuple[Dtypes, ...] = (FP32,)
@@ -267,8 +265,3 @@ def complaint(
     expected = expected or expect(case, fresh, has_pair(results))
     found = flat(results) if ops else expected.usual
     return gate.complaint(found, expected.usual, expected.truth) or expected.wrong
-
-
-def traffic(i: Inputs, results: list[Tensor]) -> int:
-    """Count the bytes of one call in which every operand is read once and every result written once."""
-    return sum(t.nbytes for t in (*_tensors(i), *results))

@@ -6,19 +6,16 @@ and what KL-Shampoo does in its place. On a GPU there are also the kernels, each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from bench import costs, rows
-from bench.counts import Cost
+from bench import rows
 from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS, PRIMITIVES
 from bench.micro.stages import STAGES
-from bench.rates import Rates, machine_rates
 from bench.shapes import ParameterSet
 from bench.timing.entries import backends
 from prokl import ops
@@ -85,7 +82,7 @@ def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
 def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
     """Return what the row of a form has that is not measured."""
     s, dtype = g.sizes, str(d.weights).removeprefix("torch.")
-    if form.case.polar_flops(s) > 0 and d.polar != d.weights:
+    if form.case.polar and d.polar != d.weights:
         dtype += f", Newton-Schulz {str(d.polar).removeprefix('torch.')}"
     notes = [form.case.name] if form.name == KL else []
     if form.name == OURS and form.case.name in ("track subspace", "refresh eigenbases"):
@@ -93,14 +90,6 @@ def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
     who = {"case": g.name, "optimizer": form.name, "backend": form.backend, "rank": s.r}
     what = {"metric": "time", "unit": "ms", "dtype": dtype, "shapes": f"{s.B}x{s.m}x{s.n}"}
     return who | what | {"note": "; ".join([*notes, f"of {', '.join(g.sets)}"])}
-
-
-def measured(form: Form, g: Group, seconds: Sequence[float], traffic: int, rates: Rates) -> rows.Row:
-    """Return what was measured of a form, as columns of its row; ``traffic`` is in bytes."""
-    s, polar = g.sizes, form.case.polar_flops(g.sizes)
-    cost = Cost(s.B * polar, s.B * (form.case.flops(s) - polar), traffic)
-    figures = {k: 1e3 * v for k, v in rows.quartiles(seconds).items()}
-    return figures | {"rounds": len(seconds), "floor": 1e3 * costs.floor(cost, rates)}
 
 
 class Results:
@@ -116,7 +105,6 @@ class Results:
         self._path, self._again = path, again
         self._here = rows.environment(device)
         self._rows: dict[str, list[rows.Row]] = {}
-        self.rates = cache(lambda: machine_rates(device, path, self._here))
 
     def has(self, group: str) -> bool:
         """Return True if the file had this group of this commit and machine before the run."""

@@ -3,7 +3,6 @@
 Dimension key: B matrices, m short side, n long side, r rank.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +66,7 @@ def stack_case(name: str, negate: bool, **fields: Any) -> Case:
         skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
         return lambda: own.gather(negate, skipped).G.to(W.dtype)
 
-    return Case(name, matrices(), bind, lambda s: 2 * s.m * s.n, module=stack, **fields)
+    return Case(name, matrices(), bind, module=stack, **fields)
 
 
 def usable_case(name: str, stacked: bool, **fields: Any) -> Case:
@@ -89,7 +88,7 @@ def usable_case(name: str, stacked: bool, **fields: Any) -> Case:
 
         return run
 
-    return Case(name, tensors("energy r+"), bind, lambda s: s.r, module=usable, **fields)
+    return Case(name, tensors("energy r+"), bind, module=usable, **fields)
 
 
 def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
@@ -109,10 +108,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
 
         return run
 
-    def elements(s: Sizes) -> float:
-        return sum(math.prod(getattr(s, side) for side in STATE[key] if side != ".") for key in keys.split())
-
-    return Case(name, tensors(*specs), bind, elements, module=store, **fields)
+    return Case(name, tensors(*specs), bind, module=store, **fields)
 
 
 def _apply(mode: str = "plain", **decay: bool) -> Bind:
@@ -133,10 +129,7 @@ def apply_case(
     factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, half: bool = False, **fields: Any
 ) -> Case:
     """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
-    Q, low_rank = "Q" in factors, "left" in factors
     name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
-    polar = lambda s: 2.0 * s.m * s.m * s.n * Q  # noqa: E731
-    flops = lambda s: polar(s) + 2 * s.m * s.n * (s.r * low_rank or 1)  # noqa: E731  (1: the step itself)
     name += f" {mode}" * (mode != "plain") + " low rank in half" * half
     bind = _apply(mode, decay_after=after, cautious_decay=cautious)
-    return Case(name, matrices(factors, half), bind, flops, polar, module=apply, **fields)
+    return Case(name, matrices(factors, half), bind, polar="Q" in factors, module=apply, **fields)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import counts
 from bench.micro.case import (
     BF16,
     BF16_STATE,
@@ -51,22 +50,18 @@ from prokl.pair import Operand, Pair
 
 BOTH = (FP32, BF16)
 STORED = (FP32, BF16, BF16_STATE, FP64)
-GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product, "operand": "polar"}
+GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product}
+GRAM |= {"operand": "polar", "polar": True}
 """Of what Newton-Schulz multiplies on Gram matrices."""
 
 
-def product_case(name: str, sides: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
-    """Return A B of sides m, k and n, or A A^T of sides m and k; ``operands`` and ``more`` are their tensors."""
+def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
+    """Return A B, or A A^T where there is one operand; ``more`` are other tensors that it takes."""
     specs = [f"{letter} {spec.strip()}" for letter, spec in zip("AB", operands.split(","), strict=False)]
     scales: dict[str, Any] = {} if "alpha ." in more or not more else {"alpha": 0.05, "beta": 0.95}
     name_of, module = ("product", product) if len(specs) == 2 else ("symmetric_product", symmetric_product)
-
-    def flops(s: Sizes) -> float:
-        m, k, *n = (getattr(s, side) for side in sides)
-        return float(2 * m * k * n[0] if n else m * (m + 1) * k)
-
     bind = call(name_of, *"AB"[: len(specs)])
-    return Case(name, tensors(*specs, *more, **scales), bind, flops, module=module, **fields)
+    return Case(name, tensors(*specs, *more, **scales), bind, module=module, **fields)
 
 
 def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
@@ -86,12 +81,8 @@ def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
 
         return run
 
-    def flops(s: Sizes) -> float:
-        count = counts.newton_schulz_gram if form(s.m, s.n) else counts.newton_schulz_standard
-        return sum(t.least for t in count(s.m, s.n, NS_STEPS))
-
     name = "newton_schulz " + ("gram" if gram else "standard")
-    return Case(name, tensors("X mn polar"), bind, flops, flops, timed=(FP32,), **fields)
+    return Case(name, tensors("X mn polar"), bind, polar=True, timed=(FP32,), **fields)
 
 
 def _inverse_norm(X: Tensor) -> Tensor:
@@ -115,11 +106,8 @@ def _polynomial(shifted: bool) -> Case:
             return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
         return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
 
-    def flops(s: Sizes) -> float:
-        return s.m * (s.m + 1) * s.m
-
     name = ("shifted" if shifted else "symmetric") + " polynomial"
-    return Case(name, tensors("R mm~ polar"), bind, flops, flops, **GRAM)
+    return Case(name, tensors("R mm~ polar"), bind, **GRAM)
 
 
 def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -141,7 +129,7 @@ def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
     inputs = _optional(active, "G mn weights", "M mn momentum", "U nr" + " pair" * pair)
     name = "projection" + " active" * active + " of pairs" * pair
     bind = call("projections", "G", "M", "U", "active")
-    return Case(name, inputs, bind, lambda s: 4 * s.m * s.n * s.r, module=project, narrow=True, **fields)
+    return Case(name, inputs, bind, module=project, narrow=True, **fields)
 
 
 def _residual(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
@@ -199,8 +187,7 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
 
     name = "momentum update" + " without G^" * (not hat) + " without bound" * (not scaled) + " active" * active
     name += " of pairs" * pair
-    flops = lambda s: 2 * s.m * s.n * s.r if hat else 3 * s.m * s.n  # noqa: E731
-    return Case(name, inputs, bind, flops, module=momentum, **fields)
+    return Case(name, inputs, bind, module=momentum, **fields)
 
 
 def _split_two(i: Inputs, ops: ProKLShampooStages) -> Callable[[], tuple[Pair, Pair]]:
@@ -229,7 +216,7 @@ def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
         return lambda: combine.combine(x, weights[0], y, weights[1], c, pair)
 
     name = "combine" + " scaled" * scaled + " and split" * pair
-    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
+    return Case(name, inputs, bind, module=combine, **fields)
 
 
 def _samples(scaled: bool, **fields: Any) -> Case:
@@ -240,7 +227,7 @@ def _samples(scaled: bool, **fields: Any) -> Case:
         return lambda: ops.samples(i["GQ"], i["QtG"], roots, i.get("scale"), 0.1)
 
     name = "samples" + " without bound" * (not scaled)
-    return Case(name, inputs, bind, lambda s: 3 * s.m * s.r, module=combine, **fields)
+    return Case(name, inputs, bind, module=combine, **fields)
 
 
 def _normalising(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
@@ -259,7 +246,7 @@ def _admit(**fields: Any) -> Case:
         state = {name: t for name, t in i.items() if name not in names}
         return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
 
-    return Case("admit kernel", drawn, bind, lambda s: 8 * s.m * s.r, module=admit, **fields)
+    return Case("admit kernel", drawn, bind, module=admit, **fields)
 
 
 KERNELS: tuple[Case, ...] = (
@@ -275,48 +262,46 @@ KERNELS: tuple[Case, ...] = (
     _momentum(hat=False, scaled=True, active=False, dtypes=(BF16,)),
     Case(
         "precondition", tensors("P mm", "G_par mr", "Q_S rr", "a_S r+", alpha=0.01),
-        call("precondition", "P", "G_par", "Q_S", "a_S"), lambda s: 2 * s.m * s.r * (s.m + 2 * s.r),
+        call("precondition", "P", "G_par", "Q_S", "a_S"),
         dtypes=(FP32, FP64), timed=(FP32,), module=precondition, operand="arithmetic", narrow=True,
     ),
     # The products of the step: G_perp, those of r x r and m x r, X = P G^perp, the tracked basis.
     Case(
-        "product G_perp", tensors("G mn weights", "G_tilde mr", "U nr"), _residual, lambda s: 2 * s.m * s.n * s.r,
+        "product G_perp", tensors("G mn weights", "G_tilde mr", "U nr"), _residual,
         dtypes=(FP32, BF16, FP64), timed=BOTH, module=product,
     ),
-    product_case("product", "mmr", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
-    product_case("product A^T", "mmr", "mmT, mr"),
-    product_case("product B^T", "mrr", "mr, rrT"),
+    product_case("product", "mm, mr", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
+    product_case("product A^T", "mmT, mr"),
+    product_case("product B^T", "mr, rrT"),
     Case(
-        "whiten", _whitened("P mm", "G_perp mn"), _whiten,
-        lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
+        "whiten", _whitened("P mm", "G_perp mn"), _whiten, timed=(FP32,), module=product,
     ),
-    product_case("product V", "nmr", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
+    product_case("product V", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
     # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, Q^T L Q.
-    product_case("product V F", "nrr", "nr, rr", ("alpha .",)),
-    product_case("symmetric W", "rn", "rnT", timed=(FP32,)),
+    product_case("product V F", "nr, rr", ("alpha .",)),
+    product_case("symmetric W", "rnT", timed=(FP32,)),
     Case(
-        "congruence", tensors("L mm~", "Q mm"), call("congruence", "L", "Q"), lambda s: s.m * (3 * s.m + 1) * s.m,
+        "congruence", tensors("L mm~", "Q mm"), call("congruence", "L", "Q"),
         timed=(FP32,), module=symmetric_product,
     ),
     product_case(
-        "product Q X", "mmn", "mm polar, mn polar", ("C mn polar", "alpha .", "beta ."),
-        timed=(FP32,), operand="polar", polar_flops=lambda s: 2 * s.m * s.m * s.n,
+        "product Q X", "mm polar, mn polar", ("C mn polar", "alpha .", "beta ."),
+        timed=(FP32,), operand="polar", polar=True,
     ),
-    product_case("symmetric P", "mm", "mm", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
-    product_case("symmetric E", "mn", "mn", timed=(FP32,)),
+    product_case("symmetric P", "mm", dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
+    product_case("symmetric E", "mn", timed=(FP32,)),
     Case(
         "factor EMA", tensors("L mm~", "X mr", "E mm~", "tail .+", beta=H.beta2, alpha=0.1),
-        call("factor_ema", "L", "X", "E", "tail", "beta", "alpha"), lambda s: s.m * (s.m + 1) * s.r,
+        call("factor_ema", "L", "X", "E", "tail", "beta", "alpha"),
         timed=(FP32,), module=symmetric_product,
     ),
     Case(
         "coordinates' EMA", tensors("S rr~", "Z rmT", beta=H.beta2, alpha=0.1),
-        call("coordinates_ema", "S", "Z", "beta", "alpha"), lambda s: s.r * (s.r + 1) * s.m,
+        call("coordinates_ema", "S", "Z", "beta", "alpha"),
         module=symmetric_product,
     ),
     Case(
-        "symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"),
-        lambda s: s.m * (s.m + 1) * s.n, lambda s: s.m * (s.m + 1) * s.n, **GRAM,
+        "symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"), **GRAM,
     ),
     _polynomial(shifted=False),
     _polynomial(shifted=True),
@@ -342,21 +327,21 @@ KERNELS: tuple[Case, ...] = (
     _samples(scaled=False),
     Case(
         "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, dtype=lambda s, d: d.polar),
-        call("cut", "t", "largest", "dtype", "bounded", "clipped"), lambda s: 3 * s.m * s.r,
+        call("cut", "t", "largest", "dtype", "bounded", "clipped"),
         dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
     ),
     Case(
-        "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising, lambda s: s.m + 2 * s.r,
+        "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising,
         dtypes=(FP32, FP64), timed=(FP32,), module=norms,
     ),
     store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
     store_case("store bases", "Q_L Q_S", "a", dtypes=(FP32, BF16_STATE)),
-    Case("split scaled", tensors("x mm", "a m+"), _split, lambda s: 3 * s.m * s.m, timed=(FP32,), module=split),
+    Case("split scaled", tensors("x mm", "a m+"), _split, timed=(FP32,), module=split),
     Case(
-        "split two", tensors("x mm", "y nr"), _split_two, lambda s: 2 * (s.m * s.m + s.n * s.r),
+        "split two", tensors("x mm", "y nr"), _split_two,
         timed=(FP32,), module=split,
     ),
-    Case("split", tensors("x mn"), _split, lambda s: 2 * s.m * s.n, timed=(FP32,), module=split),
+    Case("split", tensors("x mn"), _split, timed=(FP32,), module=split),
     # What a balanced step takes instead.
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(
@@ -364,40 +349,38 @@ KERNELS: tuple[Case, ...] = (
     ),
     Case(
         "product G_perp of pairs", tensors("G mn weights", "G_tilde mr pair", "U nr pair"), _residual,
-        lambda s: 2 * s.m * s.n * s.r, dtypes=(FP32, BF16), timed=BOTH, module=product,
+        dtypes=(FP32, BF16), timed=BOTH, module=product,
     ),
     Case(
-        "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"), _row_energies,
-        lambda s: 2 * s.m * s.m * s.n, timed=(FP32,), module=product,
+        "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"), _row_energies, timed=(FP32,), module=product,
     ),
     Case(
         "whiten of pairs", _whitened("P mm pair", "G_perp mn pair"), _whiten,
-        lambda s: 2 * s.m * s.m * s.n, dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
+        dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
     ),
     apply_case("X Q scale left right active", half=True),
     apply_case("X Q scale left right active", "stochastic", half=True, dtypes=(BF16,)),
     apply_case("X scale left right active", half=True),
     apply_case("X scale left right active", "stochastic", half=True, dtypes=(BF16,)),
-    product_case("product of pairs", "mmr", "mm pair, mr pair", timed=(FP32,), operand="pair"),
-    product_case("product V of pairs", "nmr", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
-    product_case("symmetric E of pairs", "mn", "mn pair", timed=(FP32,), operand="pair"),
+    product_case("product of pairs", "mm pair, mr pair", timed=(FP32,), operand="pair"),
+    product_case("product V of pairs", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
+    product_case("symmetric E of pairs", "mn pair", timed=(FP32,), operand="pair"),
     Case(
         "product of pairs, split", tensors("A mr pair", "B rr pair"), _split_result(product, "product"),
-        lambda s: 2 * s.m * s.r * s.r,
         module=product, operand="pair",
     ),
     # And KL-Shampoo's.
     store_case("store of KL-Shampoo", KL_STEPPED, "ae", dtypes=(FP32, BF16_STATE)),
     apply_case("X active", after=True, dtypes=(FP32_POLAR,)),
     apply_case("X active", "stochastic", after=True, dtypes=(replace(BF16, polar=torch.float32),)),
-    product_case("product Q_L^T G of pairs", "mmn", "mmT pair, mn pair"),
-    product_case("product by Q_R^T of pairs", "mnn", "mn pair, nnT pair"),
-    product_case("symmetric L of pairs", "mn", "mn pair", ("C mm~",)),
-    product_case("symmetric R of pairs", "nm", "nmT pair", ("C nn~",)),
-    product_case("symmetric R", "nm", "nmT", ("C nn~",)),
+    product_case("product Q_L^T G of pairs", "mmT pair, mn pair"),
+    product_case("product by Q_R^T of pairs", "mn pair, nnT pair"),
+    product_case("symmetric L of pairs", "mn pair", ("C mm~",)),
+    product_case("symmetric R of pairs", "nmT pair", ("C nn~",)),
+    product_case("symmetric R", "nmT", ("C nn~",)),
     Case(
         "symmetric P of pairs", tensors("A mm pair"), _split_result(symmetric_product, "symmetric_product"),
-        lambda s: s.m * (s.m + 1) * s.m, timed=(FP32,), module=symmetric_product, operand="pair",
+        timed=(FP32,), module=symmetric_product, operand="pair",
     ),
 )  # fmt: skip
 
@@ -422,8 +405,8 @@ PRIMITIVES = (
         apply_case("X scale left right", timed=(FP32,), plain=_applied, counterpart=apply_case("X scale")), name="apply"
     ),
     product_case(
-        "symmetric product", "mn", "mn", timed=(FP32,), plain=lambda i: i["A"] @ i["A"].mT,
-        counterpart=product_case("symmetric product of the long side", "nm", "nmT", ("C nn~",)),
+        "symmetric product", "mn", timed=(FP32,), plain=lambda i: i["A"] @ i["A"].mT,
+        counterpart=product_case("symmetric product of the long side", "nmT", ("C nn~",)),
     ),
 )  # fmt: skip
 """Timed on every device, each beside its formula as it is printed."""

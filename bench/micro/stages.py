@@ -17,9 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bench import counts
-from bench.costs import NS_STEPS
-from bench.counts import Term
 from bench.micro.case import FP32, Case, Draw, Dtypes, Inputs, Sizes, beside, flat
 from prokl.algorithm import klshampoo, reference, reference_kl
 from prokl.algorithm.algebra import State
@@ -27,6 +24,7 @@ from prokl.algorithm.settings import Hyper, ProHyper
 from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.qr import householder_qr
 
+NS_STEPS = 5
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0, False, "original")
 H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo"), Hyper(*COMMON)
@@ -164,21 +162,11 @@ def _all(x: Any) -> Any:
 def _case(method: str, stage: str, plain: Any, kept: Callable[[Any], Any] = _all, **fields: Any) -> Case:
     """Return a stage, of whose results ``kept`` are those that ``plain`` gives of one matrix."""
     own = method == "pro-klshampoo"
-
-    def terms(s: Sizes) -> list[Term]:
-        return counts.pro_klshampoo(s.m, s.n, s.r, NS_STEPS) if own else counts.klshampoo(s.m, s.n)
-
-    def flops(s: Sizes) -> float:
-        return sum(t.least for t in terms(s) if t.stage == stage)
-
-    def polar(s: Sizes) -> float:
-        return sum(t.least for t in terms(s) if t.stage == stage and t.newton_schulz)
-
     drawn = pro_inputs if own else kl_inputs
     inputs = partial(drawn, times=SURPRISING) if stage in ("admit", "decide") else drawn
     name = stage.replace("_", " ") if own else f"KL-Shampoo's {stage}"
-    given = {"flops": flops, "polar_flops": polar} | fields
-    return Case(name, inputs, _bind(stage, method, kept), plain=each(plain), **given)
+    polar = own and stage == "direction"
+    return Case(name, inputs, _bind(stage, method, kept), polar=polar, plain=each(plain), **fields)
 
 
 _pro, _kl = partial(_case, "pro-klshampoo", timed=(FP32,)), partial(_case, "kl-shampoo")
@@ -189,7 +177,6 @@ STAGES = (
         "admit",
         lambda G, state, h: _scale(G, reference.whitened_sizes(G, state, h), state, h),
         lambda admitted: admitted.scale,
-        flops=lambda s: 4 * s.m * s.r,  # elementwise, of which counts has nothing
         counterpart=_kl(
             "decide",
             lambda G, state, h: _scale(G, reference_kl.whitened_sizes(G, state), state, h),

@@ -2,9 +2,8 @@
 
 main: the main table, its sweeps, and loss against steps and seconds; ablation: the ablation table and its curves;
 cosmos: the comparison with COSMOS; spectra: of KL-Shampoo's L and R; phi: spectra of Phi_L under Pro-KLShampoo over
-windows of 10 minibatches; alpha: the brackets on alpha_kl, without training; memory: state and operations of a step on
-the paper's models, without training; lengths: every method tuned at every length of a run; size: a model three times as
-wide, on a fixed grid. The last two go on with the recorded rows.
+windows of 10 minibatches; lengths: every method tuned at every length of a run; size: a model three times as wide, on a
+fixed grid. The last two go on with the recorded rows.
 """
 
 import sys
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 
 from bench import command
-from bench.study import alpha, cost, lengths, size
+from bench.study import lengths, size
 from bench.study.comparisons import COMPARISONS
-from bench.study.options import Options, Still
+from bench.study.options import Options
 from bench.study.spectra import WATCHINGS
 from bench.study.study import Study
 from bench.study.units import Place
@@ -53,8 +52,6 @@ def _train(name: str, o: Options) -> str:
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], str]]] = {
     **{name: (Options, partial(_train, name)) for name in (*COMPARISONS, *WATCHINGS)},
-    "alpha": (Still, alpha.run),
-    "memory": (Still, cost.run),
     "lengths": (lengths.Options, lengths.run),
     "size": (size.Options, size.run),
 }

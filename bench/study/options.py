@@ -67,17 +67,6 @@ class Training:
         return found
 
 
-def beginning(scales: tuple[Scale, ...], model: str) -> tuple[Scale, ...]:
-    """Return the scales whose model's name begins so.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if chosen := tuple(scale for scale in scales if scale.name.startswith(model)):
-        return chosen
-    raise UsageError(f"--model {model} is the beginning of no model; there are {', '.join(s.name for s in scales)}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options(Training):
     """Make one of the paper's tables or figures.
@@ -131,9 +120,16 @@ class Options(Training):
 
     @cached_property
     def scales(self) -> tuple[Scale, ...]:
-        """The models, with what was given in place of their own."""
-        chosen = beginning(SCALES[self.scale], self.model)
-        return tuple(replace(scale, **self.given, lr=self.rates) for scale in chosen)
+        """The models, with what was given in place of their own.
+
+        Raises:
+            UsageError: no model's name begins as was asked.
+        """
+        every = SCALES[self.scale]
+        if chosen := [scale for scale in every if scale.name.startswith(self.model)]:
+            return tuple(replace(scale, **self.given, lr=self.rates) for scale in chosen)
+        names = ", ".join(scale.name for scale in every)
+        raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
 
     @property
     def place(self) -> str:
@@ -149,14 +145,6 @@ class Options(Training):
     def compared_starts(self) -> tuple[str | float, ...]:
         """Starts of the eigenvalues."""
         return self.starts or ((PAPER_START,) if self.scale == "paper" else (AUTO, PAPER_START))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Still:
-    """Make what trains nothing: brackets on alpha_kl layer by layer, or state and operations of a step."""
-
-    out: Path = Path("runs/experiments")  # Results folder
-    model: str = ""  # Only models whose name begins so: gpt2, llama, gpt2-350m
 
 
 @dataclass(frozen=True, kw_only=True)

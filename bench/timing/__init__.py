@@ -1,1 +1,1 @@
-"""What steps take: time beside other packages', kernels, memory, and a divided step."""
+"""What steps take: time beside other packages', and kernels."""

@@ -98,11 +98,10 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
     Args:
         s: the weights, and the ranks.
         device: where.
-        polar: dtype of Newton-Schulz; the other one is measured at the middle rank alone.
+        polar: dtype of Newton-Schulz; where it is bfloat16, float32 is measured too, at the middle rank.
     """
     middle = s.ranks[len(s.ranks) // 2]
     batched = backends(device)
-    other = torch.float32 if polar == torch.bfloat16 else torch.bfloat16
     found = [
         muon(polar),
         Entry("adamw", OPTIMIZERS["adamw"].make, (("lr", 1e-3), ("fused", True)), note="fused"),
@@ -111,19 +110,13 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         *(pro(backend, middle, polar, "smok-hop") for backend in batched),
         *(kl(backend) for backend in batched),
         kl("reference"),
-        muon(other),
-        pro(batched[-1], middle, other),
     ]
+    if polar == torch.bfloat16:
+        found += [muon(torch.float32), pro(batched[-1], middle, torch.float32)]
     if device.type == "cuda":
         graphed = pro(batched[-1], middle, polar)
         found.append(replace(graphed, settings=(*graphed.settings, ("cuda_graphs", False)), note=EAGER))
     return found
-
-
-def aspect_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> list[Entry]:
-    """Return what is compared by n/m: the batched steps, KL-Shampoo weight by weight, and Muon."""
-    best = backends(device)[-1]
-    return [muon(polar), pro(best, s.ranks[0], polar), kl(best), kl("reference")]
 
 
 def _every_tenth(name: str, period: str) -> Callable[[Any, list[Tensor]], Optimizer]:

@@ -8,16 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default}
-SUMS = {torch.ops.aten.addmm.default, torch.ops.aten.baddbmm.default}
-
 
 class Peak(TorchDispatchMode):
-    """Bytes that storages made under it hold now, and the most that they have held since :meth:`restart`.
-
-    Products in bfloat16 give zeros: many a CPU takes a hundred times as long for them as for float32, and the values
-    of Newton-Schulz, the only one to use them, decide nothing about memory.
-    """
+    """Bytes that storages made under it hold now, and the most that they have held since :meth:`restart`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +27,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if func in PRODUCTS | SUMS and args[0].dtype == torch.bfloat16:
-            A, B = args[-2:]
-            out = A.new_zeros(*A.shape[:-1], B.shape[-1])
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 self._hold(t.untyped_storage(), known)

@@ -1,0 +1,80 @@
+"""The bytes that a divided step sends and receives are those of the weights that ranks do not own."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.models import build, llama
+from prokl import ProKLShampoo, param_groups
+from tests.distributed.pool import pools  # noqa: F401  (a fixture)
+
+MATRICES = 4 * (8 * 24 * 24 + 6 * 24 * 64)  # bytes of two layers of width 24
+WEIGHTS = MATRICES + 4 * (2 * 4096 * 24 + 5 * 24)  # with embedding, head and norms
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank sends to others and receives from them in collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = self.received = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does with the tensors that it has comes here
+        if func.namespace == "c10d":
+            sent, received = self.moved(func._opname, args)
+            self.sent, self.received = self.sent + sent, self.received + received
+        return func(*args, **(kwargs or {}))
+
+    def moved(self, name, args):
+        others, place = dist.get_world_size() - 1, dist.get_rank()
+        if name == "_allgather_base_":
+            return args[1].nbytes * others, args[0].nbytes - args[1].nbytes
+        if name == "broadcast_":
+            size = sum(t.nbytes for t in args[0])
+            return (size * others, 0) if args[2] == place else (0, size)
+        if name == "alltoall_base_":
+            into, out, into_rows, out_rows = args[0], args[1], args[3], args[4]
+            kept = into_rows[place] * into.itemsize, out_rows[place] * out.itemsize
+            return out.nbytes - kept[1], into.nbytes - kept[0]
+        raise NotImplementedError(f"c10d::{name} is not counted")
+
+
+def step_bytes(how):
+    """What this rank sends and receives in a step, and the bytes of the weights that it owns."""
+    torch.manual_seed(0)
+    model, g = build(llama(2, 24, 1, 64, 4096)), torch.Generator().manual_seed(0)
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    group = dist.group.WORLD if how == "ddp" else None
+    optimizer = ProKLShampoo(param_groups(model, lr=0.02, adamw_lr=3e-3, rank=8), process_group=group)
+    for _ in range(2):  # the first one makes the state
+        for p in model.parameters():
+            p.grad = whole = torch.randn(p.shape, generator=g)
+            if isinstance(p, DTensor):
+                p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        with Traffic() as traffic:
+            optimizer.step()
+    owned = sum(w.stand_in.nbytes for w in optimizer._division.divided() if w.stand_in is not None)
+    return traffic.sent, traffic.received, owned
+
+
+@pytest.mark.slow
+def test_each_weight_goes_once_to_every_rank_that_does_not_own_it(pools):  # noqa: F811
+    found = pools[2].run(step_bytes, "ddp")
+    assert sum(owned for *_, owned in found) == WEIGHTS
+    assert [(sent, received) for sent, received, _ in found] == [(owned, WEIGHTS - owned) for *_, owned in found]
+
+
+@pytest.mark.slow
+def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pools):  # noqa: F811
+    found = pools[2].run(step_bytes, "fsdp")  # a gradient and a weight come, the stepped weight goes back
+    assert sum(owned for *_, owned in found) == MATRICES
+    assert sum(sent for sent, *_ in found) == sum(received for _, received, _ in found) == 3 * MATRICES / 2
