@@ -46,7 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {
             ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
             ("lengths-reached", "lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
-            *((name, f"{name}.csv", ablations.differences_table) for name in ("precision", "bf16", "fused")),
+            ("bf16", "bf16.csv", ablations.differences_table),
             ("main", "main.csv", experiments.losses_table),
             ("ablation", "ablation.csv", experiments.losses_table),
         )

@@ -11,7 +11,7 @@ from bench import rows, workers
 from bench.ablations import __main__ as ablations
 from bench.ablations import disturbed, experts, language, tables
 from bench.ablations.disturbed import Case, Form
-from bench.ablations.studies import STUDIES, changed, read_as, same, stored, tuned
+from bench.ablations.studies import STUDIES, changed, same, stored, tuned
 from bench.ablations.study import Study
 from bench.paired import paired
 from bench.training.run import Run
@@ -44,9 +44,6 @@ def test_a_difference_is_paired_and_decided_beyond_students_quantile(factor, dec
 def test_one_seed_or_one_that_diverged_decides_nothing():
     assert paired([2.0], [1.0]).mean == 1.0 and math.isnan(paired([2.0], [1.0]).error)
     assert not paired([2.0], [1.0]).decided and not paired([math.nan, 2.0, 2.0], [1.0, 1.0, 1.0]).decided
-
-
-BASES = tuple(f"orthogonality of {basis}" for basis in ("U", "Q_L", "Q_R"))
 
 
 def cells(text):
@@ -86,22 +83,22 @@ def quick(monkeypatch, threads):
         yield {"metric": "validation loss", "unit": "nats", "median": settings["x"] + unit.seed}
 
     study = Study("", ("m",), ("muon", "adamw"), same({"usual": {"x": 1}, "other": {"x": 2}}), figures, seeds=(0, 1))
-    monkeypatch.setitem(STUDIES, "precision", study)
+    monkeypatch.setitem(STUDIES, "bf16", study)
     return ran
 
 
 def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(quick, tmp_path, monkeypatch):
-    arguments = ["precision", "--out", str(tmp_path), "--optimizers", "muon"]
+    arguments = ["bf16", "--out", str(tmp_path), "--optimizers", "muon"]
     assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
     assert quick == [("muon", v, seed) for seed in (1, 0) for v in ("usual", "other")]
-    found = rows.read(tmp_path / "precision.csv")
+    found = rows.read(tmp_path / "bf16.csv")
     assert [(r["value"], r["seed"], r["median"]) for r in found] == [
         ("usual", "1", "2"), ("other", "1", "3"), ("usual", "0", "1"), ("other", "0", "2"),
     ]  # fmt: skip
     assert {(r["model"], r["steps"], r["threads"], r["device"]) for r in found} == {("m", "400", "1", "cpu")}
     assert ablations.main([*arguments, "--variants", "other", "--again"]) == 0
     assert quick[4:] == [("muon", "other", 0), ("muon", "other", 1)]
-    assert len(rows.read(tmp_path / "precision.csv")) == 4
+    assert len(rows.read(tmp_path / "bf16.csv")) == 4
 
 
 @pytest.mark.parametrize(
@@ -130,11 +127,6 @@ def test_rows_are_known_by_the_studies_own_keys():
     ("study", "arguments", "metrics"),
     [
         ("bf16", ["--optimizers", "pro-klshampoo", "--variants", "float32", "master, AdamW's in float32"], {LOSS}),
-        ("fused", ["--models", "llama-tiny", "--optimizers", "kl-shampoo", "--variants", "fused, by head"], {LOSS}),
-        ("precision", ["--models", "llama-tiny", "--optimizers", "pro-klshampoo"], {LOSS}),
-        ("undisturbed", ["--models", "llama-tiny", "--optimizers", "kl-shampoo"], {LOSS, "bounded gradients"}),
-        ("one-rate", ["--optimizers", "muon", "subspace-only"], {LOSS, "update rms"}),
-        ("drift", ["--variants", "float32"], {LOSS, "training loss", "bounded steps", *BASES}),
         ("robustness", ["--variants", "experts of 4 tokens, r = 8"], {"training loss"}),
         ("digits", ["--optimizers", "muon", "--variants", "1"], {"test loss", "test errors"}),
         ("disturbances", ["--variants", "spikes", "--optimizers", "muon", "kl-shampoo none"], {LOSS}),
@@ -201,19 +193,6 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
         assert own["gradient"] == pytest.approx(usual["gradient"] * CHANGED[name].get("gradient", 1.0), rel=1e-5)
     others = {"lr", "rank", "batch", "width", "zero"} - CHANGED[name].keys()
     assert all(own[key] == usual[key] for key in others)
-
-
-def test_fused_weights_start_as_the_three_do_and_are_read_as_told(monkeypatch, source):
-    variants = read_as("llama-tiny", "pro-klshampoo")
-    h = tuned("", "pro-klshampoo")
-    losses = {}
-    for name, settings in variants.items():
-        run, trainee = begun(monkeypatch, source, language.TINY["llama-tiny"], h, settings)
-        losses[name] = float(trainee.loss(trainee.model, *run.validation[0]).detach())
-        group = trainee.optimizers[0].param_groups[0]
-        assert set(group.get("split") or [None]) == {None, settings.get("pieces")}
-        assert bool(group.get("transposed")) is ("(in, out)" in name)
-    assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 def test_weights_are_stored_as_told_and_the_model_computes_in_float32(monkeypatch, source):

@@ -1,7 +1,6 @@
 """The studies, each a few lines: what is trained, what its variants change, and what is watched."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ from bench.optimizers import OPTIMIZERS, Hyper
 from bench.study import lengths as protocol
 from bench.study.protocol import RANKED
 from bench.study.scales import DEMO
-from bench.training.run import nothing
 
 BYTE_GPT = DEMO.name
 OURS = ("pro-klshampoo", "kl-shampoo")
@@ -54,38 +52,6 @@ def stored(model: str, method: str) -> Mapping[str, Settings]:
     return {name: {"lr": lr, **settings} for name, settings in STORED.items()}
 
 
-def read_as(model: str, method: str) -> Mapping[str, Settings]:
-    """Return how q, k and v may be read: q, k and v in one weight, or hidden matrices as if stored (in, out)."""
-    heads = TINY[model].config.heads
-    return {
-        "separate": {},
-        "fused, whole": {"pieces": None},
-        "fused, three": {"pieces": 3},
-        "fused, by head": {"pieces": 3 * heads},
-        "separate, taken for (in, out)": {"transposed": True},
-    }
-
-
-# One lr for all groups in AdamW's units, or one for the matrices in the method's own beside AdamW's.
-MATCHED, ORIGINAL = "match_rms_adamw", "original"
-ONE = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-OWN = {"pro-klshampoo": (1e-2, 2e-2, 3e-2, 6e-2, 1.2e-1), "kl-shampoo": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)}
-
-
-def rates(model: str, method: str) -> Mapping[str, Settings]:
-    """Return the rates of a method; one alone where only the size of updates is of interest."""
-    beside = OPTIMIZERS["adamw"].lr
-    if method == "adamw":
-        return {f"{lr:g}": {"lr": lr, "adamw_lr": None} for lr in ONE}
-    if method == "subspace-only":
-        return {f"{OPTIMIZERS[method].lr:g} {ORIGINAL}": {"adjust_lr_fn": ORIGINAL}}
-    matched = {
-        f"{lr:g} {MATCHED}": {"lr": lr, "adamw_lr": lr, "adjust_lr_fn": MATCHED}
-        for lr in (ONE if method in OWN else (beside,))
-    }
-    return matched | {f"{lr:g} {ORIGINAL}": {"lr": lr} for lr in OWN.get(method, ())}
-
-
 # The defaults with one thing changed at a time.
 USUAL = "as it is"
 EXPERTS, EXPERT_TOKENS, LAST = "experts of 4 tokens, r = 8", 4, 20
@@ -116,7 +82,7 @@ def changed(model: str, form: str) -> Mapping[str, Settings]:
 def robust(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
     """Yield the rows of a changed run, or of experts that see fewer tokens than r."""
     if unit.model != "experts":
-        yield from language.figures(TINY, tuned, nothing, unit, settings)
+        yield from language.figures(TINY, tuned, unit, settings)
         return
     form, lr = bounded(unit.optimizer) if unit.optimizer != "muon" else Form("muon"), tuned("", unit.optimizer).lr
     found = experts.losses(form, unit.steps, 0, 0, EXPERT_TOKENS, lr)
@@ -153,7 +119,7 @@ def disturb(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
         more: dict[str, Any] = {"factor": factor, **form.bound}
         source = language.data(SMALL.config.context)
         of = {"seed": unit.seed, "steps": unit.steps, "data": source.name, "data_sha256": source.sha256}
-        for row in language.figures({BYTE_GPT: SMALL}, by_default, nothing, method, more):
+        for row in language.figures({BYTE_GPT: SMALL}, by_default, method, more):
             yield {"value": value, "median": torch.inf} | of | row
 
 
@@ -168,60 +134,14 @@ def of_digits(model: str, form: str) -> Mapping[str, Settings]:
     return {f"{factor:g}": {"lr": protocol.FORMS[form].default.lr * factor} for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
 
 
-SMALL_ONLY = {BYTE_GPT: SMALL}
-KEPT = {
-    "float32": {"constant": True},
-    "bfloat16 state": {"constant": True, "state_dtype": "bfloat16"},
-    "bfloat16 weights": {"constant": True, "model_dtype": BF16},
-}
 STUDIES = {
     "bf16": Study(
         "what bfloat16 weights cost in loss",
         (BYTE_GPT,),
         OURS,
         stored,
-        partial(language.figures, SMALL_ONLY, by_default, nothing),
+        partial(language.figures, {BYTE_GPT: SMALL}, by_default),
         seeds=(0, 1, 2),
-    ),
-    "drift": Study(
-        "whether bases drift in a long run",
-        (BYTE_GPT,),
-        OURS,
-        same(KEPT),
-        partial(language.figures, SMALL_ONLY, by_default, partial(language.watch_drift, 500)),
-        steps=5000,
-    ),
-    "fused": Study(
-        "the recorded runs with q, k and v read otherwise",
-        tuple(TINY),
-        OURS,
-        read_as,
-        partial(language.figures, TINY, language.recorded, nothing),
-        seeds=(0, 1, 2, 3),
-    ),
-    "precision": Study(
-        "the recorded runs with products as exact as float32, and with those that a GPU's kernels take",
-        tuple(TINY),
-        OURS[:1],
-        same({name: {"precision": name} for name in ("faithful", "balanced")}),
-        partial(language.figures, TINY, language.recorded, nothing),
-        seeds=tuple(range(8)),
-    ),
-    "undisturbed": Study(
-        "the recorded runs again, and how many of their gradients are bounded",
-        (*TINY, BYTE_GPT),
-        OURS,
-        same({"": {}}),
-        partial(language.figures, TINY | {BYTE_GPT: DEMO}, language.recorded, language.watch_bounded),
-        seeds=(0, 1, 2, 3),
-    ),
-    "one-rate": Study(
-        "one lr for all groups, or two",
-        (BYTE_GPT,),
-        ("adamw", *OURS, "muon", "complement-only", "smok-hop", "subspace-only"),
-        rates,
-        partial(language.figures, {BYTE_GPT: replace(SMALL, eval_windows=64)}, by_default, language.watch_sizes),
-        steps=200,
     ),
     "robustness": Study(
         "the defaults with one thing changed at a time",
