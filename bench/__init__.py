@@ -1,7 +1,7 @@
 """Benchmarks of prokl; run from a checkout, never installed.
 
 Eight commands, six of them for people: ``pretrain`` compares optimizers on a small model, ``study`` makes the paper's
-tables and what else is compared by searches, ``ablations`` changes one thing at a time, ``timing`` measures steps and
+tables and tunes every method, ``ablations`` changes one thing at a time, ``timing`` measures steps and
 ``pytest bench`` stages and kernels, ``compile_report`` compiles, ``tables`` shows what was recorded in ``results``; and
 ``first`` asks a GPU whether anything works, ``c4`` makes data. What they are built from:
 

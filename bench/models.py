@@ -210,11 +210,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2-350m": gpt2(24, 1024, 8, GPT2_VOCABULARY),
     "llama-134m": llama(12, 768, 12, 2048, LLAMA_VOCABULARY),
     "llama-450m": llama(30, 1024, 16, 2816, LLAMA_VOCABULARY),
-    # Half and an eighth of the smaller two's widths, on bytes. Heads of width 64 and 16, so that rotation has pairs.
-    "gpt2-small": gpt2(6, 384, 6, context=256),
-    "llama-small": llama(6, 384, 6, 1024, context=256),
     # Three times the width of llama-tiny, 5.1M parameters: what a core trains in half an hour.
     "llama-288": llama(5, 288, 6, 768, context=256),
+    # An eighth of the smaller two's widths, on bytes. Heads of width 16, so that rotation has pairs.
     "gpt2-tiny": gpt2(4, 96, 6, context=128),
     "llama-tiny": llama(4, 96, 6, 256, context=128),
 }

@@ -1,4 +1,4 @@
-"""The paper's hyper-parameters and run lengths: the sweep tables of its appendix, tab:sweep-gpt124m and so on, as data.
+"""The paper's run lengths, and what the sweep tables of its appendix (tab:sweep-gpt124m and so on) selected.
 
 Under every method but AdamW itself, embedding, head and norms have AdamW with the learning rate and weight decay of the
 same table's AdamW row (``adamw_lr``, ``adamw_weight_decay``). On LLaMA every weight decay is 0. The two ablation
@@ -29,15 +29,6 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class Range:
-    """Hyper-parameters that the paper tried, each value with each; one value where it did not sweep."""
-
-    lr: tuple[float, ...]
-    weight_decay: tuple[float, ...]
-    alpha_kl: tuple[float, ...] = ()  # empty where the method has none
-
-
-@dataclass(frozen=True)
 class RunLength:
     """How long a model is trained."""
 
@@ -64,61 +55,54 @@ RUNS = {
 }
 """By model of :mod:`bench.models`."""
 
-# Method (ranks) | learning rates (selected) | weight decays (selected) | alpha_kl (selected), as printed, but for two
-# things: equal rows of several ranks are one, and where the paper says that Smok-Hop uses KL-Shampoo's selected rate,
-# that rate stands.
+# Method (ranks) | learning rate | weight decay | alpha_kl, as printed, but for two things: equal rows of several ranks
+# are one, and where the paper says that Smok-Hop uses KL-Shampoo's selected rate, that rate stands.
 _TABLES = {
     "gpt2-124m": """
-AdamW | 1e-3, 2e-3, 3e-3 (2e-3) | 2e-2, 5e-2, 1e-1 (5e-2)
-Muon | 1e-2, 2e-2, 3e-2 (2e-2) | 0, 2e-2, 3e-2, 5e-2, 1e-1 (2e-2)
-KL-Shampoo | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1, 2e-1, 2.5e-1, 3e-1 (2.5e-1)
-COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (5e-4) | 1e-1, 2.5e-1, 5e-1 (2.5e-1)
-Pro-KLShampoo (32, 64, 128) | 1e-2, 2e-2, 3e-2 (2e-2) | 1e-2, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2) | 5e-3, 1e-2, 1.5e-2 (1e-2)
+AdamW | 2e-3 | 5e-2
+Muon | 2e-2 | 2e-2
+KL-Shampoo | 2e-3 | 2.5e-1
+COSMOS (64, 128) | 5e-4 | 2.5e-1
+Pro-KLShampoo (32, 64, 128) | 2e-2 | 3e-2 | 1e-2
 Smok-Hop (128) | 2e-3 | 2.5e-1
 """,
     "gpt2-350m": """
-AdamW | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1 (5e-2)
-Muon | 1e-2, 2e-2, 3e-2, 5e-2 (2e-2) | 0, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2)
-KL-Shampoo | 1e-3, 2e-3, 3e-3 (2e-3) | 5e-2, 1e-1, 1.5e-1, 2e-1, 2.5e-1, 3e-1 (1.5e-1)
-COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (1e-3) | 2e-1, 3e-1, 5e-1 (5e-1)
-Pro-KLShampoo (32, 64, 128) | 1e-2, 2e-2, 3e-2 (2e-2) | 1e-2, 2e-2, 3e-2, 5e-2, 1e-1 (3e-2) | 5e-3, 1e-2, 1.5e-2 (1e-2)
+AdamW | 2e-3 | 5e-2
+Muon | 2e-2 | 3e-2
+KL-Shampoo | 2e-3 | 1.5e-1
+COSMOS (64, 128) | 1e-3 | 5e-1
+Pro-KLShampoo (32, 64, 128) | 2e-2 | 3e-2 | 1e-2
 """,
     "llama-134m": """
-AdamW | 1e-3, 2e-3, 3e-3, 5e-3 (3e-3) | 0
-Muon | 5e-3, 1e-2, 2e-2, 3e-2 (2e-2) | 0
-KL-Shampoo | 2e-3, 3e-3, 4e-3, 5e-3, 8e-3 (5e-3) | 0
-COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (1e-3) | 0
-Pro-KLShampoo (32, 64) | 1e-2, 2e-2, 3e-2 (2e-2) | 0 | 5e-3, 1e-2, 1.5e-2 (1e-2)
-Pro-KLShampoo (128) | 1e-2, 2e-2, 3e-2 (3e-2) | 0 | 5e-3, 1e-2, 1.5e-2 (1e-2)
-Smok-Hop (128) | 2e-3, 3e-3, 5e-3 (3e-3) | 0
+AdamW | 3e-3 | 0
+Muon | 2e-2 | 0
+KL-Shampoo | 5e-3 | 0
+COSMOS (64, 128) | 1e-3 | 0
+Pro-KLShampoo (32, 64) | 2e-2 | 0 | 1e-2
+Pro-KLShampoo (128) | 3e-2 | 0 | 1e-2
+Smok-Hop (128) | 3e-3 | 0
 """,
     "llama-450m": """
-AdamW | 2e-3, 3e-3, 5e-3 (2e-3) | 0
-Muon | 2e-2, 3e-2, 5e-2 (2e-2) | 0
-KL-Shampoo | 2e-3, 3e-3, 5e-3 (3e-3) | 0
-COSMOS (64, 128) | 2e-4, 5e-4, 1e-3, 2e-3 (5e-4) | 0
-Pro-KLShampoo (32, 64, 128) | 2e-2, 3e-2 (2e-2) | 0 | 5e-3, 1e-2 (5e-3)
+AdamW | 2e-3 | 0
+Muon | 2e-2 | 0
+KL-Shampoo | 3e-3 | 0
+COSMOS (64, 128) | 5e-4 | 0
+Pro-KLShampoo (32, 64, 128) | 2e-2 | 0 | 5e-3
 Smok-Hop (128) | 3e-3 | 0
 """,
 }
-RANGES: dict[Key, Range] = {}
-"""What the paper tried, by method, model and rank."""
-_SELECTED: dict[Key, tuple[float, float, float | None]] = {}
+SELECTED: dict[Key, tuple[float, float, float | None]] = {}
+"""Learning rate, weight decay and alpha_kl by method, model and rank."""
 for _model, _table in _TABLES.items():
     for _line in _table.strip().splitlines():
         _name, *_cells = (cell.strip() for cell in _line.split("|"))
         _method, *_ranks = _name.lower().replace("(", "").replace(")", "").replace(",", "").split()
-        _columns = [cell.rstrip(")").split(" (") for cell in _cells]
-        _tried = [tuple(map(float, column[0].split(","))) for column in _columns]
-        _chosen = [float(column[-1]) for column in _columns]
         for _rank in map(int, _ranks) if _ranks else (None,):
-            RANGES[_method, _model, _rank] = Range(*_tried)
-            _SELECTED[_method, _model, _rank] = (*_chosen, None)[:3]
+            SELECTED[_method, _model, _rank] = (*map(float, _cells), None)[:3]
 for _model in ("gpt2-124m", "llama-134m"):  # the paper ran these ablations there only, at rank 128
     for _method in ("subspace-only", "complement-only"):
-        _lr, *_rest = _SELECTED["pro-klshampoo", _model, 128]
-        _SELECTED[_method, _model, 128] = (_lr * ABLATION_FACTOR, *_rest)
-        RANGES[_method, _model, 128] = Range(*((value,) for value in _SELECTED[_method, _model, 128]))
+        _lr, *_rest = SELECTED["pro-klshampoo", _model, 128]
+        SELECTED[_method, _model, 128] = (_lr * ABLATION_FACTOR, *_rest)
 
 
 def preset(method: str, model: str, rank: int | None) -> Preset:
@@ -134,9 +118,9 @@ def preset(method: str, model: str, rank: int | None) -> Preset:
         UsageError: If the paper has no such run; says which it has.
     """
     if model not in _TABLES:
-        raise UsageError(f"the paper did not train {model}, only {', '.join(_TABLES)}; tune on {model} instead")
-    if (method, model, rank) not in _SELECTED:
-        having = ", ".join(f"{m}{f' (rank {r})' if r else ''}" for m, of, r in _SELECTED if of == model)
+        raise UsageError(f"the paper did not train {model}, only {', '.join(_TABLES)}")
+    if (method, model, rank) not in SELECTED:
+        having = ", ".join(f"{m}{f' (rank {r})' if r else ''}" for m, of, r in SELECTED if of == model)
         given = f"{method} with rank {rank}" if rank else f"{method} without a rank"
-        raise UsageError(f"the paper has no {given} on {model}; choose from {having}, or tune")
-    return Preset(*_SELECTED[method, model, rank], *_SELECTED["adamw", model, None][:2])
+        raise UsageError(f"the paper has no {given} on {model}; choose from {having}")
+    return Preset(*SELECTED[method, model, rank], *SELECTED["adamw", model, None][:2])

@@ -3,11 +3,11 @@
 All start from the same weights, see the same batches, and take turns step by step, so that their timings share
 whatever else the machine does. It is the smallest of :mod:`bench.study`, with fixed learning rates in place of
 searches. The run ends with a table and writes into ``--out``: ``table.md``, ``summary.csv``, ``curves.csv``,
-``loss.png``, ``spectrum.png``, and below ``runs`` what the same command goes on from.
+``loss.png``, and below ``runs`` what the same command goes on from.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -25,11 +25,9 @@ from bench.study.options import Training
 from bench.study.protocol import PRO, Kind
 from bench.study.protocol import kind as kind_of
 from bench.study.scales import AUTO, DEMO, Scale
-from bench.study.spectra import watch_end
 from bench.study.study import Study
 from bench.study.units import Place
 from bench.training.run import Settings
-from bench.training.spectrum_figure import draw, normalised
 
 SHAPE = DEMO.config
 
@@ -38,7 +36,7 @@ SHAPE = DEMO.config
 class Options(Training):
     """Train a small byte-level GPT with several optimizers on the same batches and weights.
 
-    Ctrl-C keeps what was done; the same command goes on bit for bit. Several rates of one optimizer train side by side.
+    Ctrl-C keeps what was done; the same command goes on bit for bit.
     """
 
     out: Path = Path("runs/pretrain")  # Results folder
@@ -48,6 +46,7 @@ class Options(Training):
     eval_windows: int = DEMO.eval_windows  # Validation contexts
     optimizers: tuple[Literal[tuple(OPTIMIZERS)], ...] = ("adamw", "muon", "kl-shampoo", PRO)  # type: ignore[valid-type]
     """Side by side."""
+    lr: tuple[str, ...] = ()  # Learning rates by optimizer in place of their own, as in muon=0.02
     adamw_lr: float = OPTIMIZERS["adamw"].lr  # Of AdamW, and of embedding, head and norms under every optimizer
     rank: int = DEMO.largest  # Of the tracked subspace
     alpha_kl: Literal["auto"] | float = AUTO  # Pro-KLShampoo's mixing weight; the paper's is 0.01
@@ -63,6 +62,7 @@ class Options(Training):
         counts = ("rank", "threads", "layers", "width", "heads", "context")
         command.at_least(1, **{name: getattr(self, name) for name in counts})
         command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
+        command.positive(lr=[*self.rates.values()])
         command.some(optimizers=self.optimizers)
         try:
             self.scale  # noqa: B018
@@ -80,15 +80,31 @@ class Options(Training):
     @property
     def selected(self) -> dict[Kind, Hyper]:
         """What trains."""
-        own = {"adamw": (self.adamw_lr,)} | self.rates
+        own = {"adamw": self.adamw_lr} | self.rates
         found = {}
         for name in self.optimizers:
-            values = own.get(name, (OPTIMIZERS[name].lr,))
-            for lr in values:
-                kind = replace(kind_of(name, self.rank, self.init_eigenvalue), lr=lr if len(values) > 1 else None)
-                mixed = self.alpha_kl != AUTO and "alpha_kl" in OPTIMIZERS[name].settings
-                alpha = float(self.alpha_kl) if mixed else None
-                found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
+            kind, entry = kind_of(name, self.rank, self.init_eigenvalue), OPTIMIZERS[name]
+            alpha = float(self.alpha_kl) if self.alpha_kl != AUTO and "alpha_kl" in entry.settings else None
+            lr = own.get(name, entry.lr)
+            found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
+        return found
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates by optimizer, where they were given.
+
+        Raises:
+            UsageError: If they are not written as in muon=0.02.
+        """
+        found = {}
+        for text in self.lr:
+            name, _, value = text.partition("=")
+            if name not in OPTIMIZERS:
+                raise UsageError(f"--lr {text}: unknown optimizer {name!r}; choose from {', '.join(OPTIMIZERS)}")
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise UsageError(f"--lr {text}: {value!r} is no learning rate; write it as in muon=0.02") from None
         return found
 
     def settings(self, curve: bool) -> Settings:
@@ -113,9 +129,7 @@ def verdict(rows: DataFrame) -> str:
     ended = rows.dropna(subset="validation_loss").sort_values("validation_loss")
     if ended.empty:
         return "Every run diverged: no loss was finite at the end."
-    several = ended["optimizer"].duplicated(keep=False)  # rates of one method
-    of = zip(ended["optimizer"], ended["lr"], several, strict=True)
-    named = [label(method) + (f", lr {lr:g}" if many else "") for method, lr, many in of]
+    named = [label(method) for method in ended["optimizer"]]
     losses, ms = ended["validation_loss"].to_list(), (ended["model_ms"] + ended["optimizer_ms"]).to_list()
     lines = [f"{named[0]} ended lowest, at a validation loss of {losses[0]:.4f} nats a byte."]
     if len(named) > 1:
@@ -131,30 +145,18 @@ def run(o: Options) -> str:
     """Train every seed and write the results; return the verdict and the table."""
     command.make_folder(o.out)
     torch.set_num_threads(o.threads)
-    place, selected = Place(o.scale, o.data, o.checkpoint_seconds), o.selected
+    place, selected = Place(o.scale, o.data), o.selected
     source, study = place.source, Study(place, o.out, o.seeds)
     print(f"{announcement(o)}\n{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
-    found = study.final(selected, timed=True, name="pretrain", watch=watch_end)
-    write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found, timed=True))
-    write(o.out / "curves.csv", results.curve_rows(study, found, timed=True))
+    found = study.results(selected)
+    write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found))
+    write(o.out / "curves.csv", results.curve_rows(study, found))
     rows = frame(o.out / "summary.csv")
     figures.loss(o.out / "loss.png", frame(o.out / "curves.csv"), rows)
-    _draw_spectrum(o, {kind: its[0].record.observed for kind, its in found.items()})
     what = f"{o.steps} steps of {o.batch} x {o.context} bytes, seeds {' '.join(map(str, o.seeds))}"
     table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.pretrain_table(rows)}"
     (o.out / "table.md").write_text(table, encoding="utf-8")
     return f"{verdict(rows)}\n\n{table}"
-
-
-def _draw_spectrum(o: Options, observed: Mapping[Kind, dict]) -> None:
-    """Draw KL-Shampoo's eigenvalues over their tail mean or, without it, Pro-KLShampoo's or a variant's."""
-    order = sorted((kind for kind, seen in observed.items() if seen), key=lambda kind: kind.method != "kl-shampoo")
-    for kind in order[:1]:
-        ((step, spectra),) = observed[kind].items()
-        found = {weight: normalised(factors, o.rank) for weight, factors in spectra.items()}
-        sides = ("R" if kind.method == "kl-shampoo" else "S", "L")
-        title = f"Eigenvalues of {label(kind.method)}'s preconditioners after {step} steps"
-        draw(o.out / "spectrum.png", {"": found}, sides, o.rank, title)
 
 
 @command.command
@@ -166,8 +168,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{run(options)}", flush=True)
     finally:
         torch.set_num_threads(threads)
-    pictures = [path for name in ("loss.png", "spectrum.png") if (path := options.out / name).exists()]
-    print(f"Pictures: {', '.join(map(str, pictures))}\nResults: {options.out}", flush=True)
+    print(f"Picture: {options.out / 'loss.png'}\nResults: {options.out}", flush=True)
     return 0
 
 

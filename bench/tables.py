@@ -16,9 +16,8 @@ from pathlib import Path
 from bench.ablations import tables as ablations
 from bench.command import command, options
 from bench.rows import RESULTS, frame
-from bench.study import comparisons, figures, size
+from bench.study import figures, size
 from bench.study import lengths_tables as lengths
-from bench.study import tables as experiments
 from bench.timing import tables as timing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,9 +45,6 @@ TABLES: dict[str, Callable[[], str]] = {
             ("robustness", "robustness.csv", ablations.robustness_table),
             ("lengths-settings", "lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
             ("lengths-reached", "lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
-            ("bf16", "bf16.csv", ablations.differences_table),
-            ("main", "main.csv", experiments.losses_table),
-            ("ablation", "ablation.csv", experiments.losses_table),
         )
     },
 }
@@ -73,7 +69,6 @@ def rendered(text: str) -> str:
 
 def draw() -> None:
     """Draw the figures of the results again."""
-    comparisons.draw(RESULTS)
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     figures.lengths(RESULTS / "lengths-loss.png", *lengths_rows)
     figures.lengths(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")

@@ -7,7 +7,7 @@ from bench.optimizers import Hyper
 from bench.study.scales import Scale
 from bench.study.units import Task
 
-MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), "gpt2-124m", (2, 4, 8), 4, 2, 4, batch=4)
+MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), (2, 4, 8), 4, 2, 4, batch=4)
 HYPERS = {
     "adamw": Hyper("adamw", 3e-3),
     "muon": Hyper("muon", 2e-2, 3e-3, weight_decay=0.1),
@@ -18,8 +18,8 @@ HYPERS = {
 }
 
 
-def task(folder, *keys, steps=14, timed=False, curve=True, micro_batch=None):
+def task(folder, *keys, steps=14, micro_batch=None):
     """A run of these, or of all."""
     scale = replace(MICRO, steps=steps, micro_batch=micro_batch)
-    settings = scale.settings({k: HYPERS[k] for k in keys or HYPERS}, 256, "cpu", curve)
-    return Task(folder, settings, 0, timed)
+    settings = scale.settings({k: HYPERS[k] for k in keys or HYPERS}, 256, "cpu", curve=True)
+    return Task(folder, settings, 0)

@@ -5,15 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from pandas import DataFrame
 
 from bench import rows, workers
 from bench.ablations import __main__ as ablations
-from bench.ablations import disturbed, experts, language, tables
+from bench.ablations import disturbed, experts, language
 from bench.ablations.disturbed import Case, Form
-from bench.ablations.studies import STUDIES, changed, same, stored, tuned
+from bench.ablations.studies import STUDIES, changed, same, tuned
 from bench.ablations.study import Study
 from bench.paired import paired
+from bench.study.scales import TINY
 from bench.training.run import Run
 from bench.training.sources import open_source
 from tests.experiments import HYPERS, MICRO
@@ -50,17 +50,6 @@ def cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
 
 
-def test_differences_are_on_the_seeds_that_both_have():
-    named = {"model": "m", "optimizer": "muon", "metric": "validation loss"}
-    values = {"usual": {0: 2.0, 1: 3.0, 2: 9.0}, "other": {0: 2.5, 1: 3.7}, "once": {1: 2.0}}
-    found = [named | {"value": v, "seed": s, "median": x} for v, its in values.items() for s, x in its.items()]
-    assert cells(tables.differences_table(DataFrame(found))) == [
-        ["m", "usual", "3", "4.6667 ± 2.1858", "-"],
-        ["m", "other", "2", "3.1000 ± 0.6000", "+0.6000 ± 0.1000"],
-        ["m", "once", "1", "2.0000", "-1.0000"],
-    ]
-
-
 # The command
 
 
@@ -83,29 +72,26 @@ def quick(monkeypatch, threads):
         yield {"metric": "validation loss", "unit": "nats", "median": settings["x"] + unit.seed}
 
     study = Study("", ("m",), ("muon", "adamw"), same({"usual": {"x": 1}, "other": {"x": 2}}), figures, seeds=(0, 1))
-    monkeypatch.setitem(STUDIES, "bf16", study)
+    monkeypatch.setitem(STUDIES, "digits", study)
     return ran
 
 
 def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(quick, tmp_path, monkeypatch):
-    arguments = ["bf16", "--out", str(tmp_path), "--optimizers", "muon"]
+    arguments = ["digits", "--out", str(tmp_path), "--optimizers", "muon"]
     assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
     assert quick == [("muon", v, seed) for seed in (1, 0) for v in ("usual", "other")]
-    found = rows.read(tmp_path / "bf16.csv")
+    found = rows.read(tmp_path / "digits.csv")
     assert [(r["value"], r["seed"], r["median"]) for r in found] == [
         ("usual", "1", "2"), ("other", "1", "3"), ("usual", "0", "1"), ("other", "0", "2"),
     ]  # fmt: skip
     assert {(r["model"], r["steps"], r["threads"], r["device"]) for r in found} == {("m", "400", "1", "cpu")}
-    assert ablations.main([*arguments, "--variants", "other", "--again"]) == 0
-    assert quick[4:] == [("muon", "other", 0), ("muon", "other", 1)]
-    assert len(rows.read(tmp_path / "bf16.csv")) == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bf16", "--models", "gpt5"], "--models gpt5 is none of byte-gpt"),
-        (["bf16", "--variants", "float8"], "--variants float8 is none of float32, plain"),
+        (["robustness", "--optimizers", "sgd"], "--optimizers sgd is none of pro-klshampoo, muon"),
+        (["robustness", "--variants", "float8"], "--variants float8 is none of as it is, lr × 1/2"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(arguments, says, capsys):
@@ -126,7 +112,6 @@ def test_rows_are_known_by_the_studies_own_keys():
 @pytest.mark.parametrize(
     ("study", "arguments", "metrics"),
     [
-        ("bf16", ["--optimizers", "pro-klshampoo", "--variants", "float32", "master, AdamW's in float32"], {LOSS}),
         ("robustness", ["--variants", "experts of 4 tokens, r = 8"], {"training loss"}),
         ("digits", ["--optimizers", "muon", "--variants", "1"], {"test loss", "test errors"}),
         ("disturbances", ["--variants", "spikes", "--optimizers", "muon", "kl-shampoo none"], {LOSS}),
@@ -173,7 +158,7 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
         settings = dict(changed("llama-tiny", "pro-klshampoo")[case])
         hyper = {key: settings.pop(key) for key in ("lr", "rank") if key in settings}
         own = language.replace(tuned("", "pro-klshampoo"), **hyper)
-        run, trainee = begun(monkeypatch, source, language.TINY["llama-tiny"], own, settings)
+        run, trainee = begun(monkeypatch, source, TINY["llama-tiny"], own, settings)
         weights, group = dict(trainee.model.named_parameters()), trainee.optimizers[0].param_groups[0]
         assert trainee.peak_lrs[0][0] == group["lr"]
         return {
@@ -193,19 +178,6 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
         assert own["gradient"] == pytest.approx(usual["gradient"] * CHANGED[name].get("gradient", 1.0), rel=1e-5)
     others = {"lr", "rank", "batch", "width", "zero"} - CHANGED[name].keys()
     assert all(own[key] == usual[key] for key in others)
-
-
-def test_weights_are_stored_as_told_and_the_model_computes_in_float32(monkeypatch, source):
-    for name, settings in stored("byte-gpt", "pro-klshampoo").items():
-        settings = {key: value for key, value in settings.items() if key != "lr"}
-        _, trainee = begun(monkeypatch, source, MICRO, HYPERS["pro"], settings)
-        groups = trainee.optimizers[0].param_groups
-        dtypes = {group["algorithm"]: {p.dtype for p in group["params"]} for group in groups}
-        matrices, others = settings.get("dtypes", (torch.float32, torch.float32))
-        assert dtypes == {"matrix": {matrices}, "adamw": {others}}, name
-        modes = {group["bf16_weights"] for group in groups if group["algorithm"] == "matrix"}
-        assert modes == {settings.get("bf16_weights", "stochastic")}
-        assert trainee.model(torch.zeros(1, 4, dtype=torch.long)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("key", ["muon", "pro"])

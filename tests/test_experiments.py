@@ -1,89 +1,72 @@
-"""The commands of ``bench.study`` end to end on a model that trains in a second: rows, Ctrl-C, wrong input."""
+"""The commands of ``bench.study`` end to end on models that train in a second: rows, Ctrl-C, wrong input."""
 
 import math
 import os
-import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from bench import rows, workers
-from bench.optimizers import Hyper
+from bench.models import gpt2
 from bench.rows import frame
 from bench.study import __main__ as command
-from bench.study import lengths, size
-from bench.study.comparisons import draw
-from bench.study.protocol import Tuning
-from bench.study.scales import SCALES
-from bench.study.spectra import WATCHINGS
-from bench.study.study import Study
+from bench.study import lengths, options, size
+from bench.study.scales import PAPER, TINY
 from bench.training.run import Run
+from bench.training.shards import write_shard
 from tests.commands import ROOT
 from tests.experiments import MICRO
 
-PNG = b"\x89PNG"
-BRIEF = ("--starts", "auto", "--lr", "adamw=0.003", "pro-klshampoo=0.01,0.02", "kl-shampoo=0.005")
-MUON = ("muon=0.02",)
+MINI = {"config": gpt2(1, 16, 2, context=16), "steps": 4, "evaluations": 2, "eval_windows": 4, "batch": 4}
+"""The paper's GPT-2 124M, so small that it trains in a second."""
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    words = ["the", "optimizer", "turns", "gradient", "matrix", "into", "step", "and", "waits", "\n"]
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(random.Random(0).choices(words, k=2000)))
+def shard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shard") / "tokens.bin"
+    write_shard(path, np.random.default_rng(0).integers(0, 256, 4000))
     return path
 
 
-def run(text, out, name, *options):
-    """The exit status of a command on the micro model."""
-    training = ["--data", text, *([] if "--jobs" in options else ["--jobs", 1])]
+def run(shard, out, name, *options_):
+    """The exit status of a command whose first model is small."""
+    small = (replace(PAPER[0], **MINI), *PAPER[1:])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SCALES, "tiny", (MICRO,))
-        return command.main([name, "--out", str(out), *map(str, [*training, *options])])
-
-
-@pytest.fixture
-def experiment(text, tmp_path):
-    return lambda name, *options, out="out": run(text, tmp_path / out, name, *options)
+        patch.setattr(options, "PAPER", small)
+        given = ["--device", "cpu", "--data", shard, "--out", out, *options_]
+        return command.main([name, *map(str, given)])
 
 
 @pytest.fixture(scope="module")
-def main_results(text, tmp_path_factory):
-    """Of the main table on two seeds."""
+def main_results(shard, tmp_path_factory):
+    """Of the main table on two seeds and from two starts."""
     out = tmp_path_factory.mktemp("main")
-    assert run(text, out, "main", "--seeds", 0, 1, *BRIEF, *MUON) == 0
+    assert run(shard, out, "main", "--model", "gpt2-124m", "--seeds", 0, 1, "--starts", 0.1, "auto") == 0
     return out
 
 
 @pytest.mark.slow
-def test_the_main_table_has_every_method_with_its_figures_and_every_search_what_it_selected(main_results):
+def test_the_main_table_has_every_method_with_its_figures_and_the_papers_values(main_results):
     final = frame(main_results / "main.csv")
-    assert list(final["optimizer"]) == ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
-    assert list(final["rank"].dropna()) == list(MICRO.ranks) and (final["seeds"] == "0 1").all()
-    assert final["validation_loss"].between(0, math.log(256)).all() and (final["optimizer_ms"] > 0).all()
+    assert list(final["optimizer"]) == 2 * ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
+    assert list(final["rank"].dropna()) == 2 * [32, 64, 128] and (final["seeds"] == "0 1").all()
+    assert list(final["lr"][:4]) == [2e-3, 2e-2, 2e-3, 2e-2] and set(final["start"]) == {"0.1", "auto"}
+    assert final["validation_loss"].between(0, 2 * math.log(256)).all() and (final["optimizer_ms"] > 0).all()
     curves = frame(main_results / "main-curves.csv")
-    assert len(curves) == 6 * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # optimizers, seeds, evaluations
-    assert len(frame(main_results / "main-orderings.csv")) == 9
-    searches = frame(main_results / "main-sweep.csv").groupby(["optimizer", "rank"], dropna=False)
-    assert len(searches) == len(final)
-    for (method, rank), tried in searches:
-        (_, chosen), *rest = tried[tried["selected"] != ""].iterrows()
-        own = final[(final["optimizer"] == method) & ((final["rank"] == rank) | final["rank"].isna())].iloc[0]
-        assert not rest and chosen["validation_loss"] == tried["validation_loss"].min()
-        assert (chosen["lr"], f"{chosen['alpha_kl']}") == (own["lr"], f"{own['alpha_kl']}")
-        # The first seed is that of the sweep, so both trained alike.
-        assert float(own["validation_loss_per_seed"].split()[0]) == pytest.approx(chosen["validation_loss"], abs=1e-5)
+    assert len(curves) == (2 + 2 * 4) * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # trainees, seeds, evaluations
+    assert (main_results / "main-loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(main_results, text, monkeypatch):
+def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(main_results, shard, monkeypatch):
     before = {path.name: path.read_bytes() for path in main_results.glob("*.csv")}
     begun, start = [], Run.__init__
 
@@ -92,82 +75,32 @@ def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(mai
         start(run, settings, *rest)
 
     monkeypatch.setattr(Run, "__init__", recording)
-    assert run(text, main_results, "main", "--seeds", 0, 1, *BRIEF, *MUON) == 0
+    given = ("--model", "gpt2-124m", "--seeds", 0, 1, "--starts", 0.1, "auto")
+    assert run(shard, main_results, "main", *given) == 0
     assert not begun and {path.name: path.read_bytes() for path in main_results.glob("*.csv")} == before
-    for path in (figures := sorted(main_results.glob("*.png"))):
-        path.unlink()
-    draw(main_results)  # from the files alone
-    assert len(figures) == 2 and all(path.read_bytes().startswith(PNG) for path in figures)
-    # The ablation shares AdamW, KL-Shampoo and Pro-KLShampoo with the main table; their times are not compared.
-    assert run(text, main_results, "ablation", "--seeds", 0, 1, *BRIEF) == 0
+    # The ablation shares KL-Shampoo and Pro-KLShampoo with the main table.
+    assert run(shard, main_results, "ablation", *given) == 0
     assert set(begun) == {"smok-hop", "subspace-only", "complement-only"}
     ablation, main = (frame(main_results / f"{name}.csv") for name in ("ablation", "main"))
+    ablation, main = (rows_[rows_["start"] == "auto"] for rows_ in (ablation, main))
     ablation = ablation.set_index("optimizer")
-    assert ablation["validation_loss"]["pro-klshampoo"] == main[main["rank"] == 8]["validation_loss"].item()
+    assert ablation["validation_loss"]["pro-klshampoo"] == main[main["rank"] == 128]["validation_loss"].item()
     assert ablation["lr"]["subspace-only"] == pytest.approx(1.5 * ablation["lr"]["pro-klshampoo"])
-    assert not {"model_ms", "training_seconds", "seconds_to_kl_shampoo_loss"} & set(ablation.columns)
 
 
 @pytest.mark.slow
-def test_cosmos_is_compared_at_matched_ranks_in_parallel_runs_too(experiment, tmp_path):
-    options = ("cosmos", "--seeds", 0, *BRIEF[:3], "adamw=0.003", "pro-klshampoo=0.01", "cosmos=0.001")
-    assert experiment(*options) == 0
-    # The second command finds the sweep but for one unit; this and the final runs train in processes of their own.
-    swept = shutil.copytree(tmp_path / "out/runs/sweep", tmp_path / "two/runs/sweep")
-    min(swept.glob("pro-klshampoo-*.pt")).unlink()
-    assert experiment(*options, "--jobs", 2, out="two") == 0
-    every = [(method, rank) for rank in (4, 8) for method in ("cosmos", "pro-klshampoo")]
-    for name in ("cosmos", "cosmos-sweep"):
-        one, two = (frame(tmp_path / out / f"{name}.csv") for out in ("out", "two"))
-        assert one["validation_loss"].equals(two["validation_loss"])
-        assert name != "cosmos" or list(zip(one["optimizer"], one["rank"], strict=True)) == every
-
-
-def tune_to(lr):
-    """Stands in for the searches."""
-    return lambda study, kinds: Tuning(
-        {k: Hyper(k.method, lr, 3e-3, rank=k.rank, alpha_kl=0.01, init_eigenvalue=k.start) for k in kinds}
-    )
+def test_cosmos_is_compared_at_matched_ranks(shard, tmp_path):
+    assert run(shard, tmp_path, "cosmos", "--model", "gpt2-124m", "--seeds", 0) == 0
+    found = frame(tmp_path / "cosmos.csv")
+    every = [(method, rank) for rank in (64, 128) for method in ("cosmos", "pro-klshampoo")]
+    assert list(zip(found["optimizer"], found["rank"], strict=True)) == every
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WATCHINGS)
-def test_spectra_are_drawn_and_resumed_alike_after_ctrl_c(experiment, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(Study, "tune", tune_to(0.01))
-    options = ("--steps", 24, "--starts", "auto")
-    file = f"{WATCHINGS[name].file}-gpt2-micro"
-    assert experiment(name, *options, out="whole") == 0
-    advance = Run.advance
-
-    def interrupted(run):
-        if run.done == 20 and any(trainee.record.observed for trainee in run.trainees):  # in the last window
-            monkeypatch.setattr(Run, "advance", advance)
-            signal.raise_signal(signal.SIGINT)
-        advance(run)
-
-    monkeypatch.setattr(Run, "advance", interrupted)
-    assert experiment(name, *options, out="halves") == 130
-    assert not (tmp_path / f"halves/{file}.csv").exists()
-    assert experiment(name, *options, out="halves") == 0
-    found = frame(tmp_path / f"whole/{file}.csv")
-    assert frame(tmp_path / f"halves/{file}.csv").equals(found)
-    assert (tmp_path / f"whole/{file}.png").read_bytes().startswith(PNG)
-    assert set(found["step"]) == {6, 12, 24} and set(found["factor"]) == set(WATCHINGS[name].factors)
-    assert (found["largest_over_tail_mean"] >= 1).all() and found["size"].isin([16, 64]).all()
-
-
-def test_spectra_of_one_that_diverged_too_early_are_an_error(experiment, monkeypatch, capsys):
-    monkeypatch.setattr(Study, "tune", tune_to(1e40))
-    assert experiment("spectra", "--steps", 24, "--starts", "auto") == 2
-    error = capsys.readouterr().err
-    assert re.search("KL-Shampoo on gpt2-micro diverged at step [2-6], before the first look .* after step 6", error)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
+def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(tmp_path):
     """In a session of its own, since Ctrl-C goes to all processes of a terminal's foreground."""
-    options = "--model gpt2 --steps 3000 --eval-windows 2 --batch 1 --jobs 2 --seeds 0 --starts auto".split()
-    arguments = ["-m", "bench.study", "ablation", "--data", text, "--out", tmp_path, *options]
+    given = ["--models", "gpt2-tiny", "--forms", "adamw", "--lengths", "3000", "--jobs", "2"]
+    arguments = ["-m", "bench.study", "lengths", *given, "--out", tmp_path, "--folder", tmp_path / "runs"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     try:
@@ -176,7 +109,7 @@ def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(text, tmp_path):
         )
     finally:
         signal.signal(signal.SIGINT, before)
-    folder = tmp_path / "runs/sweep"
+    folder = tmp_path / "runs/adamw"
     deadline = time.monotonic() + 120
     try:
         # A worker that has made its folder is training.
@@ -204,7 +137,7 @@ def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(
     wide = size.Trial("a change", "base", size.FORMS["pro-klshampoo"].default)
     monkeypatch.setattr(size, "LARGER", MICRO)
     monkeypatch.setattr(size, "size", lambda known: iter([wide]))
-    monkeypatch.setitem(lengths.MODELS, "gpt2-tiny", MICRO)
+    monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     options = ["--models", "gpt2-tiny", "--lengths", "1", "--forms", "adamw", "--seeds", "0"]
     arguments = [name, *(options if name == "lengths" else []), "--out", tmp_path, "--folder", tmp_path, "--jobs", "1"]
     monkeypatch.setattr("bench.study.units.train", in_a_thread)
@@ -236,7 +169,7 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
             raise KeyboardInterrupt
         written.append(path.name)
 
-    monkeypatch.setitem(lengths.MODELS, "gpt2-tiny", MICRO)
+    monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     monkeypatch.setattr("bench.study.units.train", in_a_thread)
     monkeypatch.setattr(rows, "upsert", killed)
     arguments = ["lengths", f"--out={tmp_path}", f"--folder={tmp_path}", "--models", "gpt2-tiny", "--lengths", "1"]
@@ -247,26 +180,25 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("main --model bert", "--model bert is the beginning of no model; there are gpt2-micro"),
-        ("ablation --lr subspace-only=0.1,0.2", "--lr subspace-only: is not searched; give one rate"),
-        ("cosmos --lr muon=0.02", "--lr muon: cosmos trains adamw, cosmos, pro-klshampoo; leave it out"),
-        ("main --scale paper --device cpu", "--scale paper has other data for each family; give --model gpt2 or llama"),
-        ("main --scale paper --model llama --lr muon=1 --device cpu", "takes the paper's rates; add --tune"),
-        ("main --scale paper --model llama --device cpu --data {text}", "no token shards, which llama-134m needs"),
-        ("ablation --scale paper --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
+        ("main --model bert", "--model bert is the beginning of no model; there are gpt2-124m, gpt2-350m"),
+        ("main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),
+        ("main --model llama --device cpu --data {text}", "no token shards, which llama-134m needs"),
+        ("ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
+        ("size --jobs 0", "--jobs 0: must be a whole number >= 1"),
     ],
 )
-def test_wrong_input_is_one_line_with_the_remedy(experiment, text, capsys, arguments, message):
-    name, *options = arguments.format(text=text).split()
-    assert experiment(name, *options) == 2
+def test_wrong_input_is_one_line_with_the_remedy(tmp_path, capsys, arguments, message):
+    text = tmp_path / "text.txt"
+    text.write_text("many words of text that come back again and again " * 500)
+    assert command.main([*arguments.format(text=text).split(), f"--out={tmp_path}"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and re.search(message, printed.err)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_a_scale_for_a_gpu_asks_for_one_and_processes_for_a_batch_that_they_can_share(experiment, capsys, monkeypatch):
-    assert command.main(["main", "--scale", "small"]) == 2
-    assert "no GPU is visible to torch for --scale small; give --device cpu" in capsys.readouterr().err
+def test_a_gpu_is_asked_for_and_processes_for_a_batch_that_they_can_share(capsys, monkeypatch):
+    assert command.main(["main", "--model", "gpt2"]) == 2
+    assert "no GPU is visible to torch; give --device cpu" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert experiment("main") == 2
-    assert "4 sequences, as gpt2-micro has, is no multiple of WORLD_SIZE = 3" in capsys.readouterr().err
+    assert command.main(["main", "--model", "gpt2"]) == 2
+    assert "512 sequences, as gpt2-124m has, is no multiple of WORLD_SIZE = 3" in capsys.readouterr().err

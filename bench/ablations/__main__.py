@@ -18,7 +18,7 @@ from bench.ablations.studies import STUDIES, measure
 from bench.ablations.study import Unit
 from bench.workers import work_off
 
-FILTERS = {"models": "model", "optimizers": "optimizer", "variants": "variant"}
+FILTERS = {"optimizers": "optimizer", "variants": "variant"}
 """Field of a unit by option."""
 
 
@@ -31,17 +31,15 @@ class Options:
         tyro.conf.arg(help="; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())),
     ]
     out: Path = rows.RESULTS  # Folder of the results file
-    models: tuple[str, ...] = ()  # Some of them; all if not given, as of what follows
-    optimizers: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()  # Some of them; all if not given
+    variants: tuple[str, ...] = ()  # Likewise
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = ()  # Others than the study's
     steps: int | None = None  # Of every run, instead of the study's
     jobs: int = 1  # Runs at a time
-    again: bool = False  # Train also what the file has
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps, jobs=self.jobs)
-        command.distinct(models=self.models, optimizers=self.optimizers, variants=self.variants, seeds=self.seeds)
+        command.distinct(optimizers=self.optimizers, variants=self.variants, seeds=self.seeds)
         every = list(STUDIES[self.study].units(self.study))
         for option, name in FILTERS.items():
             having = dict.fromkeys(getattr(unit, name) for unit in every)
@@ -61,7 +59,7 @@ class Options:
 def run(o: Options) -> None:
     """Train what is missing, print and write."""
     study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
-    recorded = [] if o.again else rows.read(path)
+    recorded = rows.read(path)
     missing = [unit for unit in o.units if not study.known(unit, recorded)]
     print(f"{len(missing)} of {len(o.units)} runs are not in {path}", flush=True)
 

@@ -3,24 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache, partial
-from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from bench import rows
 from bench.ablations.study import Settings, Unit
 from bench.models import byte_gpt
 from bench.optimizers import Hyper
-from bench.study.scales import DEMO, SCALES, Scale
-from bench.training.run import Run, Trainee, nothing
+from bench.study.scales import DEMO, Scale
+from bench.training.run import Run, Trainee
 from bench.training.sources import Source, open_source
 
 SMALL = replace(DEMO, config=byte_gpt(2, 64, 2, 64), ranks=(16,), evaluations=1, eval_windows=128)
 """A byte-level GPT that a core trains in a minute."""
-TINY = {scale.name: scale for scale in SCALES["tiny"]}
-GROUP_KEYS = ("clip_threshold", "bf16_weights")
-"""Settings that are keys of a matrix group."""
 
 
 @cache
@@ -58,41 +53,30 @@ def train(scale: Scale, h: Hyper, seed: int, settings: Settings, source: Source 
         own = replace(own, model=replace(own.model, **wide))
     own = replace(own, batch=more.pop("batch", own.batch))
 
-    def begin(trainee: Trainee) -> Callable[[int], None]:
-        change(trainee, h, more)
-        return nothing(trainee)
-
-    run = Run(own, seed, source, watch=begin)
+    run = Run(own, seed, source)
+    change(run.trainees[0], more)
     while not run.finished:
         run.advance()
     return run.trainees[0]
 
 
-def change(trainee: Trainee, h: Hyper, settings: Settings) -> None:
+def change(trainee: Trainee, settings: Settings) -> None:
     """Change a trainee before its first step.
 
     * ``zero``: names of layers that start at zero.
-    * GROUP_KEYS: of the matrix groups.
-    * ``dtypes``: of the matrices and of all else as stored; the model computes in float32 on them.
+    * ``clip_threshold``: of the matrix groups.
     * ``factor``: what a gradient is multiplied by, given its weight's name and the step, from 0.
     """
-    model, groups = trainee.model, trainee.optimizers[0].param_groups
-    if unknown := settings.keys() - {"zero", "dtypes", "factor", *GROUP_KEYS}:
+    model = trainee.model
+    if unknown := settings.keys() - {"zero", "clip_threshold", "factor"}:
         raise KeyError(f"nobody changes {', '.join(sorted(unknown))}")
     for name, weight in model.named_parameters():
         if name.endswith(tuple(settings.get("zero", ()))):
             nn.init.zeros_(weight)
-    for name in settings.keys() & GROUP_KEYS:
-        having = [group for group in groups if group.get("algorithm") == "matrix"]
-        if not having:
-            raise KeyError(f"{h.method} has no group that {name} could be changed of")
-        for group in having:
-            group[name] = settings[name]
-    if dtypes := settings.get("dtypes"):
-        for group in groups:
-            for weight in group["params"]:
-                weight.data = weight.data.to(dtypes[group["algorithm"] == "adamw"])
-        trainee.model = trainee.called = InFloat32(model)
+    if "clip_threshold" in settings:
+        for group in trainee.optimizers[0].param_groups:
+            if group["algorithm"] == "matrix":
+                group["clip_threshold"] = settings["clip_threshold"]
     if factor := settings.get("factor"):
         for name, weight in model.named_parameters():
             weight.register_hook(partial(_multiplied, trainee, factor, name))
@@ -100,15 +84,3 @@ def change(trainee: Trainee, h: Hyper, settings: Settings) -> None:
 
 def _multiplied(trainee: Trainee, factor: Callable[[str, int], float], name: str, gradient: Tensor) -> Tensor:
     return gradient * factor(name, len(trainee.record.losses))
-
-
-class InFloat32(nn.Module):
-    """A model that computes in float32 whatever its weights are stored in."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.stored = model
-
-    def forward(self, tokens: Tensor) -> Any:
-        """Map tokens to logits."""
-        return functional_call(self.stored, {name: p.float() for name, p in self.stored.named_parameters()}, tokens)

@@ -1,7 +1,6 @@
-"""The studies, each a few lines: what is trained, what its variants change, and what is watched."""
+"""The studies, each a few lines: what is trained, and what its variants change."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,16 +8,14 @@ import torch
 from bench import rows
 from bench.ablations import digits, disturbed, experts, language
 from bench.ablations.disturbed import FORMS, Form, bounded
-from bench.ablations.language import SMALL, TINY
+from bench.ablations.language import SMALL
 from bench.ablations.study import Settings, Study, Unit
 from bench.optimizers import OPTIMIZERS, Hyper
 from bench.study import lengths as protocol
 from bench.study.protocol import RANKED
-from bench.study.scales import DEMO
+from bench.study.scales import DEMO, TINY
 
 BYTE_GPT = DEMO.name
-OURS = ("pro-klshampoo", "kl-shampoo")
-F32, BF16 = torch.float32, torch.bfloat16
 
 
 def by_default(model: str, method: str) -> Hyper:
@@ -35,21 +32,6 @@ def tuned(model: str, form: str) -> Hyper:
 def same(variants: Mapping[str, Settings]) -> Callable[[str, str], Mapping[str, Settings]]:
     """Return variants that are those of every model and optimizer."""
     return lambda model, optimizer: variants
-
-
-# bfloat16 weights: "plain" rounds to nearest; AdamW's, of all but matrices, in bfloat16 too or in float32.
-MODES = ("plain", "stochastic", "master")
-STORED: dict[str, Settings] = {
-    "float32": {},
-    **{mode: {"bf16_weights": mode, "dtypes": (BF16, BF16)} for mode in MODES},
-    **{f"{mode}, AdamW's in float32": {"bf16_weights": mode, "dtypes": (BF16, F32)} for mode in MODES},
-}
-
-
-def stored(model: str, method: str) -> Mapping[str, Settings]:
-    """Return how weights are stored, at the rate of the recorded runs."""
-    lr = {"pro-klshampoo": 0.02}.get(method, OPTIMIZERS[method].lr)
-    return {name: {"lr": lr, **settings} for name, settings in STORED.items()}
 
 
 # The defaults with one thing changed at a time.
@@ -135,14 +117,6 @@ def of_digits(model: str, form: str) -> Mapping[str, Settings]:
 
 
 STUDIES = {
-    "bf16": Study(
-        "what bfloat16 weights cost in loss",
-        (BYTE_GPT,),
-        OURS,
-        stored,
-        partial(language.figures, {BYTE_GPT: SMALL}, by_default),
-        seeds=(0, 1, 2),
-    ),
     "robustness": Study(
         "the defaults with one thing changed at a time",
         (LLAMA.name, "experts"),

@@ -18,25 +18,6 @@ STEPS = 400
 """Of the runs on digits that are shown."""
 
 
-def differences_table(found: DataFrame) -> str:
-    """Return one method's mean loss by variant, and its difference from the first one's on the seeds that both have."""
-    lines = []
-    losses = found[found["metric"] == LOSS]
-    for model, its in losses.groupby("model", sort=False):
-        by_seed = {value: own.set_index("seed")["median"] for value, own in its.groupby("value", sort=False)}
-        usual = next(iter(by_seed.values()))
-        for variant, own in by_seed.items():
-            cells = {"model": model, "variant": variant, "seeds": str(len(own))}
-            cells["loss"] = with_error(own.mean(), own.sem())
-            cells["difference"] = "-"
-            if own is not usual:
-                seeds = own.index.intersection(usual.index)
-                apart = paired(own[seeds], usual[seeds])
-                cells["difference"] = with_error(apart.mean, apart.error, sign="+")
-            lines.append(cells)
-    return table(DataFrame(lines), 2)
-
-
 def robustness_table(found: DataFrame) -> str:
     """Return the losses of each method by what was changed."""
     by = found.set_index(["value", "optimizer"])["median"]

@@ -1,8 +1,7 @@
-"""``python -m bench.study NAME`` makes a table or figure of the paper, or one beside them; NAME ``--help`` has options.
+"""``python -m bench.study NAME`` makes a table of the paper, or one beside them; NAME ``--help`` has options.
 
-main: the main table, its sweeps, and loss against steps and seconds; ablation: the ablation table and its curves;
-cosmos: the comparison with COSMOS; spectra: of KL-Shampoo's L and R; phi: spectra of Phi_L under Pro-KLShampoo over
-windows of 10 minibatches; lengths: every method tuned at every length of a run; size: a model three times as wide, on a
+main: the main table, and loss against steps and seconds; ablation: the ablation table and its curves; cosmos: the
+comparison with COSMOS; lengths: every method tuned at every length of a run; size: a model three times as wide, on a
 fixed grid. The last two go on with the recorded rows.
 """
 
@@ -14,44 +13,28 @@ from typing import Any
 import torch
 
 from bench import command
-from bench.study import lengths, size
-from bench.study.comparisons import COMPARISONS
+from bench.study import comparisons, lengths, size
 from bench.study.options import Options
-from bench.study.spectra import WATCHINGS
 from bench.study.study import Study
 from bench.study.units import Place
 from bench.training.processes import join, leave
 
 
 def _train(name: str, o: Options) -> str:
-    """Make a comparison or spectra; return what there is to print, in the first of several processes."""
-    scales, comparison, starts = o.scales, COMPARISONS.get(name), o.compared_starts
-    if comparison:
-        scales = comparison.possible(o.scales, starts, o.tune)
-    processes, device = join(o.place)
+    """Make a comparison; return what there is to print, in the first of several processes."""
+    scales = comparisons.possible(name, o.scales)
+    processes, device = join(o.device)
     try:
         if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
             print(f"Left out, as the paper has not all that {name} needs: {', '.join(left_out)}", flush=True)
-        studies = [
-            Study(
-                Place(scale, o.data, o.checkpoint_seconds, o.runs_at_a_time, processes),
-                o.out,
-                o.seeds,
-                o.tune or not scale.is_paper,
-                device,
-            )
-            for scale in scales
-        ]
-        if comparison:
-            return comparison.run(studies, starts, o.out)
-        drawn = [WATCHINGS[name].run(study, starts[0], o.out) for study in studies]
-        return "\n".join(map(str, drawn)) if processes.first else ""
+        places = [Place(scale, o.data, processes=processes) for scale in scales]
+        return comparisons.run(name, [Study(place, o.out, o.seeds, device) for place in places], o.starts, o.out)
     finally:
         leave()
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], str]]] = {
-    **{name: (Options, partial(_train, name)) for name in (*COMPARISONS, *WATCHINGS)},
+    **{name: (Options, partial(_train, name)) for name in comparisons.COMPARISONS},
     "lengths": (lengths.Options, lengths.run),
     "size": (size.Options, size.run),
 }

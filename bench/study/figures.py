@@ -1,6 +1,6 @@
-"""Loss curves and sweeps, drawn from the rows of the result files."""
+"""Loss curves, drawn from the rows of the result files."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,16 @@ def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
     """
     panels = [panel for panel in PANELS if panel[0] in curves.columns]
     curves = curves.dropna(subset="validation_loss")
-    several = "lr" in curves.columns  # several rates of one method
-    of = ["optimizer", "rank", *(["lr"] if several else [])]
     groups = list(rows.groupby(["model", "start"], sort=False))
     size = (5 * len(panels), 3.8 * len(groups))
     figure, grid = plt.subplots(len(groups), len(panels), figsize=size, squeeze=False, layout="constrained")
     for line, ((model, start), among) in zip(grid, groups, strict=True):
         here = curves[(curves["model"] == model) & curves["start"].isin(["", start])]
-        trained = dict(list(here.groupby(of, sort=False, dropna=False)))
+        trained = dict(list(here.groupby(["optimizer", "rank"], sort=False, dropna=False)))
         for axes, (x, y, x_label, y_label) in zip(line, panels, strict=True):
-            for key, found in trained.items():
-                method, rank, *lr = key
+            for (method, rank), found in trained.items():
                 if ((among["optimizer"] == method) & (among["rank"].isna() | (among["rank"] == rank))).any():
-                    style = _style(method, rank, among)
-                    if lr and not isna(lr[0]):
-                        style |= {"label": f"{style['label']}, lr {lr[0]:g}", "color": None}
-                    curve(axes, found, x, y, **style, alpha=1.0 if method == PRO else 0.65)
+                    curve(axes, found, x, y, **_style(method, rank, among), alpha=1.0 if method == PRO else 0.65)
             axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
             fit(axes)
             tidy(axes)
@@ -79,32 +73,6 @@ def fit(axes: Axes) -> None:
         low, high = min(v.min() for v in lines), max(v[len(v) // 4 :].max() for v in lines)
         room = 0.05 * (high - low) or 1.0
         axes.set_ylim(low - room, high + room)
-
-
-def sweep(path: Path, rows: DataFrame) -> None:
-    """Draw final loss against learning rate for every search; a circle marks what was selected."""
-    models = list(rows.groupby("model", sort=False))
-    figure, (line,) = plt.subplots(
-        1, len(models), figsize=(6.5 * len(models), 4.5), squeeze=False, layout="constrained"
-    )
-    for axes, (model, here) in zip(line, models, strict=True):
-        searches = here.groupby(["optimizer", "rank", "start", "alpha_kl"], sort=False, dropna=False)
-        for (method, rank, start, _), found in searches:
-            style, chosen = _style(method, rank, here), found[found["selected"] != ""]
-            style["label"] = None if chosen.empty else style["label"] + (f", start {start}" if start else "")
-            points = found.dropna(subset="validation_loss").sort_values("lr")
-            drawn = {"ls": "-" if start in ("", "auto") else "--", "alpha": 0.35 if chosen.empty else 1.0}
-            axes.plot(points["lr"], points["validation_loss"], marker=".", ms=3, **drawn, **style)
-            axes.plot(chosen["lr"], chosen["validation_loss"], "o", mfc="none", color=style["color"])
-        worst = here[here["selected"] != ""]["validation_loss"].max()
-        title = f"{model}; circle: selected, pale: other alpha_kl"
-        axes.set(xscale="log", xlabel="learning rate", ylabel="final validation loss, one seed", title=title)
-        # The worst tenth lies outside, as far as nothing is selected there.
-        losses: Sequence[float] = sorted(here["validation_loss"].dropna())
-        axes.set_ylim(losses[0] - 0.02, max(worst, losses[int(0.9 * (len(losses) - 1))]) + 0.02)
-        axes.legend(frameon=False, fontsize="x-small")
-        tidy(axes)
-    save(figure, path)
 
 
 STEPS = 1600

@@ -25,7 +25,7 @@ from pandas import DataFrame, isna
 from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
 from bench.study.options import WorkedOff
-from bench.study.scales import SCALES
+from bench.study.scales import TINY
 from bench.study.search import FURTHEST, Climbed, climb, power, powers
 from bench.study.units import Place, Result, Task
 from bench.workers import work_off
@@ -37,7 +37,6 @@ RANK = 16
 FIRST_SEED = 0
 LONG = 6400
 EVALUATIONS = 20
-MODELS = {scale.name: scale for scale in SCALES["tiny"]}
 KEY = ("model", "steps", "optimizer", "lr", "adamw_lr", "alpha_kl", "seed")
 """Columns of a unit, in its order but for the method's."""
 
@@ -244,7 +243,7 @@ class Options(WorkedOff):
     What bench/study/lengths.py asks for, which was fixed before it was trained.
     """
 
-    models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)  # type: ignore[valid-type]
+    models: tuple[Literal[tuple(TINY)], ...] = tuple(TINY)  # type: ignore[valid-type]
     """Some of them."""
     lengths: tuple[int, ...] = (400, 1600)  # Steps of a run; a method's search begins at its best of the shorter one
     forms: tuple[Literal[tuple(FORMS)], ...] = tuple(FORMS)  # type: ignore[valid-type]
@@ -261,7 +260,7 @@ def run(o: Options) -> str:
     """Train what is wanted until nothing is; what is wanted follows from the losses of what was trained."""
     path, curves = o.out / "lengths.csv", o.out / "lengths-curves.csv"
     losses = units(rows.frame(path))
-    places = {name: Place(MODELS[name], None) for name in o.models}
+    places = {name: Place(TINY[name], None) for name in o.models}
 
     def call(unit: Unit) -> Callable[[], dict[str, Result]]:
         place = places[unit.model]

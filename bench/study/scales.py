@@ -1,7 +1,6 @@
-"""How large the experiments are: models, ranks, run lengths, and what is compared at each scale."""
+"""The models of the experiments, with their ranks and run lengths."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import presets
@@ -12,7 +11,7 @@ from bench.training.run import Settings
 from bench.training.sources import Source, open_source
 
 AUTO, PAPER_START = "auto", 0.1
-"""Starts of the eigenvalues that are compared: the library's default, and the paper's."""
+"""Starts of the eigenvalues: the library's default, and the paper's."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Scale:
 
     name: str  # of the model
     config: ModelConfig  # of the model; data of another vocabulary overrule its own where it is a scaled-down one
-    paper: str  # the model of the paper whose ranges, or selected values, are taken
     ranks: tuple[int, ...]  # in the places of the paper's 32, 64 and 128
     steps: int
     evaluations: int
@@ -34,17 +32,16 @@ class Scale:
     autocast: bool = False
     state_dtype: str | None = None
     threads: int = 1  # of a process that trains
-    lr: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # rates to try in place of the paper's, by method
 
     @property
     def largest(self) -> int:
-        """The rank of ablations and spectra; the paper's 128."""
+        """The rank of ablations; the paper's 128."""
         return max(self.ranks)
 
     @property
     def is_paper(self) -> bool:
-        """True if this is a run of the paper itself, so that the paper's selected values are its own."""
-        return self.name == self.paper
+        """True if this is a model of the paper, whose data are token shards."""
+        return self.name in presets.RUNS
 
     def open(self, data: Path | None) -> Source:
         """Return the data, whose tokens the model must know.
@@ -79,25 +76,15 @@ class Scale:
         )
 
 
-def _scaled(size: str, ranks: tuple[int, ...], *run: int, **more: bool) -> tuple[Scale, ...]:
-    papers = {"gpt2": "gpt2-124m", "llama": "llama-134m"}
-    return tuple(
-        Scale(f"{f}-{size}", CONFIGS[f"{f}-{size}"], paper, ranks, *run, **more) for f, paper in papers.items()
-    )
-
-
 def _paper(name: str, run: presets.RunLength) -> Scale:
     # 10,240 windows are 10.5M tokens, modded-nanogpt's validation, and what bench.c4 holds out.
     more = {"micro_batch": 32, "together": False, "autocast": True, "state_dtype": "bfloat16"}
-    return Scale(name, CONFIGS[name], name, (32, 64, 128), run.steps, 40, 10240, run.batch, **more)
+    return Scale(name, CONFIGS[name], (32, 64, 128), run.steps, 40, 10240, run.batch, **more)
 
 
-DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), "gpt2-124m", (32,), 400, 10, 256, batch=8)
-SCALES: dict[str, tuple[Scale, ...]] = {
-    "demo": (DEMO,),
-    "tiny": _scaled("tiny", (4, 8, 16), 400, 10, 256, 4),
-    "small": _scaled("small", (32, 64, 128), 1500, 30, 1024, 64, autocast=True),
-    "paper": tuple(_paper(name, run) for name, run in presets.RUNS.items()),
-}
-"""demo: what bench.pretrain trains. tiny: minutes on two cores. small: one GPU. paper: the paper's own runs, days on
-several GPUs."""
+DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), (32,), 400, 10, 256, batch=8)
+"""What bench.pretrain trains."""
+TINY = {name: Scale(name, CONFIGS[name], (4, 8, 16), 400, 10, 256, batch=4) for name in ("gpt2-tiny", "llama-tiny")}
+"""Minutes of a core each."""
+PAPER = tuple(_paper(name, run) for name, run in presets.RUNS.items())
+"""The paper's own runs, days on several GPUs."""

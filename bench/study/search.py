@@ -1,7 +1,7 @@
 """The one search: what is tried first, then what lies beside the best until all of that has been tried.
 
-It is a function of the losses that are known, so that a command goes on from rows or files, and runs may end in any
-order. What lies beside a value is a ladder's: the paper's values, or powers of a step.
+It is a function of the losses that are known, so that a command goes on from its rows, and runs may end in any order.
+Values are powers of STEP times a base.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,13 +10,15 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 """A run's settings, with ``lr`` and ``alpha_kl``."""
+STEP = 1.5
+FURTHEST = 8
+"""Powers of STEP that a search goes from where it began, a factor of 26."""
 
 
 @dataclass(frozen=True)
 class Climbed(Generic[T]):
-    """A search as far as losses are known: what is in it, and the best, or what is still to be trained to know it."""
+    """A search as far as losses are known: the best, or what is still to be trained to know it."""
 
-    tried: tuple[T, ...]
     best: T | None
     wanted: tuple[T, ...] = ()
 
@@ -26,38 +28,12 @@ def climb(first: Sequence[T], beside: Callable[[T], Iterable[T]], losses: Mappin
     tried = list(first)
     while True:
         if wanted := tuple(one for one in tried if one not in losses):
-            return Climbed(tuple(tried), None, wanted)
+            return Climbed(None, wanted)
         best = min(tried, key=lambda one: (losses[one], one.lr, one.alpha_kl or 0.0))
         more = [one for one in dict.fromkeys(beside(best)) if one not in tried]
         if not more:
-            return Climbed(tuple(tried), best)
+            return Climbed(best)
         tried += more
-
-
-GRID = sorted(float(f"{digit}e{power}") for power in range(-9, 4) for digit in (1, 2, 3, 5))
-"""Values that a range grows by, one at a time; the paper's are mostly of these."""
-WIDEST = 10
-"""How far beyond its range on either side a search goes at most, as a factor."""
-NEARLY = 1 + 1e-9
-
-
-def neighbours(value: float, values: Sequence[float]) -> list[float]:
-    """Return the next smaller and the next larger one, among those of a range and, outside it, those of the grid."""
-    inside = set(values)
-    ladder = sorted(inside | {v for v in GRID if not min(inside) / NEARLY <= v <= max(inside) * NEARLY})
-    place = ladder.index(value)
-    return [ladder[place - 1], ladder[place + 1]]
-
-
-def near(value: float, values: Sequence[float]) -> bool:
-    """Return whether a search over a range goes as far as this."""
-    low, high = min(values), max(values)
-    return low / WIDEST / NEARLY <= value <= high * WIDEST * NEARLY
-
-
-STEP = 1.5
-FURTHEST = 8
-"""Powers of STEP that a search goes from where it began, a factor of 26."""
 
 
 def rounded(value: float) -> float:

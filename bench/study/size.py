@@ -22,7 +22,7 @@ from bench.study.scales import Scale
 from bench.study.units import Place, Result
 from bench.workers import work_off
 
-LARGER = Scale("llama-288", CONFIGS["llama-288"], "llama-134m", (12, 24, 48), 1000, 10, 128, batch=8)
+LARGER = Scale("llama-288", CONFIGS["llama-288"], (12, 24, 48), 1000, 10, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
 PRO = "pro-klshampoo"
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")

@@ -62,20 +62,3 @@ def main_table(rows: DataFrame) -> str:
 def pretrain_table(rows: DataFrame) -> str:
     """Return the same of one model and start; ``rows`` of what bench.pretrain writes."""
     return by_row(rows, PRETRAIN, 1)
-
-
-def losses_table(rows: DataFrame) -> str:
-    """Return final losses alone, a line per model and start; ``rows`` of main.csv or ablation.csv."""
-    of, methods = ["model", "start"], [_name(row) for _, row in rows.iterrows()]
-    cells = rows[of].assign(method=methods, loss=[_loss(row) for _, row in rows.iterrows()])
-    wide = cells.pivot(index=of, columns="method", values="loss").fillna("-")
-    order = cells[of].drop_duplicates().itertuples(index=False, name=None)
-    return table(wide.loc[list(order), list(dict.fromkeys(methods))].reset_index(), 2)
-
-
-def orderings_table(rows: DataFrame) -> str:
-    """Return the paper's orderings beside the differences measured; ``rows`` of main-orderings.csv and the like."""
-    level = "".join(sorted({f", at {level:.0%}" for level in rows["confidence"]}))
-    cells = rows[["model", "start", "lower", "higher"]].rename(columns={"lower": "lower in the paper"})
-    cells["higher − lower"] = list(map(with_error, rows["difference"], rows["difference_se"]))
-    return table(cells.assign(**{f"here{level}": rows["verdict"]}), 4)

@@ -1,10 +1,14 @@
-"""The units of an experiment: one optimizer on one seed, each with a file of its own that no later run repeats."""
+"""The units of an experiment: one optimizer on one seed, each with a file of its own.
+
+What trains side by side shares whatever else the machine does, so that times can be compared: it trains again, all of
+it, where one is missing or was trained beside others.
+"""
 
 import hashlib
 import json
 import multiprocessing
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,21 +22,16 @@ from bench.study.scales import Scale
 from bench.training import checkpoint
 from bench.training.loop import train
 from bench.training.processes import ALONE, Processes
-from bench.training.run import Record, Run, Settings, Watch, nothing
-from bench.workers import work_off
+from bench.training.run import Record, Run, Settings
 
 
 @dataclass(frozen=True)
 class Task:
     """Optimizers that one process trains side by side, on one seed."""
 
-    folder: Path  # of the results, so that a sweep's units, which may share a machine, are not those that are timed
+    folder: Path  # of the results
     settings: Settings  # of them all
     seed: int
-    # whether their times are compared, so that results count only of those that trained together: where one
-    # is missing, or was trained beside others, all train
-    timed: bool = False
-    watch: Watch = nothing  # what is collected along the run
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Place:
     scale: Scale
     data: Path | None  # None is the standard library's source
     checkpoint_seconds: float = 120.0
-    jobs: int = 1  # runs at a time; several have processes of one thread each, one alone is this process's
     processes: Processes = ALONE  # that run a task together
 
     def __post_init__(self) -> None:
@@ -65,17 +63,6 @@ class Place:
     def origin(self) -> rows.Row:
         """What is trained on, as rows say it."""
         return {"data": self.source.name, "data_sha256": self.source.sha256}
-
-    def results(self, tasks: Sequence[Task]) -> list[dict[str, Result]]:
-        """Train what has no result; return those of every task by key, in their order.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C; everything that was done is kept.
-        """
-        if self.jobs > 1:
-            left = [task for task in tasks if _missing(task, self)]
-            work_off(lambda: left, self.call, lambda task, found: left.remove(task), self.jobs)
-        return [run(task, self) for task in tasks]
 
     def call(self, task: Task) -> Callable[[], dict[str, Result]]:
         """Return what a process of its own calls for a task."""
@@ -108,29 +95,26 @@ def _digest(value: Any) -> str:
 def read(task: Task, hyper: Hyper, place: Place) -> Result:
     """Return the result of a unit that was trained."""
     content = checkpoint.load(path_of(task, hyper, place), fingerprint(task, hyper, place))
-    return Result(**content | {"record": Record(**content["record"])})
+    return Result(**content | {"record": Record.of(content["record"])})
 
 
 def run(task: Task, place: Place) -> dict[str, Result]:
-    """Train what has no result yet; return the results of all by key.
+    """Train unless it was done; return the results of all by key.
 
     Raises:
         KeyboardInterrupt: it was asked to stop, and has left a checkpoint.
     """
+    if not place.processes.from_first(lambda: _done(task, place)):
+        _train(task, place)
     every = task.settings.hyper
-    if missing := place.processes.from_first(lambda: _missing(task, place)):
-        _train(replace(task, settings=replace(task.settings, hyper={key: every[key] for key in missing})), place)
     return place.processes.from_first(lambda: {key: read(task, hyper, place) for key, hyper in every.items()})
 
 
-def _missing(task: Task, place: Place) -> list[str]:
-    """Return the keys of those that have to train."""
-    missing = [key for key, hyper in task.settings.hyper.items() if not path_of(task, hyper, place).exists()]
-    if not task.timed:
-        return missing
-    together = _together(task, place)
-    whole = not missing and all(read(task, h, place).together == together for h in task.settings.hyper.values())
-    return [] if whole else list(task.settings.hyper)
+def _done(task: Task, place: Place) -> bool:
+    """Return whether all have trained together."""
+    every, together = task.settings.hyper.values(), _together(task, place)
+    files = all(path_of(task, hyper, place).exists() for hyper in every)
+    return files and all(read(task, hyper, place).together == together for hyper in every)
 
 
 def _together(task: Task, place: Place) -> str:
@@ -142,7 +126,7 @@ def _train(task: Task, place: Place) -> None:
     cuda = task.settings.device.startswith("cuda")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    training = Run(task.settings, task.seed, place.source, place.processes, task.watch)
+    training = Run(task.settings, task.seed, place.source, place.processes)
     together = _together(task, place)
     made_of = {key: fingerprint(task, hyper, place) for key, hyper in task.settings.hyper.items()}
     whole = {f"{name} {key}": value for key, found in made_of.items() for name, value in found.items()}

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from time import perf_counter
@@ -59,7 +59,11 @@ class Record:
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     diverged_at: int | None = None  # the step whose loss was not finite
     state_bytes: int = 0
-    observed: dict[str, Any] = field(default_factory=dict)  # what a watch collected
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "Record":
+        """Return the record that was saved, of a version too that kept more."""
+        return cls(**{name: saved[name] for name in saved.keys() & {field.name for field in fields(cls)}})
 
     def seconds(self, steps: int) -> float:
         """Return the time spent in training, evaluation aside, up to and with step ``steps``."""
@@ -74,7 +78,7 @@ class Record:
 class Trainee:
     """One optimizer with its copy of the model."""
 
-    def __init__(self, key: str, model: nn.Module, settings: Settings, processes: Processes, watch: "Watch") -> None:
+    def __init__(self, key: str, model: nn.Module, settings: Settings, processes: Processes) -> None:
         self.key = key
         self.model = model
         self.settings = settings
@@ -84,7 +88,6 @@ class Trainee:
         self.optimizers = optimizers.build(model, settings.hyper[key], state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.record = Record()
-        self.look = watch(self)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per token of this process's part."""
@@ -110,7 +113,6 @@ class Trainee:
         self.record.losses.append(value)
         self.record.model_seconds.append(middle - start)
         self.record.optimizer_seconds.append(end - middle)
-        self.look(step)
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> float:
         """Compute the gradient of the whole batch's mean loss, and return the loss."""
@@ -160,21 +162,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-Watch = Callable[[Trainee], Callable[[int], None]]
-"""Given a trainee, returns what to call with every step that it has done, to put things into ``record.observed``."""
-
-
-def nothing(trainee: Trainee) -> Callable[[int], None]:
-    """Watch nothing."""
-    return lambda step: None
-
-
 class Run:
     """All trainees on one seed. ``state_dict`` and ``load_state_dict`` continue it bit for bit."""
 
-    def __init__(
-        self, settings: Settings, seed: int, source: Source, processes: Processes = ALONE, watch: Watch = nothing
-    ) -> None:
+    def __init__(self, settings: Settings, seed: int, source: Source, processes: Processes = ALONE) -> None:
         self.settings = settings
         self.seed = seed
         self.source = source
@@ -187,7 +178,7 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             initial = build(settings.model).to(settings.device)
-        self.trainees = [Trainee(key, copy.deepcopy(initial), settings, processes, watch) for key in settings.hyper]
+        self.trainees = [Trainee(key, copy.deepcopy(initial), settings, processes) for key in settings.hyper]
 
     def _here(self, batch: Batch) -> Batch:
         inputs, targets = batch
@@ -244,7 +235,7 @@ class Run:
         """Take over a state that ``state_dict`` gave under the same settings."""
         self.done = state["done"]
         for trainee in self.trainees:
-            trainee.record = Record(**state["records"][trainee.key])
+            trainee.record = Record.of(state["records"][trainee.key])
             trainee.model.load_state_dict(state["models"][trainee.key])
             for optimizer, its_state in zip(trainee.optimizers, state["optimizers"][trainee.key], strict=True):
                 optimizer.load_state_dict(its_state)
