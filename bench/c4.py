@@ -23,7 +23,8 @@ from bench.training.shards import open_shard, write_shard
 DATASET, SUBSET = "allenai/c4", "en"
 TOKENIZER = "google-t5/t5-base"
 SHARD = 100_000_000  # tokens, as FineWeb-10B's shards have
-VALIDATION = 10_485_760  # tokens, as modded-nanogpt validates on
+VALIDATION = 10_485_760  # tokens of C4's validation split, as modded-nanogpt validates on
+VOCABULARY = LLAMA_VOCABULARY  # tokens that the model knows
 
 Encode = Callable[[list[str]], list[list[int]]]
 """Documents -> their tokens."""
@@ -35,27 +36,17 @@ class Options:
 
     out: Path  # Folder for the shards
     tokens: int  # To train on, such as 5000000000
-    validation_tokens: int = VALIDATION  # Of C4's validation split
     tokenizer: str = TOKENIZER  # On the hub, or a tokenizer.json file
-    vocabulary: int = LLAMA_VOCABULARY  # Tokens of the model
-    shard_tokens: int = SHARD  # Per file
 
     def __post_init__(self) -> None:
-        counts = ("tokens", "validation_tokens", "vocabulary", "shard_tokens")
-        at_least(1, **{name: getattr(self, name) for name in counts})
-        if self.vocabulary > 2**16:
-            raise UsageError(f"--vocabulary {self.vocabulary} is above 65536, all that a shard's uint16 can tell apart")
-        if self.shard_tokens >= 2**31:
-            raise UsageError(
-                f"--shard-tokens {self.shard_tokens} is above 2147483647, the most that a shard's header can say"
-            )
+        at_least(1, tokens=self.tokens)
 
 
 class Documents:
     """A split of C4, streamed and encoded; ``left_out`` counts those with tokens outside the vocabulary."""
 
-    def __init__(self, split: str, encode: Encode, vocabulary: int) -> None:
-        self.split, self.encode, self.vocabulary, self.left_out = split, encode, vocabulary, 0
+    def __init__(self, split: str, encode: Encode) -> None:
+        self.split, self.encode, self.left_out = split, encode, 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
         try:
@@ -69,13 +60,13 @@ class Documents:
 
     def _encode(self, batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         encoded = [tokens for tokens in self.encode(batch["text"]) if tokens]
-        known = [tokens for tokens in encoded if max(tokens) < self.vocabulary]
+        known = [tokens for tokens in encoded if max(tokens) < VOCABULARY]
         self.left_out += len(encoded) - len(known)
         return {"tokens": known}
 
 
-def write_shards(tokens: Iterable[np.ndarray], limit: int, per_shard: int, name: Callable[[int], Path]) -> list[Path]:
-    """Write the first ``limit`` tokens, or all there are, as shards of ``per_shard``, the last one shorter.
+def write_shards(tokens: Iterable[np.ndarray], limit: int, name: Callable[[int], Path]) -> list[Path]:
+    """Write the first ``limit`` tokens, or all there are, as shards of SHARD, the last one shorter.
 
     ``name`` gives the file of a shard by its number from 0.
     """
@@ -96,8 +87,8 @@ def write_shards(tokens: Iterable[np.ndarray], limit: int, per_shard: int, name:
             pending.append(part)
             held += len(part)
             bar.update(len(part))
-            while held >= per_shard:
-                flush(per_shard)
+            while held >= SHARD:
+                flush(SHARD)
             if written + held == limit:
                 break
     if held:
@@ -139,9 +130,9 @@ def main(argv: Sequence[str]) -> int:
     make_folder(o.out)
     if any(o.out.glob("*.bin")):
         raise UsageError(f"--out {o.out} has shards already; choose another folder, or delete them")
-    for split, limit, stem in (("validation", o.validation_tokens, "val"), ("train", o.tokens, "train")):
-        documents = Documents(split, encode, o.vocabulary)
-        files = write_shards(documents, limit, o.shard_tokens, lambda i, stem=stem: o.out / f"c4_{stem}_{i:06d}.bin")
+    for split, limit, stem in (("validation", VALIDATION, "val"), ("train", o.tokens, "train")):
+        documents = Documents(split, encode)
+        files = write_shards(documents, limit, lambda i, stem=stem: o.out / f"c4_{stem}_{i:06d}.bin")
         written = sum(len(open_shard(file).tokens) for file in files)
         print(
             f"{split}: {written:,} tokens in {len(files)} shards; {documents.left_out} documents left out", flush=True

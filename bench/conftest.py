@@ -15,7 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     options.addoption("--sets", nargs="+", choices=SETS, metavar="SET", help=sets)
     options.addoption("--seconds", type=float, default=0.2, metavar="S", help="of timing a form (default: 0.2)")
     options.addoption("--rows", type=Path, metavar="CSV", help="put the rows there, in place of a group's old ones")
-    options.addoption("--again", action="store_true", help="measure also what --rows has of this commit and machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,4 +31,4 @@ def results(request: pytest.FixtureRequest) -> "Results":  # noqa: F821  (import
 
     torch.set_float32_matmul_precision("highest")
     option = request.config.option
-    return Results(torch.device(option.device), option.seconds, option.rows, option.again)
+    return Results(torch.device(option.device), option.seconds, option.rows)

@@ -10,7 +10,6 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -119,14 +118,11 @@ def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status: 0, 1 if something is wrong, 2 for wrong input, 130 after Ctrl-C."""
     parser = command.Parser(prog="python -m bench.first", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cuda", help="a CPU takes TRITON_INTERPRET=1 and smaller sizes")
+    parser.add_argument("--device", default="cuda", help="cuda (default), or cpu with TRITON_INTERPRET=1")
     parser.add_argument("--seconds", type=float, default=80.0, help="after which nothing new is begun (default: 80)")
-    for name, value in (("m", SIZES.m), ("n", SIZES.n), ("r", SIZES.r)):
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
     o = parser.parse_args(argv)
-    command.at_least(1, m=o.m, n=o.n, r=o.r)
     begun, wrong, left = time.perf_counter(), 0, 0
-    for name, check in checks(replace(SIZES, m=o.m, n=o.n, r=o.r), torch.device(o.device)):
+    for name, check in checks(SIZES, torch.device(o.device)):
         if time.perf_counter() - begun > o.seconds:
             left += 1
             continue

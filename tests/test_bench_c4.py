@@ -54,6 +54,9 @@ def hub(monkeypatch):
         asked.append(name)
         return Tokenizer()
 
+    monkeypatch.setattr(c4, "VALIDATION", 10)
+    monkeypatch.setattr(c4, "VOCABULARY", 126)
+    monkeypatch.setattr(c4, "SHARD", 500)
     loaders = SimpleNamespace(from_pretrained=from_pretrained)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=loaders))
@@ -65,11 +68,12 @@ def letters(*documents):
 
 
 def run(out, *more):
-    return c4.main(["--out", str(out), "--validation-tokens", "10", "--vocabulary", "126", *more])
+    return c4.main(["--out", str(out), *more])
 
 
-def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys):
-    assert run(tmp_path, "--tokens", "50", "--shard-tokens", "20") == 0
+def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(c4, "SHARD", 20)
+    assert run(tmp_path, "--tokens", "50") == 0
     names = "google-t5/t5-base", ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
     assert hub == list(names)
     train = [open_shard(tmp_path / f"c4_train_{i:06d}.bin").tokens.tolist() for i in range(3)]

@@ -17,7 +17,7 @@ from prokl.pair import Pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Sizes(B=2, m=8, n=12, r=4)
-GIVEN = ["--device", DEVICE.type, "--m", "8", "--n", "12", "--r", "4"]
+GIVEN = ["--device", DEVICE.type]
 interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
 
@@ -25,6 +25,7 @@ interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's 
 @interpreted
 def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
     """Every kernel and whole steps of both precisions, as a GPU is asked; a CPU records no graphs, so steps are few."""
+    monkeypatch.setattr(first, "SIZES", SMALL)
     monkeypatch.setattr(first, "STEPS", 3)
     monkeypatch.setattr(first, "PERIOD", 2)  # the last of them refreshes
     assert first.main([*GIVEN, "--seconds", "600"]) == 0
@@ -82,6 +83,7 @@ def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
 
 @interpreted
 def test_what_fails_is_a_line_and_the_next_one_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr(first, "SIZES", SMALL)
     monkeypatch.setattr(first, "KERNELS", KERNELS[:2])
     monkeypatch.setattr(first, "STEPS", 1)  # which moves nothing, and so is wrong
 

@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: Results) -> None:
     device = results.device
     if benchmark.enabled and results.has(group.name):
-        pytest.skip("in the file of --rows already; --again measures it anew")
+        pytest.skip("in the file of --rows already")
     d = replace(group.dtypes, polar=torch.float32) if emulated(device) else group.dtypes
     ops = form.primitives(device)
     # In half precision a good form is some percent off, and so may a bad one be: float32 tells them apart.

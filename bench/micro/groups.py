@@ -100,15 +100,15 @@ class Results:
         seconds: of timing a form.
     """
 
-    def __init__(self, device: torch.device, seconds: float, path: Path | None, again: bool) -> None:
+    def __init__(self, device: torch.device, seconds: float, path: Path | None) -> None:
         self.device, self.seconds = device, seconds
-        self._path, self._again = path, again
+        self._path = path
         self._here = rows.environment(device)
         self._rows: dict[str, list[rows.Row]] = {}
 
     def has(self, group: str) -> bool:
         """Return True if the file had this group of this commit and machine before the run."""
-        known = self._path is not None and not self._again and group not in self._rows
+        known = self._path is not None and group not in self._rows
         return known and rows.measured(self._path, {"case": group}, self._here)
 
     def add(self, found: rows.Row, of: int) -> None:

@@ -32,7 +32,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same ones'")
         own.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
         own.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=f"of {', '.join(SETS)}")
-        own.add_argument("--again", action="store_true", help="also what --out has of this commit and machine")
         if name == "steps":
             own.add_argument("--seconds", type=float, default=1.0, help="per optimizer and set (default: 1)")
             own.add_argument("--rounds", type=int, default=15, help="periods at most (default: 15)")
@@ -56,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         torch.set_float32_matmul_precision("highest")
         for name in a.sets or (PAPER if a.device.type == "cuda" else SMALL):
-            if a.out and not a.again and rows.measured(a.out, {"model": name}, here):
-                print(f"{name}: in {a.out} already; --again measures it anew", flush=True)
+            if a.out and rows.measured(a.out, {"model": name}, here):
+                print(f"{name}: in {a.out} already", flush=True)
                 continue
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             s = SETS[name]

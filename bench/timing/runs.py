@@ -5,7 +5,6 @@ A period is PERIOD steps, one of which refreshes, so that its mean is the amorti
 
 import textwrap
 from collections.abc import Sequence
-from copy import deepcopy
 from time import perf_counter
 from typing import Any
 
@@ -38,10 +37,6 @@ class TimedRun:
         self.trouble: str | None = None
         self.took = 0.0
         self._steps = 0
-        if entry.backend:
-            saved = self.optimizer.state_dict()
-            saved["state"] = {i: deepcopy(problem.settled(entry, i)) for i in range(len(self.weights))}
-            self.optimizer.load_state_dict(saved)
 
     def steps(self, count: int) -> list[float]:
         """Return the seconds of the next steps; gradients are put in place outside of them."""
@@ -58,16 +53,17 @@ class TimedRun:
         return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
     def warm_up(self, slowest: float) -> None:
-        """Run a period that does not count, but for knowing how long one takes.
+        """Run the first step, which begins the state, and a period, which says how long one takes.
+
+        Bases have then been refreshed as they are in training, and the clock is where a period ends.
 
         Raises:
-            UsageError: it takes longer than ``slowest`` seconds, as the second step promises; the first initialises.
+            UsageError: it takes longer than ``slowest`` seconds, as the second step promises.
         """
-        seconds = self.steps(2)
-        if seconds[1] * PERIOD > slowest:
-            raise UsageError(f"too slow: a step took {seconds[1]:.2g} s, may take {slowest / PERIOD:g} s")
-        seconds += self.steps(PERIOD - 2)
-        self.took = sum(seconds[1:]) * PERIOD / (PERIOD - 1)
+        _, second = self.steps(2)
+        if second * PERIOD > slowest:
+            raise UsageError(f"too slow: a step took {second:.2g} s, may take {slowest / PERIOD:g} s")
+        self.took = second + sum(self.steps(PERIOD - 1))
 
 
 def _mark(device: torch.device) -> Any:
@@ -111,20 +107,18 @@ def enter(entries: Sequence[Entry], problem: Problem, slowest: float) -> tuple[l
 
 
 def take_turns(runs: Sequence[TimedRun], seconds: float, fewest: int, most: int) -> None:
-    """Time periods of all runs in turns, for about ``seconds`` each; the fewer ones of slow runs spread evenly.
+    """Time periods of all runs in turns, for about ``seconds`` each.
 
     A run of which one period takes twice as long has one only. A run that fails, or whose weights are not finite at
     the end, gets ``trouble``.
     """
     rounds = [1 if run.took > 2 * seconds else max(fewest, min(most, round(seconds / run.took))) for run in runs]
-    total = max(rounds, default=0)
-    for k in range(total):
-        for run, own in zip(runs, rounds, strict=True):
-            if run.trouble is None and (k + 1) * own // total > k * own // total:
-                try:
-                    run.periods.append(run.steps(PERIOD))
-                except Exception as error:  # as in enter
-                    run.trouble = failure(run.entry, error)
+    for k in range(max(rounds, default=0)):
+        for run in (run for run, own in zip(runs, rounds, strict=True) if k < own and run.trouble is None):
+            try:
+                run.periods.append(run.steps(PERIOD))
+            except Exception as error:  # as in enter
+                run.trouble = failure(run.entry, error)
     for run in runs:
         if run.trouble is None and not all(bool(W.isfinite().all()) for W in run.weights):
             run.trouble = "wrong: weights are not finite"
