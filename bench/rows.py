@@ -150,8 +150,8 @@ def text(value: Any) -> str:
 
 def describe(row: Mapping[str, Any]) -> str:
     """Return a row of a measurement as a line: what it is of, the figures, or the note why there is none."""
-    keys = ("model", "case", "value", "ranks", "place", "optimizer", "clip_threshold", "backend", "rank", "metric")
-    given = {"rank": "r=", "clip_threshold": "clip_threshold=", "ranks": "ranks=", "place": "place="}
+    keys = ("model", "case", "value", "optimizer", "clip_threshold", "backend", "rank", "metric")
+    given = {"rank": "r=", "clip_threshold": "clip_threshold="}
     who = " ".join(f"{given.get(key, '')}{row[key]}" for key in keys if row.get(key) not in (None, ""))
     if row.get("median") is None:
         return f"{who}: {row['note']}"

@@ -69,21 +69,20 @@ def stack_case(name: str, negate: bool, **fields: Any) -> Case:
     return Case(name, matrices(), bind, module=stack, **fields)
 
 
-def usable_case(name: str, stacked: bool, **fields: Any) -> Case:
-    """Return what judges matrices by energies (B,r) in parts: each a member, or all one."""
+def usable_case(name: str, **fields: Any) -> Case:
+    """Return what judges a stack of matrices, all of one member, by energies (B,r) in parts."""
 
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
         energy: Tensor = i["energy"]
         B, device = len(energy), energy.device
-        most = B if stacked else 1
-        starts = torch.arange(0, B + 1, most, device=device)
-        owner, skipped = (torch.zeros(k, dtype=torch.int64, device=device) for k in (B, B // most))
+        starts = torch.tensor([0, B], device=device)
+        owner, skipped = (torch.zeros(k, dtype=torch.int64, device=device) for k in (B, 1))
 
         def run() -> list[Tensor]:
             if ops.name == "triton":
-                found = usable.usable(energy, starts, most, skipped)
+                found = usable.usable(energy, starts, B, skipped)
             else:
-                found = judged(energy.sum(dim=1), owner if stacked else None, skipped)
+                found = judged(energy.sum(dim=1), owner, skipped)
             return [t.to(energy.dtype) for t in found]
 
         return run

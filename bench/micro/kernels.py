@@ -203,20 +203,19 @@ def _split(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Pair]:
     return lambda: Pair.split(x if a is None else x * a.sqrt()[:, None, :])
 
 
-def _combine(scaled: bool, pair: bool, **fields: Any) -> Case:
+def _combine(scaled: bool, **fields: Any) -> Case:
     inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
     weights = H.gradient_weights[0], H.momentum
 
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         x, y, c = i["x"], i["y"], i.get("scale")
-        if ops.name != "triton":
-            sum_of = lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y  # noqa: E731
-            # Of pairs the error is that of their halves.
-            return (lambda: Pair.split(sum_of()) if x.dtype == torch.float32 else sum_of()) if pair else sum_of
-        return lambda: combine.combine(x, weights[0], y, weights[1], c, pair)
+        if ops.name == "triton":
+            return lambda: combine.combine(x, weights[0], y, weights[1], c, True)
+        total = lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y  # noqa: E731
+        # Of pairs the error is that of their halves.
+        return lambda: Pair.split(total()) if x.dtype == torch.float32 else total()
 
-    name = "combine" + " scaled" * scaled + " and split" * pair
-    return Case(name, inputs, bind, module=combine, **fields)
+    return Case("combine" + " scaled" * scaled + " and split", inputs, bind, module=combine, **fields)
 
 
 def _samples(scaled: bool, **fields: Any) -> Case:
@@ -252,8 +251,7 @@ def _admit(**fields: Any) -> Case:
 KERNELS: tuple[Case, ...] = (
     stack_case("stack", False, dtypes=(FP32, BF16, FP16, FP64), timed=BOTH, operand="weights"),
     stack_case("stack negated", True),
-    usable_case("usable", False, dtypes=(FP32, FP64)),
-    usable_case("usable, of a stack", True),
+    usable_case("usable, of a stack"),
     _project(active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
     _project(active=True, dtypes=(BF16,)),
     _momentum(hat=True, scaled=True, active=False, dtypes=STORED, timed=BOTH, operand="arithmetic"),
@@ -319,10 +317,8 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     # What lies between the products.
     _admit(dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,)),
-    _combine(scaled=True, pair=False, dtypes=(FP32, FP64)),
-    _combine(scaled=False, pair=False),
-    _combine(scaled=True, pair=True, timed=(FP32,)),
-    _combine(scaled=False, pair=True),
+    _combine(scaled=True, timed=(FP32,)),
+    _combine(scaled=False),
     _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
     _samples(scaled=False),
     Case(

@@ -1,1 +1,1 @@
-"""The paper's tables and figures, one command each: ``python -m bench.study NAME``."""
+"""The paper's tables, every method tuned at every length, and a larger model: ``python -m bench.study NAME``."""
