@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pandas import DataFrame
+
 from bench.ablations import tables as ablations
 from bench.command import command, options
 from bench.rows import RESULTS, frame
@@ -23,31 +25,24 @@ from bench.timing import tables as timing
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "gpu", "results")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "results")),
 )
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-
-TABLES: dict[str, Callable[[], str]] = {
-    **{
-        name: lambda file=file, table=table: table(frame(RESULTS / file))
-        for name, file, table in (
-            ("costs", "step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
-            ("steps", "step-cpu.csv", timing.costs),
-            *(
-                (f"disturbances-{part}", "disturbances.csv", partial(ablations.disturbances_table, lines=lines))
-                for part, lines in (("steps", ablations.DISTURBED), ("losses", ablations.LOSSES))
-            ),
-            ("digits", "digits.csv", ablations.digits_table),
-            ("size", "size.csv", size.size_table),
-            ("lengths", "lengths.csv", lengths.losses_table),
-            ("results", "lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
-            ("robustness", "robustness.csv", ablations.robustness_table),
-            ("lengths-settings", "lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
-            ("lengths-reached", "lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
-        )
-    },
+TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
+    "costs": ("step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
+    "steps": ("step-cpu.csv", timing.costs),
+    "disturbances-steps": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.DISTURBED)),
+    "disturbances-losses": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.LOSSES)),
+    "digits": ("digits.csv", ablations.digits_table),
+    "robustness": ("robustness.csv", ablations.robustness_table),
+    "size": ("size.csv", size.size_table),
+    "lengths": ("lengths.csv", lengths.losses_table),
+    "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
+    "lengths-settings": ("lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
+    "lengths-reached": ("lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
 }
+"""File of the rows, and the table that is made of them, by name."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,12 @@ def rendered(text: str) -> str:
     Raises:
         KeyError: it names a table that there is not.
     """
-    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+    def table(name: str) -> str:
+        file, make = TABLES[name]
+        return make(frame(RESULTS / file))
+
+    return BLOCK.sub(lambda found: found[1] + table(found[2]) + found[3], text)
 
 
 def draw() -> None:
