@@ -6,7 +6,7 @@ tables and tunes every method, ``ablations`` changes one thing at a time, ``timi
 ``first`` asks a GPU whether anything works, ``c4`` makes data. What they are built from:
 
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
-* ``ablations``: variants x seeds, by one schema of rows; ``paired``: their differences.
+* ``ablations``: variants x seeds, by one schema of rows.
 * ``study``: one search, units that are kept and resumed; ``training``: data, one training loop; ``workers``: one pool.
 * ``timing``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first.
 * ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.

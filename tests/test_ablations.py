@@ -1,4 +1,4 @@
-"""``bench.ablations``: a variant changes what it says and nothing else, and its rows are paired by seed."""
+"""``bench.ablations``: a variant changes what it says and nothing else."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,6 @@ from bench.ablations import disturbed, experts, language
 from bench.ablations.disturbed import Case, Form
 from bench.ablations.studies import STUDIES, changed, same, tuned
 from bench.ablations.study import Study
-from bench.paired import paired
 from bench.study.scales import TINY
 from bench.training.run import Run
 from bench.training.sources import open_source
@@ -27,27 +26,6 @@ def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the gradient of the optimizer " * 200)
     return open_source(path, MICRO.config.context)
-
-
-# Statistics
-
-
-@pytest.mark.parametrize(("factor", "decided"), [(0.999, False), (1.001, True)])
-def test_a_difference_is_paired_and_decided_beyond_students_quantile(factor, decided):
-    # 2.571 in the printed tables for six seeds; deviations with mean 0 and standard error 1.
-    spread = [x * math.sqrt(5) for x in (-1.0, 1.0, -1.0, 1.0, -1.0, 1.0)]
-    found = paired([7.0 + 2.5706 * factor + x for x in spread], [7.0] * 6)
-    assert found.mean == pytest.approx(2.5706 * factor) and found.error == pytest.approx(1)
-    assert found.decided is decided
-
-
-def test_one_seed_or_one_that_diverged_decides_nothing():
-    assert paired([2.0], [1.0]).mean == 1.0 and math.isnan(paired([2.0], [1.0]).error)
-    assert not paired([2.0], [1.0]).decided and not paired([math.nan, 2.0, 2.0], [1.0, 1.0, 1.0]).decided
-
-
-def cells(text):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
 
 
 # The command

@@ -238,7 +238,7 @@ def test_the_extra_has_every_peer():
 
 OFFLINE = """
 import sys
-for name in ("pandas", "scipy", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "tokenizers"):
+for name in ("pandas", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "tokenizers"):
     sys.modules[name] = None
 import bench.timing.__main__, bench.conftest, bench.micro.bench_micro, bench.first
 assert bench.first.main(["--device", "cpu", "--seconds", "0"]) == 0

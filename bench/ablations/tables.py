@@ -10,7 +10,6 @@ from bench.ablations.disturbed import FORMS
 from bench.ablations.studies import EXPERTS, changed, of_digits
 from bench.markdown import figure, table, with_error
 from bench.optimizers import label
-from bench.paired import paired
 from bench.study.lengths import FORMS as TUNED
 
 LOSS = "validation loss"
@@ -40,12 +39,12 @@ def digits_table(found: DataFrame) -> str:
         if by_seed.empty:
             continue
         best = by_seed.mean().idxmin()
-        lost = paired(by_seed["1"], by_seed[best])
+        lost = by_seed["1"] - by_seed[best]
         at_best = its[(its["value"] == best) & its["seed"].isin(by_seed.index)]
         errors = 100 * at_best[at_best["metric"] == "test errors"]["median"]
         cells = {"optimizer": TUNED[form].label}
         cells |= {f"lr × {factor}": f"{mean:.3f}" for factor, mean in by_seed.mean().items()}
-        cells["default − best"] = with_error(lost.mean, lost.error, 3)
+        cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)
         cells["errors at the best, %"] = with_error(errors.mean(), errors.sem(), 1)
         cells["seeds"] = str(len(by_seed))
         lines.append(cells)
