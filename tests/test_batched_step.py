@@ -13,13 +13,13 @@ from tests.problems import VARIANTS, gradient_stream, held_each, relative, run, 
 # Two of one shape, its transpose, a square, a stack, vectors, a wide one and a flattened convolution.
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
 MATRICES = SHAPES[:-1]
-STEPS = 22  # two refreshes of ten steps
+STEPS, TAU = 12, 5  # two refreshes
 # Measured over the cases below: at most 5e-12, where eigenvalues clip, and mostly 2e-13; slack for other LAPACKs.
 FLOAT64 = 1e-9
 
 
 def late_and_missing(i: int, t: int) -> bool:
-    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 12)
+    return (i == 1 and t < 4) or (i == 3 and t % 5 == 2) or (i == 4 and t == 7)
 
 
 def stream_of(scale=1.0, seed=0, steps=STEPS):
@@ -28,6 +28,7 @@ def stream_of(scale=1.0, seed=0, steps=STEPS):
 
 
 def assert_same_runs(cls, stream, tolerance, **kwargs):
+    kwargs["precondition_frequency"] = TAU
     slow, reference = run(cls, stream, absent=late_and_missing, backend="reference", **kwargs)
     fast, batched = run(cls, stream, absent=late_and_missing, backend="torch", **kwargs)
     for shape, p, q in zip(SHAPES, slow, fast, strict=True):
@@ -90,7 +91,8 @@ def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(st
 @pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
 def test_auto_start_of_the_reference_is_invariant_to_the_loss_scale(cls, variant):
     """The batched step's: below, outgrown or not."""
-    kwargs = {"backend": "reference"} | ({"variant": variant, "rank": 4} if variant else {})
+    kwargs = {"variant": variant, "rank": 4} if variant else {}
+    kwargs |= {"backend": "reference", "precondition_frequency": TAU}
     plain, _ = run(cls, stream_of(1.0), absent=late_and_missing, **kwargs)
     small, _ = run(cls, stream_of(1e-6), absent=late_and_missing, **kwargs)
     for p, q in zip(plain, small, strict=True):
@@ -132,26 +134,6 @@ def test_an_outlier_later_on_does_not_shrink_the_steps_for_good(cls, variant):
 
 
 LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
-SEEDS = 3
-
-
-def low_precision_errors(cls, **kwargs):
-    """Medians over seeds of the batched step's error by the reference's, both in float32 against float64's.
-
-    The error is the mean over the weights, in the distance moved; initialising moves nothing.
-    """
-    ratios = []
-    for seed in range(SEEDS):
-        stream = gradient_stream(LOW, 14, seed=seed, dtype=torch.float32)
-        exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
-        start, _ = run(cls, stream[:1], backend="reference", dtype=torch.float32, **kwargs)
-        of = {}
-        for backend in ("torch", "reference"):
-            low, _ = run(cls, stream, backend=backend, dtype=torch.float32, **kwargs)
-            triples = zip(exact, low, start, strict=True)
-            of[backend] = statistics.fmean(relative(q.double() - w.double(), p - w.double()) for p, q, w in triples)
-        ratios.append(of["torch"] / of["reference"])
-    return statistics.median(ratios)
 
 
 @pytest.mark.slow
@@ -165,7 +147,17 @@ def low_precision_errors(cls, **kwargs):
     ],
 )
 def test_low_precision_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
-    assert low_precision_errors(cls, state_dtype=state_dtype, **kwargs) <= 4  # measured: 0.95 to 1.04
+    """Both in float32 against float64: the mean over the weights, in the distance moved; initialising moves nothing."""
+    kwargs, stream = {**kwargs, "state_dtype": state_dtype}, gradient_stream(LOW, 14, dtype=torch.float32)
+    exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
+    start, _ = run(cls, stream[:1], backend="reference", dtype=torch.float32, **kwargs)
+
+    def error(backend):
+        low, _ = run(cls, stream, backend=backend, dtype=torch.float32, **kwargs)
+        triples = zip(exact, low, start, strict=True)
+        return statistics.fmean(relative(q.double() - w.double(), p - w.double()) for p, q, w in triples)
+
+    assert error("torch") <= 4 * error("reference")  # measured: 0.95 to 1.04
 
 
 # Where the host must not read, which also chooses the QR, both optimizers; every variant where it may.

@@ -10,7 +10,7 @@ import torch
 from tests.inputs import NAN, PRO, TAU, frozen, normal, same_bits, step, weight
 from tests.training import refused
 
-CALLS = 8
+CALLS = 5  # with a refresh among them
 
 
 def optimizer(method, backend, *groups):
@@ -233,8 +233,8 @@ def test_the_kernels_find_pieces_and_transposes_where_they_lie():
             torch.nn.Parameter(weight(*s, seed=i, dtype=torch.float64).detach().to(device))
             for i, s in enumerate(shapes)
         ]
-        opt = PRO([named(own, **keys)], rank=3, precondition_frequency=TAU, backend=backend)
-        for call in range(4):
+        opt = PRO([named(own, **keys)], rank=3, precondition_frequency=2, backend=backend)
+        for call in range(3):
             step(opt, own, [g.to(device) for g in gradients(shapes, call, torch.float64)])
         runs.append(own)
     for i, (p, q) in enumerate(zip(*runs, strict=True)):
