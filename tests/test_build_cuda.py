@@ -276,10 +276,11 @@ def test_a_build_that_was_asked_for_and_cannot_be_fails_in_one_line(clone, value
 
 @pytest.fixture(scope="module")
 def compiled(clone):
-    """The wheel with the extension, compiled for one architecture."""
+    """The wheel with the extension, compiled for one architecture and, as nothing runs it, without optimising."""
     pytest.importorskip("ninja")
     pytest.importorskip("pybind11")
-    (wheel,) = build(clone, "--wheel", PROKL_BUILD_CUDA="1", PROKL_CUDA_ARCHS="80", CUDACXX=NVCC).glob("*linux*.whl")
+    quick = {"PROKL_CUDA_ARCHS": "80", "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0"}
+    (wheel,) = build(clone, "--wheel", PROKL_BUILD_CUDA="1", CUDACXX=NVCC, **quick).glob("*linux*.whl")
     return wheel
 
 
