@@ -139,14 +139,10 @@ def examine_unbounded(seed: int) -> list[str]:
     ]
 
 
-def chunks(quick: int, every: int, size: int) -> list[Any]:
-    """Return the seeds to ``every`` as parameters of tests, ``size`` each; those from ``quick`` on are slow."""
+def chunks(every: int, size: int) -> list[Any]:
+    """Return the seeds to ``every`` as parameters of tests, ``size`` each."""
     starts = range(0, every, size)
-    slow = [[pytest.mark.slow] if start >= quick else [] for start in starts]
-    return [
-        pytest.param(range(start, start + size), id=f"{start}-{start + size - 1}", marks=marks)
-        for start, marks in zip(starts, slow, strict=True)
-    ]
+    return [pytest.param(range(start, start + size), id=f"{start}-{start + size - 1}") for start in starts]
 
 
 def failures(one: Callable[[int], list[str]], seeds: Iterable[int]) -> list[tuple[int, list[str]]]:

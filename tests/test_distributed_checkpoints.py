@@ -18,26 +18,15 @@ ROUTES = ("nested", "flattened", "async", "full", "gathered")
 # Each way of training by each other, and every route; nested on fewer ranks is in test_distributed_failures.
 LOADS = [
     ("ddp", "alone", 1, "nested"),
-    ("ddp", "ddp", 2, "flattened"),
-    ("ddp", "ddp", 4, "nested"),
+    ("ddp", "ddp", 4, "flattened"),
     ("ddp", "fsdp", 4, "async"),
     ("fsdp", "alone", 1, "gathered"),
     ("fsdp", "ddp", 2, "broadcast"),
     ("fsdp", "fsdp", 4, "nested"),
     ("fsdp", "hsdp", 4, "flattened"),
-    ("alone", "ddp", 2, "nested"),
     ("alone", "fsdp", 4, "full"),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Train alone as the ranks do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on(world, pools, function, *args):  # noqa: F811

@@ -22,18 +22,9 @@ ORDERS = ((), (0, 1, 2, 3), (3, 1, 0, 2))
 BETWEEN = [(4, "ddp", "pro"), (4, "fsdp", "pro"), (4, "hsdp", "pro"), (2, "fsdp-kept", "pro"), (2, "ddp", "kl")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Train alone as the ranks do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
-def by_one_process(method, dtype, order=()):
-    return trained(Plan(method=method, dtype=dtype, order=order))
+def by_one_process(method):
+    return trained(Plan(method=method))
 
 
 def apart(one, other):
@@ -60,7 +51,7 @@ def in_all(outcomes, counts):
 
 @pytest.mark.parametrize(("world", "how", "method"), BETWEEN)
 def test_sixteen_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
-    expected = by_one_process(method, torch.float64)
+    expected = by_one_process(method)
     outcomes = pools[world].run(trained, Plan(how, method))
     assert max(apart(outcomes[0], expected).values()) < EXACT
     assert_same_bits_on_all_ranks(outcomes)
@@ -80,16 +71,15 @@ def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(wor
     expected = trained(plan)
     outcomes = pools[world].run(trained, replace(plan, how=how))
     assert max(apart(outcomes[0], expected).values()) < EXACT
-    assert max(apart(outcomes[0], by_one_process(method, torch.float64)).values()) > 1e-3  # the rates count
+    assert max(apart(outcomes[0], by_one_process(method)).values()) > 1e-3  # the rates count
     assert_same_bits_on_all_ranks(outcomes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "how", "method"), [(4, "ddp", "pro"), (2, "fsdp", "kl")])
-def test_float32_differs_no_more_than_sums_in_another_order_do(world, how, method, pools):  # noqa: F811
-    runs = [by_one_process(method, torch.float32, order) for order in ORDERS]
+def test_float32_differs_no_more_than_sums_in_another_order_do(pools):  # noqa: F811
+    runs = [trained(Plan(dtype=torch.float32, order=order)) for order in ORDERS]
     spread = [apart(one, other) for one, other in combinations(runs, 2)]
-    outcomes = pools[world].run(trained, Plan(how, method, torch.float32))
+    outcomes = pools[4].run(trained, Plan("ddp", dtype=torch.float32))
     # The largest over all weights: of one weight three runs may by chance hardly differ.
     assert 0 < max(apart(outcomes[0], runs[0]).values()) <= SPREAD * max(max(own.values()) for own in spread)
     assert_same_bits_on_all_ranks(outcomes)
