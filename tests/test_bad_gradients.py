@@ -264,6 +264,9 @@ def test_zero_gradients_delay_initialisation(method, path):
     assert changed(*runs) == set()
 
 
+RANK_1 = 12  # steps, with a refresh among them
+
+
 # First, second and last: 10, 10 and 100 times float32's rounding of six to ten products.
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ def test_rank_1_gradients_from_the_first_on_keep_everything_finite_and_orthonorm
     cls, kwargs = method
     w = weight(*shape, dtype=dtype)
     optimizer = made(cls, [w], backend=path, **kwargs)
-    for t in range(25):
+    for t in range(RANK_1):
         seed = 0 if fixed else t
         column, row = (
             normal(*shape[:-1], 1, seed=seed, dtype=dtype),
@@ -285,8 +288,8 @@ def test_rank_1_gradients_from_the_first_on_keep_everything_finite_and_orthonorm
         for key, Q in bases(optimizer.state[w]).items():
             assert orthonormality_error(Q) < tolerance * (10 if t else 1), (t, key)
     assert w.isfinite().all() and all(v.isfinite().all() for k, v in optimizer.state[w].items() if k != "step")
-    # 25 steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
-    assert (w - weight(*shape, dtype=dtype)).norm() < 25 * 0.02 * 10 * 2
+    # Steps of lr 0.02; an update is a few times an orthogonal matrix (norm 2.4) and never a blown-up one.
+    assert (w - weight(*shape, dtype=dtype)).norm() < RANK_1 * 0.02 * 10 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -297,7 +300,7 @@ def test_a_gradient_inside_the_tracked_subspace_makes_no_step_of_rounding_noise(
     for variant in VARIANTS:
         w = weight(6, 10, dtype=dtype)
         optimizer = PRO([w], rank=3, variant=variant, backend=path)
-        for t in range(25):
+        for t in range(12):
             step(optimizer, [w], [normal(6, width, seed=t, dtype=dtype) @ directions.mT])
         final[variant] = w.detach()
     assert same_bits(final["complement-only"], weight(6, 10, dtype=dtype))

@@ -225,7 +225,7 @@ def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_pa
     assert slow[5.0] <= slow[None]
 
 
-@pytest.mark.parametrize("momentum, coherence", [(0.95, 0.0), (0.0, 0.9), (0.95, 0.9), (0.0, 1.0), (0.95, 1.0)])
+@pytest.mark.parametrize("momentum, coherence", [(0.95, 0.0), (0.0, 0.9), (0.95, 1.0)])
 def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence):
     cls, kw = method
     p, mean = weight(16, 32), normal(16, 32, seed=999)

@@ -16,8 +16,8 @@ METHODS = [*((ProKLShampoo, {"variant": v, "rank": 16}) for v in VARIANTS), (KLS
 SHAPES = [(48, 48), (32, 128)]  # Newton-Schulz in its standard form and in Gram form
 STATE_DTYPES = [None, torch.bfloat16]
 CASES = [("torch", *method, shape, dtype) for method in METHODS for shape in SHAPES for dtype in STATE_DTYPES]
-# Interpreted, every method has one shape, and two of them another in balanced precision.
-INTERPRETED = [(*METHODS[i], SHAPES[i % 2], STATE_DTYPES[i // 2 % 2]) for i in range(len(METHODS))]
+# Interpreted, two methods have one shape, and another in balanced precision; variants take a part of the first one's.
+INTERPRETED = [(*METHODS[0], SHAPES[0], None), (*METHODS[-1], SHAPES[1], torch.bfloat16)]
 INTERPRETED += [(ProKLShampoo, {**METHODS[0][1], "precision": "balanced"}, SHAPES[1], None)]
 INTERPRETED += [(KLShampoo, {"precision": "balanced"}, SHAPES[0], None)]
 CASES += [pytest.param("triton", *case, marks=pytest.mark.slow) for case in INTERPRETED]
@@ -43,8 +43,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_
     assert max(most[1:]) >= allowed / 5  # and the bound is no arbitrary one; measured: 0.25 to 0.92 of it
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow), "reference"])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend, monkeypatch):
     shapes = [(6, 10), (10, 6), (2, 6, 10), (8, 8)]
     stream = gradient_stream(shapes, 3)
