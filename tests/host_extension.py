@@ -145,11 +145,8 @@ def cache_folder():
 
 @contextlib.contextmanager
 def order(library, threads="forward", blocks="forward", seed=0):
-    """Run threads between barriers, and blocks, in this order: "forward", "reversed" or "shuffled" by the seed.
-
-    ``library`` is the module that build gave, or the path that compile_library gave.
-    """
-    set_order = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_order
+    """Run threads between barriers, and blocks, in this order: "forward", "reversed" or "shuffled" by the seed."""
+    set_order = ctypes.CDLL(library.__file__).host_cuda_order
     set_order.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong)
     set_order(ORDERS[threads], ORDERS[blocks], seed)
     try:
@@ -161,7 +158,7 @@ def order(library, threads="forward", blocks="forward", seed=0):
 @contextlib.contextmanager
 def shared_limit(library, limit):
     """As on a device whose blocks may have this many bytes of shared memory."""
-    set_limit = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_shared_limit
+    set_limit = ctypes.CDLL(library.__file__).host_cuda_shared_limit
     set_limit.argtypes = (ctypes.c_size_t,)
     set_limit(limit)
     try:
@@ -173,7 +170,7 @@ def shared_limit(library, limit):
 @contextlib.contextmanager
 def counting(library):
     """Run nothing and count: three numbers, of launches, their blocks and memsets."""
-    count = ctypes.CDLL(str(getattr(library, "__file__", library))).host_cuda_count
+    count = ctypes.CDLL(library.__file__).host_cuda_count
     counted = (ctypes.c_ulonglong * 3)()
     count.argtypes = (ctypes.c_void_p,)
     count(ctypes.addressof(counted))

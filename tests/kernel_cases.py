@@ -37,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF, BF16, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 SMALL = Tile(16, 16, 16, 4, 1)
 SIZES = (
-    Sizes(2, 70, 130, 33), Sizes(3, 65, 64, 60), Sizes(1, 7, 101, 1), Sizes(2, 1, 1, 1), Sizes(2, 1, 40, 5),
+    Sizes(2, 67, 70, 33), Sizes(3, 65, 64, 60), Sizes(1, 7, 101, 1), Sizes(2, 1, 1, 1), Sizes(2, 1, 40, 5),
     Sizes(1, 40, 1, 1),
 )  # fmt: skip
 REFUSED = Sizes(3, 5, 9, 4)

@@ -1,5 +1,7 @@
 """The CUDA extension's QR beyond what tests/test_qr_problems.py asks of every form: its sources run on the CPU here."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,6 +19,11 @@ from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, semidefin
 from tests.qr_problems import CLASSES
 
 DTYPES = [torch.float32, torch.float64]
+
+
+def test_the_sources_compile_without_warnings(host_module):
+    assert host_module.architectures == "host"
+    assert (Path(host_module.__file__).parent / "warnings.txt").read_text() == ""
 
 
 def draw(operation, name, size, dtype=torch.float32):
