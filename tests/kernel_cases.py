@@ -244,6 +244,7 @@ PRODUCT = KernelCase(
     variants=ADDENDS, tiles=OF_FACTORS, stored=wider,
     refused=(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1"),
+        ({"A": torch.ones(3, 0, 9)}, r"A has shape \(3, 0, 9\); must be \(batch, m, k\) with m, k >= 1"),
         ({"A": torch.ones(5, 9)}, r"A has shape \(5, 9\)"),
         ({"B": torch.ones(3, 9, 0)}, r"B has shape \(3, 9, 0\); must be \(batch, k, n\) with n >= 1"),
         ({"B": torch.ones(3, 5, 4)}, r"B has shape \(3, 5, 4\); must be \(3, 9, "),

@@ -51,8 +51,13 @@ def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k)
 @pytest.mark.parametrize("name", ["condition 1e+04, settled", "rank-deficient, fresh"])
 def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
     tracked, refreshed = draw("tracking", name, (2, k + 100, k)), draw("semidefinite", name, (2, k, k))
-    assert_is_qr("tracking", tracked, track(*tracked).Q)
-    assert_is_qr("semidefinite", refreshed, semidefinite_qr(*refreshed).Q)
+    for of, inputs, found in (
+        ("tracking", tracked, track(*tracked)),
+        ("semidefinite", refreshed, semidefinite_qr(*refreshed)),
+    ):
+        assert_is_qr(of, inputs, found.Q)
+        # A wrong block of the Cholesky factor would send all of these to Householder, which hides it.
+        assert k == 1 or not (found.used & Used.HOUSEHOLDER).any()
 
 
 @pytest.mark.parametrize("name", ["row scales", "dominated", "condition 1e+08", "rank-deficient", "zero column"])
