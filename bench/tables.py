@@ -16,7 +16,7 @@ from pathlib import Path
 from pandas import DataFrame
 
 from bench.ablations import tables as ablations
-from bench.command import command, options
+from bench.command import UsageError, command, options
 from bench.rows import RESULTS, frame
 from bench.study import figures, size
 from bench.study import lengths_tables as lengths
@@ -79,7 +79,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     o = options(Options, argv, "bench.tables")
     if o.steps:
-        print(timing.costs(frame(o.steps)))
+        found = frame(o.steps)
+        if not len(timing.timed(found)):
+            raise UsageError(f"--steps {o.steps} has no timed step; give what bench.timing steps wrote with --out")
+        print(timing.costs(found))
         return 0
     check = o.check
     differ = False

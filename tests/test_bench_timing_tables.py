@@ -1,7 +1,7 @@
 """Tables of steps: what the recorded rows have no case of. ``bench.tables --check`` holds all others."""
 
 from bench import rows, tables
-from bench.shapes import SMALL
+from bench.shapes import PAPER, SMALL
 from bench.timing.entries import EAGER
 
 PRO = {"backend": "torch", "rank": 8}
@@ -35,3 +35,19 @@ def test_every_optimizer_that_ran_has_a_line(tmp_path, capsys):
         ["Pro-KLShampoo, r = 8, without CUDA graphs", "20.0 (2.00)", "-"],
         ["Muon, Newton–Schulz in bfloat16", "99.0 (1.00)", "-"],
     ]
+
+
+def test_rows_of_a_gpu_have_the_papers_own_sets_and_muon_may_have_failed(tmp_path, capsys):
+    rows.write(
+        tmp_path / "rows.csv", [step(PAPER[1], "pro-klshampoo", 31, **PRO), step(PAPER[0], "muon", note="no memory")]
+    )
+    assert tables.main(["--steps", str(tmp_path / "rows.csv")]) == 0
+    head, _, line = [x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"]
+    assert PAPER[1] in head and PAPER[0] not in head and SMALL[1] not in head and "31.0 (-)" in line
+
+
+def test_a_file_without_timed_steps_is_named(tmp_path, capsys):
+    rows.write(tmp_path / "rows.csv", [step(SMALL[0], "muon", note="no memory")])
+    for path in (tmp_path / "rows.csv", tmp_path / "none.csv"):
+        assert tables.main(["--steps", str(path)]) == 2
+        assert f"--steps {path} has no timed step" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pandas import DataFrame, Series
 
 from bench.markdown import figure, table
 from bench.optimizers import label
-from bench.shapes import SMALL
+from bench.shapes import SETS
 from bench.timing.entries import EAGER
 
 MAIN = ("Muon", "AdamW", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
@@ -16,23 +16,29 @@ OWN = ("muon", "pro-klshampoo")
 
 
 def name(row: Series, dtype: str) -> str:
-    """Name an optimizer: rank where there are several, Newton-Schulz's dtype where it is not that of ``dtype``."""
+    """Name an optimizer: rank where there are several, Newton-Schulz's dtype where ``dtype`` is another."""
     said = label(row["optimizer"], row["rank"] if row["optimizer"] == "pro-klshampoo" and row["rank"] > 0 else None)
     if row["backend"] == "reference":
         said += ", weight by weight"
     if row.get("note") == EAGER:
         said += f", {EAGER}"
-    if row["optimizer"] in OWN and row["dtype"] != dtype:
+    if row["optimizer"] in OWN and dtype and row["dtype"] != dtype:
         said += f", Newton–Schulz in {row['dtype'].rpartition(' ')[2]}"
     return said
 
 
+def timed(rows: DataFrame) -> DataFrame:
+    """Return those of rows that have the time of a whole step on one of the sets."""
+    return rows[(rows["metric"] == "step") & rows["model"].isin(SETS) & rows["median"].notna()] if len(rows) else rows
+
+
 def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
     """Return milliseconds a step and ratio to Muon in the same dtype, of these optimizers or of all that ran."""
-    run = rows[(rows["metric"] == "step") & rows["model"].isin(SMALL) & rows["median"].notna()]
-    usual = run.loc[run["optimizer"] == "muon", "dtype"].iloc[0]  # of the most rows
+    run = timed(rows)
+    usual = next(iter(run.loc[run["optimizer"] == "muon", "dtype"]), "")  # of the most rows
     cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], run["ratio"], strict=True)]
     run = run.assign(name=[name(row, usual) for _, row in run.iterrows()], cell=cells)
     wide = run.pivot(index="name", columns="model", values="cell")
-    wide = wide.reindex(index=names or run["name"].unique(), columns=SMALL).astype(object).fillna("-")
+    sets = [s for s in SETS if s in wide]
+    wide = wide.reindex(index=names or run["name"].unique(), columns=sets).astype(object).fillna("-")
     return table(wide.rename_axis(columns=None).rename_axis("ms a step (ratio to Muon)").reset_index(), 1)
