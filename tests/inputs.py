@@ -36,6 +36,10 @@ def path(request, monkeypatch):
     return "torch"
 
 
+HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::equal")
+"""Operators of PyTorch that read a value of the device on the host."""
+
+
 def forbid_host_reads(monkeypatch):
     """Take from the batched step the knowledge that reading a CPU tensor is free."""
     monkeypatch.setattr("prokl.backends.select.is_host_readable", lambda device: False)

@@ -23,9 +23,8 @@ from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
-from tests.inputs import forbid_host_reads
+from tests.inputs import HOST_READS, forbid_host_reads
 from tests.problems import gradient_stream, made, same_clocks, state_tensors
-from tests.test_accelerator_path import READS
 
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (4, 4)]
 OWN = {"rank": 4, "ns_dtype": torch.float32}
@@ -47,7 +46,7 @@ class Recording(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name not in READS + COPIES, func
+        assert func._schema.name not in HOST_READS + COPIES, func
         out = func(*args, **(kwargs or {}))
 
         def again():

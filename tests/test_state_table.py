@@ -1,14 +1,11 @@
 """The state of a weight is the paper's table of memory, line by line, and the recorded figures are of that table."""
 
-import gc
-
 import pytest
 import torch
 
 from bench import rows
 from bench.optimizers import OPTIMIZERS
 from bench.shapes import SETS
-from tests.peak import Peak
 
 LINES = {
     **dict.fromkeys(("L", "S", "R"), "factors"),
@@ -77,19 +74,3 @@ def test_the_recorded_figures_are_those_of_the_table():
         s, rank = SETS[r["model"]], int(r["rank"] or 0)
         every = [(count, TABLE[r["optimizer"]](m, n, rank)) for (m, n), count in s.oriented.items()]
         assert int(r["floor"]) == sum(count * sum(lines.values()) for count, lines in every)
-
-
-def test_the_peak_is_what_lives_at_one_time():
-    with Peak() as peak:
-        kept = torch.zeros(100)  # 400 bytes
-        peak.restart()
-        a = torch.ones(50) + 1  # the ones live until the sum is there: 400
-        view = a[3:].reshape(-1)
-        a.add_(1)
-        kept.mul_(2)
-        assert (peak.extra, peak.now - peak.start) == (400, 200)
-        del a
-        assert peak.now - peak.start == 200  # the view holds it
-        del view
-        gc.collect()
-        assert (peak.extra, peak.now - peak.start) == (400, 0)

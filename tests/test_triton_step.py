@@ -253,8 +253,8 @@ def test_the_gradient_is_let_go_after_the_step():
 def test_balanced_steps_are_those_of_pytorchs_halves_and_err_as_pairs_may(cls, kwargs, shapes, monkeypatch):
     """Both multiply the same halves, where they come from the same numbers.
 
-    Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away. Measured on two
-    CPUs: at most 5.5e-5 and 1.3e-4 of the distance moved; with one half alone 1.9e-3 and more.
+    Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away. Measured:
+    at most 5.6e-5 of the distance moved, and 1.3e-4 on another CPU; with one half alone 1.1e-3 and more.
     """
     stream = on_device(gradient_stream(shapes, 4, dtype=torch.float32))
     stream[3][-1] *= 1e4
