@@ -146,7 +146,7 @@ LOW = [(24, 40), (40, 24), (32, 32), (16, 128)]
         (KLShampoo, {}),
     ],
 )
-def test_low_precision_error_is_at_most_four_times_the_references(cls, kwargs, state_dtype):
+def test_low_precision_error_is_at_most_twice_the_references(cls, kwargs, state_dtype):
     """Both in float32 against float64: the mean over the weights, in the distance moved; initialising moves nothing."""
     kwargs, stream = {**kwargs, "state_dtype": state_dtype}, gradient_stream(LOW, 14, dtype=torch.float32)
     exact, _ = run(cls, stream, backend="reference", dtype=torch.float64, **kwargs)
@@ -157,7 +157,7 @@ def test_low_precision_error_is_at_most_four_times_the_references(cls, kwargs, s
         triples = zip(exact, low, start, strict=True)
         return statistics.fmean(relative(q.double() - w.double(), p - w.double()) for p, q, w in triples)
 
-    assert error("torch") <= 4 * error("reference")  # measured: 0.95 to 1.04
+    assert error("torch") <= 2 * error("reference")  # measured: 0.69 to 1.44; on seeds 1 and 2 0.28 to 1.25
 
 
 # Where the host must not read, which also chooses the QR, both optimizers; every variant where it may.
