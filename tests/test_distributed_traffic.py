@@ -8,43 +8,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.models import build, llama
 from prokl import ProKLShampoo, param_groups
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
+from tests.distributed.traffic import Traffic
 
 MATRICES = 4 * (8 * 24 * 24 + 6 * 24 * 64)  # bytes of two layers of width 24
 WEIGHTS = MATRICES + 4 * (2 * 4096 * 24 + 5 * 24)  # with embedding, head and norms
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes that this rank sends to others and receives from them in collectives."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = self.received = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with the tensors that it has comes here
-        if func.namespace == "c10d":
-            sent, received = self.moved(func._opname, args)
-            self.sent, self.received = self.sent + sent, self.received + received
-        return func(*args, **(kwargs or {}))
-
-    def moved(self, name, args):
-        others, place = dist.get_world_size() - 1, dist.get_rank()
-        if name == "_allgather_base_":
-            return args[1].nbytes * others, args[0].nbytes - args[1].nbytes
-        if name == "broadcast_":
-            size = sum(t.nbytes for t in args[0])
-            return (size * others, 0) if args[2] == place else (0, size)
-        if name == "alltoall_base_":
-            into, out, into_rows, out_rows = args[0], args[1], args[3], args[4]
-            kept = into_rows[place] * into.itemsize, out_rows[place] * out.itemsize
-            return out.nbytes - kept[1], into.nbytes - kept[0]
-        raise NotImplementedError(f"c10d::{name} is not counted")
 
 
 def step_bytes(how):

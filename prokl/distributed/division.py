@@ -317,10 +317,6 @@ class Division:
         groups = self.local_groups(state["param_groups"])
         return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
 
-    def received(self) -> int:
-        """Return the bytes that a step sends to this rank."""
-        return self.waves.received
-
     def divided(self) -> Iterator[Divided]:
         """Yield the weights that have owners."""
         yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))

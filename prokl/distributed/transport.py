@@ -50,13 +50,6 @@ class Replicas:
         self.most = max(sizes)
         self._begun: list[tuple[int, Tensor, Any]] = []
 
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives."""
-        if self.gathers:
-            return self.most * (self.team.size - 1)
-        return sum(message.size for message in self.messages) - self.messages[self.team.index].size
-
     def start(self) -> None:
         """Begin to send; the weights may be stepped again only after :meth:`finish`."""
         mine, me = self.messages[self.team.index], self.team.index
@@ -121,11 +114,6 @@ class Shards:
         self._return_out, self._return_in = (_messages(rows, 1) for rows in (self.owned, self.lent))
         self._gathering: tuple[Tensor, Any] | None = None
         self._returning: tuple[Tensor, Any] | None = None
-
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives, there and back."""
-        return sum(message.size for message in (*self._gather_in, *self._return_in))
 
     def _exchange(self, out: Sequence[Message], into: Sequence[Message], buffer: Tensor) -> tuple[Tensor, Any]:
         sizes, sent = [m.size for m in into], [m.size for m in out]

@@ -90,11 +90,6 @@ class Wave:
         for copies in self.copies:
             copies.finish()
 
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives in a step."""
-        return sum(way.received for ways in (self.shards, self.replicas, self.copies) for way in ways)
-
     def agree(self) -> None:
         """Make a gradient that is not finite so for every owner of its weight: it is skipped by all or none."""
         shared: dict[Team, list[Divided]] = {}
@@ -144,11 +139,6 @@ class Waves:
         """Lay out the messages; no weight comes after."""
         for wave in (*self.waves, self.adamw):
             wave.connect(teams)
-
-    @property
-    def received(self) -> int:
-        """Bytes that this rank receives in a step."""
-        return sum(wave.received for wave in (*self.waves, self.adamw))
 
     def step(self, engine: Engine, work: Sequence[tuple[Bucket, Any]]) -> list[str]:
         """Step the stand-ins and send what is to be sent; return warnings.

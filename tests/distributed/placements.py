@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import prokl
 from prokl import diagnostics
+from tests.distributed.traffic import Traffic
 from tests.problems import made
 
 MATRICES = {
@@ -109,14 +110,16 @@ def alone(cls, steps=STEPS, **settings):
 
 
 def on_ranks(cls, how, divided=False, **settings):
-    """Train; return the weights, whole, and the bytes that a step sends to this rank."""
+    """Train; return the weights, whole, and the bytes that this rank receives in the last step."""
     dimensions, place = PLACED[how]
     mesh = mesh_of(dimensions)
     weights = weights_of(mesh, place)
     optimizer = optimizer_of(weights, cls, dist.group.WORLD if divided else None, **settings)
-    for call in range(STEPS):
+    for call in range(STEPS - 1):
         step(weights, optimizer, call, mesh)
-    return whole(weights), optimizer._division.received() if optimizer._division else None
+    with Traffic() as traffic:
+        step(weights, optimizer, STEPS - 1, mesh)
+    return whole(weights), traffic.received
 
 
 def held(optimizer):
@@ -149,16 +152,18 @@ def of_gradients_placed_otherwise():
 
 
 def experts_at_home():
-    """Return the bytes that are sent where each rank has whole experts, and the rows that it owns."""
+    """Return the bytes that come where each rank has whole experts, and the rows that it owns."""
     mesh = mesh_of(1)
     experts = {
         name: nn.Parameter(distribute_tensor(value(MATRICES[name], 1), mesh, [Shard(0)])) for name in ("experts",)
     }
     optimizer = prokl.ProKLShampoo(experts.items(), rank=3)
-    for call in range(3):
+    for call in range(2):
         step(experts, optimizer, call, mesh)
+    with Traffic() as traffic:
+        step(experts, optimizer, 2, mesh)
     (state,) = optimizer.engine.state.values()
-    return optimizer._division.received(), tuple(state["M"].shape), whole(experts)["experts"]
+    return traffic.received, tuple(state["M"].shape), whole(experts)["experts"]
 
 
 def frozen_and_released(how):
