@@ -165,20 +165,26 @@ def sized(loss):
     return order
 
 
-def test_of_the_size_every_method_has_its_first_rate_before_any_has_its_second():
+def test_of_the_size_first_rates_come_before_changes_of_the_defaults_and_these_before_second_rates():
     order, each = sized(lambda trial: trial.hyper.lr), len(size.RATES)
-    for i in range(3):
-        its = order[i * each : (i + 1) * each]
-        assert [trial.hyper.lr for trial in its] == [rates[i] for rates in size.RATES.values()]
+    changes, seconds = order[each:][: len(size.CHANGES)], order[each + len(size.CHANGES) :][:each]
+    assert [trial.hyper.lr for trial in order[:each]] == [first for first, second in size.RATES.values()]
+    default = replace(FORMS[PRO].default, rank=None)
+    made = {trial.case: (trial.base, trial.hyper) for trial in changes}
+    assert made == {case: ("Pro-KLShampoo", replace(default, **its)) for case, its in size.CHANGES.items()}
+    assert [trial.hyper.lr for trial in seconds] == [second for first, second in size.RATES.values()]
     assert len({trial.key for trial in order}) == len(order) == 3 * each + len(size.CHANGES) + 2
 
 
-def test_changes_are_made_at_the_best_rate_and_the_two_best_methods_have_a_second_seed():
-    lowest = {PRO: 0.02, "muon": 0.008889}
+def test_of_the_size_a_third_rate_lies_beyond_the_better_and_the_two_best_methods_have_a_second_seed():
+    lowest = {PRO: 0.03, "muon": 0.005926}
     order = sized(lambda trial: abs(trial.hyper.lr - lowest.get(trial.hyper.method, 9.0)))
-    default = next(trial.hyper for trial in order if trial.case == "Pro-KLShampoo" and trial.hyper.lr == 0.02)
-    changed = {trial.case: (trial.base, trial.hyper) for trial in order if trial.base}
-    assert changed == {case: ("Pro-KLShampoo", replace(default, **its)) for case, its in size.CHANGES.items()}
-    # of Pro-KLShampoo, its paper's form, Muon and Muon with 0.9, which all have a loss of 0, the first two
+    rates = {}
+    for trial in order:
+        if not trial.base and trial.seed == 0:
+            rates.setdefault(trial.case, []).append(trial.hyper.lr)
+    assert (rates["Pro-KLShampoo"], rates["Muon"]) == ([0.01333, 0.02, 0.03], [0.01333, 0.008889, 0.005926])
+    assert rates["SOAP"] == [0.0045, 0.003, 0.00675]  # the higher the better
+    # of Pro-KLShampoo, Muon and Muon with 0.9, which all have a loss of 0, the first two
     second = [(trial.case, trial.hyper.lr) for trial in order if trial.seed == 1]
-    assert second == [("Pro-KLShampoo", 0.02), ("Muon", 0.008889)]
+    assert second == [("Pro-KLShampoo", 0.03), ("Muon", 0.005926)]

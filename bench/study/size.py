@@ -6,7 +6,6 @@ Losses do not depend on what else the machine does; times would, and are not kep
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from bench.optimizers import Hyper
 from bench.study.lengths import FIRST_SEED, FORMS, task_of
 from bench.study.options import WorkedOff
 from bench.study.scales import Scale
+from bench.study.search import STEP, rounded
 from bench.study.units import Place, Result
 from bench.workers import work_off
 
@@ -55,15 +55,16 @@ Losses = Mapping[tuple[str, ...], float]
 """Of what has been trained, by key; infinite for what diverged."""
 
 RATES = {
-    PRO: (0.01333, 0.02, 0.008889),
-    "kl-shampoo": (0.005, 0.003333, 0.0075),
-    "muon": (0.01333, 0.008889, 0.02),
-    "adamw": (0.00225, 0.0015, 0.003375),
-    "soap": (0.0045, 0.003, 0.00675),
-    "muon-0.9": (0.01333, 0.008889, 0.02),
-    "pro-klshampoo-paper": (0.01333, 0.008889, 0.02),
+    PRO: (0.01333, 0.02),
+    "kl-shampoo": (0.005, 0.003333),
+    "muon": (0.01333, 0.008889),
+    "adamw": (0.00225, 0.0015),
+    "soap": (0.0045, 0.003),
+    "muon-0.9": (0.01333, 0.008889),
+    "pro-klshampoo-paper": (0.01333, 0.008889),
 }
-"""On the larger model, the likeliest first: around what lies between llama-tiny's best at 400 steps and at 1,600."""
+"""Two neighbours on the larger model, the likelier first: around what lies between llama-tiny's best at 400 steps and
+at 1,600. The third one lies beyond the better of these."""
 RANKS = {PRO: None, "pro-klshampoo-paper": LARGER.largest}
 """A sixth of the width, as the default is."""
 CHANGES: dict[str, dict[str, Any]] = {
@@ -71,27 +72,36 @@ CHANGES: dict[str, dict[str, Any]] = {
     "alpha_kl 0.01": {"alpha_kl": 0.01},
     "momentum 0.95, beta2 0.95": {"momentum": 0.95, "beta2": 0.95},
     "r = 32": {"rank": 32},
-    "momentum 0.95": {"momentum": 0.95},
-    "beta2 0.95": {"beta2": 0.95},
 }
-"""Of Pro-KLShampoo on the larger model at the best of its rates: half of its rank, 48, and so on."""
+"""Of Pro-KLShampoo's defaults: half of the rank that "auto" is on the larger model, 48, and so on."""
 
 
 def size(known: Losses) -> Iterator[Trial]:
-    """Yield every method at its first rate, then its second, its third; and when all is known, what follows from it.
+    """Yield methods at their first rates, changes of the defaults, second rates; and what follows from their losses.
 
-    That is single changes of Pro-KLShampoo at its best rate, and a second seed of the two best methods at theirs.
+    That is every method at its third rate, then a second seed of the two best methods at theirs.
     """
-    by_method = [[_of_method(form, lr) for lr in rates] for form, rates in RATES.items()]
-    methods = [trial for trial in chain(*zip_longest(*by_method)) if trial is not None]
-    yield from methods
-    if any(trial.key not in known for trial in methods):
-        return
-    best = sorted((min(its, key=lambda trial: known[trial.key]) for its in by_method), key=lambda t: known[t.key])
-    pro = min(by_method[0], key=lambda trial: known[trial.key])
+    by_method = {form: [_of_method(form, lr) for lr in rates] for form, rates in RATES.items()}
+
+    def best(its: list[Trial]) -> Trial:
+        return min(its, key=lambda trial: known[trial.key])
+
+    first, second = zip(*by_method.values(), strict=True)
+    yield from first
+    default = _of_method(PRO, FORMS[PRO].default.lr)
     for case, changes in CHANGES.items():
-        yield replace(pro, case=case, base=pro.case, hyper=replace(pro.hyper, **changes))
-    yield from (replace(trial, seed=FIRST_SEED + 1) for trial in best[:2])
+        yield replace(default, case=case, base=default.case, hyper=replace(default.hyper, **changes))
+    yield from second
+    if any(trial.key not in known for trial in (*first, *second)):
+        return
+    for form, its in by_method.items():
+        up = best(its).hyper.lr == max(RATES[form])
+        its.append(_of_method(form, rounded(max(RATES[form]) * STEP if up else min(RATES[form]) / STEP)))
+        yield its[-1]
+    if any(its[-1].key not in known for its in by_method.values()):
+        return
+    bests = sorted(map(best, by_method.values()), key=lambda trial: known[trial.key])
+    yield from (replace(trial, seed=FIRST_SEED + 1) for trial in bests[:2])
 
 
 def _of_method(form: str, lr: float) -> Trial:
@@ -155,7 +165,7 @@ def size_table(found: DataFrame) -> str:
     for case, rates in {FORMS[form].label: rates for form, rates in RATES.items()}.items():
         if not (own := losses.get(case)):
             continue
-        shown = ", ".join(f"{lr:.3g}: {figure(own.get(lr), 3)}" for lr in sorted(rates))
+        shown = ", ".join(f"{lr:.3g}: {figure(own.get(lr), 3)}" for lr in sorted({*rates, *own}))
         apart = figure(lowest[case] - lowest.get(rival, math.nan), 3, "+")
         lines.append({"case": case, "validation loss by lr": shown, f"lowest − {rival}'s": apart, f"− {pro}": ""})
     for case in (name for name in CHANGES if name in losses):
