@@ -6,7 +6,6 @@ Where a bound is exceeded the step launches more than it did; where launches go,
 import re
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,12 +16,10 @@ from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.cuda_qr import Kind
 from prokl.kernels import launch
-from tests.capture_factors import DATA, INPUTS, PLAN
 from tests.commands import ROOT
 from tests.host_extension import counting
 from tests.inputs import forbid_host_reads, normal, weight
 from tests.problems import made
-from tests.qr_forms import refresh_basis, track
 
 MOST = {"ordinary": 60, "refresh": 180}
 """Launches of a bucket of the paper's models; 60 is what a step is to take, whatever its precision."""
@@ -113,14 +110,3 @@ def test_launches_of_the_extension_are_its_own(extension_on_cpu, k):
             call()
         own = [e for e in events if e.kernel.startswith(trace.EXTENSION)]
         assert (counted[0], counted[2]) == (len(own), 0)
-
-
-def test_captured_factors_are_no_exceptions(extension_on_cpu):
-    """Of what training gives the QR nothing is shifted, no pivot raised, and only what is small is Householder's."""
-    with np.load(DATA) as file:
-        arrays = {key: torch.from_numpy(file[key])[None] for key in file if key != "about"}
-    functions = {"tracking_qr": track, "refresh_basis": refresh_basis}
-    for (of, name), steps_of_it in PLAN.items():
-        for step in steps_of_it if name in functions else ():
-            inputs = (arrays[f"{step} {of} {x}"] for x in INPUTS[name])
-            assert functions[name](*inputs).used == 0, (of, name, step)

@@ -31,7 +31,7 @@ H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampo
 CONDITION = 1e4
 """Of L, S and R."""
 DRIFT = 0.1
-"""Of the bases from the eigenvectors; condition and drift are roughly those of tests/data/captured_factors.npz."""
+"""Of the bases from the eigenvectors; condition and drift are roughly those of a training run."""
 SURPRISING = 10.0
 """Times a usual gradient, so that each is bounded, and otherwise than the next."""
 
