@@ -1,39 +1,17 @@
-"""What the precision of a step is held to: adversarial and captured states, and steps on them in several precisions."""
+"""What the precision of a step is held to: adversarial states, steps on them in several precisions, and bounds."""
 
 from dataclasses import dataclass, replace
-from functools import cache
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import prokl
-from bench.models import BYTES, build, byte_gpt
-from bench.optimizers import OPTIMIZERS, Hyper, split
-from bench.training.sources import open_source
 from prokl.algorithm.algebra import State
 from prokl.backends import torch_ops, torch_pairs
-from prokl.pair import Pair
 
-MODEL, BATCH, RANK = byte_gpt(2, 64, 2, 64), 4, 16
-STEPS = 101  # the first initialises, so that the last one refreshes the eigenbases
-SNAPSHOTS = (3, 11, 33, 100)  # steps whose state is kept as it is before them; it is fresh from a refresh before 11
-WEIGHTS = ("blocks.0.q_proj.weight", "blocks.1.up_proj.weight", "blocks.1.down_proj.weight")
 CLASSES = {"pro-klshampoo": prokl.ProKLShampoo, "kl-shampoo": prokl.KLShampoo}
 KEPT = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_R", "inv_sqrt_lambda_S", "inv_sqrt_mu", "lambda_0")
 """What a state in bfloat16 has in the arithmetic dtype all the same, of what steps read."""
-PRODUCTS = {
-    "project": "G U, M U and G_perp",
-    "symmetric_product": "E",
-    "residual_energies": "diag(Q_L^T E Q_L)",
-    "residual": "the residual of the momentum",
-    "spectral": "P",
-    "precondition": "P G_par S^-1/2",
-    "whiten": "X",
-    "product": "V; of KL-Shampoo all but those of the factors",
-}
-"""Operations and parts of stages that take pairs, with what Pro-KLShampoo's step asks of them."""
 
 
 @dataclass(frozen=True)
@@ -55,52 +33,13 @@ class Case:
         return replace(self, G=G, state=state if what == "state" else self.state)
 
 
-def one_part(left, right):
-    """Return the product of what bfloat16 alone holds of two float32 operands of which one at least is a pair."""
-    left, right = (t.hi if isinstance(t, Pair) else t.bfloat16() for t in (left, right))
-    return left.float() @ right.float()
-
-
 def balanced() -> dict:
     """Return the stages of both methods with balanced products and the QRs of a GPU."""
     return {name: form(False) for name, form in torch_pairs.STAGES.items()}
 
 
-def coarse(*names: str) -> dict:
-    """Return such stages whose products have one bfloat16 part alone where a step asks for these operations."""
-    return {name: Coarse(stages, names).stages for name, stages in balanced().items()}
-
-
-class Coarse:
-    """Balanced stages of which some operations take one bfloat16 part alone."""
-
-    def __init__(self, stages, names) -> None:
-        self.stages, self.outside = stages, True
-        for name in PRODUCTS:
-            if hasattr(stages, name):
-                own = one_part if name in names else torch_pairs.product
-                setattr(stages, name, self._wrapped(getattr(stages, name), own))
-
-    def _wrapped(self, operation, product):
-        def call(*args, **kwargs):
-            if not self.outside:  # what an operation asks of another is its own
-                return operation(*args, **kwargs)
-            self.outside = False
-            try:
-                with mock.patch.object(torch_pairs, "product", product):
-                    return operation(*args, **kwargs)
-            finally:
-                self.outside = True
-
-        return call
-
-
 def step(
-    case: Case,
-    dtype: torch.dtype,
-    *,
-    ns_dtype: torch.dtype | None = None,
-    stages: dict | None = None,
+    case: Case, dtype: torch.dtype, *, ns_dtype: torch.dtype | None = None, stages: dict | None = None
 ) -> tuple[Tensor, State]:
     """Step a case in ``dtype``, with the QRs of a GPU; return direction and new state, in float64."""
     of = CLASSES[case.method].method
@@ -132,23 +71,23 @@ def errors(found: tuple[Tensor, State], exact: tuple[Tensor, State]) -> dict[str
     return out | ({"U": angle(new["U"], wanted["U"])} if "U" in wanted else {})
 
 
-def exceeded(case: Case, worst: float, *stages: dict) -> list[dict[str, tuple[float, float]]]:
-    """Return, for each of these ``stages``, which bounds a step in float32 exceeds, with error and bound.
+def exceeded(case: Case) -> dict[str, tuple[float, float]]:
+    """Return which bounds a balanced step in float32 exceeds, with error and bound.
 
     The direction may be off by 1.25 times what Newton-Schulz in bfloat16 alone makes of it in float64; KL-Shampoo,
     which has none, by 2^-9, about what rounding the direction to bfloat16 would change. Of the eigenvalues after their
-    EMA the median may be off by 1e-3 and the worst by ``worst``, or by 10 times float32's own error if that is more.
+    EMA the median may be off by 1e-3, the worst by as much or by 10 times float32's own error if that is more.
     The rest is no demand but what was seen, with room: L, S, R and U are off by 1e-5 or 128 times float32's own, the
     ratio of what the two hold of a factor, 2^-17 and 2^-24.
     """
     exact = step(case, torch.float64)
     own = errors(step(case, torch.float32), exact)
     bounds = {key: max(1e-5, 128 * error) for key, error in own.items()}
-    bounds |= {"direction": 2.0**-9, "median": 1e-3, "worst": max(worst, 10 * own["worst"])}
+    bounds |= {"direction": 2.0**-9, "median": 1e-3, "worst": max(1e-3, 10 * own["worst"])}
     if case.method == "pro-klshampoo":
         bounds["direction"] = 1.25 * relative(step(case, torch.float64, ns_dtype=torch.bfloat16)[0], exact[0])
-    found = [errors(step(case, torch.float32, ns_dtype=torch.bfloat16, stages=of), exact) for of in stages]
-    return [{k: (error, bounds[k]) for k, error in e.items() if not error <= bounds[k]} for e in found]
+    found = errors(step(case, torch.float32, ns_dtype=torch.bfloat16, stages=balanced()), exact)
+    return {key: (error, bounds[key]) for key, error in found.items() if not error <= bounds[key]}
 
 
 def _orthogonal(n: int, k: int, g: torch.Generator) -> Tensor:
@@ -208,82 +147,3 @@ def adversarial_kl(cond_L: float, cond_R: float, seed: int = 0) -> Case:
     state["lambda_0"] = torch.tensor(1e-6, dtype=torch.float64)
     settings = _settings("kl-shampoo", clip_threshold=None)
     return Case("kl-shampoo", G.float().double(), {k: v.float().double() for k, v in state.items()}, settings)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What training went through."""
-
-    gradients: list[list[Tensor]]
-    """By step and weight of WEIGHTS, float32, as the weights are."""
-    cases: dict[tuple[int, str], Case]
-    """By step and weight, as they were before the step."""
-
-
-@cache
-def captured(method: str) -> Captured:
-    """Train a byte-level GPT of two layers of width 64 in float32, faithfully, on one seed."""
-    source = open_source(None, MODEL.context, BYTES)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = build(MODEL)
-    h = Hyper(method, OPTIMIZERS[method].lr, OPTIMIZERS["adamw"].lr, rank=RANK)
-    own = {"ns_dtype": torch.float32} if method == "pro-klshampoo" else {}  # whatever this CPU's default is
-    optimizer = CLASSES[method](split(model, h), precision="faithful", **own)
-    weights = [model.get_parameter(name) for name in WEIGHTS]
-    gradients, cases = [], {}
-    for t in range(STEPS):
-        inputs, targets = source.training_batch(0, t, BATCH, MODEL.context, 0, 1)
-        model.zero_grad()
-        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        gradients.append([p.grad.clone() for p in weights])
-        if t in SNAPSHOTS:
-            group = next(g for g in optimizer.param_groups if g["params"][0] is not None and "beta2" in g)
-            for name, p in zip(WEIGHTS, weights, strict=True):
-                state = {k: v.double().clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)}
-                G = p.grad if p.shape[0] <= p.shape[1] else p.grad.T
-                cases[t, name] = Case(method, G.double(), state, {k: v for k, v in group.items() if k != "params"})
-        optimizer.step()
-    return Captured(gradients, cases)
-
-
-def replay(method: str, gradients: list[list[Tensor]], dtype: torch.dtype, precision: str) -> list[State]:
-    """Return state, and as W the weight, of every weight after steps on gradients that are given, in float64.
-
-    No gradient and no state depends on a weight, so that only rounding tells replays apart.
-    """
-    parameters = [torch.nn.Parameter(torch.zeros_like(G, dtype=dtype)) for G in gradients[0]]
-    own = {"rank": RANK} if method == "pro-klshampoo" else {}
-    optimizer = CLASSES[method](parameters, precision=precision, **own)
-    for of_step in gradients:
-        for p, G in zip(parameters, of_step, strict=True):
-            p.grad = G.to(dtype)
-        optimizer.step()
-    kept = [optimizer.state[p] | {"W": p.detach()} for p in parameters]
-    return [{k: v.double() for k, v in state.items() if isinstance(v, Tensor)} for state in kept]
-
-
-def drift(found: State, exact: State) -> dict[str, float]:
-    """Return by how much a replay is off from one in float64, and by how much its bases are off from orthogonal.
-
-    Factors and mu by norm; eigenvalues as median and worst of the diagonal in float64's basis of what they and their
-    own basis stand for; U, and of a whole basis the RANK leading columns, by the largest angle of the spans.
-    """
-    out = {k: relative(found[k], exact[k]) for k in ("L", "S", "R") if k in exact}
-    if "U" in exact:
-        out["mu"] = relative(found["inv_sqrt_mu"] ** -2, exact["inv_sqrt_mu"] ** -2)
-    for side in "LSR":
-        if f"Q_{side}" not in exact:
-            continue
-        Q, of = (t[f"Q_{side}"] if side != "S" else t["U"] @ t["Q_S"] for t in (found, exact))
-        diagonals = [
-            (of.T @ basis).square() @ state[f"inv_sqrt_lambda_{side}"] ** -2
-            for basis, state in ((Q, found), (of, exact))
-        ]
-        error = (diagonals[0] / diagonals[1] - 1).abs()
-        out |= {f"lambda_{side}, median": float(error.median()), f"lambda_{side}, worst": float(error.max())}
-        basis = found["U"] if side == "S" else Q
-        name = "U" if side == "S" else f"Q_{side}"
-        out[name] = angle(basis[:, :RANK], (exact["U"] if side == "S" else of)[:, :RANK])
-        out[f"{name}, orthogonality"] = float((basis.T @ basis - torch.eye(basis.shape[1])).norm())
-    return out

@@ -8,7 +8,7 @@ import torch
 from prokl import KLShampoo, ProKLShampoo
 from prokl.pair import Pair
 from tests.inputs import forbid_host_reads
-from tests.problems import VARIANTS, gradient_stream, held_each, relative, run, same_clocks, state_tensors, ways
+from tests.problems import VARIANTS, gradient_stream, held, held_each, relative, run, same_clocks, state_tensors, ways
 
 # Two of one shape, its transpose, a square, a stack, vectors, a wide one and a flattened convolution.
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
@@ -180,3 +180,11 @@ def test_balanced_steps_err_as_pairs_may_and_with_half_of_a_pair_more(cls, varia
     one_half = ways(cls, stream, backend="torch", precision="balanced", **kwargs)
     whole, half = held_each([found, one_half], cls, stream, "balanced", **kwargs)
     assert whole <= 1 < half
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls, kwargs", [(ProKLShampoo, {"rank": 8, "ns_dtype": torch.float32}), (KLShampoo, {})])
+def test_errors_of_a_hundred_balanced_steps_do_not_add_up(cls, kwargs):
+    stream = gradient_stream([(24, 40), (16, 48)], 101, dtype=torch.float32)
+    found = ways(cls, stream, backend="torch", precision="balanced", **kwargs)
+    assert held(found, cls, stream, "balanced", **kwargs) <= 1
