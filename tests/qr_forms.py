@@ -17,10 +17,6 @@ class Form:
     extension: bool = False
 
 
-def of_symmetric(S):
-    return qr.cholesky_refresh(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S))
-
-
 def pieces(V, K, U):
     """What track is given in their place: V = alpha G_perp^T Y + U K."""
     rest = V.double() - U.double() @ K.double()
@@ -45,10 +41,6 @@ def refresh_basis(L, Q):
     return cuda_qr.refresh_basis(products_on(L.device), L, Q)
 
 
-def semidefinite_qr(S):
-    return refresh_basis(S, torch.eye(S.shape[-1], dtype=S.dtype, device=S.device).expand_as(S).contiguous())
-
-
 def refresh_coordinates(S, Q):
     return cuda_qr.refresh_coordinates(products_on(S.device), S, Q)
 
@@ -69,10 +61,6 @@ FORMS = {
     "tracking": {
         **torch_forms("tracking_qr"),
         "extension": Form(lambda *inputs: track(*inputs).Q, extension=True),
-    },
-    "semidefinite": {
-        "torch": Form(of_symmetric),
-        "extension": Form(lambda S: semidefinite_qr(S).Q, extension=True),
     },
     "refresh": {
         **torch_forms("refresh_basis"),

@@ -4,7 +4,6 @@ The operations, in all of which R's diagonal is positive:
 
     qr             A         Q of A
     tracking       V, K, U   Q of V = Phi U, Phi positive semi-definite, U with orthonormal columns, K = U^T V
-    semidefinite   B         Q of B, positive semi-definite
     refresh        L, Q      Q of L Q, L positive semi-definite, Q orthogonal
     coordinates    S, Q      Q of S Q, S positive semi-definite, Q invertible
 
@@ -178,7 +177,7 @@ TRACKING: dict[str, Draw] = {
 }
 
 
-# refresh, semidefinite, coordinates
+# refresh, coordinates
 
 
 def _symmetric(X: Tensor) -> Tensor:
@@ -228,18 +227,6 @@ REFRESH: dict[str, Draw] = {
 }
 
 
-def _turned(draw: Draw) -> Draw:
-    """Q^T L Q of a refresh problem."""
-
-    def turned(g: Generator, B: int, n: int, k: int) -> Inputs:
-        L, Q = draw(g, B, n, k)
-        return (_symmetric(Q.mT @ L @ Q),)
-
-    return turned
-
-
-SEMIDEFINITE: dict[str, Draw] = {name: _turned(draw) for name, draw in REFRESH.items()}
-
 SKEWS = {"contracted": 2.0, "skewed 1e2": 1e2, "skewed 1e4": 1e4}
 """Condition of the basis before its columns get lengths from 1 to 1e-2; T^T Q_S of a step is the first."""
 
@@ -270,7 +257,6 @@ COORDINATES: dict[str, Draw] = {
 MIXED = {
     "qr": ("random", "condition 1e+08", "zero", "rank-deficient"),
     "tracking": ("random", "condition 1e+06, moving", "zero", "rank-deficient, fresh"),
-    "semidefinite": ("random", "condition 1e+06, moving", "zero", "rank-deficient, fresh"),
     "refresh": ("random", "condition 1e+06, moving", "zero", "rank-deficient, fresh"),
     "coordinates": ("random, contracted", "condition 1e+06, fresh, contracted", "zero, contracted"),
 }
@@ -314,7 +300,6 @@ def _classes(operation: str, draws: dict[str, Draw]) -> dict[str, Make]:
 CLASSES: dict[str, dict[str, Make]] = {
     "qr": _classes("qr", PLAIN),
     "tracking": _classes("tracking", TRACKING),
-    "semidefinite": _classes("semidefinite", SEMIDEFINITE),
     "refresh": _classes("refresh", REFRESH),
     "coordinates": _classes("coordinates", COORDINATES),
 }

@@ -102,7 +102,7 @@ def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_
 @pytest.mark.parametrize("size", [2.0**-110, 2.0**100])
 def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
     """What is shifted is what is factored: scale (K + shift I) = C C^T, of which C^-T is given."""
-    S = draw("semidefinite", "rank-deficient, fresh", (3, k, k))[0] * size
+    S = draw("refresh", "rank-deficient, fresh", (3, k, k))[0] * size
     F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(S.contiguous())
     assert all(Used(u) & Used.SHIFTED for u in used.tolist()) and (scale != 1).all()
     unit = F.double().mT @ (shifted.double() * scale.double()[:, None, None]) @ F.double()

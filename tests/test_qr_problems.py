@@ -9,9 +9,9 @@ import torch
 import prokl.backends.qr
 from prokl.backends.torch_ops import TorchStages
 from tests.inputs import same_bits
-from tests.qr_bounds import assert_is_qr, condition, ratios
+from tests.qr_bounds import assert_is_qr, ratios
 from tests.qr_forms import EVERY_FORM, FORMS, words
-from tests.qr_problems import CLASSES, PLAIN, SCALED, poisoned
+from tests.qr_problems import BASIS, CLASSES, SCALED, poisoned
 
 SIZES = [((3, 60, 12), torch.float32), ((3, 60, 12), torch.float64), ((4, 150, 70), torch.float32)]
 """(B, n, k) and dtype."""
@@ -57,8 +57,10 @@ def test_what_is_not_finite_stays_in_its_matrix(operation, form, dtype, value, f
     apart = function(*inputs)
     Q = function(*poisoned(operation, 1, value, inputs))
     assert same_bits(Q[0], apart[0]) and same_bits(Q[2], apart[2])
-    if (operation, form) == ("tracking", "torch on a device"):
-        assert same_bits(Q[1], inputs[2][1])  # nothing better is known: the old basis
+    # Nothing better is known than the old basis.
+    if operation in {"extension": BASIS, "torch on a device": ["tracking"]}.get(form, []):
+        allowed = 0 if operation == "tracking" else 12 * torch.finfo(dtype).eps
+        assert (Q[1] - inputs[BASIS[operation]][1]).abs().max() <= allowed
 
 
 # A host that may branch takes the second pass for all matrices of a batch or for none.
@@ -154,17 +156,3 @@ def test_the_bounds_catch_a_short_column_without_digits():
     wrong[:, :, shortest] += 1e-6 * wrong[:, :, shortest].roll(1, -1)
     # An error of 1e-18 in a matrix of norm 20, which ||A||_F would not show.
     assert ratios("qr", inputs, prokl.backends.qr.householder_qr(wrong))["backward error"] > 1
-
-
-@pytest.mark.parametrize("cond", [1e2, 1e4, 1e6, 1e8])
-def test_the_classes_have_the_condition_that_they_are_named_after(cond):
-    (A,) = draw("qr", f"condition {cond:.0e}", (2, 60, 12), torch.float64)
-    assert torch.linalg.cond(A).tolist() == pytest.approx([cond, cond], rel=1e-6)  # 1e8 eps is 2e-8
-
-
-def test_singular_classes_are_singular_in_the_dtype_and_the_others_are_not():
-    eps = torch.finfo(torch.float32).eps
-    singular = {
-        name for name in PLAIN if min(condition("qr", draw("qr", name, (2, 60, 12), torch.float64))) * 12 * eps >= 1
-    }
-    assert singular == {"rank-deficient", "zero column", "zero", "condition 1e+06", "condition 1e+08"}
