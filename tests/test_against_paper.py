@@ -165,22 +165,23 @@ def test_automatic_alpha_kl_is_the_brackets_geometric_mean_for_each_shape(backen
     follow(backend, shapes, gradients, init_eigenvalue="auto", **settings)
 
 
+MUON, OTHER = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)
+FOLLOWED = [
+    # The noise of the gradients, and settings. Every number of Newton-Schulz steps, and of steps between refreshes.
+    *((0.3, {"ns_steps": n, "ns_coefficients": MUON}) for n in (1, 2, 3, 4, 5, 6, 8)),
+    *((0.3, {"ns_steps": n, "ns_coefficients": OTHER}) for n in (1, 2, 5, 8)),
+    *((0.3, {"precondition_frequency": tau, "init_eigenvalue": 0.1}) for tau in (1, 4)),
+    # Nearly all energy in the subspace: the polar factor is still that of a residual with noise^2 of it.
+    *((noise, {"rank": 3}) for noise in (1e-1, 1e-2, 1e-3)),
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("coefficients", [(3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)])
-@pytest.mark.parametrize("ns_steps", [1, 2, 3, 4, 5, 6, 8])
-def test_every_number_of_newton_schulz_steps(backend, ns_steps, coefficients):
+@pytest.mark.parametrize("noise, settings", FOLLOWED, ids=str)
+def test_whatever_the_settings_and_the_noise_a_step_follows(backend, noise, settings):
     shapes = [(12, 20), (20, 12), (14, 14)]
-    gradients = [low_rank_plus_noise(shape, 14, seed=i) for i, shape in enumerate(shapes)]
-    follow(
-        backend,
-        shapes,
-        gradients,
-        rank=4,
-        ns_steps=ns_steps,
-        ns_coefficients=coefficients,
-        init_eigenvalue="auto",
-        **HYPERPARAMETERS,
-    )
+    gradients = [low_rank_plus_noise(shape, 14, noise=noise, seed=i) for i, shape in enumerate(shapes)]
+    follow(backend, shapes, gradients, **{**HYPERPARAMETERS, "rank": 4, "init_eigenvalue": "auto", **settings})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -190,24 +191,6 @@ def test_weights_of_one_oriented_shape_do_not_mix(backend, start_value):
     shapes = [(12, 20), (20, 12), (12, 20), (9, 9), (20, 12)]
     gradients = [low_rank_plus_noise(shape, STEPS + 1, scale=10.0 ** (1 - i), seed=i) for i, shape in enumerate(shapes)]
     follow(backend, shapes, gradients, rank=4, init_eigenvalue=start_value, **HYPERPARAMETERS)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("frequency", [1, 4])
-def test_refresh_period(backend, frequency):
-    shapes = [(12, 20), (20, 12)]
-    gradients = [low_rank_plus_noise(shape, 14) for shape in shapes]
-    settings = HYPERPARAMETERS | {"precondition_frequency": frequency}
-    follow(backend, shapes, gradients, rank=4, init_eigenvalue=0.1, **settings)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("noise", [1e-1, 1e-2, 1e-3])
-def test_nearly_all_energy_in_the_subspace(backend, noise):
-    """The polar factor of a residual that carries noise^2 of the energy is still that of the residual."""
-    shapes = [(12, 20), (20, 12)]
-    gradients = [low_rank_plus_noise(shape, 14, noise=noise) for shape in shapes]
-    follow(backend, shapes, gradients, rank=3, init_eigenvalue="auto", **HYPERPARAMETERS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
