@@ -1,22 +1,16 @@
-"""The decision about a gradient with the eigenvalue EMA: its PyTorch form against a transcription, its kernel by that.
+"""The kernel of the decision about a gradient and of the eigenvalue EMA beside its PyTorch form.
+
+Whole steps hold that form to the reference and to a transcription: tests/test_batched_step.py, test_against_paper.py.
 
 B: matrices; M: short side; N: long side; R: rank.
 """
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import prokl
 from prokl.algorithm import admission
-from prokl.algorithm.algebra import Roots
-from prokl.algorithm.shapes import ceiling
 from prokl.kernels.admit import ELEMENTS, NUMBERS
 from tests.kernel_cases import BF16, DEVICE, DOUBLE, HALF, SINGLE, TRITON, decided, flat
 
@@ -140,99 +134,3 @@ def test_a_gradient_whose_square_leaves_float32_is_bounded_all_the_same():
     assert found.evident.all() and ((found.scale > 0) & (found.scale < 1e-20)).all()
     usual = flat(decided(TRITON.admit, arguments(2, 5, 9, 4, kinds=("beyond",))))
     assert float((found.s.L / usual["s.L"] - 1).abs().max()) < 3  # of c G alone, whatever G is
-
-
-# --- the PyTorch form ---
-
-
-def transcription(s, ell, rho, e_res, eps, factor, beta2, n):
-    """The EMA as Algorithm 2 (3) with (P2) reads, one eigenvalue after another in Python floats."""
-    new_L, new_S, new_mu = [], [], []
-    s_L, s_S, s_mu, ell, rho, e_res, eps, factor = (t.tolist() for t in (*s, ell, rho, e_res, eps, factor))
-    for b in range(len(s_mu)):
-        m, r = len(s_L[b]), len(s_S[b])
-
-        def damped(x, b=b):
-            return 1 / (1 / x + eps[b])
-
-        def clipped(x, dim, b=b):
-            return min(x**-0.5, ceiling(dim) * factor[b])
-
-        tail = damped(s_mu[b]) ** 2
-        new_L.append(
-            [
-                clipped(beta2 / x**2 + (1 - beta2) * (y + tail * e) / n, m)
-                for x, y, e in zip(s_L[b], ell[b], e_res[b], strict=True)
-            ]
-        )
-        new_S.append([clipped(beta2 / x**2 + (1 - beta2) * y, n) for x, y in zip(s_S[b], rho[b], strict=True)])
-        tail = math.fsum(e * damped(x) ** 2 for x, e in zip(new_L[-1], e_res[b], strict=True)) / (m * (n - r))
-        new_mu.append(clipped(beta2 / s_mu[b] ** 2 + (1 - beta2) * tail, n))
-    return [torch.tensor(x, dtype=DOUBLE) for x in (new_L, new_S, new_mu)]
-
-
-@pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.999])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_the_average_is_algorithm_2_s(size, beta2):
-    a = arguments(*size, dtype=DOUBLE)
-    n, roots = size[2], admission.inverse_roots(a)
-    s = Roots(*(t.cpu() for t in roots))
-    ell, rho = admission.row_and_column_energies(a["A"].cpu(), s)
-    for most in (0.01, 1.0, 100.0):  # all, some and no values are clipped
-        factor = most / ceiling(n)
-        rest = torch.full((size[0],), 0.1, dtype=DOUBLE), torch.full((size[0],), factor, dtype=DOUBLE)
-        got = admission.averaged(s, ell, rho, a["e_res"].cpu(), *rest, SimpleNamespace(beta2=beta2), n)
-        expected = transcription(s, ell, rho, a["e_res"].cpu(), *rest, beta2, n)
-        for x, y, side in zip(got, expected, (size[1], n, n), strict=True):
-            # Some thirty roundings, and one for each term of a sum of squares in another order, halved by the root.
-            torch.testing.assert_close(x, y, rtol=(30 + size[1] / 2) * 2.3e-16, atol=0)
-            assert most != 0.01 or bool((x == ceiling(side) * factor).all())
-
-
-def test_the_sizes_are_those_of_the_whitened_gradient():
-    a = arguments(2, 6, 9, 4, dtype=DOUBLE, kinds=("usual", "row"))
-    roots, n = admission.inverse_roots(a), 9
-    ell, rho = admission.row_and_column_energies(a["A"], roots)
-    sizes = admission.whitened_sizes(ell, rho, a["e_res"], torch.ones_like(roots.mu), roots, n)
-    inside = (a["A"] * roots.L[:, :, None] * roots.S[:, None, :]).square()
-    beside = a["e_res"] * (roots.L * roots.mu[:, None]).square()
-    torch.testing.assert_close(sizes.rows.square(), (inside.sum(dim=2) + beside) / n)
-    torch.testing.assert_close(sizes.columns.square(), inside.mean(dim=1))
-    whole = torch.maximum(inside.mean(dim=(1, 2)), beside.sum(dim=1) / (6 * (n - 4)))
-    torch.testing.assert_close(sizes.overall.square(), whole)
-
-
-def test_lambda_0_falls_by_beta2_to_what_the_gradient_allows():
-    a = arguments(3, 6, 9, 4, kinds=("usual", "usual", "beyond"))
-    for name, factor in (("A", 1e-3), ("QtG", 1e-3), ("e_res", 1e-6)):
-        a[name] = a[name] * factor
-    rms = ((a["QtG"].square().sum(dim=(1, 2)) + a["e_res"].sum(dim=1)) / (6 * 9)).sqrt()
-    a["lambda_0"] = rms * torch.tensor([1000.0, 101.0, 99.0], device=DEVICE)
-    for form in (TRITON.admit, admission.admit):
-        found = decided(form, a).changed["lambda_0"] / rms
-        torch.testing.assert_close(found.cpu(), torch.tensor([950.0, 100.0, 99.0]))
-
-
-@pytest.mark.slow
-def test_without_the_interpreter_cpu_tensors_are_refused(tmp_path):
-    script = """
-import sys, torch, prokl
-assert not any(name.startswith("prokl.kernels") for name in sys.modules)
-from prokl.kernels.admit import admit
-ones, one = torch.ones(1, 1, 1), torch.ones(1)
-rest = {"beta2": 0.9, "damping": 0.0, "n": 2, "ceilings": (1.0, 1.0), "largest": 1e38}
-try:
-    admit(ones, ones, ones[0], (ones[0], ones[0], one), None, kappa=None, units=1.0, **rest)
-except ValueError as error:
-    print(error)
-"""
-    paths = [str(Path(prokl.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (
-        0, "A is on cpu; must be on one of ('cuda',): use the PyTorch form elsewhere."
-    ), done.stderr  # fmt: skip

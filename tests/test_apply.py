@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.micro.case import Sizes
-from prokl.kernels.apply import TILES_FP32, TILES_FP64, TILES_HALF, apply, choose_tile
+from prokl.kernels.apply import apply
 from tests.kernel_cases import APPLY, assert_close
 from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
@@ -69,12 +69,6 @@ def test_lr_and_weight_decay_are_read_in_float64_one_number_or_one_of_each_weigh
     before = bucket.dense()
     assert_applied(bucket, a | {"lr": torch.zeros(1, device=DEVICE)})
     assert torch.equal(bucket.dense(), before)
-
-
-def test_every_tile_is_chosen_for_some_size():
-    sizes = [(768, 3072, 128), (32, 48, 16), (50, 70, 0)]
-    chosen = {choose_tile(*size, dtype) for size in sizes for dtype in (torch.bfloat16, torch.float32, torch.float64)}
-    assert chosen == {*TILES_HALF, *TILES_FP32, *TILES_FP64}
 
 
 @pytest.mark.gpu

@@ -1,17 +1,14 @@
 """The kernel of the momentum beyond what tests/test_kernels.py asks of every kernel: bounds, dead gradients, tiles."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench.micro.case import Sizes
-from prokl.algorithm.stages import Projected
-from prokl.backends.torch_ops import TorchStages
 from prokl.kernels import launch
-from prokl.kernels.momentum import TILES, TILES_FP64, choose_tile
-from tests.kernel_cases import DEVICE, DOUBLE, HALF, MOMENTUM, SINGLE, assert_close
+from prokl.kernels.momentum import TILES
+from tests.kernel_cases import DEVICE, HALF, MOMENTUM, SINGLE, assert_close
 
 
 def arguments(B, M, N, R, dtypes=()):
@@ -23,11 +20,6 @@ def call(a, **settings):
     return MOMENTUM.run(**(a | {"M": a["M"].clone()} | settings))
 
 
-def test_every_tile_is_chosen_for_some_dtype():
-    assert {choose_tile(SINGLE, wide) for wide in (True, False)} == set(TILES)
-    assert {choose_tile(DOUBLE, wide) for wide in (True, False)} == set(TILES_FP64)
-
-
 def test_the_wide_tile_is_only_for_loads_of_16_bytes(monkeypatch):
     widths = []
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: widths.append(kwargs["TILE_N"]))
@@ -36,18 +28,6 @@ def test_the_wide_tile_is_only_for_loads_of_16_bytes(monkeypatch):
     for changed in ({}, {"G": a["G"].mT.contiguous().mT}, narrow, {"G": torch.cat((a["G"],) * 2, 2)[:, :, 1:81]}):
         call(a | changed)
     assert widths == [TILES[0].n] * 2 + [TILES[1].n] * 2
-
-
-@pytest.mark.parametrize("weights", [(1, 1, 0.95), (0.05, 0, 1), (1, 0, 1)])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_the_same_as_the_torch_form(weights, scaled):
-    # The three ways that momentum is put together; float64 shows any difference in the algebra.
-    a = arguments(2, 37, 50, 11, [DOUBLE] * 5) | {"weights": weights} | ({} if scaled else {"scale": None})
-    h = SimpleNamespace(momentum=a["momentum"], gradient_weights=weights, variant="pro-klshampoo")
-    projected = Projected(a["G_par"], a["G_par"].flip(1), None, a["U"], None)
-    M, ahead = TorchStages(True).momentum(a["G"].clone(), projected, a["scale"], {"M": a["M"].clone()}, h, None)
-    for x, y in zip(call(a | {"G_par": ahead.G_par}), (M, ahead.residual.G_hat_perp), strict=False):
-        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -85,17 +65,3 @@ def test_a_dead_gradient_counts_as_zero_and_leaves_the_momentum_bit_for_bit(dtyp
         assert torch.equal(got[0][~active].view(torch.uint8), a["M"][~active].view(torch.uint8))
         assert torch.equal(got[0][active], expected[0][active])
         assert all(map(torch.equal, got[1:], expected[1:]))
-
-
-def test_offsets_of_scale_and_active_beyond_32_bits():
-    a = arguments(3, 5, 7, 3)
-    active = torch.tensor([True, False, True], device=DEVICE)
-    expected = call(a, active=active)
-    far = {
-        "scale": torch.empty(2**31 + 2**28, device=DEVICE, dtype=SINGLE),  # virtual memory: few pages are touched
-        "active": torch.empty(2**31 + 2**28, device=DEVICE, dtype=torch.bool),
-    }
-    for name, t in {"scale": a["scale"], "active": active}.items():
-        moved = far[name].as_strided((3,), (2**30 + 8,)).copy_(t)
-        got = call(a, **({"active": active} | {name: moved}))
-        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))

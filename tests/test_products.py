@@ -93,32 +93,6 @@ def test_half_operands_are_multiplied_in_half_where_all_are_and_precision_is_of_
     assert [c["PRECISION"] for c in constants] == ["tf32" if name == "fp32" else "ieee" for name in wanted]
 
 
-def test_the_choosers_take_wide_tiles_where_they_fill_the_gpu_and_are_aligned():
-    choose, halves, singles = product.choose_tile, product.TILES_HALF, product.TILES_FP32
-    for dtype, tiles in ((HALF, halves), (SINGLE, singles), (DOUBLE, product.TILES_FP64)):
-        for B, m, n in ((1, 1, 1), (1, 768, 1), (48, 768, 768), (1, 2816, 4096), (7, 128, 64)):
-            for wide in (False, True):
-                assert all(choose(B, m, n, dtype, precision, wide) in tiles for precision in launch.PRECISIONS)
-    assert choose(48, 768, 3072, HALF) == halves[0] and choose(48, 768, 3072, SINGLE) == singles[0]
-    assert choose(1, 768, 768, HALF) == choose(500, 768, 64, HALF) == halves[1]
-    assert choose(48, 768, 3072, HALF, wide=False) == product.UNALIGNED
-    assert choose(48, 768, 3072, SINGLE, wide=False) == choose(1, 64, 64, SINGLE) == singles[1]
-    assert choose(48, 768, 3072, SINGLE, "ieee") == product.IEEE
-    choose, halves, singles = (
-        symmetric_product.choose_tile, symmetric_product.TILES_HALF, symmetric_product.TILES_FP32
-    )  # fmt: skip
-    for dtype, tiles in ((HALF, halves), (SINGLE, singles), (DOUBLE, symmetric_product.TILES_FP64)):
-        for B, m in ((1, 1), (1, 768), (48, 768), (1, 2816), (7, 128)):
-            for wide in (False, True):
-                assert all(choose(B, m, dtype, precision, wide) in tiles for precision in launch.PRECISIONS)
-    assert choose(48, 768, HALF) == halves[0] and choose(1, 768, HALF) == choose(500, 64, HALF) == halves[1]
-    assert choose(48, 768, HALF, wide=False) == halves[2]
-    assert choose(48, 768, SINGLE) == choose(48, 768, SINGLE, wide=False) == singles[0]
-    assert choose(48, 768, SINGLE, second=True) == singles[0]
-    assert choose(48, 768, SINGLE, wide=False, second=True) == singles[1]
-    assert choose(48, 768, SINGLE, "ieee") == singles[2]
-
-
 def test_aligned_is_what_triton_can_load_in_16_bytes():
     t = torch.empty(2, 32, 48, dtype=HALF)
     for view in (t, t.mT, t[:, :5], t[:1].expand(7, -1, -1), t[..., 16:], t[..., :3], t[:, :1].expand_as(t)):
