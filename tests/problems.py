@@ -137,3 +137,13 @@ def state_tensors(state):
 def same_clocks(a, b):
     """Whether two states' ``step``, an int or a stack's tensor, agree."""
     return torch.equal(torch.as_tensor(a["step"]), torch.as_tensor(b["step"]))
+
+
+def assert_runs_agree(found, wanted, tolerance):
+    """Hold a run's weights and state to another's; each is parameters and optimizer."""
+    for p, q in zip(found[0], wanted[0], strict=True):
+        assert relative(p, q) <= tolerance, q.shape
+        state, expected = found[1].state[p], wanted[1].state[q]
+        assert state.keys() == expected.keys() and same_clocks(state, expected)
+        for key, value in state_tensors(expected).items():
+            assert relative(state[key], value) <= tolerance, (q.shape, key)

@@ -8,7 +8,7 @@ import torch
 from prokl import KLShampoo, ProKLShampoo
 from prokl.pair import Pair
 from tests.inputs import forbid_host_reads
-from tests.problems import VARIANTS, gradient_stream, held, held_each, relative, run, same_clocks, state_tensors, ways
+from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, held_each, relative, run, ways
 
 # Two of one shape, its transpose, a square, a stack, vectors, a wide one and a flattened convolution.
 SHAPES = [(6, 10), (6, 10), (10, 6), (8, 8), (3, 6, 10), (1, 5), (5, 1), (12, 40), (16, 4, 3, 3)]
@@ -29,52 +29,34 @@ def stream_of(scale=1.0, seed=0, steps=STEPS):
 
 def assert_same_runs(cls, stream, tolerance, **kwargs):
     kwargs["precondition_frequency"] = TAU
-    slow, reference = run(cls, stream, absent=late_and_missing, backend="reference", **kwargs)
-    fast, batched = run(cls, stream, absent=late_and_missing, backend="torch", **kwargs)
-    for shape, p, q in zip(SHAPES, slow, fast, strict=True):
-        assert relative(q, p) <= tolerance, shape
-        wanted, found = reference.state[p], batched.state[q]
-        assert found.keys() == wanted.keys()
-        assert same_clocks(found, wanted) and found["skipped"] == wanted["skipped"] == 0
-        for key, value in state_tensors(wanted).items():
-            assert relative(found[key], value) <= tolerance, (shape, key)
-    return batched
+    reference = run(cls, stream, absent=late_and_missing, backend="reference", **kwargs)
+    batched = run(cls, stream, absent=late_and_missing, backend="torch", **kwargs)
+    assert_runs_agree(batched, reference, tolerance)
+    assert not any([*batched[1].skipped().values(), *reference[1].skipped().values()])
+    return batched[1]
 
 
 PLAIN, CLIPPING = 1.0, 1e-4
 STARTS_AND_SCALES = [(0.1, PLAIN), ("auto", CLIPPING), ("auto", PLAIN), (0.1, CLIPPING)]
 
 
-# Every variant at every rank, and every rank with every start and scale.
-@pytest.mark.parametrize(
-    "variant, rank, start, scale",
-    [(v, rank, *STARTS_AND_SCALES[(i + j) % 4]) for i, v in enumerate(VARIANTS) for j, rank in enumerate((1, 4, 128))],
-)
-def test_pro_equals_reference_in_float64(variant, rank, start, scale):
-    assert_same_runs(
-        ProKLShampoo,
-        stream_of(scale),
-        FLOAT64,
-        variant=variant,
-        rank=rank,
-        init_eigenvalue=start,
-        weight_decay=0.1,
-    )
+CASES = [
+    # Every variant at every rank, and every rank with every start and scale.
+    *(
+        (ProKLShampoo, {"variant": variant, "rank": rank}, *STARTS_AND_SCALES[(i + j) % 4])
+        for i, variant in enumerate(VARIANTS)
+        for j, rank in enumerate((1, 4, 128))
+    ),
+    *((ProKLShampoo, {"rank": rank}, "auto", PLAIN) for rank in (5, 6, 7, 9)),  # about the short sides
+    # A subspace part without weight, which is never counted as bounded.
+    (ProKLShampoo, {"rank": 4, "alpha_kl": 0.0, "momentum": 0.0}, "auto", PLAIN),
+    *((KLShampoo, {}, start, scale) for start, scale in STARTS_AND_SCALES),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [5, 6, 7, 9])
-def test_pro_equals_reference_at_ranks_about_the_short_sides(rank):
-    assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=rank)
-
-
-def test_a_subspace_part_without_weight_is_never_counted_as_bounded():
-    assert_same_runs(ProKLShampoo, stream_of(), FLOAT64, rank=4, alpha_kl=0.0, momentum=0.0)
-
-
-@pytest.mark.parametrize("start, scale", STARTS_AND_SCALES)
-def test_kl_equals_reference_in_float64(start, scale):
-    assert_same_runs(KLShampoo, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1)
+@pytest.mark.parametrize("cls, kwargs, start, scale", CASES)
+def test_a_batched_step_is_the_references_in_float64(cls, kwargs, start, scale):
+    assert_same_runs(cls, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1, **kwargs)
 
 
 @pytest.mark.slow
@@ -86,17 +68,6 @@ def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(st
     if start == 0.1:
         parameters = optimizer.param_groups[0]["params"][:4]
         assert all((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any() for p in parameters)
-
-
-@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
-def test_auto_start_of_the_reference_is_invariant_to_the_loss_scale(cls, variant):
-    """The batched step's: below, outgrown or not."""
-    kwargs = {"variant": variant, "rank": 4} if variant else {}
-    kwargs |= {"backend": "reference", "precondition_frequency": TAU}
-    plain, _ = run(cls, stream_of(1.0), absent=late_and_missing, **kwargs)
-    small, _ = run(cls, stream_of(1e-6), absent=late_and_missing, **kwargs)
-    for p, q in zip(plain, small, strict=True):
-        assert relative(q, p) <= FLOAT64
 
 
 @pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])

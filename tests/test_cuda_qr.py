@@ -13,7 +13,7 @@ from prokl.cuda_qr import Used
 from tests import sanitize_qr
 from tests.host_extension import order, shared_limit
 from tests.inputs import same_bits
-from tests.problems import gradient_stream, held, relative, run, state_tensors, ways
+from tests.problems import assert_runs_agree, gradient_stream, held, run, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, track
 from tests.qr_problems import CLASSES
@@ -261,12 +261,8 @@ def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_c
 def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
     stream = gradient_stream([(6, 10), (10, 6)], 5, dtype=torch.float64)
     settings = {"rank": 4, "precondition_frequency": 2, "dtype": torch.float64, "ns_dtype": torch.float64}
-    (slow, reference) = run(ProKLShampoo, stream, backend="reference", **settings)
-    (fast, triton) = run(ProKLShampoo, stream, backend="triton", **settings)
-    for p, q in zip(slow, fast, strict=True):
-        assert relative(q, p) <= 1e-9  # as the PyTorch table
-        for key, value in state_tensors(reference.state[p]).items():
-            assert relative(triton.state[q][key], value) <= 1e-9, key
+    reference, triton = (run(ProKLShampoo, stream, backend=backend, **settings) for backend in ("reference", "triton"))
+    assert_runs_agree(triton, reference, 1e-9)  # as the PyTorch table
 
 
 @pytest.mark.slow

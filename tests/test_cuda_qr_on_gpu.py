@@ -9,7 +9,7 @@ from prokl.backends.select import select
 from prokl.cuda_qr import Used
 from tests import test_qr_problems
 from tests.inputs import same_bits
-from tests.problems import gradient_stream, held, precision_of, relative, run, state_tensors, ways
+from tests.problems import assert_runs_agree, gradient_stream, held, precision_of, run, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS, pieces, products_on, refresh_basis, track, words
 from tests.qr_problems import CLASSES, poisoned
@@ -111,12 +111,8 @@ def test_steps_on_the_device_take_the_extension_and_equal_the_references():
     stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float64)
     stream = [[g.to(CUDA) for g in gradients] for gradients in stream]
     settings = {"rank": 16, "precondition_frequency": 5, "dtype": torch.float64, "ns_dtype": torch.float64}
-    (slow, reference) = run(ProKLShampoo, stream, backend="reference", **settings)
-    (fast, triton) = run(ProKLShampoo, stream, backend="triton", **settings)
-    for p, q in zip(slow, fast, strict=True):
-        assert relative(q, p) <= 1e-9
-        for key, value in state_tensors(reference.state[p]).items():
-            assert relative(triton.state[q][key], value) <= 1e-9, key
+    reference, triton = (run(ProKLShampoo, stream, backend=backend, **settings) for backend in ("reference", "triton"))
+    assert_runs_agree(triton, reference, 1e-9)
 
 
 @pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])

@@ -143,19 +143,14 @@ GRAMS = {
 }
 
 
-def test_eigenvectors_pass_their_check_by_far():
-    A = grams(*GRAMS.values())
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_eigenvectors_pass_their_check_by_far(device):
+    A = grams(*GRAMS.values()).to(device)
     found = torch.linalg.eigh(A)
     assert directions._decomposes(A, *found)
     assert directions._decomposes(A / 25, *(t / c for t, c in zip(found, (25, 1), strict=True)))
     # Measured: 1e-15, where 2.7e-13 is allowed; 0.02 eps m at m = 64, 0.001 at 768.
-    assert not directions._decomposes(A + 1e-12 * torch.eye(24, dtype=A.dtype), *found)
-
-
-@pytest.mark.gpu
-def test_eigenvectors_of_a_gpu_pass_their_check():
-    A = grams(*GRAMS.values()).repeat(8, 1, 1).to("cuda")
-    assert directions._decomposes(A, *torch.linalg.eigh(A))
+    assert not directions._decomposes(A + 1e-12 * torch.eye(24, dtype=A.dtype, device=device), *found)
 
 
 @pytest.mark.parametrize(
