@@ -6,13 +6,11 @@ Built libraries are kept under the system's folder for temporary files, one for 
 import contextlib
 import ctypes
 import fcntl
-import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import shutil
-import subprocess
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from prokl.backends import extension
+from tests.building import run
 
 ROOT = Path(__file__).parent.parent
-HOST_CUDA = ROOT / "tests" / "host_cuda"
-RUNTIME = tuple(sorted(HOST_CUDA.glob("*.cpp")))
+CSRC, HOST_CUDA = ROOT / "csrc", ROOT / "tests" / "host_cuda"
+SOURCES = sorted([*CSRC.glob("*.cu"), *CSRC.glob("*.cpp"), *HOST_CUDA.glob("*.cpp")])
 COMPILER = "g++"
 # -O3 unrolls and vectorises the loops over tiles, which makes QR two to three times as fast as -O2.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
@@ -35,8 +34,14 @@ ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 @pytest.fixture(scope="session")
 def host_module():
     """The extension for the CPU; what asks for it is skipped where there is no compiler."""
-    skip_without_compiler()
-    return build()
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"needs {COMPILER}")
+    library = compiled_extension()
+    # pybind11 gives the first module of a name again, whatever the file, so every library gets a name of its own.
+    spec = importlib.util.spec_from_file_location(f"{library.parent.name}._C", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -46,32 +51,6 @@ def extension_on_cpu(host_module, monkeypatch):
     return host_module
 
 
-def skip_without_compiler():
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"needs {COMPILER}")
-
-
-@functools.cache
-def build(flags=()):
-    """Build csrc for the CPU, with further compiler flags such as ("-DNAME",), and import it.
-
-    It is no entry of ``sys.modules``; its ``architectures`` is "host". Raises RuntimeError with the compiler's output.
-    """
-    return load(compile_library("_C", extension_sources(), (*extension_flags(), *flags)))
-
-
-def load(library):
-    # pybind11 gives the first module of a name again, whatever the file, so every library gets a name of its own.
-    spec = importlib.util.spec_from_file_location(f"{library.parent.name}._C", library)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def extension_sources():
-    return sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in (".cu", ".cpp"))
-
-
 def extension_flags():
     import pybind11
 
@@ -79,57 +58,48 @@ def extension_flags():
     return (*(f"-isystem{folder}" for folder in folders), '-DPROKL_CUDA_ARCHS="host"')
 
 
-def compile_library(name, sources, flags=()):
-    """Compile and link sources with the runtime of tests/host_cuda, unless that was done before; give the file.
+def compiled_extension():
+    """Compile csrc with the runtime of tests/host_cuda, unless that was done before; give the library's file.
 
     What the compiler warned of is in the file warnings.txt beside it.
     """
-    flags = (*FLAGS, *WARNINGS, f"-I{HOST_CUDA}", *flags)
+    flags = (*FLAGS, *WARNINGS, f"-I{HOST_CUDA}", *extension_flags())
     cache = cache_folder()
-    state = fingerprint(sources, flags)
-    built = cache / f"{name}-{state}"
-    library = built / f"{name}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    state = fingerprint(flags)
+    built = cache / state
+    library = built / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     # Test processes side by side wait for the first of them instead of compiling the same.
-    with (cache / f"{name}.lock").open("w") as lock:
+    with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 whole = Path(scratch) / "whole"  # moved when it is complete: a build that was cut short is never found
                 whole.mkdir()
-                said = link([*sources, *RUNTIME], flags, Path(scratch), whole / library.name)
-                (whole / "warnings.txt").write_text(said)
-                if fingerprint(sources, flags) != state:
+                (whole / "warnings.txt").write_text(link(flags, Path(scratch), whole / library.name))
+                if fingerprint(flags) != state:
                     raise RuntimeError("The sources changed while they were compiled: run again.")
                 whole.rename(built)
     return library
 
 
-def link(sources, flags, scratch, library):
+def link(flags, scratch, library):
     """Compile the sources side by side and link them; give what the compiler said."""
-    objects = [scratch / f"{source.parent.name}-{source.name}.o" for source in sources]
+    objects = [scratch / f"{source.name}.o" for source in SOURCES]
 
     def compiled(source, target):
-        return run(COMPILER, *flags, "-x", "c++", "-c", source, "-o", target)
+        return run(COMPILER, *flags, "-x", "c++", "-c", source, "-o", target, cwd=ROOT)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = list(pool.map(compiled, sources, objects))
-    return "".join(said) + run(COMPILER, "-shared", *objects, "-o", library)
+        said = list(pool.map(compiled, SOURCES, objects))
+    return "".join(said) + run(COMPILER, "-shared", *objects, "-o", library, cwd=ROOT)
 
 
-def run(*command):
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))} exited {done.returncode}:\n{done.stdout}")
-    return done.stdout
-
-
-def fingerprint(sources, flags):
-    """What a library depends on: sources, everything beside them, flags, compiler and Python."""
-    folders = {HOST_CUDA, *(source.parent for source in sources)}
-    state = hashlib.sha256(repr((sorted(map(str, sources)), flags, sysconfig.get_config_var("SOABI"))).encode())
-    state.update(run(COMPILER, *flags, "-dM", "-E", "-x", "c++", os.devnull).encode())
-    for path in sorted(path for folder in folders for path in folder.iterdir() if path.is_file()):
-        state.update(f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\0".encode())
+def fingerprint(flags):
+    """What the library depends on: csrc and tests/host_cuda, flags, compiler and Python."""
+    state = hashlib.sha256(repr((flags, sysconfig.get_config_var("SOABI"))).encode())
+    state.update(run(COMPILER, *flags, "-dM", "-E", "-x", "c++", os.devnull, cwd=ROOT).encode())
+    for path in sorted(path for folder in (CSRC, HOST_CUDA) for path in folder.iterdir() if path.is_file()):
+        state.update(f"{path.relative_to(ROOT)}\0".encode())
         state.update(path.read_bytes())
     return state.hexdigest()[:16]
 
@@ -169,9 +139,9 @@ def shared_limit(library, limit):
 
 @contextlib.contextmanager
 def counting(library):
-    """Run nothing and count: three numbers, of launches, their blocks and memsets."""
+    """Run nothing and count the launches."""
     count = ctypes.CDLL(library.__file__).host_cuda_count
-    counted = (ctypes.c_ulonglong * 3)()
+    counted = ctypes.c_ulonglong()
     count.argtypes = (ctypes.c_void_p,)
     count(ctypes.addressof(counted))
     try:

@@ -97,6 +97,7 @@ def test_what_pytorch_launches_is_counted_and_views_and_new_memory_are_not(run, 
 def test_launches_of_the_extension_are_its_own(extension_on_cpu, k):
     N, A, used = torch.empty(2, k, k), torch.empty(2, k + 100, k), torch.zeros(2, dtype=torch.int32)
     operators = torch.ops.prokl
+    operators.factor(torch.ones(1, 1, 1), Kind.PASS, None)  # the first call of a process tries a launch besides
     for call in (
         lambda: operators.factor(N, Kind.PASS, None),
         lambda: operators.factor(N, Kind.SETTLE, used),
@@ -109,4 +110,4 @@ def test_launches_of_the_extension_are_its_own(extension_on_cpu, k):
         with counting(extension_on_cpu) as counted, trace.Operators(events):
             call()
         own = [e for e in events if e.kernel.startswith(trace.EXTENSION)]
-        assert (counted[0], counted[2]) == (len(own), 0)
+        assert counted.value == len(own)

@@ -3,7 +3,6 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <sstream>
 #include <vector>
 
 #include "fiber.h"
@@ -16,8 +15,6 @@ namespace {
 
 enum class Wait { NOTHING, BLOCK, WARP, RETURNED };
 
-constexpr int VOTE = -1;  // in place of the lane whose value is wanted
-
 struct Thread {
     Context context;
     Stack stack;
@@ -26,9 +23,8 @@ struct Thread {
     uint3 index = {};
 
     Wait wait = Wait::NOTHING;
-    const char* where = nullptr;  // a warp's function, or the file of a __syncthreads
+    const char* where = nullptr;  // the file of a __syncthreads
     int line = 0;
-    unsigned mask = 0;
     std::uint64_t value = 0;
     int source = 0;
     std::uint64_t result = 0;
@@ -74,13 +70,8 @@ std::string in_brackets(Triple t) {
 
 std::string describe(const Thread& thread) {
     if (thread.wait == Wait::RETURNED) return "returned";
-    std::ostringstream text;
-    if (thread.wait == Wait::BLOCK) {
-        text << "at __syncthreads in " << thread.where << ":" << thread.line;
-    } else {
-        text << "at " << thread.where << " with mask 0x" << std::hex << thread.mask;
-    }
-    return text.str();
+    if (thread.wait == Wait::WARP) return "at a shuffle";
+    return "at __syncthreads in " + std::string(thread.where) + ":" + std::to_string(thread.line);
 }
 
 std::runtime_error divergence() {
@@ -110,11 +101,11 @@ void give_way(Thread& self) {
     if (next != &self) resume(self.context, next);
 }
 
-// Let those of `count` threads from `first` on run that are in `mask`, which repeats from warp to warp.
-void release(int first, int count, unsigned mask) {
+// Let those of `count` threads from `first` on run that have not returned.
+void release(int first, int count) {
     auto end = block.turns.begin();
     for (int id = first; id < first + count; ++id) {
-        if (mask >> (id % 32) & 1) *end++ = id;
+        if (pool[id]->wait != Wait::RETURNED) *end++ = id;
     }
     arrange(block.turns.begin(), end, block.order, *block.random);
     for (auto id = block.turns.begin(); id != end; ++id) {
@@ -125,60 +116,35 @@ void release(int first, int count, unsigned mask) {
 
 void release_all() {
     block.arrived = 0;
-    release(0, block.threads, ~0u);
+    release(0, block.threads);
 }
 
-// If all lanes of `self`'s warp function are there, hand out the results and let them run on.
-void complete(const Thread& self) {
-    const int first = self.id / 32 * 32, lanes = std::min(32, block.threads - first);
-    unsigned there = 0, votes = 0;
+// If all lanes of the warp from thread `first` on are at a shuffle, hand out the results and let them run on. A thread
+// that has returned is waited for by nobody.
+void complete(int first) {
+    const int lanes = std::min(32, block.threads - first);
     for (int lane = 0; lane < lanes; ++lane) {
-        const Thread& other = *pool[first + lane];
-        if (!(self.mask >> lane & 1) || other.wait == Wait::RETURNED) continue;
-        if (other.wait == Wait::NOTHING) return;
-        if (other.wait == Wait::BLOCK || other.mask != self.mask || std::strcmp(other.where, self.where) != 0) {
-            throw divergence();
-        }
-        there |= 1u << lane;
-        votes |= unsigned(other.value != 0) << lane;
+        const Wait wait = pool[first + lane]->wait;
+        if (wait == Wait::NOTHING) return;
+        if (wait == Wait::BLOCK) throw divergence();
     }
     for (int lane = 0; lane < lanes; ++lane) {
-        if (!(there >> lane & 1)) continue;
-        Thread& other = *pool[first + lane];
-        if (other.source == VOTE) {
-            other.result = votes;
-        } else if (there >> other.source & 1) {
-            other.result = pool[first + other.source]->value;
+        Thread& to = *pool[first + lane];
+        if (to.wait == Wait::WARP && to.source < lanes && pool[first + to.source]->wait == Wait::WARP) {
+            to.result = pool[first + to.source]->value;
         } else {
-            std::memset(&other.result, UNWRITTEN, sizeof other.result);  // undefined on a GPU
+            std::memset(&to.result, UNWRITTEN, sizeof to.result);  // undefined on a GPU
         }
     }
-    release(first, lanes, there);
+    release(first, lanes);
 }
 
-std::uint64_t meet(const char* function, unsigned mask, std::uint64_t value, int source) {
-    Thread& self = *block.current;
-    self.wait = Wait::WARP;
-    self.where = function;
-    self.mask = mask;
-    self.value = value;
-    self.source = source;
-    if (!(mask >> (self.id % 32) & 1)) {
-        throw error("Lane " + std::to_string(self.id % 32) + " is not in its own mask " + describe(self));
-    }
-    complete(self);
-    give_way(self);
-    return self.result;
-}
-
-// A thread that has returned is waited for by nobody.
 void retire(Thread& self) {
     self.wait = Wait::RETURNED;
     ++block.returned;
     const int first = self.id / 32 * 32;
     for (int id = first; id < std::min(first + 32, block.threads); ++id) {
-        const Thread& other = *pool[id];
-        if (other.wait == Wait::WARP && other.mask >> (self.id % 32) & 1) complete(other);
+        if (pool[id]->wait == Wait::WARP) complete(first);
     }
 }
 
@@ -224,6 +190,7 @@ void prepare_threads() {
 void run_block(void (*work)(void*), void* call, Order order, Random& random) {
     for (int id = 0; id < block.threads; ++id) {
         Thread& thread = *pool[id];
+        thread.wait = Wait::NOTHING;
         if (thread.idle) continue;  // else it is new, or was left at a barrier by a block that failed
         block.current = &thread;
         // Stacks that begin at one place of their pages would compete for a few lines of the cache.
@@ -253,12 +220,14 @@ void block_barrier(const char* file, int line) {
     give_way(self);
 }
 
-std::uint64_t exchange(const char* function, unsigned mask, std::uint64_t value, int source) {
-    return meet(function, mask, value, source);
-}
-
-unsigned vote(const char* function, unsigned mask, bool value) {
-    return static_cast<unsigned>(meet(function, mask, value, VOTE));
+std::uint64_t exchange(std::uint64_t value, int source) {
+    Thread& self = *block.current;
+    self.wait = Wait::WARP;
+    self.value = value;
+    self.source = source;
+    complete(self.id / 32 * 32);
+    give_way(self);
+    return self.result;
 }
 
 }  // namespace host_cuda

@@ -28,19 +28,6 @@ struct dim3 {
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
-struct alignas(8) float2 {
-    float x, y;
-};
-struct alignas(16) float4 {
-    float x, y, z, w;
-};
-struct alignas(16) double2 {
-    double x, y;
-};
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
-
 struct cudaLaunchConfig_t {
     dim3 gridDim;
     dim3 blockDim;
@@ -60,11 +47,6 @@ inline const char* cudaGetErrorString(cudaError_t error) {
         case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     }
     return "unrecognized error code";
-}
-
-inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t = nullptr) {
-    if (!host_cuda::count_memset()) std::memset(data, value, bytes);
-    return cudaSuccess;
 }
 
 inline cudaError_t cudaGetDevice(int* device) {

@@ -20,7 +20,7 @@ constexpr std::uint32_t CANARY = 0x7ff5a5a5;  // NaN in float and in double
 
 std::mutex one_launch_at_a_time;
 size_t smaller_limit = 0;
-unsigned long long* counters = nullptr;  // launches, blocks, memsets; nothing runs while they are there
+unsigned long long* counter = nullptr;  // of launches; nothing runs while it is there
 std::map<const void*, size_t> allowed;  // bytes of shared memory that kernels may have
 Order thread_order = Order::FORWARD, block_order = Order::FORWARD;
 Random random_numbers(0);
@@ -76,9 +76,8 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
     if (!valid(config.gridDim, config.blockDim)) return cudaErrorInvalidConfiguration;
     const size_t shared = config.dynamicSmemBytes, asked = allowed.count(kernel) ? allowed[kernel] : 0;
     if (shared > std::max(asked, SHARED_UNASKED) || config.numAttrs != 0) return cudaErrorInvalidValue;
-    if (counters != nullptr) {
-        counters[0] += 1;
-        counters[1] += std::uint64_t(config.gridDim.x) * config.gridDim.y * config.gridDim.z;
+    if (counter != nullptr) {
+        *counter += 1;
         return cudaSuccess;
     }
 
@@ -95,19 +94,12 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
     return cudaSuccess;
 }
 
-bool count_memset() {
-    const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
-    if (counters == nullptr) return false;
-    counters[2] += 1;
-    return true;
-}
-
 }  // namespace host_cuda
 
 void host_cuda_count(unsigned long long* counted) {
     using namespace host_cuda;
     const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
-    counters = counted;
+    counter = counted;
 }
 
 void host_cuda_order(int threads, int blocks, unsigned long long seed) {

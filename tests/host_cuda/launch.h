@@ -15,9 +15,6 @@ cudaError_t allow_shared(const void* kernel, int bytes);
 // Run the whole grid; thread(call) is what each of its threads does.
 cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*thread)(void*), void* call);
 
-// True where memsets, too, are counted and not done.
-bool count_memset();
-
 }  // namespace host_cuda
 
 #pragma GCC visibility pop
@@ -30,5 +27,5 @@ extern "C" __attribute__((visibility("default"))) void host_cuda_order(int threa
 // From the next launch on: bytes of shared memory that a block may have, as on a smaller device; 0: SHARED_LIMIT.
 extern "C" __attribute__((visibility("default"))) void host_cuda_shared_limit(size_t bytes);
 
-// Between counted = zeros and counted = null nothing runs: launches, their blocks and memsets add up in counted[0..2].
+// Between counted = a zero and counted = null nothing runs: launches add up there.
 extern "C" __attribute__((visibility("default"))) void host_cuda_count(unsigned long long* counted);
