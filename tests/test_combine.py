@@ -9,8 +9,7 @@ from prokl.algorithm.stages import Residual
 from prokl.backends.torch_ops import TorchStages
 from prokl.kernels.combine import samples
 from prokl.kernels.norms import TILE, cut, inverse_norm
-from prokl.kernels.split import split, split_two
-from prokl.pair import Pair
+from prokl.kernels.split import split
 from tests.kernel_cases import DEVICE
 
 TORCH = TorchStages(True)
@@ -46,16 +45,6 @@ def test_columns_are_scaled_by_roots_before_they_are_split(size):
         split(x, a[0, :1])
     with pytest.raises(ValueError, match=r"x has shape .* must be \(B, m, n\) for its columns"):
         split(x[0], a)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("sizes", [((2, 5, 7), (1, 3)), ((1, TILE), (3, TILE + 1)), ((0, 2), (4,))])
-def test_two_tensors_are_split_in_one_launch(sizes):
-    x, y = randn(*sizes[0]), randn(*sizes[1], seed=1)
-    for found, t in zip(split_two(gaps(x), gaps(y)), (x, y), strict=True):
-        assert torch.equal(found.both, Pair.split(t).both)
-    with pytest.raises(ValueError, match="y has dtype torch.float64"):
-        split_two(x, y.double())
 
 
 @pytest.mark.usefixtures("poisoned_empty")

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from prokl import KLShampoo, ProKLShampoo, ops
+from prokl import ops
 from prokl.backends import cuda_qr, extension
 from prokl.backends.select import select
 from prokl.cuda_qr import Used
 from tests import test_qr_problems
 from tests.inputs import same_bits
-from tests.problems import assert_runs_agree, gradient_stream, held, precision_of, run, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS, pieces, products_on, refresh_basis, track, words
 from tests.qr_problems import CLASSES, poisoned
@@ -105,22 +104,7 @@ def test_it_runs_on_the_current_stream():
     assert same_bits(Q, cuda_qr.qr(A * 2).Q)
 
 
-def test_steps_on_the_device_take_the_extension_and_equal_the_references():
+def test_steps_on_the_device_take_the_extension():
+    """What they are held to with it: tests/test_triton_step.py, test_defaults.py and test_gpu.py."""
     assert select(None, CUDA).stages["pro-klshampoo"].use_cuda_qr
     assert ops.explain_qr(CUDA).startswith("CUDA extension: ")
-    stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float64)
-    stream = [[g.to(CUDA) for g in gradients] for gradients in stream]
-    settings = {"rank": 16, "precondition_frequency": 5, "dtype": torch.float64, "ns_dtype": torch.float64}
-    reference, triton = (run(ProKLShampoo, stream, backend=backend, **settings) for backend in ("reference", "triton"))
-    assert_runs_agree(triton, reference, 1e-9)
-
-
-@pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
-def test_steps_with_the_extension_and_no_setting_of_precision_err_as_pairs_may(cls):
-    stream = gradient_stream([(48, 80), (48, 80), (80, 48)], 12, dtype=torch.float32)
-    stream = [[g.to(CUDA) for g in gradients] for gradients in stream]
-    settings = {"precondition_frequency": 5}
-    if cls is ProKLShampoo:
-        settings |= {"rank": 16, "ns_dtype": torch.float32}
-    assert precision_of(None, CUDA) == "balanced"
-    assert held(ways(cls, stream, **settings), cls, stream, "balanced", **settings) <= 1

@@ -20,18 +20,21 @@ ROUNDED = ("nothing", "gradient", "state")
 
 
 # A Latin square: each two of the three meet in every value.
-@pytest.mark.parametrize(
-    "cond, share, rounded",
-    [(c, s, ROUNDED[(i + j) % 3]) for i, c in enumerate((1e2, 1e4, 1e6)) for j, s in enumerate((0.999, 0.99, 0.9))],
-)
-def test_a_balanced_step_stays_within_the_budget(cond, share, rounded):
-    assert exceeded(adversarial(cond, share).rounded(rounded)) == {}
+ADVERSARIAL = [
+    (adversarial, (cond, share), ROUNDED[(i + j) % 3])
+    for i, cond in enumerate((1e2, 1e4, 1e6))
+    for j, share in enumerate((0.999, 0.99, 0.9))
+]
+ADVERSARIAL += [
+    (adversarial_kl, conds, rounded)
+    for conds in ((1e2, 1e2), (1e4, 1e4), (1e6, 1.0), (1e6, 1e2))
+    for rounded in ROUNDED
+]
 
 
-@pytest.mark.parametrize("rounded", ROUNDED)
-@pytest.mark.parametrize("conds", [(1e2, 1e2), (1e4, 1e4), (1e6, 1.0), (1e6, 1e2)])
-def test_kl_shampoo_stays_within_the_budget(conds, rounded):
-    assert exceeded(adversarial_kl(*conds).rounded(rounded)) == {}
+@pytest.mark.parametrize("make, conditions, rounded", ADVERSARIAL)
+def test_a_balanced_step_stays_within_the_budget(make, conditions, rounded):
+    assert exceeded(make(*conditions).rounded(rounded)) == {}
 
 
 def test_beyond_the_budget_kl_shampoo_is_off_by_what_sixteen_bits_hold():

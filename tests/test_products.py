@@ -15,7 +15,7 @@ from prokl.kernels.combine import combine
 from prokl.kernels.operands import aligned
 from prokl.kernels.product import product_pair
 from prokl.kernels.project import project
-from prokl.kernels.split import split
+from prokl.kernels.split import split, split_two
 from prokl.kernels.symmetric_product import lower_tile, settle_row, symmetric_product_pair
 from prokl.pair import Pair, parts
 from tests.kernel_cases import (
@@ -163,12 +163,14 @@ def test_the_parts_of_a_product_are_those_that_count():
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("shape", [(3,), (2, 5, 7), (1, 64, 65), (4, 0, 3)])
 def test_the_kernel_splits_as_pytorch_bit_for_bit(shape):
-    x = randn(*shape, spread=20.0)
-    assert torch.equal(split(x).both, Pair.split(x).both)
-    if x.ndim == 3:
-        assert torch.equal(split(x.mT).both, Pair.split(x.mT).both)
-    with pytest.raises(ValueError, match="x has dtype torch.float64"):
-        split(x.double())
+    x, y = randn(*shape, spread=20.0), randn(7, seed=1)
+    views = [x, x.mT] if x.ndim == 3 else [x]
+    for t in views:
+        for found, wanted in zip((split(t), *split_two(t, y), *split_two(y, t)), (t, t, y, y, t), strict=True):
+            assert torch.equal(found.both, Pair.split(wanted).both)
+    for call in (lambda: split(x.double()), lambda: split_two(x.double(), y)):
+        with pytest.raises(ValueError, match="x has dtype torch.float64"):
+            call()
 
 
 @pytest.mark.usefixtures("poisoned_empty")
