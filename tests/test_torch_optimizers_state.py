@@ -8,8 +8,8 @@ import copy
 import pytest
 import torch
 
-from tests.inputs import normal, weight
-from tests.torch_optimizers import COPIES, OURS, Problem, equal, of_all, of_all_settings, of_our_settings, reloaded
+from tests.inputs import weight
+from tests.torch_optimizers import COPIES, OURS, Problem, equal, of_all, of_all_settings, reloaded
 
 STEPS = 4  # a refresh comes at every third of them
 
@@ -24,23 +24,69 @@ def nameless(state_dict):
     return {**state_dict, "param_groups": groups}
 
 
+def loaded(travel):
+    """Return a way to go on: what travelling makes of the state dict, on equal weights that are not the same ones."""
+
+    def carry(problem):
+        twin = problem.twin()
+        twin.optimizer.load_state_dict(travel(problem, copy.deepcopy(problem.optimizer.state_dict())))
+        return twin
+
+    return carry
+
+
+def copied(duplicate):
+    """Return a way to go on: with a copy of the optimizer and of its weights."""
+
+    def carry(problem):
+        twin = copy.copy(problem)
+        twin.weight, twin.bias, twin.optimizer = duplicate((problem.weight, problem.bias, problem.optimizer))
+        assert vars(twin.optimizer).keys() >= {key for key in vars(problem.optimizer) if not key.startswith("_")}
+        return twin
+
+    return carry
+
+
+def as_it_is(problem, state):
+    return state
+
+
+def through_a_file_that_runs_no_code(problem, state):
+    return reloaded(state, weights_only=True)
+
+
+def with_steps_as_numbers(problem, state):
+    for own in state["state"].values():
+        if torch.is_tensor(own.get("step")):
+            own["step"] = own["step"].tolist()
+    return state
+
+
+def as_an_older_release_saved_it(problem, state):
+    flags = ("foreach", "fused", "maximize", "amsgrad", "decoupled_weight_decay")
+    for group in state["param_groups"] if problem.info in OURS else ():
+        for flag in (*problem.info.not_og_supported_flags, *flags):
+            group.pop(flag, None)
+    return state
+
+
+WAYS = [as_it_is, through_a_file_that_runs_no_code, with_steps_as_numbers, as_an_older_release_saved_it]
+WAYS = {way.__name__: loaded(way) for way in WAYS} | {name: copied(way) for name, way in COPIES.items()}
+
+
 @of_all_settings
-def test_a_run_that_is_loaded_elsewhere_goes_on_as_it_would_have(info, chosen):
-    """And its state dict is the same again, on equal weights that are not the same ones."""
+def test_a_run_that_is_carried_over_goes_on_as_it_would_have(info, chosen):
+    """In whatever way; and its state dict is the same again."""
     here = primed(info, chosen)
-    there = here.twin()
     state = copy.deepcopy(here.optimizer.state_dict())
-    there.optimizer.load_state_dict(state)
-    assert equal(state, here.optimizer.state_dict()) and equal(state, there.optimizer.state_dict())
-    for _ in range(STEPS):
-        assert equal(here.steps(1).contents(), there.steps(1).contents())
-    assert equal(here.optimizer.state_dict(), there.optimizer.state_dict())
-
-
-@of_all_settings
-def test_what_is_saved_comes_back_the_same_without_running_any_code(info, chosen):
-    state = primed(info, chosen).optimizer.state_dict()
-    assert equal(reloaded(state), state) and equal(reloaded(state, weights_only=True), state)
+    others = {name: carry(here) for name, carry in WAYS.items()}
+    for name, there in others.items():
+        assert equal(state, here.optimizer.state_dict()) and equal(state, there.optimizer.state_dict()), name
+    for _ in range(3):
+        wanted = here.steps(1).contents()
+        for name, there in others.items():
+            assert equal(wanted, there.steps(1).contents()), name
+            assert equal(here.optimizer.state_dict(), there.optimizer.state_dict()), name
 
 
 @of_all
@@ -67,31 +113,6 @@ def test_a_group_given_twice_is_saved_as_the_same_twice(info):
     once = optimizer.state_dict()["param_groups"]
     optimizer.param_groups.extend(optimizer.param_groups)
     assert optimizer.state_dict()["param_groups"] == once + once
-
-
-@of_our_settings
-def test_what_an_older_release_did_not_save_is_filled_in(info, chosen):
-    problem = primed(info, chosen)
-    state = copy.deepcopy(problem.optimizer.state_dict())
-    for group in state["param_groups"]:
-        for flag in (*info.not_og_supported_flags, "foreach", "fused", "maximize", "amsgrad", "decoupled_weight_decay"):
-            group.pop(flag, None)
-    twin = problem.twin()
-    twin.optimizer.load_state_dict(state)
-    assert equal(problem.steps(1).contents(), twin.steps(1).contents())
-    assert equal(problem.optimizer.state_dict(), twin.optimizer.state_dict())
-
-
-@of_all_settings
-def test_steps_are_loaded_as_numbers_too(info, chosen):
-    problem = primed(info, chosen)
-    state = copy.deepcopy(problem.optimizer.state_dict())
-    for own in state["state"].values():
-        if torch.is_tensor(own.get("step")):
-            own["step"] = own["step"].tolist()
-    twin = problem.twin()
-    twin.optimizer.load_state_dict(state)
-    assert equal(problem.steps(2).contents(), twin.steps(2).contents())
 
 
 @of_all
@@ -151,20 +172,3 @@ def test_groups_that_do_not_match_are_refused_and_change_nothing(info, change):
     with pytest.raises(ValueError, match="different number of parameter groups|match the size of optimizer's group"):
         target.load_state_dict(state)
     assert equal(before, target.state_dict())
-
-
-@of_all_settings
-def test_a_copy_has_every_public_attribute_and_goes_on_by_itself(info, chosen):
-    problem = primed(info, chosen)
-    others = [duplicate(problem.optimizer) for duplicate in COPIES.values()]
-    before = copy.deepcopy(problem.optimizer.state_dict())
-    problem.steps(1)
-    assert not equal(problem.optimizer.state_dict(), before)
-    for other in others:
-        assert vars(other).keys() >= {k for k in vars(problem.optimizer) if not k.startswith("_")}
-        assert equal(other.state_dict(), before)
-        for p in (p for group in other.param_groups for p in group["params"]):
-            p.grad = normal(*p.shape)
-        other.step()
-    assert not equal(others[0].state_dict(), before)
-    assert equal(others[0].state_dict(), others[1].state_dict())

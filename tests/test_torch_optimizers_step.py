@@ -39,19 +39,19 @@ def test_what_an_optimizer_cannot_take_is_an_error_of_its_constructor(info, erro
 
 
 @of_all_settings
-@pytest.mark.parametrize("contiguous", [True, False], ids=["", "sliced and scheduled"])
-def test_the_loss_goes_the_right_way(info, chosen, contiguous):
-    problem = Problem(info, chosen.kwargs, contiguous=contiguous)
+def test_the_loss_goes_the_right_way(info, chosen):
+    """Of sliced weights, under schedulers."""
+    problem = Problem(info, chosen.kwargs, contiguous=False)
     # Chance decides the first few: gradients hardly turn here, and a bfloat16 U, orthonormal to 2^-9, leaves more
     # rounding than gradient in the complement, of which Newton-Schulz makes full steps. Of 60 such problems 19 went up
     # in 8 steps; this one wanders for some 50, in which these schedulers would end its rate.
     wanders = "state_dtype" in chosen.kwargs
-    schedulers = () if contiguous or wanders else SCHEDULERS["StepLR and ReduceLROnPlateau"]
+    schedulers = () if wanders else SCHEDULERS["StepLR and ReduceLROnPlateau"]
     running = [make(problem.optimizer) for make in schedulers]
     before = problem.loss().item()
     problem.steps(80 if wanders else 24, running)
     assert problem.improves(before, problem.loss().item())
-    assert problem.weight.is_contiguous() == contiguous
+    assert not problem.weight.is_contiguous()
 
 
 @of_all
@@ -89,24 +89,14 @@ def test_weight_averaging_takes_the_weights_and_its_scheduler_the_rate(info):
     assert averaged.module[1].num_batches_tracked == 1 and optimizer.param_groups[0]["lr"] == 0.005
 
 
-@of_all
-def test_no_scheduler_complains_of_the_order_of_steps_or_ties_the_optimizer_into_a_cycle(info):
-    problem = Problem(info, {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = lr_scheduler.StepLR(problem.optimizer, 1)
-        problem.steps(2, [scheduler])
-    gc.disable()
-    try:
-        alive = weakref.ref(problem.optimizer)
-        del problem, scheduler
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
 def stepped(problem):
     problem.steps(12)
+
+
+def scheduled(problem):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the order of their steps
+        problem.steps(2, [lr_scheduler.StepLR(problem.optimizer, 1)])
 
 
 def loaded(problem):
@@ -123,7 +113,7 @@ def refused(problem):
 
 
 @of_all
-@pytest.mark.parametrize("life", [stepped, loaded, refused])
+@pytest.mark.parametrize("life", [stepped, scheduled, loaded, refused])
 def test_an_optimizer_that_is_dropped_frees_its_state_at_once(info, life):
     """Without the cycle collector; a reference to itself would keep the state until that runs."""
     problem = Problem(info, {})
