@@ -11,7 +11,6 @@ import prokl
 from prokl import diagnostics
 from tests.inputs import BACKENDS, KL, PRO, assert_nothing_moved, everything, normal, step, weight
 from tests.problems import made
-from tests.test_bounded_step import follow
 from tests.transcription import relative_error
 
 NAMES = ("original", "match_rms_adamw")
@@ -39,18 +38,6 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
     # Both are five steps in bfloat16, each with rounding of its own. Measured: at most 0.037, and 0.007 of the size.
     assert relative_error(ours, theirs) < 0.08
     assert float(ours.norm()) == pytest.approx(float(theirs.norm()), rel=0.02)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("variant", ["pro-klshampoo", "smok-hop", "complement-only"])
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
-def test_the_whole_direction_of_pro_klshampoo_is_scaled(shape, variant, backend):
-    follow(PRO, backend, shape, 5.0, variant=variant, adjust_lr_fn=MATCHED)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_whole_direction_of_kl_shampoo_is_scaled(backend):
-    follow(KL, backend, (12, 20), 5.0, adjust_lr_fn=MATCHED)
 
 
 def directions(shape, steps, backend="torch", cls=PRO, **kw):

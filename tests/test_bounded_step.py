@@ -27,8 +27,8 @@ SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps
 # Sizes of the gradients after the first: life, one outlier, life, whispers, life, a new scale for good.
 SCALES = [*[1.0] * 14, 1e3, *[1.0] * 4, *[1e-4] * 3, 0.0, *[1.0] * 3, *[1e3] * 12]
 # At 50 an outlier brings the momentum to its own bound, which an outlier of 2 or 5 does not reach.
-THRESHOLDS = {2.0: 1e-5, 5.0: 150.0, 50.0: 1e-5}
-"""With the size of the first gradient, a start out of proportion."""
+THRESHOLDS = {None: 1.0, 2.0: 1e-5, 5.0: 150.0, 50.0: 1e-5}
+"""With the size of the first gradient, a start out of proportion but for the paper's form, which has no threshold."""
 
 
 def disturbed(shape, start):
@@ -60,26 +60,33 @@ def follow(cls, backend, shape, threshold, **own):
         errors = compared(optimizer.state[p], paper.oriented_state(), signs)
         assert max(errors.values()) < 1e-9, (t, errors)
         assert relative_error(p.detach() - W, paper.W - W) < 1e-9 or not t, t
-    assert paper.guard.count > (0 if threshold == 50 else 3)
+    assert paper.guard.count > {None: -1, 50.0: 0}.get(threshold, 3)
     assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}
 
 
-# Each threshold meets both starts, each in another shape; orientation and rule know nothing of each other.
-RULES = {2.0: [("auto", (12, 20)), (0.1, (20, 12))], 5.0: [("auto", (14, 14)), (0.1, (12, 20))]}
-RULES[50.0] = [("auto", (20, 12)), (0.1, (14, 14))]
+# Each threshold meets both starts, each in another shape; orientation and rule know nothing of each other, nor of what
+# is done with a direction once it is bounded.
+RULES = [
+    (None, {}, [("auto", (12, 20)), (0.1, (20, 12))]),
+    (2.0, {"cautious_weight_decay": True}, [("auto", (12, 20)), (0.1, (20, 12))]),
+    (5.0, {}, [("auto", (14, 14)), (0.1, (12, 20))]),
+    (50.0, {"adjust_lr_fn": "match_rms_adamw"}, [("auto", (20, 12)), (0.1, (14, 14))]),
+]
 # Every variant at every threshold on either path, which meet in one of the starts.
 FOLLOWED = [
-    (backend, threshold, *its[(i + j) % 2], variant)
-    for threshold, its in RULES.items()
+    (backend, threshold, own, *its[(i + j) % 2], variant)
+    for threshold, own, its in RULES
     for i, backend in enumerate(BACKENDS)
     for j, variant in enumerate([*VARIANTS, None])
 ]
 
 
-@pytest.mark.parametrize("backend, threshold, start, shape, variant", FOLLOWED)
-def test_a_disturbed_run_follows_the_rule(backend, threshold, start, shape, variant):
+@pytest.mark.parametrize("backend, threshold, own, start, shape, variant", FOLLOWED)
+def test_a_disturbed_run_follows_the_rule(backend, threshold, own, start, shape, variant):
     """Of KL-Shampoo where there is no variant."""
-    own = {"variant": variant} if variant else {}
+    if variant == "subspace-only":  # whose size is alpha_kl's
+        own = {key: value for key, value in own.items() if key != "adjust_lr_fn"}
+    own = {**own, "variant": variant} if variant else own
     follow(PRO if variant else KL, backend, shape, threshold, init_eigenvalue=start, **own)
 
 
@@ -115,33 +122,13 @@ def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
     return p, optimizer
 
 
-def test_of_a_stack_only_the_matrices_without_gradient_rest(method, path):
-    cls, kw = method
-    p, optimizer = grown(cls, kw, path, (3, 6, 10))
-    before, G = p.detach().clone(), normal(3, 6, 10, seed=99)
-    G[1] = 0
-    step(optimizer, [p], [G])
-    assert torch.equal(p[1], before[1])
-    assert not torch.equal(p[0], before[0]) and not torch.equal(p[2], before[2])
-
-
-def test_in_the_papers_form_a_zero_gradient_is_a_gradient(method, path):
-    cls, kw = method
-    p, optimizer = grown(cls, {"clip_threshold": None, **kw}, path)
-    before = frozen(optimizer, p)
-    step(optimizer, [p], [torch.zeros(6, 10)])
-    after = frozen(optimizer, p)
-    assert not torch.equal(before["W"], after["W"])
-    assert float(after["inv_sqrt_lambda_L"].min()) > float(before["inv_sqrt_lambda_L"].min())
-
-
-def test_a_start_out_of_proportion_falls_as_the_papers(method, path):
+def test_a_start_out_of_proportion_falls_as_the_papers(method):
     """Ten thousand times too large: the eigenvalues fall by beta2 a step, as those of the paper's form do."""
     cls, kw = method
     found = []
     for threshold in (5.0, None):
         p = weight(6, 10)
-        optimizer = made(cls, [p], lr=0.0, backend=path, clip_threshold=threshold, **kw)
+        optimizer = made(cls, [p], lr=0.0, clip_threshold=threshold, **kw)
         for t in range(30):
             step(optimizer, [p], [(1e4 if t == 0 else 1.0) * normal(6, 10, seed=t)])
         found.append(optimizer.state[p]["inv_sqrt_lambda_L"].clone())
@@ -155,13 +142,13 @@ def test_a_row_that_wakes_is_followed_in_two_steps(method):
     m, n = 16, 24
     p = weight(m, n)
     optimizer = made(cls, [p], lr=0.1, **kw)
-    for t in range(300):
+    for t in range(160):
         G = normal(m, n, seed=t)
-        if t > 60:
+        if t > 40:
             G[3] = 0
         step(optimizer, [p], [G])
     counts = []
-    for t in range(300, 310):
+    for t in range(160, 170):
         step(optimizer, [p], [normal(m, n, seed=t)])
         counts.append(optimizer.clipped()["parameter 0 of group 0"])
     assert counts[-1] == counts[1] <= counts[0] + 1
@@ -178,15 +165,14 @@ def test_bounded_steps_are_counted_in_any_state_dtype(state_dtype):
     assert optimizer.clipped()["parameter 0 of group 0"] == before + 1 == 257
 
 
-@pytest.mark.parametrize("other", [0.0, 1e-4])
-def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method, other):
+def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method):
     """Between refreshes Q_S shrinks with every turn of U: without them the subspace part would vanish."""
     cls, kw = method
     p = weight(6, 10)
     optimizer = made(cls, [p], lr=0.1, precondition_frequency=2, **kw)
     bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
     for t in range(101):
-        step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else other) * normal(6, 10, seed=t)])
+        step(optimizer, [p], [(1.0 if t % 2 == 1 or not t else 1e-4) * normal(6, 10, seed=t)])
     for key in bases:
         Q = optimizer.state[p][key]
         assert float((Q.mT @ Q - torch.eye(Q.shape[-1])).norm()) < 1e-4, key
@@ -207,9 +193,8 @@ def test_of_an_idle_weight_only_the_bases_go_on(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outliers", [4, 20])
-def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_papers_form(outliers):
-    slow = {}
+def test_after_a_burst_of_outliers_steps_are_as_usual_again_as_soon_as_in_the_papers_form():
+    slow, outliers = {}, 20
     for threshold in (5.0, None):
         p = weight(16, 32)
         optimizer = made(KL, [p], lr=0.1, clip_threshold=threshold)
@@ -231,28 +216,11 @@ def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence)
     p, mean = weight(16, 32), normal(16, 32, seed=999)
     optimizer = made(cls, [p], lr=0.0, momentum=momentum, **kw)
     counts = []
-    for t in range(100):
+    for t in range(60):
         step(optimizer, [p], [coherence * mean + (1 - coherence**2) ** 0.5 * normal(16, 32, seed=t)])
         counts.append(optimizer.clipped()["parameter 0 of group 0"])
     # Where nothing turns the eigenbases are undetermined, and turn once by rounding. Measured: two steps at most.
     assert counts[-1] - counts[20] <= (2 if coherence == 1.0 else 0)
-
-
-@pytest.mark.parametrize("first, size", [(1e6, 1.0), (1.0, 1.0), (1e-6, 1.0), (1.0, 0.02)])
-def test_the_units_of_a_start_fall_by_beta2_a_step_to_a_hundred_times_the_gradients(method, path, first, size):
-    """They never grow: where they are too small, ceilings and damping are as if there were none."""
-    cls, kw = method
-    p = weight(6, 10)
-    optimizer = made(cls, [p], lr=0.0, backend=path, beta2=0.5, **kw)
-    start = expected = None
-    for t in range(20):
-        G = (size if t else first) * normal(6, 10, seed=t)
-        step(optimizer, [p], [G])
-        rms = float(G.square().mean().sqrt())
-        start = start or rms
-        expected = min(expected, max(0.5 * expected, evidence.UNITS * rms)) if t else start
-        assert float(optimizer.state[p]["lambda_0"]) == pytest.approx(expected, rel=1e-5)
-    assert (expected < start) == (first == 1e6)
 
 
 def test_the_threshold_may_change_between_steps():

@@ -5,10 +5,9 @@ import torch
 
 from prokl.backends.pointers import PointerTable
 from prokl.kernels.apply import apply
-from tests.inputs import KL, PRO, VARIANTS, normal, same_bits, step, weight
+from tests.inputs import KL, PRO, normal, same_bits, step, weight
 from tests.problems import made
 from tests.test_apply import DEVICE, GUARD
-from tests.test_bounded_step import follow
 from tests.test_stack import FEW, Bucket
 
 CAUTIOUS = {"cautious_weight_decay": True}
@@ -42,17 +41,6 @@ def test_decay_acts_where_the_step_shrinks_and_nowhere_else(method, path, shape)
 def test_without_decay_it_changes_no_bit(method, path):
     one, two = (stepped(method, path, (6, 10), torch.float32, **kw)[1] for kw in ({}, CAUTIOUS))
     assert same_bits(one, two)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_disturbed_run_of_pro_klshampoo_follows_the_transcription(variant, backend):
-    follow(PRO, backend, (20, 12), 5.0, variant=variant, **CAUTIOUS)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_a_disturbed_run_of_kl_shampoo_follows_the_transcription(backend):
-    follow(KL, backend, (12, 20), 5.0, **CAUTIOUS)
 
 
 @pytest.mark.parametrize("cautious", [False, True])

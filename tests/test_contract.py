@@ -104,17 +104,22 @@ def test_weights_without_a_gradient_are_skipped_entirely(method, backend):
 
 
 def test_a_late_starter_equals_an_optimizer_started_then(method, backend):
+    """Whether it had no gradients before, or zero ones."""
     settings = {"dtype": torch.float64, "backend": backend, "precondition_frequency": 3}
-    optimizer = train(build(method, *[(6, 10)] * 3, **settings), range(12), missing={(t, 1) for t in range(4)})
-    alone = build(method, (6, 10), **settings)
-    start = weight(6, 10, seed=1, dtype=torch.float64)
-    weights_of(alone)[0].data.copy_(start)
-    for call in range(4, 12):
-        step(alone, weights_of(alone), gradients(weights_of(optimizer), call)[1:2])
-    # In float64: a product may round differently in a batch of another size.
-    assert_close(contents(alone), contents(optimizer)[1:2], [start])
-    if backend == "reference":
-        assert differences(contents(alone), contents(optimizer)[1:2]) == set()
+    optimizer = build(method, *[(6, 10)] * 3, **settings)
+    alone = {late: build(method, (6, 10), **settings) for late in (1, 2)}
+    starts = [p.detach().clone() for p in weights_of(optimizer)]
+    for late, own in alone.items():
+        weights_of(own)[0].data.copy_(starts[late])
+    for call in range(12):
+        given = gradients(weights_of(optimizer), call)
+        for late, own in alone.items() if call >= 4 else ():
+            step(own, weights_of(own), [given[late]])
+        step(optimizer, weights_of(optimizer), [given[0], None, -0.0 * given[2].abs()] if call < 4 else given)
+    for late, own in alone.items():
+        # In float64: a product may round differently in a batch of another size.
+        assert_close(contents(own), contents(optimizer)[late : late + 1], [starts[late]])
+        assert backend != "reference" or not differences(contents(own), contents(optimizer)[late : late + 1])
 
 
 GROUPS = {

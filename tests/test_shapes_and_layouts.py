@@ -41,17 +41,6 @@ def test_odd_shapes_work_on_both_paths_alike(method, shape):
     assert (final["torch"] - final["reference"]).norm() < 1e-9 * moved
 
 
-def test_matrices_of_a_stack_go_where_they_go_alone_however_their_gradients_differ_in_size(method, path):
-    cls, kwargs = method
-    stack, single = weight(3, 6, 4), [torch.nn.Parameter(w) for w in weight(3, 6, 4).detach()]
-    together, alone = cls([stack], backend=path, **kwargs), cls(single, backend=path, **kwargs)
-    for t in range(2 * TAU):
-        gradients = normal(3, 6, 4, seed=t) * torch.tensor([1.0, 0.1, 10.0]).view(3, 1, 1)
-        step(together, [stack], [gradients])
-        step(alone, single, list(gradients))
-    assert torch.equal(stack, torch.stack(single)) and not torch.equal(stack, weight(3, 6, 4))
-
-
 LAYOUTS = {
     "transposed": lambda t: t.mT.contiguous().mT,
     "every other column": lambda t: torch.stack([t, t + 1], dim=-1).flatten(-2)[..., ::2],
