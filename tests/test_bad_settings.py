@@ -11,6 +11,7 @@ from torch import nn
 from prokl import param_groups
 from tests.inputs import BACKENDS, INF, KL, NAN, PRO, normal, step, weight
 from tests.problems import made
+from tests.test_plain_memory import NOT_PLAIN
 from tests.training import differences, fine_and_odd, named, refused, train, weights_of
 
 AT_LEAST_0 = ((-0.1, NAN, INF, True, "0.1", None, 1j), "a finite number of at least 0")
@@ -143,7 +144,13 @@ UNUSABLE = {
     "integer": (torch.zeros(4, 6, dtype=torch.int64), "leave it out"),
     "boolean": (torch.zeros(4, 6, dtype=torch.bool), "leave it out"),
     "8-bit float": (torch.zeros(4, 6).to(torch.float8_e4m3fn), "convert"),
-    "on the meta device": (torch.zeros(4, 6, device="meta"), "materialise"),
+    "on the meta device": (
+        torch.zeros(4, 6, device="meta"),
+        "on the meta device, which holds no values.*materialise the model",
+    ),
+    "lazy": (nn.LazyLinear(6).weight, "has no shape yet; run one forward pass through its lazy module"),
+    "negated in name": (torch._neg_view(torch.zeros(4, 6)), r"a negation that is still to do.*p\.resolve_neg\(\)"),
+    **{key: (make(torch.zeros(4, 6)), f"is a tensor .*{says}.*AdamW group") for key, (make, says) in NOT_PLAIN.items()},
     "1x1": (torch.zeros(1, 1), "adamw"),
     "1x1 convolution of one channel": (torch.zeros(1, 1, 1, 1), "adamw"),
     "stack of 1x1": (torch.zeros(3, 1, 1), "adamw"),
@@ -154,17 +161,34 @@ UNUSABLE = {
 }
 
 
+def parameter(tensor):
+    """A tensor as a weight; wrappers, which nn.Parameter would copy, as they are."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if type(tensor) is not torch.Tensor:
+        return tensor.requires_grad_()
+    return nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+
+
 @pytest.mark.parametrize("cls", [PRO, KL])
 @pytest.mark.parametrize("tensor, remedy", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_parameter_the_matrix_method_cannot_take_is_named_with_the_remedy(cls, tensor, remedy):
-    odd = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
+    odd = parameter(tensor)
     with pytest.raises(ValueError, match=rf"(?s)block\.odd\b.*(?i:{remedy})"):
         cls([("fine", weight(4, 6)), ("block.odd", odd)])
     with pytest.raises(ValueError, match=rf"(?s)parameter 1 of group 0\b.*(?i:{remedy})"):
-        cls([weight(4, 6), odd])
+        cls([weight(4, 6), odd], backend="reference")
     optimizer = cls([("fine", weight(4, 6))])
     with refused(optimizer, rf"(?s)block\.odd\b.*(?i:{remedy})"):
         optimizer.add_param_group({"params": [("block.odd", odd)]})
+
+
+@pytest.mark.parametrize("kind", ["on the meta device", "lazy"])
+def test_adamw_takes_no_weight_without_values_either(kind):
+    tensor, remedy = UNUSABLE[kind]
+    optimizer = PRO([("fine", weight(4, 6))])
+    with refused(optimizer, rf"^block\.odd .*{remedy}"):
+        optimizer.add_param_group({"params": [("block.odd", parameter(tensor))], "algorithm": "adamw", "lr": 0.1})
 
 
 @pytest.mark.parametrize("place", [1, 3], ids=["matrix", "adamw"])

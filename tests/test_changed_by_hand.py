@@ -49,11 +49,8 @@ def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_th
     assert {key for _, key in differences(exact, converted)} == {"W"}
 
 
-KEYS = ("M", "L", "Q_L", "inv_sqrt_lambda_L", "clipped", "skipped")
-
-
 @both
-@pytest.mark.parametrize("only", [None, *KEYS])
+@pytest.mark.parametrize("only", [None, "M", "skipped"])
 @pytest.mark.parametrize("through_data", [False, True])
 def test_state_tensors_that_are_replaced_or_moved_through_data_are_what_the_next_step_uses(cls, only, through_data):
     """As trainers do that move state off a device, and back, while something else needs its memory."""
@@ -158,63 +155,14 @@ def numbers():
         yield from ((cls, key) for key in OTHERS if key in free and type(OTHERS[key]) in (int, float))
 
 
-@pytest.mark.parametrize("kind", [np.float16, np.float32], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("cls, key", [*numbers()])
-def test_a_number_of_numpys_counts_as_the_python_number_that_it_holds(cls, key, kind):
-    number = np.int16(OTHERS[key]) if isinstance(OTHERS[key], int) else kind(OTHERS[key])
+def test_a_number_of_numpys_counts_as_the_python_number_that_it_holds(cls, key):
+    number = np.int16(OTHERS[key]) if isinstance(OTHERS[key], int) else np.float16(OTHERS[key])
     optimizers = [stepped(cls, 2), stepped(cls, 2)]
     for optimizer, value in zip(optimizers, (number, number.item()), strict=True):
         optimizer.param_groups[0][key] = value
         train(optimizer, [2, 3])
     assert not differences(*optimizers)
-
-
-def group_of(i, **settings):
-    return lambda optimizer, weights: optimizer.param_groups[i].update(settings)
-
-
-CHANGES = {
-    **{key: group_of(0, **{key: value}) for key, value in OTHERS.items() if key not in ("lr", "weight_decay")},
-    **{f"AdamW's {key}": group_of(2, **{key: value}) for key, value in (("eps", 0.1), ("amsgrad", True))},
-    "how a weight is read": lambda o, w: o.param_groups[0]["transposed"].__setitem__(0, True),
-    "a name": lambda o, w: o.param_groups[0]["param_names"].__setitem__(0, "other"),
-    "a group": lambda o, w: o.param_groups.__setitem__(0, dict(o.param_groups[0])),
-    "no group": lambda o, w: o.param_groups.pop(),
-    "a new group": lambda o, w: o.add_param_group({"params": [("new", torch.nn.Parameter(torch.zeros(2, 3)))]}),
-    "a weight": lambda o, w: o.param_groups[0]["params"].__setitem__(0, torch.nn.Parameter(torch.zeros(SHAPE))),
-    "the dtype of a weight": lambda o, w: setattr(w[0], "data", w[0].data.double()),
-    "the shape of a weight": lambda o, w: setattr(w[0], "data", w[0].data[:5]),
-    "a gradient for who had none": lambda o, w: setattr(w[2], "grad", torch.ones(SHAPE)),
-    "a weight that is frozen while it waits": lambda o, w: w[2].requires_grad_(False),
-    "a sparse gradient": lambda o, w: setattr(w[0], "grad", torch.eye(*SHAPE).to_sparse()),
-    "a sparse gradient of AdamW's": lambda o, w: setattr(w[3], "grad", torch.ones(9).to_sparse()),
-    "the state of a weight": lambda o, w: o.state.__setitem__(w[0], dict(o.state[w[0]])),
-    "the state of a weight that waits": lambda o, w: o.state.pop(w[2]),
-    "AdamW's state": lambda o, w: o.state.pop(w[3]),
-    "all state": lambda o, w: o.state.clear(),
-    "a tensor of the state": lambda o, w: o.state[w[0]].update(M=o.state[w[0]]["M"].clone()),
-    "a tensor of a piece's state": lambda o, w: o.state[w[1]].update({"M.1": o.state[w[1]]["M.1"].mT.mT}),
-    "no tensor of the state": lambda o, w: o.state[w[0]].pop("U"),
-    "a key of AdamW's in the state": lambda o, w: o.state[w[0]].update(exp_avg=torch.zeros(SHAPE)),
-    "a key of the matrix method in AdamW's": lambda o, w: o.state[w[3]].update(M=torch.zeros(9)),
-    "the dtype of AdamW's state": lambda o, w: o.state[w[3]].update(exp_avg=torch.zeros(9, dtype=torch.float64)),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_whatever_a_check_looks_at_is_checked_anew_when_it_changes(change, monkeypatch):
-    class Checked(Exception):
-        pass
-
-    def checked():
-        raise Checked
-
-    optimizer = mixed()
-    give(weights_of(optimizer), 3, ABSENT)
-    change(optimizer, weights_of(optimizer))
-    monkeypatch.setattr(optimizer.engine, "_look_anew", checked)
-    with pytest.raises(Checked):
-        optimizer.step()
 
 
 @both

@@ -6,7 +6,6 @@ late starter between them, a stack with a late matrix, skipped and missing gradi
 
 import copy
 import io
-import math
 import pickle
 
 import pytest
@@ -306,118 +305,6 @@ def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults(
         assert (settings["backend"], settings["precision"], settings["cuda_graphs"]) == (None, None, True)
     assert "precision" not in old.optimizer.param_groups[1]  # of AdamW
     old.steps(4, 5)
-
-
-def at(i, key, change=None):
-    """A change of weight i's loaded state; without one the key goes."""
-
-    def edit(state):
-        own = state["state"][i]
-        value = own.pop(key)
-        if change is not None:
-            own[key] = change(value)
-
-    return edit
-
-
-def group(i, **values):
-    return lambda state: state["param_groups"][i].update(values)
-
-
-def of_another_optimizer(key):
-    def edit(state):
-        for i in range(2):
-            M = state["state"][i]["M"]
-            state["state"][i] = {"step": torch.tensor(3.0), key: torch.zeros_like(M)} if i else {key: M}
-
-    return edit
-
-
-def made_anew(cls=PRO, odd=(6, 10)):
-    return lambda state: fine_and_odd(cls, odd, **({"rank": 4} if cls is PRO else {})).state_dict()
-
-
-NO_COUNT = r"has step=.*: must be {} of at least {}.* load an earlier one"
-# What is loaded into fine_and_odd(PRO, rank=4), and what is said; "fine" where the first weight is wrong already.
-WRONG = {
-    "another shape": (made_anew(odd=(6, 12)), "odd"),
-    "more dimensions": (made_anew(odd=(1, 6, 10)), "odd"),
-    "another rank": (group(0, rank=5), "odd|fine"),
-    "another start value": (group(0, init_eigenvalue=0.1), "odd|fine"),
-    "of KLShampoo": (made_anew(KL), "fine .*has R, Q_R.* and no tensor U where"),
-    "of Adam": (of_another_optimizer("exp_avg"), "fine has exp_avg, another optimizer's.*Load a state dict of the"),
-    "of Muon": (of_another_optimizer("momentum_buffer"), "fine has momentum_buffer, another optimizer's"),
-    **{f"no {key}": (at(1, key), "odd") for key in ("U", "step", "skipped", "lambda_0")},
-    "nothing of a step": (lambda s: [s["state"][1].pop(k) for k in ("step", "M")], "odd"),
-    "complex M": (at(1, "M", lambda t: t.to(torch.complex64)), "odd .*M .*complex64"),
-    "whole M": (at(1, "M", lambda t: t.long()), "odd .*M .*int64"),
-    "sparse M": (at(1, "M", lambda t: t.to_sparse()), "odd .*M .*sparse"),
-    "M without values": (at(1, "M", lambda t: t.to("meta")), "odd .*M .*meta"),
-    **{
-        f"clock {clock!r}": (at(1, "step", lambda _, clock=clock: clock), "odd " + NO_COUNT.format("an integer", -1))
-        for clock in (True, -2, 2.0, 2.5, math.nan, "2", None, [2], [1, 2])
-    },
-    "shorter": (at(2, "exp_avg", lambda t: t[:50]), r"bias has exp_avg of shape \(50,\).*\(54,\)"),
-    "broadcast": (at(3, "exp_avg_sq", lambda t: t[:1]), r"table has exp_avg_sq of shape \(1, 4\)"),
-    **{f"no {key}": (at(3, key), f"table has no tensor {key}") for key in ("exp_avg", "exp_avg_sq")},
-    "no clock": (at(3, "step"), "table has no tensor step"),
-    "no tensor": (at(3, "exp_avg", lambda t: t.tolist()), "table has no tensor exp_avg"),
-    "not finite": (at(3, "exp_avg", lambda t: t * math.nan), "table has exp_avg between nan and nan"),
-    "negative": (at(2, "exp_avg_sq", lambda t: -1 - t), "bias has exp_avg_sq between .* at least 0"),
-    "amsgrad": (group(1, amsgrad=True), "bias has no tensor max_exp_avg_sq.*amsgrad"),
-    **{
-        f"AdamW's clock {clock!r}": (at(2, "step", lambda _, c=clock: c), "bias " + NO_COUNT.format("a whole .*", 0))
-        for clock in (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
-    },
-}
-
-
-@pytest.mark.parametrize("change, says", WRONG.values(), ids=WRONG)
-def test_a_wrong_checkpoint_is_refused_by_the_weights_name_and_changes_nothing(change, says):
-    """And training goes on as if it had not been tried."""
-    optimizer, twin = fine_and_odd(PRO, rank=4), fine_and_odd(PRO, rank=4)
-    state, hooks = copy.deepcopy(twin.state_dict()), len(optimizer._optimizer_load_state_dict_pre_hooks)
-    anew = change(state)
-    state = anew if isinstance(anew, dict) else state
-    with refused(optimizer, rf"(?s)\b({says})"):
-        optimizer.load_state_dict(state)
-    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks
-    assert parted(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
-
-
-def test_a_checkpoint_of_proklshampoo_is_refused_by_klshampoo():
-    optimizer = fine_and_odd(KL)
-    with refused(optimizer, r"fine .*has U, S, Q_S.* and no tensor R where"):
-        optimizer.load_state_dict(fine_and_odd(PRO).state_dict())
-
-
-POSITIVE = ("lambda_0", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
-VALUES = [(cls, key) for cls, keys in KEYS.items() for key in sorted(keys | {"lambda_0"})]
-VALUES = [(cls, key) for cls, key in VALUES if key not in ("step", "skipped", "clipped")]
-
-
-@pytest.mark.parametrize("cls, key", VALUES)
-def test_one_bad_element_of_the_state_is_refused_by_key_and_weight(cls, key):
-    for odd in ((4, 6), (2, 4, 6)):
-        optimizer = fine_and_odd(cls, odd)
-        for value in (math.nan, math.inf, *((-1.0, 0.0) if key in POSITIVE else ())):
-            state = copy.deepcopy(optimizer.state_dict())
-            state["state"][1][key].view(-1)[-1] = value
-            with refused(optimizer, rf"The loaded state of odd has {key} with values that are not (positive|finite)"):
-                optimizer.load_state_dict(state)
-
-
-CLOCKS_OF_A_STACK = [3, True, (2, True), (2, -2), (2, 2.5), (2, 2, 2), ("2", "2"), None]
-CLOCKS_OF_A_STACK += [torch.tensor(steps) for steps in ([2.0, 2.0], [True, True], [2, -2], [2, 2, 2], [[2], [2]], 2)]
-
-
-def test_a_clock_of_a_stack_that_is_none_is_refused():
-    optimizer = fine_and_odd(KL, (2, 4, 6))
-    for clock in CLOCKS_OF_A_STACK:
-        state = copy.deepcopy(optimizer.state_dict())
-        state["state"][1]["step"] = clock
-        with refused(optimizer, r"(?s)^The loaded state of odd " + NO_COUNT.format("2 integers", -1)):
-            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])

@@ -122,39 +122,21 @@ def test_a_late_starter_equals_an_optimizer_started_then(method, backend):
         assert backend != "reference" or not differences(contents(own), contents(optimizer)[late : late + 1])
 
 
-GROUPS = {
-    PRO: [
-        {"lr": 0.1, "rank": 2, "momentum": 0.5},
-        {"variant": "smok-hop", "beta2": 0.5, "init_eigenvalue": 0.1, "eps": 1e-2},
-        {"alpha_kl": 0.5, "weight_decay": 0.3, "precondition_frequency": 2, "state_dtype": torch.bfloat16},
-        {"variant": "subspace-only", "backend": "reference", "precondition_frequency": 3},
-        {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "maximize": True, "ns_dtype": torch.float32},
-    ],
-    KL: [
-        {"lr": 0.1, "momentum": 0.5},
-        {"beta2": 0.5, "init_eigenvalue": 0.1, "eps": 1e-2},
-        {"weight_decay": 0.3, "precondition_frequency": 2, "state_dtype": torch.bfloat16},
-        {"backend": "reference", "precondition_frequency": 3},
-        {"maximize": True},
-    ],
-}
+SETTINGS = [(cls, key) for cls in (PRO, KL) for key in OTHERS if key in cls([weight(2, 3)]).defaults]
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
-def test_groups_that_differ_equal_optimizers_that_differ(cls):
-    """The last one is added later."""
-    together, apart = (
-        [{"params": named((6, 10), (10, 6), first=2 * i), **own} for i, own in enumerate(GROUPS[cls])] for _ in range(2)
-    )
-    optimizer, separate = cls(together[:-1]), [made(cls, group.pop("params"), **group) for group in apart]
-    weights = [p for group in together for _, p in group["params"]]
-    for call in range(7):
-        if call == 2:
-            optimizer.add_param_group(together[-1])
-        step(optimizer, weights, gradients(weights, call))
-        for i, own in enumerate(separate if call >= 2 else separate[:-1]):
-            step(own, weights_of(own), gradients(weights, call)[2 * i : 2 * i + 2])
-    assert differences(optimizer, [found for own in separate for found in contents(own)]) == set()
+@pytest.mark.parametrize("cls, key", [own for own in SETTINGS if own[1] not in ("lr", "weight_decay")])
+def test_a_setting_of_one_group_is_not_the_other_groups(cls, key):
+    """Against an optimizer a group; lr and weight decay, by which batches are not divided, in test_many_groups."""
+    together, apart = ([{"params": named((6, 10), first=i), "precondition_frequency": 3} for i in (0, 1)] for _ in "12")
+    together[0][key] = apart[0][key] = OTHERS[key]
+    optimizer, singles = cls(together), [cls([group]) for group in apart]
+    for call in range(5):
+        train(optimizer, [call])
+        for i, own in enumerate(singles):
+            step(own, weights_of(own), gradients(weights_of(optimizer), call)[i : i + 1])
+    assert differences(optimizer, [found for own in singles for found in contents(own)]) == set()
+    assert len(list(optimizer.engine.buckets())) == 2
 
 
 @pytest.mark.parametrize("what", ["weight", "group"])
@@ -207,10 +189,10 @@ LIVE_PRO = (*LIVE, "alpha_kl", "ns_steps", "ns_coefficients", "ns_dtype")
 
 
 @pytest.mark.parametrize("cls, name", [(cls, name) for cls, names in ((PRO, LIVE_PRO), (KL, LIVE)) for name in names])
-def test_a_changed_hyperparameter_takes_effect_at_the_very_next_step(cls, name, backend):
+def test_a_changed_hyperparameter_takes_effect_at_the_very_next_step(cls, name):
     """As it does that a scheduler sets."""
     rank = {"rank": 3} if cls is PRO else {}
-    optimizer = train(cls(named(*SHAPES), backend=backend, **rank), range(4))
+    optimizer = train(cls(named(*SHAPES), **rank), range(4))
     unchanged, changed = fresh(optimizer), fresh(optimizer, **{name: OTHERS[name]})
     optimizer.param_groups[0][name] = OTHERS[name]
     for call in (4, 5):

@@ -3,7 +3,6 @@
 Backends are those of tests/inputs.py, so that every file meets three orders of operations.
 """
 
-import io
 import warnings
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests import freeze
 from tests.distributed.checkpoints import read, written
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.inputs import same_bits
+from tests.training import reloaded
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 BEFORE_ITS_TIME = {"0.4.0": {"clip_threshold": None, "bf16_weights": "plain"}}
@@ -52,15 +52,25 @@ CASES = [(path.name, name) for path in sorted(FOLDER.glob("*.pt")) for name in f
 every_case = pytest.mark.parametrize("file, name", CASES, ids=[f"{Path(file).stem}-{name}" for file, name in CASES])
 
 
-def loaded(file, name, defaults=False, **more):
-    """Return the case, its weights, and today's optimizer with its state; with today's ``defaults`` for settings."""
+def loaded(file, name, **more):
+    """Return the case, its weights, and an optimizer of today's defaults with its state: the file brings its settings.
+
+    Whatever has become the default since, or is missing in the file.
+    """
     version, case = frozen(file)["version"], frozen(file)["cases"][name]
-    given = {**case, "settings": {}} if defaults else case
-    weights, optimizer = freeze.build(given, **{**BEFORE_ITS_TIME.get(version, {}), **more})
+    weights, optimizer = freeze.build({**case, "settings": {}}, **{**BEFORE_ITS_TIME.get(version, {}), **more})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.load_state_dict(case["state_dict"])
     return case, weights, optimizer
+
+
+def saved_anew(case, weights, optimizer, **more):
+    """Return weights and optimizer through a file of today's."""
+    again = reloaded({**freeze.contents(weights, optimizer), "optimizer": optimizer.state_dict()})
+    weights, optimizer = freeze.build({**case, "settings": {}, "weights": again["weights"]}, **more)
+    optimizer.load_state_dict(again["optimizer"])
+    return weights, optimizer
 
 
 def assert_close(found, expected, bound, what):
@@ -105,9 +115,15 @@ def assert_goes_on(found, file, case, but=()):
 
 @every_case
 def test_an_old_checkpoint_goes_on_as_it_did(file, name, path):
+    """And is saved anew on the way. The steps move every weight and refresh: what is compared was not only copied."""
     case, weights, optimizer = loaded(file, name, backend=path)
-    for given in case["gradients"]:
+    for call, given in enumerate(case["gradients"]):
         freeze.step(weights, optimizer, given)
+        if call == 0:
+            weights, optimizer = saved_anew(case, weights, optimizer, backend=path)
+    assert all((W != case["after"]["weights"][key]).any() for key, W in case["weights"].items())
+    before, after = case["state_dict"]["state"][0], case["after"]["state"][0]
+    assert all((before[key] != after[key]).any() for key in ("Q_L", "L"))
     assert_goes_on(freeze.contents(weights, optimizer), file, case, but=FAINT.get((file, name), ()))
 
 
@@ -136,47 +152,6 @@ def test_todays_bound_changes_no_step_whose_gradients_are_in_proportion(name):
             assert same_bits(weights["conv"], case["weights"]["conv"])
     assert not any(optimizer.clipped().values())
     assert_goes_on(freeze.contents(weights, optimizer), "0.4.0.pt", case, but=("conv",))
-
-
-@every_case
-def test_an_old_checkpoint_brings_its_settings(file, name):
-    """Whatever has become the default since, or is missing in the file."""
-    case, weights, optimizer = loaded(file, name)
-    _, others, by_default = loaded(file, name, defaults=True)
-    for given in case["gradients"]:
-        freeze.step(weights, optimizer, given)
-        freeze.step(others, by_default, given)
-    assert all(same_bits(p, others[key]) for key, p in weights.items())
-
-
-@every_case
-def test_an_old_checkpoint_is_saved_anew_and_goes_on_bit_for_bit(file, name):
-    case, weights, optimizer = loaded(file, name)
-    first, *rest = case["gradients"]
-    freeze.step(weights, optimizer, first)
-    saved = io.BytesIO()
-    torch.save(freeze.contents(weights, optimizer) | {"optimizer": optimizer.state_dict()}, saved)
-    saved.seek(0)
-    again = torch.load(saved, weights_only=True)
-    others, resumed = freeze.build({**case, "weights": again["weights"]})
-    resumed.load_state_dict(again["optimizer"])
-    for given in rest:
-        freeze.step(weights, optimizer, given)
-        freeze.step(others, resumed, given)
-    whole, resumed_whole = freeze.contents(weights, optimizer), freeze.contents(others, resumed)
-    assert all(same_bits(W, resumed_whole["weights"][key]) for key, W in whole["weights"].items())
-    for i, own in whole["state"].items():
-        assert own.keys() == resumed_whole["state"][i].keys()
-        assert all(same_bits(value, resumed_whole["state"][i][key]) for key, value in own.items())
-
-
-@every_case
-def test_the_frozen_steps_refresh_and_move_every_weight(file, name):
-    """Otherwise the others would compare what was only copied."""
-    case = frozen(file)["cases"][name]
-    assert all((W != case["after"]["weights"][key]).any() for key, W in case["weights"].items())
-    before, after = case["state_dict"]["state"][0], case["after"]["state"][0]
-    assert all((before[key] != after[key]).any() for key in ("Q_L", "L"))
 
 
 def go_on_divided(file, name):

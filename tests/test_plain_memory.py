@@ -115,24 +115,6 @@ def test_a_gradient_without_memory_is_refused_by_name_before_anything_moves(cls,
         assert differences(optimizer, other) == set()
 
 
-@both
-@pytest.mark.parametrize("make, says", NOT_PLAIN.values(), ids=NOT_PLAIN)
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_a_weight_without_memory_is_refused_when_its_group_is_made(cls, make, says, backend):
-    optimizer, _ = built(cls, backend)
-    group = {"params": [("new", make(normal(4, 6)).requires_grad_())]}
-    for attempt in (lambda: cls([dict(group)], backend=backend), lambda: optimizer.add_param_group(group)):
-        with refused(optimizer, f"^new is a tensor .*{says}.*AdamW group"):
-            attempt()
-
-
-def test_a_weight_that_is_negated_in_name_alone_is_refused_with_the_way_out():
-    W = torch.nn.Parameter(torch._neg_view(normal(4, 6)))
-    with pytest.raises(ValueError, match=r"a negation that is still to do.*p\.resolve_neg\(\)"):
-        PRO([W])
-    PRO([torch.nn.Parameter(W.detach().resolve_neg())])
-
-
 def swapped(p):
     torch.utils.swap_tensors(p, torch.nn.Parameter(TwoTensor(p.detach().clone(), p.detach().clone())))
 
@@ -210,33 +192,3 @@ def test_a_wrapper_in_an_adamw_group_steps_as_under_torchs():
         theirs.step()
     assert same_bits(wrapped[0].a, wrapped[1].a) and same_bits(wrapped[0].b, wrapped[1].b)
     assert not torch.equal(wrapped[0].a, normal(4, 6))
-
-
-@both
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
-def test_a_lazy_weight_is_refused_by_name_with_the_way_out(cls, algorithm):
-    lazy, (optimizer, _) = torch.nn.LazyLinear(6), built(cls)
-    group = {"params": [("up", lazy.weight)], "algorithm": algorithm, "lr": 0.1}
-    for attempt in (lambda: cls([group]), lambda: optimizer.add_param_group(dict(group))):
-        with refused(optimizer, "^up has no shape yet; run one forward pass through its lazy module"):
-            attempt()
-    lazy(torch.zeros(1, 4))
-    optimizer.add_param_group(dict(group))
-
-
-@pytest.mark.parametrize("what", ["weight", "exp_avg"])
-def test_adamws_weight_or_state_changed_through_its_data_is_refused_by_name(what):
-    """Torch names none: its kernels refuse a lazy negation, and state that keeps its address but not its strides."""
-    w, b = weight(4, 6), weight(5)
-    optimizer = PRO([{"params": [("w", w)]}, {"params": [("b", b)], "algorithm": "adamw", "lr": 1e-3, "foreach": True}])
-    for _ in range(2):
-        w.grad, b.grad = torch.ones_like(w), torch.ones_like(b)
-        optimizer.step()
-    if what == "weight":
-        b.data = torch._neg_view(-b.data)
-    else:
-        optimizer.state[b]["exp_avg"].data = optimizer.state[b]["exp_avg"][:1].expand(5)
-    before = w.detach().clone()
-    with pytest.raises(ValueError, match="b has a negation" if what == "weight" else "b has exp_avg with several"):
-        optimizer.step()
-    assert torch.equal(w, before)

@@ -1,29 +1,37 @@
-"""What is changed by hand between steps and does not fit: the step says what and where before anything has moved."""
+"""State that does not fit, set by hand or loaded, is told by name before anything has moved, and nothing has changed.
+
+So it is with weights, groups and settings that are changed by hand between steps.
+"""
 
 import copy
+import math
 
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, weight
+from tests.inputs import KL, PRO
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
 """With options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
-METHODS = {PRO: {"rank": 3}, KL: {}}
+METHODS = {PRO: {"rank": 4}, KL: {}}
 
 
-def of(i, **values):
+def entry(i, **values):
     """A change of weight i's state: each value is a function of what is there, or None to take it away."""
 
-    def change(optimizer, weights):
-        own = optimizer.state[weights[i]]
+    def change(state, groups):
+        own = state[i]
         for key, value in values.items():
             former = own.pop(key, None)
             if value is not None:
                 own[key] = value(former)
 
     return change
+
+
+def setting(i, **values):
+    return lambda state, groups: groups[i].update(values)
 
 
 def to(**values):
@@ -38,69 +46,19 @@ def to(**values):
     return change
 
 
-def setting(i, **values):
-    return lambda optimizer, weights: optimizer.param_groups[i].update(values)
-
-
 def no_setting(i, key):
-    return lambda optimizer, weights: optimizer.param_groups[i].pop(key)
+    return lambda state, groups: groups[i].pop(key)
 
 
 def replaced(group, place, tensor):
     """Another weight in the place of one, as a trainer may put it there."""
     other = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
-    return lambda optimizer, weights: optimizer.param_groups[group]["params"].__setitem__(place, other)
+    return lambda state, groups: groups[group]["params"].__setitem__(place, other)
 
 
-NO_VALUE = torch.tensor(0.1, device="meta")
-LACKING = [(0, "eps"), (0, "momentum"), (1, "eps"), (1, "betas"), (1, "amsgrad"), (1, "fused")]
-ON_META = torch.empty(4, 6, device="meta")
-META = "is on the meta device, which holds no values.*materialise the model"
-CHANGES = {
-    # AdamW's state
-    "shorter": (of(2, exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\).*\(54,\)"),
-    "broadcast": (of(3, exp_avg_sq=lambda t: t[:1]), r"table has exp_avg_sq of shape \(1, 4\).*\(5, 4\)"),
-    "shortened through data": (to(exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\)"),
-    "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50]), r"bias has exp_avg_sq of shape \(50,\)"),
-    **{f"no {key}": (of(3, **{key: None}), f"table has no tensor {key}") for key in ("exp_avg", "exp_avg_sq", "step")},
-    "no tensor": (of(2, exp_avg=lambda t: t.tolist()), "bias has no tensor exp_avg"),
-    "amsgrad later": (setting(1, amsgrad=True), "bias has no tensor max_exp_avg_sq.*amsgrad"),
-    "expanded": (of(3, exp_avg=lambda t: t[:1].expand(5, 4)), "table has exp_avg with several elements .*memory"),
-    "negated": (of(3, exp_avg=lambda t: torch._neg_view(t)), "table has exp_avg with a negation that is still to do"),
-    "sparse": (of(3, exp_avg=lambda t: t.to_sparse()), "table has exp_avg of layout torch.sparse_coo"),
-    "of another dtype": (of(3, exp_avg_sq=lambda t: t.double()), "table .*float64 .*exp_avg_sq"),
-    "without values": (of(3, exp_avg=lambda t: t.to("meta")), "table is torch.float32 on cpu.*meta"),
-    "a clock of two": (of(2, step=lambda t: torch.ones(2)), r"bias has step=tensor\(\[1., 1.\]\)"),
-    "a clock below 0": (of(2, step=lambda t: torch.tensor(-1.0)), "bias has step=tensor.-1"),
-    "a clock of integers": (of(2, step=lambda t: t.long()), "bias has step=.*float32"),
-    "a clock in bfloat16": (of(2, step=lambda t: t.bfloat16()), "bias has step=.*float32"),
-    "a clock as a number": (of(2, step=lambda t: t.item()), "bias has no tensor step"),
-    "a clock without a value": (of(2, step=lambda t: t.to("meta")), "bias has step=.*meta"),
-    **{
-        f"converted to {end}": (
-            to(W=lambda t, end=end: t.to(end)),
-            f"^bias is {end} on cpu and its .* still torch.float",
-        )
-        for end in (torch.bfloat16, torch.float64)
-    },
-    # Settings that do not go together, or are none.
-    "foreach and a tensor lr": (setting(1, foreach=True, fused=False, lr=torch.tensor(0.1)), "Group 1.*foreach"),
-    "foreach and fused": (setting(1, foreach=True, fused=True), "Group 1.*fused.*foreach"),
-    "capturable": (setting(1, capturable=True), "capturable=True.*bias.*cpu"),
-    "amsgrad as a word": (setting(1, amsgrad="yes"), "Invalid amsgrad='yes'"),
-    "fused as a word": (setting(1, fused="yes"), "Invalid fused='yes'"),
-    "maximize as nothing": (setting(1, maximize=None), "Invalid maximize=None"),
-    **{f"lr without a value, {i}": (setting(i, lr=NO_VALUE), "Invalid lr=.*meta") for i in (0, 1)},
-    **{f"no {key}, {i}": (no_setting(i, key), f"Group {i} has no {key}") for i, key in LACKING},
-    # What is no weight and no state.
-    "no state": (lambda o, w: o.state.update({w[1]: None}), "Invalid state of odd: must be a dict"),
-    "a list as AdamW's": (lambda o, w: o.state.update({w[2]: [1]}), "Invalid state of bias: must be a dict"),
-    "no weights": (setting(0, params=None), "Invalid params=None of group 0: must be a list of tensors"),
-    "no weight": (setting(1, params=[None, None]), r"Invalid params=\[None, None\] of group 1"),
-    "one name for two": (setting(0, param_names=["fine", "fine"]), "Invalid name 'fine': two weights"),
-    "a matrix on meta": (replaced(0, 0, ON_META), f"^fine {META}"),
-    "a weight of AdamW on meta": (replaced(1, 0, ON_META), f"^bias {META}"),
-}
+def by_hand(change):
+    """The change of an optimizer's own state and groups."""
+    return lambda optimizer, weights: change([optimizer.state[p] for p in weights], optimizer.param_groups)
 
 
 def set_back(optimizer):
@@ -132,24 +90,42 @@ def assert_refused_until_set_back(optimizer, change, says):
     assert differences(train(optimizer, [7]), train(twin, [7])) == set()
 
 
-@pytest.mark.parametrize("cls, adamw", BOTH)
-@pytest.mark.parametrize("change, says", CHANGES.values(), ids=CHANGES)
-def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, change, says):
-    assert_refused_until_set_back(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
+def assert_refused_in_a_file(optimizer, change, says):
+    """Loading says no and changes nothing; training goes on as if it had not been tried."""
+    twin, hooks = copy.deepcopy(optimizer), len(optimizer._optimizer_load_state_dict_pre_hooks)
+    state = copy.deepcopy(optimizer.state_dict())
+    anew = change(state["state"], state["param_groups"])
+    with refused(optimizer, f"(?s){says}"):
+        optimizer.load_state_dict(anew if isinstance(anew, dict) else state)
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks
+    assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
 
 
-NEWCOMERS = {
-    "flat": (torch.zeros(54), r"has shape \(54,\).*at least 2 dimensions.*adamw.*flattened matrices .*as DeepSpeed's"),
-    "complex": (torch.zeros(4, 6, dtype=torch.complex64), "is complex"),
-    "sparse": (torch.zeros(4, 6).to_sparse(), "has layout"),
-    "expanded": (torch.zeros(1, 6).expand(4, 6), "has .*share memory"),
+# What does not fit wherever it comes from
+
+CLOCKS = (True, -2, 2.0, 2.5, math.nan, "2", None, [2], [1, 2])
+EITHER = {
+    "shorter": (entry(2, exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\).*\(54,\)"),
+    "broadcast": (entry(3, exp_avg_sq=lambda t: t[:1]), r"table has exp_avg_sq of shape \(1, 4\).*\(5, 4\)"),
+    **{
+        f"no {key}": (entry(3, **{key: None}), f"table has no tensor {key}")
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    },
+    "no tensor": (entry(2, exp_avg=lambda t: t.tolist()), "bias has no tensor exp_avg"),
+    "amsgrad later": (setting(1, amsgrad=True), "bias has no tensor max_exp_avg_sq.*amsgrad"),
+    "nothing of a step": (entry(1, step=None, M=None), "odd"),
+    **{f"clock {c!r}": (entry(1, step=lambda _, c=c: c), "odd .*has step=.*an integer of at least -1") for c in CLOCKS},
 }
 
 
-@pytest.mark.parametrize("cls, calls", [(PRO, 0), (PRO, 3), (KL, 3)])
-@pytest.mark.parametrize("tensor, says", NEWCOMERS.values(), ids=NEWCOMERS)
-def test_what_a_trainer_puts_in_a_weights_place_is_checked_before_anything_moves(cls, calls, tensor, says):
-    assert_refused_until_set_back(fine_and_odd(cls, calls=calls), replaced(0, 0, tensor), f"fine {says}")
+@pytest.mark.parametrize(
+    "hold", [assert_refused_until_set_back, assert_refused_in_a_file], ids=["by hand", "in a file"]
+)
+@pytest.mark.parametrize("cls, adamw", BOTH)
+@pytest.mark.parametrize("change, says", EITHER.values(), ids=EITHER)
+def test_state_that_does_not_fit_is_told_by_name_wherever_it_comes_from(cls, adamw, change, says, hold):
+    change = by_hand(change) if hold is assert_refused_until_set_back else change
+    hold(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
 ODD = {
@@ -172,18 +148,82 @@ MATRIX += [(cls, key, [*ODD][(i + j) % len(ODD)]) for cls in KEYS for i, key in 
 
 
 @pytest.mark.parametrize("cls, key, odd", MATRIX)
-def test_matrix_state_that_does_not_fit_is_told_before_anything_moves(cls, key, odd):
+def test_matrix_state_that_does_not_fit_is_told_wherever_it_comes_from(cls, key, odd):
     change, says = ODD[odd]
-    says = rf"The state of odd .*{key}.*{says}|{says} {key}"
-    assert_refused_until_set_back(fine_and_odd(cls, **METHODS[cls]), of(1, **{key: change}), says)
+    change, says = entry(1, **{key: change}), rf"The (loaded )?state of odd .*({key}.*{says}|{says} {key})"
+    assert_refused_until_set_back(fine_and_odd(cls, **METHODS[cls]), by_hand(change), says)
+    if (key, odd) != ("clipped", "gone"):  # as in files before 0.5
+        assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, says)
 
 
-@pytest.mark.parametrize(
-    "odd, clock", [((6, 10), c) for c in (2.0, "2", None, -2)] + [((2, 4, 6), torch.tensor([1, 2, 3]))]
-)
-def test_a_clock_of_a_matrix_that_is_none_is_told_before_anything_moves(odd, clock):
-    optimizer = fine_and_odd(PRO, odd, rank=3)
-    assert_refused_until_set_back(optimizer, of(1, step=lambda _: clock), "The state of odd .*has step=")
+# What is changed by hand
+
+NO_VALUE = torch.tensor(0.1, device="meta")
+LACKING = [(0, "eps"), (0, "momentum"), (1, "eps"), (1, "betas"), (1, "amsgrad"), (1, "fused")]
+ON_META = torch.empty(4, 6, device="meta")
+META = "is on the meta device, which holds no values.*materialise the model"
+BY_HAND = {
+    # AdamW's state
+    "expanded": (entry(3, exp_avg=lambda t: t[:1].expand(5, 4)), "table has exp_avg with several elements .*memory"),
+    "negated": (
+        entry(3, exp_avg=lambda t: torch._neg_view(t)),
+        "table has exp_avg with a negation that is still to do",
+    ),
+    "sparse": (entry(3, exp_avg=lambda t: t.to_sparse()), "table has exp_avg of layout torch.sparse_coo"),
+    "of another dtype": (entry(3, exp_avg_sq=lambda t: t.double()), "table .*float64 .*exp_avg_sq"),
+    "without values": (entry(3, exp_avg=lambda t: t.to("meta")), "table is torch.float32 on cpu.*meta"),
+    "a clock of two": (entry(2, step=lambda t: torch.ones(2)), r"bias has step=tensor\(\[1., 1.\]\)"),
+    "a clock below 0": (entry(2, step=lambda t: torch.tensor(-1.0)), "bias has step=tensor.-1"),
+    "a clock of integers": (entry(2, step=lambda t: t.long()), "bias has step=.*float32"),
+    "a clock in bfloat16": (entry(2, step=lambda t: t.bfloat16()), "bias has step=.*float32"),
+    "a clock as a number": (entry(2, step=lambda t: t.item()), "bias has no tensor step"),
+    "a clock without a value": (entry(2, step=lambda t: t.to("meta")), "bias has step=.*meta"),
+    "a key of a matrix": (entry(3, M=lambda _: torch.zeros(5, 4)), "table has the state of another algorithm"),
+    "AdamW's of a matrix": (entry(1, exp_avg=lambda _: torch.zeros(6, 10)), "odd has the state of another algorithm"),
+    # Settings that do not go together, or are none.
+    "foreach and a tensor lr": (setting(1, foreach=True, fused=False, lr=torch.tensor(0.1)), "Group 1.*foreach"),
+    "foreach and fused": (setting(1, foreach=True, fused=True), "Group 1.*fused.*foreach"),
+    "capturable": (setting(1, capturable=True), "capturable=True.*bias.*cpu"),
+    "amsgrad as a word": (setting(1, amsgrad="yes"), "Invalid amsgrad='yes'"),
+    "fused as a word": (setting(1, fused="yes"), "Invalid fused='yes'"),
+    "maximize as nothing": (setting(1, maximize=None), "Invalid maximize=None"),
+    **{f"lr without a value, {i}": (setting(i, lr=NO_VALUE), "Invalid lr=.*meta") for i in (0, 1)},
+    **{f"no {key}, {i}": (no_setting(i, key), f"Group {i} has no {key}") for i, key in LACKING},
+    # What is no weight.
+    "no weights": (setting(0, params=None), "Invalid params=None of group 0: must be a list of tensors"),
+    "no weight": (setting(1, params=[None, None]), r"Invalid params=\[None, None\] of group 1"),
+    "one name for two": (setting(0, param_names=["fine", "fine"]), "Invalid name 'fine': two weights"),
+    "a matrix on meta": (replaced(0, 0, ON_META), f"^fine {META}"),
+    "a weight of AdamW on meta": (replaced(1, 0, ON_META), f"^bias {META}"),
+    "a flat weight": (
+        replaced(0, 0, torch.zeros(54)),
+        r"fine has shape \(54,\).*at least 2 dimensions.*adamw.*flattened matrices .*as DeepSpeed's",
+    ),
+    "a complex weight": (replaced(0, 0, torch.zeros(4, 6, dtype=torch.complex64)), "fine is complex"),
+    "a sparse weight": (replaced(0, 0, torch.zeros(4, 6).to_sparse()), "fine has layout"),
+    "an expanded weight": (replaced(0, 0, torch.zeros(1, 6).expand(4, 6)), "fine has .*share memory"),
+}
+BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.items()} | {
+    "shortened through data": (to(exp_avg=lambda t: t[:50]), r"bias has exp_avg of shape \(50,\)"),
+    "shortened through data, too": (to(exp_avg_sq=lambda t: t[:50]), r"bias has exp_avg_sq of shape \(50,\)"),
+    "expanded through data": (to(exp_avg=lambda t: t[:1].expand(54)), "bias has exp_avg with several"),
+    "negated through data": (to(W=lambda t: torch._neg_view(-t)), "bias has a negation"),
+    **{
+        f"converted to {end}": (
+            to(W=lambda t, end=end: t.to(end)),
+            f"^bias is {end} on cpu and its .* still torch.float",
+        )
+        for end in (torch.bfloat16, torch.float64)
+    },
+    "no state": (lambda o, w: o.state.update({w[1]: None}), "Invalid state of odd: must be a dict"),
+    "a list as AdamW's": (lambda o, w: o.state.update({w[2]: [1]}), "Invalid state of bias: must be a dict"),
+}
+
+
+@pytest.mark.parametrize("cls, adamw", BOTH)
+@pytest.mark.parametrize("change, says", BY_HAND.values(), ids=BY_HAND)
+def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, change, says):
+    assert_refused_until_set_back(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])
@@ -220,7 +260,7 @@ def test_a_count_of_adamws_steps_that_is_filled_in_place_is_told_before_a_matrix
 def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does():
     """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
     optimizer = fine_and_odd(PRO, adamw={"fused": True})
-    turned = of(3, exp_avg=lambda t: t.mT.contiguous().mT)
+    turned = by_hand(entry(3, exp_avg=lambda t: t.mT.contiguous().mT))
     assert_refused_until_set_back(optimizer, turned, r"table has exp_avg of strides \(1, 5\).*fused")
     table = weights_of(optimizer)[3]
     give(weights_of(optimizer), 8)
@@ -243,11 +283,75 @@ def test_a_model_converted_under_adamw_goes_on_by_loading_its_own_state(dtype):
     assert not any(map(torch.equal, before, weights_of(optimizer)))
 
 
-@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
-def test_a_weight_on_the_meta_device_is_refused_when_its_group_is_added(algorithm):
-    optimizer = fine_and_odd(PRO)
-    with refused(optimizer, f"^late {META}"):
-        optimizer.add_param_group(
-            {"params": [("late", torch.nn.Parameter(ON_META))], "algorithm": algorithm, "lr": 0.1}
+# What is wrong in a file
+
+
+def of_another_optimizer(key):
+    def change(state, groups):
+        for i in range(2):
+            M = state[i]["M"]
+            state[i] = {"step": torch.tensor(3.0), key: torch.zeros_like(M)} if i else {key: M}
+
+    return change
+
+
+def made_anew(cls=PRO, odd=(6, 10)):
+    return lambda state, groups: fine_and_odd(cls, odd, **METHODS[cls]).state_dict()
+
+
+NO_COUNT = r"has step=.*: must be {} of at least {}.* load an earlier one"
+OF_ADAMW = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
+# Of whom it is loaded by, and what is said; "fine" where the first weight is wrong already.
+WRONG = {
+    "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
+    "more dimensions": (PRO, made_anew(odd=(1, 6, 10)), "odd"),
+    "another rank": (PRO, setting(0, rank=5), "odd|fine"),
+    "another start value": (PRO, setting(0, init_eigenvalue=0.1), "odd|fine"),
+    "of KLShampoo": (PRO, made_anew(KL), "fine .*has R, Q_R.* and no tensor U where"),
+    "of ProKLShampoo": (KL, made_anew(PRO), r"fine .*has U, S, Q_S.* and no tensor R where"),
+    "of Adam": (PRO, of_another_optimizer("exp_avg"), "fine has exp_avg, another .*Load a state dict of the"),
+    "of Muon": (PRO, of_another_optimizer("momentum_buffer"), "fine has momentum_buffer, another optimizer's"),
+    "not finite": (PRO, entry(3, exp_avg=lambda t: t * math.nan), "table has exp_avg between nan and nan"),
+    "negative": (PRO, entry(2, exp_avg_sq=lambda t: -1 - t), "bias has exp_avg_sq between .* at least 0"),
+    **{
+        f"AdamW's clock {clock!r}": (
+            PRO,
+            entry(2, step=lambda _, c=clock: c),
+            "bias " + NO_COUNT.format("a whole .*", 0),
         )
-    optimizer.add_param_group({"params": [("late", weight(4, 6))], "algorithm": algorithm, "lr": 0.1})
+        for clock in OF_ADAMW
+    },
+}
+
+
+@pytest.mark.parametrize("cls, change, says", WRONG.values(), ids=WRONG)
+def test_a_wrong_checkpoint_is_refused_by_the_weights_name_and_changes_nothing(cls, change, says):
+    assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, rf"\b({says})")
+
+
+POSITIVE = ("lambda_0", "inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
+VALUES = [(cls, key) for cls in KEYS for key in ("M", "L", *KEYS[cls]) if key not in ("skipped", "clipped")]
+
+
+@pytest.mark.parametrize("cls, key", [*dict.fromkeys(VALUES)])
+def test_one_bad_element_of_the_state_is_refused_by_key_and_weight(cls, key):
+    for odd in ((4, 6), (2, 4, 6)):
+        optimizer = fine_and_odd(cls, odd)
+        for value in (math.nan, math.inf, *((-1.0, 0.0) if key in POSITIVE else ())):
+            state = copy.deepcopy(optimizer.state_dict())
+            state["state"][1][key].view(-1)[-1] = value
+            with refused(optimizer, rf"The loaded state of odd has {key} with values that are not (positive|finite)"):
+                optimizer.load_state_dict(state)
+
+
+CLOCKS_OF_A_STACK = [3, True, (2, True), (2, -2), (2, 2.5), (2, 2, 2), ("2", "2"), None]
+CLOCKS_OF_A_STACK += [torch.tensor(steps) for steps in ([2.0, 2.0], [True, True], [2, -2], [2, 2, 2], [[2], [2]], 2)]
+
+
+def test_a_clock_of_a_stack_that_is_none_is_refused():
+    optimizer = fine_and_odd(KL, (2, 4, 6))
+    for clock in CLOCKS_OF_A_STACK:
+        state = copy.deepcopy(optimizer.state_dict())
+        state["state"][1]["step"] = clock
+        with refused(optimizer, r"(?s)^The loaded state of odd " + NO_COUNT.format("2 integers", -1)):
+            optimizer.load_state_dict(state)
