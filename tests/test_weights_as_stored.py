@@ -105,22 +105,6 @@ def test_a_piece_is_batched_with_other_weights_of_its_shape():
     assert bucket.layout.count == 4
 
 
-def test_a_fused_weight_resumes_bit_for_bit(fused, method):
-    shape, keys, _ = fused
-    p = weight(*shape)
-    opt = optimizer(method, None, {"params": [p], **keys})
-    for call in range(5):
-        step(opt, [p], gradients([shape], call))
-    q = torch.nn.Parameter(p.detach().clone())
-    other = optimizer(method, None, {"params": [q]})  # the keys come with the state
-    other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for call in range(5, 9):
-        step(opt, [p], gradients([shape], call))
-        step(other, [q], gradients([shape], call))
-    assert same_bits(p, q)
-    assert other.param_groups[0]["split"] == keys["split"]
-
-
 def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, path):
     p = weight(18, 8)
     opt = optimizer(method, path, {"params": [p], "split": 3})
