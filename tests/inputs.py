@@ -19,6 +19,7 @@ METHODS = {
     "klshampoo": (KL, {}),
 }
 BACKENDS = ("reference", "torch")
+PATHS = (*BACKENDS, "blind")
 TAU = 3  # steps between refreshes, small enough for a test to reach several
 
 
@@ -27,7 +28,7 @@ def method(request):
     return METHODS[request.param]
 
 
-@pytest.fixture(params=[*BACKENDS, "blind"])
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """Value of `backend`; "blind" is the batched step where the host must not read the device."""
     if request.param != "blind":

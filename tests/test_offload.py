@@ -54,17 +54,6 @@ def test_nothing_holds_the_memory_that_the_state_had(device):
         assert all(v.device.type == "cpu" and v._base is None for v in own.values() if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_state_dict_of_what_is_offloaded_goes_on_as_the_optimizer_does(device):
-    _, packed, _ = trained(device, prokl.ProKLShampoo, 3)
-    _, offloaded, _ = trained(device, prokl.ProKLShampoo, 3, lambda optimizer: optimizer.offload())
-    again = prokl.ProKLShampoo(prokl.param_groups(LanguageModel(seed=0).to(device), lr=0.02, adamw_lr=3e-3))
-    again.load_state_dict(offloaded)
-    for i, own in again.state_dict()["state"].items():
-        for key, value in own.items():
-            assert torch.equal(value.cpu(), packed["state"][i][key].cpu()), (i, key)
-
-
 @pytest.mark.gpu
 def test_an_offload_frees_the_device():
     optimizer = trained("cuda", prokl.ProKLShampoo, 3)[2]

@@ -57,17 +57,3 @@ def test_an_optimizers_groups_do_not_share_it_with_each_other_the_defaults_or_th
     optimizer.load_state_dict(state)
     halve(optimizer.param_groups)
     assert rates(optimizer.param_groups) == [4.0] * 6 and float(lr) == 8.0
-
-
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_a_schedule_changes_each_group_once(scheduled):
-    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    optimizer = PRO(param_groups(model, lr=0.5, adamw_lr=torch.tensor(0.25)))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if scheduled else None
-    optimizer.step()
-    if scheduler:
-        scheduler.step()
-    else:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-    assert rates(optimizer.param_groups) == [0.25, 0.125, 0.125]

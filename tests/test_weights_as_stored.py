@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from tests.inputs import NAN, PRO, TAU, frozen, normal, same_bits, step, weight
+from tests.inputs import METHODS, NAN, PATHS, PRO, TAU, frozen, normal, same_bits, step, weight
 from tests.training import refused
 
 CALLS = 5  # with a refresh among them
@@ -70,13 +70,16 @@ def parts(t, keys, shapes):
     return list(along.split([shape[-2] for shape in shapes], dim=-2))
 
 
-@pytest.fixture(params=FUSED)
-def fused(request):
-    return FUSED[request.param]
+# Every form on every path, and every method on two of them.
+TURNS = [
+    (*form, method, PATHS[(i + j) % len(PATHS)])
+    for i, form in enumerate(FUSED.values())
+    for j, method in enumerate(METHODS)
+]
 
 
-def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(fused, method, path):
-    shape, keys, shapes = fused
+@pytest.mark.parametrize("shape, keys, shapes, method, path", TURNS, indirect=["method", "path"])
+def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(shape, keys, shapes, method, path):
     whole, other = weight(*shape, seed=3), weight(*shapes[0], seed=4)
     own = [torch.nn.Parameter(t.clone()) for t in parts(whole.detach(), keys, shapes)]
     other_too = torch.nn.Parameter(other.detach().clone())
