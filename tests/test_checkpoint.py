@@ -12,10 +12,9 @@ import pickle
 import pytest
 import torch
 
-from tests.inputs import BACKENDS, KL, PRO, VARIANTS, changed, normal, same_bits, weight
+from tests.inputs import BACKENDS, KL, PRO, VARIANTS, normal, same_bits, weight
 from tests.problems import made
-from tests.training import contents, fine_and_odd, named, refused, train, weights_of
-from tests.training import differences as parted
+from tests.training import contents, differences, fine_and_odd, named, refused, train, weights_of
 
 METHODS = {
     **{variant: (PRO, {"variant": variant, "rank": 5}) for variant in VARIANTS},
@@ -102,13 +101,7 @@ class Run:
                 p.copy_(weights[name])
 
     def contents(self):
-        return dict(zip(self.weights, contents(self.optimizer), strict=True))
-
-
-def differences(a, b):
-    """(weight, key) of what differs, bit for bit."""
-    assert a.keys() == b.keys()
-    return {(name, k) for name in a for k in changed(a[name], b[name])}
+        return contents(self.optimizer)
 
 
 @pytest.mark.parametrize("cls, kwargs, backend, dtype, state_dtype", CASES)
@@ -134,8 +127,8 @@ def test_save_load_continue_equals_an_uninterrupted_run(cls, kwargs, backend, dt
     assert resumed.optimizer.skipped() == run.optimizer.skipped() == skipped
     stored = state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
     wide = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
-    for name in SHAPES:
-        found = {k: v.dtype for k, v in at[TAU][name].items() if torch.is_tensor(v) and k not in ("W", "step")}
+    for own in at[TAU][: len(SHAPES)]:
+        found = {k: v.dtype for k, v in own.items() if torch.is_tensor(v) and k not in ("W", "step")}
         assert found.pop("skipped") == torch.int64
         assert {found.pop(key) for key in ("lambda_0", "clipped")} == {wide} and set(found.values()) == {stored}
 
@@ -205,25 +198,7 @@ def test_setstate_takes_a_part_as_torchs_does_and_refuses_a_wrong_one(cls, given
         part["param_groups"][0]["lr"] = twin.param_groups[0]["lr"] = 0.25
     optimizer.__setstate__(part)
     assert optimizer.param_groups[0]["lr"] == twin.param_groups[0]["lr"]
-    assert parted(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda run: pickle.loads(pickle.dumps(run)),
-}
-
-
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("moment", [0, 4])
-def test_a_copied_optimizer_continues_bit_for_bit_and_on_its_own(method, duplicate, moment):
-    run = Run(*method).steps(0, moment)
-    before, twin = run.contents(), duplicate(run)
-    assert list(map(id, weights_of(twin.optimizer))) == list(map(id, twin.weights.values()))
-    assert differences(before, twin.contents()) == set()
-    twin.steps(moment, 9)
-    assert differences(before, run.contents()) == set()
-    assert differences(twin.contents(), run.steps(moment, 9).contents()) == set()
+    assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
 
 
 @pytest.mark.parametrize("moment", [1, 5])
@@ -248,7 +223,8 @@ def test_a_state_dict_may_be_loaded_again_and_again_and_stays_as_it_is(method):
             run.optimizer.load_state_dict(state)
         run.take(weights)
         assert differences(expected, run.steps(4).contents()) == set()
-        assert differences(saved["state"], state["state"]) == set() and state["param_groups"] == saved["param_groups"]
+        assert differences(saved["state"].values(), state["state"].values()) == set()
+        assert state["param_groups"] == saved["param_groups"]
 
 
 def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(method):
@@ -260,7 +236,7 @@ def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(met
 
     target.optimizer.register_load_state_dict_pre_hook(double)
     target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
-    assert torch.equal(target.contents()["a"]["M"], 2 * source.contents()["a"]["M"])
+    assert torch.equal(target.contents()[0]["M"], 2 * source.contents()[0]["M"])
 
 
 ALL_KEYS = [(cls, 0, cls([weight(2, 3)]).defaults.keys()) for cls in (PRO, KL)]

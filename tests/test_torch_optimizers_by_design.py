@@ -13,8 +13,8 @@ import torch
 from torch.optim import AdamW, lr_scheduler
 
 from prokl import KLShampoo, ProKLShampoo
-from tests.inputs import everything, normal, same_bits, step, weight
-from tests.training import refused
+from tests.inputs import normal, same_bits, step, weight
+from tests.training import contents, refused
 
 ROOT = Path(__file__).parent.parent
 both = pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
@@ -49,9 +49,9 @@ def test_a_gradient_that_says_nothing_leaves_weight_and_state(cls, value):
     gradient = torch.full((3, 4), value)
     assert moves(AdamW, gradient, weight_decay=0.1)
     p, optimizer = trained(cls, weight_decay=0.1)
-    before = {k: v for k, v in everything(optimizer)[0].items() if k not in ("step", "skipped")}
+    before = {k: v for k, v in contents(optimizer)[0].items() if k not in ("step", "skipped")}
     step(optimizer, [p], [gradient])
-    after = everything(optimizer)[0]
+    after = contents(optimizer)[0]
     assert all(same_bits(v, after[k]) for k, v in before.items())
 
 

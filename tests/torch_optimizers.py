@@ -18,7 +18,8 @@ from torch.optim import AdamW, Muon, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 import prokl
-from tests.inputs import everything, normal, weight
+from tests.inputs import normal, weight
+from tests.training import contents
 
 pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
@@ -221,7 +222,7 @@ class Problem:
         return after > before if self.settings.get("maximize") else after < before
 
     def contents(self):
-        return everything(self.optimizer)
+        return contents(self.optimizer)
 
 
 def equal(a, b):
