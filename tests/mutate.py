@@ -1,12 +1,10 @@
 """Break the library in many small ways, drawn with a seed, and list which of them no test notices.
 
-    python tests/mutate.py --list                            print the drawn mutations as diffs, run nothing
-    python tests/mutate.py --out FILE.csv                    run the tests against each, rows go to FILE.csv
-    python tests/mutate.py --out FILE.csv --also OTHER_TREE  draw only what can be applied to both trees alike
+    python tests/mutate.py --list          print the drawn mutations as diffs, run nothing
+    python tests/mutate.py --out FILE.csv  run the tests nearest to each, rows go to FILE.csv
 
 A third each comes from prokl/, kernels/ and csrc/; within one, every kind of mutation is as likely as the next.
-Tests run in a clone of the tree's last commit: first the files nearest to the mutated one, without the slow tests,
-then, once and for all survivors at a time, the whole suite; what fails there is run again for each survivor alone.
+Tests run in a clone of the last commit, without the slow ones. What survives the nearest ones may fail others.
 Rows that FILE.csv has already are not run again.
 """
 
@@ -30,7 +28,7 @@ KINDS = ("operator", "sign", "constant", "index", "drop")
 SWAPPED = {"+": "-", "-": "+", "*": "/", "/": "*", "@": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 CORE = ("batched_step", "against_paper", "kl_golden", "contract", "bad_gradients")
 """Tests of whole steps, which come after those that name the file."""
-COLUMNS = ("tree", "mutation", "file", "line", "kind", "verdict", "by", "diff")
+COLUMNS = ("mutation", "file", "line", "kind", "verdict", "by", "diff")
 
 
 @dataclass(frozen=True)
@@ -135,42 +133,31 @@ def cuda_sites(text):
             yield row, len(code) - len(code.lstrip()), len(code), "drop", ";"
 
 
-def sources(tree, folder):
-    files = (tree / folder).rglob("*")
+def sources(folder):
+    files = (ROOT / folder).rglob("*")
     suffixes = {".cu", ".cuh", ".h", ".cpp"} if folder == "csrc" else {".py"}
     inside = sorted(f for f in files if f.suffix in suffixes)
-    return [f for f in inside if folder != "prokl" or "kernels" not in f.relative_to(tree).parts]
+    return [f for f in inside if folder != "prokl" or "kernels" not in f.relative_to(ROOT).parts]
 
 
-def lines_of(tree):
-    """Where every line, without indentation, stands: {text: [(file, line), ...]}."""
-    where = {}
-    for folder in FOLDERS:
-        for path in sources(tree, folder):
-            for row, line in enumerate(path.read_text().splitlines(), 1):
-                where.setdefault(line.strip(), []).append((str(path.relative_to(tree)), row))
-    return where
-
-
-def sites(tree, folder, unique_in):
-    """Mutations of one folder by kind, of lines that stand once in each of the trees."""
+def sites(folder):
+    """Mutations of one folder by kind."""
     found = {kind: [] for kind in KINDS}
-    for path in sources(tree, folder):
+    for path in sources(folder):
         text = path.read_text()
         lines = text.splitlines()
         for row, start, end, kind, new in (cuda_sites if folder == "csrc" else python_sites)(text):
             line = lines[row - 1]
-            if all(len(where.get(line.strip(), ())) == 1 for where in unique_in):
-                changed = (line[:start] + new + line[end:]).strip()
-                found[kind].append(Mutation(str(path.relative_to(tree)), row, kind, line.strip(), changed))
+            changed = (line[:start] + new + line[end:]).strip()
+            found[kind].append(Mutation(str(path.relative_to(ROOT)), row, kind, line.strip(), changed))
     return found
 
 
-def draw(tree, count, seed, unique_in):
+def draw(count, seed):
     """``count`` mutations, a third from each folder and as many of each kind as of the others, on different lines."""
     drawn, pick = [], random.Random(seed)
     for f, folder in enumerate(FOLDERS):
-        by_kind = sites(tree, folder, unique_in)
+        by_kind = sites(folder)
         for found in by_kind.values():
             pick.shuffle(found)
         wanted, taken = count // 3 + (f < count % 3), []
@@ -180,7 +167,7 @@ def draw(tree, count, seed, unique_in):
             while by_kind[kind]:
                 mutation = by_kind[kind].pop()
                 taken_lines = {(m.file, m.line) for m in taken}
-                if (mutation.file, mutation.line) not in taken_lines and compiles(tree, mutation):
+                if (mutation.file, mutation.line) not in taken_lines and compiles(mutation):
                     taken.append(mutation)
                     kinds.append(kind)
                     break
@@ -189,16 +176,15 @@ def draw(tree, count, seed, unique_in):
 
 
 def applied(tree, mutation):
-    """The file of this tree that has the mutation's line, its text, and the text with the mutation."""
-    ((file, row),) = lines_of(tree)[mutation.old]
-    text = (tree / file).read_text()
+    """The text of the mutated file in a tree, and what the mutation makes of it."""
+    text = (tree / mutation.file).read_text()
     lines = text.splitlines(keepends=True)
-    lines[row - 1] = lines[row - 1].replace(mutation.old, mutation.new)
-    return tree / file, text, "".join(lines)
+    lines[mutation.line - 1] = lines[mutation.line - 1].replace(mutation.old, mutation.new)
+    return text, "".join(lines)
 
 
-def compiles(tree, mutation):
-    path, text, mutant = applied(tree, mutation)
+def compiles(mutation):
+    path, (text, mutant) = ROOT / mutation.file, applied(ROOT, mutation)
     if path.suffix == ".py":
         try:
             return ast.dump(ast.parse(mutant)) != ast.dump(ast.parse(text))
@@ -207,7 +193,7 @@ def compiles(tree, mutation):
     from tests import host_extension
 
     with tempfile.TemporaryDirectory() as scratch:
-        for other in sources(tree, "csrc"):
+        for other in sources("csrc"):
             (Path(scratch) / other.name).write_text(mutant if other == path else other.read_text())
         flags = (*host_extension.FLAGS, f"-I{host_extension.HOST_CUDA}", *host_extension.extension_flags())
         checked = path.name if path.suffix in (".cpp", ".cu") else "qr_float.cu"  # which includes every header
@@ -220,7 +206,7 @@ def compiles(tree, mutation):
 
 def nearest(tree, mutation):
     """List test files named after the mutated one or its folder, or that speak of it, then those of whole steps."""
-    file, _, _ = applied(tree, mutation)
+    file = tree / mutation.file
     stem = file.stem
     tests = sorted((tree / "tests").glob("test_*.py"))
     tests = [t for t in tests if not re.match(r"test_(bench|experiments|pretrain|gpu|aot|csrc)", t.name)]
@@ -257,7 +243,7 @@ def failures(said):
 
 def alone(tree, mutation, arguments, limit):
     """The verdict of these tests on a mutation, and the test that gave it."""
-    path, text, mutant = applied(tree, mutation)
+    path, (text, mutant) = tree / mutation.file, applied(tree, mutation)
     path.write_text(mutant)
     try:
         status, said = pytest(tree, ["-x", *arguments], limit)
@@ -270,26 +256,9 @@ def alone(tree, mutation, arguments, limit):
     return "killed", "time limit" if status is None else (failures(said) or [f"exit status {status}"])[0]
 
 
-def together(tree, survivors, limit):
-    """Test the whole suite against all of these mutations at once; give the tests that then fail."""
-    originals = {}
-    try:
-        for mutation in survivors:
-            path, text, mutant = applied(tree, mutation)
-            originals.setdefault(path, text)
-            path.write_text(mutant)
-        status, said = pytest(tree, ["tests", "--slow"], limit)
-    finally:
-        for path, text in originals.items():
-            path.write_text(text)
-    if status not in (0, 1):
-        raise RuntimeError(f"The suite did not end as it should (status {status}):\n{said[-2000:]}")
-    return failures(said)
-
-
-def clone(tree, scratch):
-    """Clone the tree's last commit, without test files that cannot even be collected there."""
-    subprocess.run(["git", "clone", "-q", "--shared", str(tree), str(scratch)], check=True)
+def clone(scratch):
+    """Clone the last commit, without test files that cannot even be collected there."""
+    subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(scratch)], check=True)
     _, said = pytest(scratch, ["tests", "--collect-only"], None)
     for name in failures(said):
         print(f"left out: {name}", flush=True)
@@ -299,21 +268,17 @@ def clone(tree, scratch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the tree whose tests run (default: this one)")
-    parser.add_argument("--also", type=Path, help="draw only lines that stand once in this tree as well")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--out", type=Path, help="rows, one for each mutation")
     parser.add_argument("--limit", type=float, default=300, help="seconds for the tests nearest to a mutation")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the mutations to run (default: all)")
-    parser.add_argument("--nearest-only", action="store_true", help="leave survivors of the nearest tests as they are")
     options = parser.parse_args()
     if not options.list and not options.out:
         parser.error("give --list, or --out FILE.csv for the rows")
 
-    unique_in = [lines_of(tree) for tree in dict.fromkeys((ROOT, options.tree, options.also or ROOT))]
-    drawn = draw(ROOT, options.count, options.seed, unique_in)
+    drawn = draw(options.count, options.seed)
     numbers = range(len(drawn)) if options.only is None else options.only
     if options.list:
         for i in numbers:
@@ -325,27 +290,19 @@ def main():
         with options.out.open(newline="") as stream:
             rows = {int(row["mutation"]): row for row in csv.DictReader(stream)}
 
-    def note(i, verdict, by):
-        m = drawn[i]
-        print(f"{i} {m.diff()}\n  {verdict} {by}", flush=True)
-        rows[i] = dict(zip(COLUMNS, (options.tree, i, m.file, m.line, m.kind, verdict, by, m.diff()), strict=True))
-        with options.out.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows[n] for n in sorted(rows))
-
     with tempfile.TemporaryDirectory() as folder:
-        scratch = clone(options.tree.resolve(), Path(folder) / "tree")
+        scratch = clone(Path(folder) / "tree")
         for i in numbers:
-            if i not in rows:
-                note(i, *alone(scratch, drawn[i], nearest(scratch, drawn[i]), options.limit))
-        survivors = [i for i in numbers if rows[i]["verdict"] == "survived" and rows[i]["by"] != "the whole suite"]
-        if survivors and not options.nearest_only:
-            suspects = together(scratch, [drawn[i] for i in survivors], 20 * options.limit)
-            for i in survivors:
-                again = ["--slow", *suspects]
-                verdict = alone(scratch, drawn[i], again, 10 * options.limit) if suspects else ("survived", "")
-                note(i, *(verdict if verdict[0] == "killed" else ("survived", "the whole suite")))
+            if i in rows:
+                continue
+            m = drawn[i]
+            verdict, by = alone(scratch, m, nearest(scratch, m), options.limit)
+            print(f"{i} {m.diff()}\n  {verdict} {by}", flush=True)
+            rows[i] = dict(zip(COLUMNS, (i, m.file, m.line, m.kind, verdict, by, m.diff()), strict=True))
+            with options.out.open("w", newline="") as stream:
+                writer = csv.DictWriter(stream, COLUMNS)
+                writer.writeheader()
+                writer.writerows(rows[n] for n in sorted(rows))
     print(Counter((row["file"].split("/")[0], row["verdict"]) for row in rows.values()))
 
 
