@@ -32,12 +32,12 @@ def moves(optimizer, parameters, gradients):
     return found, directions
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("cls, kwargs", METHODS, ids=IDS)
-@pytest.mark.parametrize("maximize", [False, True])
-def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs, backend, maximize):
+@pytest.mark.parametrize(
+    "cls, kwargs", [*METHODS, (PRO, {"rank": 3, "maximize": True, "backend": "reference"})], ids=[*IDS, "maximize"]
+)
+def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
     stream = gradient_stream(SHAPES, 14)
-    parameters, optimizer = run(cls, stream[:4], lr=0.5, backend=backend, maximize=maximize, **kwargs)
+    parameters, optimizer = run(cls, stream[:4], lr=0.5, **kwargs)
     for gradients in stream[4:]:  # a refresh among them
         found, directions = moves(optimizer, parameters, gradients)
         for name, D in directions.items():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import prokl
 from tests.commands import ROOT
 from tests.integrations.models import (
     Labelled,
@@ -66,6 +67,7 @@ def test_accelerate_trains_and_resumes_exactly():
     whole = recipe(model=LanguageModel(seed=0, dropout=0.1), **scope)
     assert_trained_by_prokl(whole["optimizer"])
     assert_schedule_scales_every_group_alike(whole["optimizer"], 0.0)  # 16 steps of two batches
+    assert prokl.diagnostics.scalars(whole["optimizer"])
     assert whole["bounded"] and whole["bounded"].keys() == whole["optimizer"].optimizer.skipped().keys()
     scope = {"loader": loader(shuffle=True), "first_epoch": 2}
     resumed = recipe(model=LanguageModel(seed=1, dropout=0.1), **scope)
