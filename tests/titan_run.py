@@ -1,24 +1,19 @@
 """Makes groups and checkpoints as torchtitan does, sharded by FSDP2, for torchrun: a resumed run is exact.
 
 torchtitan's groups have names beside their weights, and settings of torch's AdamW whatever the optimizer is. Its older
-releases flatten the state by torch's means, the newer ones by their own, as ``flat`` and ``load_flat`` do here.
+releases flatten the state by torch's means, as test_distributed_checkpoints.py does, the newer ones by their own, as
+``flat`` and ``load_flat`` do here.
 """
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import prokl
 
-FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 OF_WEIGHTS = ("params", "param_names")
 
 
@@ -99,26 +94,16 @@ def main():
     dist.init_process_group("gloo")
     net, optimizer = made(seed=0)
     train(net, optimizer, 0, 4)
-    dcp.save({"net": net.state_dict(), **flat(optimizer)}, checkpoint_id="titan/own")
-    by_torch = get_optimizer_state_dict(net, optimizer, options=FLATTENED)
-    dcp.save({"net": net.state_dict(), "optimizer": by_torch}, checkpoint_id="titan/torch")
+    dcp.save({"net": net.state_dict(), **flat(optimizer)}, checkpoint_id="titan")
     train(net, optimizer, 4, 8)
-    for way in ("own", "torch"):
-        other, resumed = made(seed=1)
-        weights = other.state_dict()
-        if way == "own":
-            begin(resumed)
-            found = flat(resumed)
-            dcp.load(state := {"net": weights, **found}, checkpoint_id="titan/own")
-            load_flat(resumed, state)
-        else:
-            found = get_optimizer_state_dict(other, resumed, options=FLATTENED)
-            dcp.load(state := {"net": weights, "optimizer": found}, checkpoint_id="titan/torch")
-            set_optimizer_state_dict(other, resumed, state["optimizer"], options=FLATTENED)
-        other.load_state_dict(state["net"])
-        train(other, resumed, 4, 8)
-        for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.to_local(), q.to_local()), (way, name)
+    other, resumed = made(seed=1)
+    begin(resumed)
+    dcp.load(state := {"net": other.state_dict(), **flat(resumed)}, checkpoint_id="titan")
+    load_flat(resumed, state)
+    other.load_state_dict(state["net"])
+    train(other, resumed, 4, 8)
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local()), name
     if dist.get_rank() == 0:
         print("exact")
     dist.destroy_process_group()

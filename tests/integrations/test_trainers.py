@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import prokl
 from tests.integrations.models import (
@@ -16,7 +15,6 @@ from tests.integrations.models import (
     assert_trained_by_prokl,
     llama,
     loader,
-    tokens,
 )
 
 
@@ -85,6 +83,9 @@ def test_trainer_resumes_adapters_exactly(options):
     assert_same_weights(whole.model, resumed.model)
 
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_accelerate_trains_in_mixed_precision(precision):
     accelerate = pytest.importorskip("accelerate")
@@ -133,8 +134,7 @@ def test_lightning_trains_under_manual_optimization_in_any_precision(precision):
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 64)]
 
     training = Training()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_epochs=4, precision=precision, **quiet)
+    trainer = lightning.Trainer(max_epochs=4, precision=precision, **QUIET)
     trainer.fit(training, loader())
     (optimizer,) = trainer.optimizers
     assert_trained_by_prokl(optimizer)
@@ -158,31 +158,8 @@ def test_stochastic_weight_averaging_takes_a_rate_a_group():
         def configure_optimizers(self):
             return prokl.ProKLShampoo(groups_of(self))
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     rates = [0.01, 1e-3, 1e-3]
     averaging = StochasticWeightAveraging(swa_lrs=rates, swa_epoch_start=2, annealing_epochs=2)
-    trainer = Trainer(max_epochs=6, callbacks=[averaging], **quiet)
+    trainer = Trainer(max_epochs=6, callbacks=[averaging], **QUIET)
     trainer.fit(Training(), loader())
     assert [group["swa_lr"] for group in trainer.optimizers[0].param_groups] == rates
-
-
-def test_distributed_checkpoints_are_exact_flattened_too():
-    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def trained(model, optimizer, batches):
-        for batch in batches:
-            optimizer.zero_grad()
-            model(batch).backward()
-            optimizer.step()
-        return model
-
-    batches = tokens(count=64).reshape(16, 4, 8)
-    whole = LanguageModel(seed=0)
-    optimizer = prokl.ProKLShampoo(groups_of(whole))
-    state = get_state_dict(trained(whole, optimizer, batches[:12]), optimizer, options=flattened)
-    state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, state)
-    trained(whole, optimizer, batches[12:])
-    resumed = LanguageModel(seed=1)
-    optimizer = prokl.ProKLShampoo(groups_of(resumed))
-    set_state_dict(resumed, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=flattened)
-    assert_same_weights(whole, trained(resumed, optimizer, batches[12:]))
