@@ -50,7 +50,7 @@ def in_all(outcomes, counts):
 
 
 @pytest.mark.parametrize(("world", "how", "method"), BETWEEN)
-def test_sixteen_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
+def test_twelve_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
     expected = by_one_process(method)
     outcomes = pools[world].run(trained, Plan(how, method))
     assert max(apart(outcomes[0], expected).values()) < EXACT

@@ -1,107 +1,323 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
+import io
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.distributed import misuse
+from tests.distributed.placements import (
+    assert_close,
+    give,
+    message,
+    optimizer_of,
+    placed,
+    train,
+    value,
+    weights_of,
+    whole,
+)
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 
 HOWS = pytest.mark.parametrize("how", ["ddp", "fsdp"])
+TWO = {"a": (8, 12), "b": (8, 12)}
 
 
-def assert_as_alone(found, alone):
-    for own in found:
-        for one, other in zip(own, alone, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+def freeze(weights, optimizer, call, gradient):
+    """Freeze a weight from a step on, which keeps its last gradient, or gets a zero one or none."""
+    frozen = weights["square"]
+    frozen.requires_grad_(call < 4)
+    if call < 4:
+        return ()
+    if gradient != "kept":
+        frozen.grad = torch.zeros_like(frozen.detach()) if gradient == "zero" else None
+    return ("square",)
+
+
+def release(weights, optimizer, call):
+    """Freeze a weight at first and once more later."""
+    moves = call not in (0, 1, 6)
+    weights["wide"].requires_grad_(moves)
+    weights["wide"].grad = None
+    return () if moves else ("wide",)
+
+
+def add(weights, optimizer, call):
+    """Add a weight in a group of its own."""
+    if call == 3:
+        other = weights["square"]
+        late = placed(value((8, 8), 99), getattr(other, "device_mesh", None), getattr(other, "placements", None))
+        weights["late"] = nn.Parameter(late)
+        optimizer.add_param_group({"params": [("late", weights["late"])]})
+    return ()
+
+
+def take_state_out(weights, optimizer, call):
+    for p in weights.values() if call == 3 else ():
+        optimizer.state.pop(p)
+    return ()
+
+
+BETWEEN = {f"frozen, gradient {gradient}": partial(freeze, gradient=gradient) for gradient in ("kept", "zero", "none")}
+BETWEEN |= {"released": release, "added": add, "state taken out": take_state_out}
+
+
+def trained(how, what):
+    """Train, with something done before every step, which says what keeps the gradient that it has."""
+    weights = weights_of(how)
+    optimizer = optimizer_of(how, weights)
+    for call in range(10):
+        give(weights, call, but=BETWEEN[what](weights, optimizer, call))
+        optimizer.step()
+    return whole(weights)
 
 
 @HOWS
-@pytest.mark.parametrize(
-    "function, args", [(misuse.frozen, (g,)) for g in ("kept", "zero", "none")] + [(misuse.state_taken_out, ())]
-)
-def test_weights_that_are_frozen_and_those_whose_state_is_taken_out_move_as_in_one_process(function, args, how, pools):  # noqa: F811
-    assert_as_alone(pools[2].run(function, how, *args), function("alone", *args))
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_is_done_between_steps_has_the_effect_that_it_has_in_one_process(what, how, pools):  # noqa: F811
+    expected = trained("alone", what)
+    for weights in pools[2].run(trained, how, what):
+        assert_close(weights, expected)
+
+
+def unfrozen(how):
+    """Train four weights of which the two large ones are frozen at first; their values, memory and who owns which."""
+    weights = weights_of(how, {"large": (8, 20), "large2": (8, 20), "a": (8, 12), "b": (8, 12)})
+    large = [weights["large"], weights["large2"]]
+    for p in large:
+        p.requires_grad_(False)
+    optimizer, memory = optimizer_of(how, weights), []
+    for call in range(7):
+        if call == 4:
+            for p in large:
+                p.requires_grad_(True)
+        give(weights, call, but=("large", "large2") if call < 4 else ())
+        optimizer.step()
+        stand_ins = [optimizer._division.weights[p] for p in large] if how != "alone" else []
+        own = [w.stand_in for w in stand_ins if w.stand_in is not None and w.own_memory]
+        memory.append(sum(t.untyped_storage().nbytes() for t in own) + sum(len(optimizer.state[p]) for p in large))
+    owners = [optimizer._division.weights[p].parts[0].owner for p in weights.values()] if how != "alone" else []
+    return whole(weights), memory, owners
 
 
 @HOWS
 def test_a_weight_that_is_unfrozen_later_trains_as_in_one_process_and_takes_no_memory_before(how, pools):  # noqa: F811
-    alone, memory, _ = misuse.unfrozen("alone")
+    alone, memory, _ = unfrozen("alone")
     assert memory[3] == 0 < memory[4]
-    for found, memory, owners in pools[2].run(misuse.unfrozen, how):
-        assert_as_alone([found], alone)
+    for found, memory, owners in pools[2].run(unfrozen, how):
+        assert_close(found, alone)
         assert memory[3] == 0 < memory[4]
         assert set(owners[:2]) == set(owners[2:]) == {0, 1}  # work is even before and after
 
 
+def widened(how):
+    """Make float32 of bfloat16 weights that have masters."""
+    weights = weights_of(how, TWO, dtype=torch.bfloat16)
+    optimizer = optimizer_of(how, weights, bf16_weights="master")
+    train(weights, optimizer, 0, 5)
+    for p in weights.values():
+        p.grad = None
+    nn.ParameterDict(weights).float()
+    train(weights, optimizer, 5, 6)
+    kept = {key for own in optimizer.engine.state.values() for key in own}
+    return whole(weights), "master" in kept
+
+
 @HOWS
 def test_masters_are_given_up_by_weights_that_became_float32(how, pools):  # noqa: F811
-    alone, kept = misuse.widened("alone")
+    alone, kept = widened("alone")
     assert not kept
     # Arithmetic is in float32, of another batch; of shards the weight counts, which was the master's rounding.
     rounding = 2**-8 if how == "fsdp" else 1e-5
-    for found, kept in pools[2].run(misuse.widened, how):
+    for found, kept in pools[2].run(widened, how):
         assert not kept
-        for one, other in zip(found, alone, strict=True):
-            np.testing.assert_allclose(one, other, rtol=rounding, atol=rounding)
+        for name in TWO:
+            np.testing.assert_allclose(found[name], alone[name], rtol=rounding, atol=rounding)
+
+
+def infinite_expert(how):
+    """Train a split stack with an infinite entry in one expert's gradient in some steps.
+
+    Returns the weights, counts of skips, and whether the gradients have stayed as they were.
+    """
+    weights, stay = weights_of(how, {"experts": (6, 8, 10)}), True
+    optimizer = optimizer_of(how, [{"params": [*weights.items()], "split": 2}])
+    for call in range(8):
+        give(weights, call, bad={"experts": (4, 0, 0)} if call in (0, 3, 5) else None)
+        own = getattr(weights["experts"].grad, "_local_tensor", weights["experts"].grad)
+        before = own.clone()
+        optimizer.step()
+        stay &= torch.equal(own, before)
+    return whole(weights), optimizer.skipped(), stay
+
+
+@HOWS
+def test_all_owners_of_a_split_stack_skip_a_gradient_that_is_not_finite_and_leave_it_as_it_is(how, pools):  # noqa: F811
+    expected, counts, stay = infinite_expert("alone")
+    assert counts == {"experts": 3} and stay
+    for weights, skipped, stay in pools[2].run(infinite_expert, how):
+        assert_close(weights, expected)
+        assert skipped == counts and stay
+
+
+def gathered_after(what):
+    """Return the keys that a gathered state has after something was done."""
+    weights = weights_of("ddp", TWO, dtype=torch.float32)
+    optimizer = optimizer_of("ddp", weights, bf16_weights="master")
+    if what != "loading a fresh state":
+        train(weights, optimizer, 0, 1)
+    saved = optimizer.state_dict()
+    if what == "a cast":
+        for p in weights.values():
+            p.grad = None
+        nn.ParameterDict(weights).bfloat16()
+        train(weights, optimizer, 1, 2)
+    else:
+        if what == "freezing and loading":
+            weights["a"].requires_grad_(False)
+            weights["a"].grad = weights["b"].grad = None
+        optimizer.load_state_dict(saved)
+    found = optimizer.gather_state_dict()
+    return sorted((i, key) for i, own in found.get("state", {}).items() for key in own)
 
 
 @pytest.mark.parametrize("what", ["loading a fresh state", "a cast", "freezing and loading"])
 def test_all_ranks_have_the_same_to_gather_after(what, pools):  # noqa: F811
-    first, second = pools[2].run(misuse.gathered_after, what)
+    first, second = pools[2].run(gathered_after, what)
     keys = {key for _, key in first}
     assert second == [] and {i for i, _ in first} == {0, 1} and {"M", "L", "U", "step"} <= keys
     assert ("master" in keys) == (what == "a cast")
 
 
-@pytest.mark.parametrize("what", ["split", "groups"])
-def test_what_one_rank_alone_cannot_take_is_told_to_the_others(what, pools):  # noqa: F811
-    first, second = pools[2].run(misuse.ranks_that_differ, what)
+def groups_of_one(weights):
+    return [{"params": [entry]} for entry in weights.items()]
+
+
+def split_on_one_rank():
+    """Return what is told of a reading that one rank alone has; afterwards the step is done as if nothing had been."""
+    weights = weights_of("fsdp", TWO)
+    optimizer = optimizer_of("fsdp", groups_of_one(weights))
+    group = optimizer.param_groups[0]
+    group["split"] = 5 if dist.get_rank() == 1 else None
+    give(weights, 0)
+    told = message(optimizer.step)
+    group["split"] = None
+    optimizer.step()
+    return told
+
+
+def groups_of_one_rank_are_fewer():
+    """Return what is told of a state that one rank alone loads without one of its groups."""
+    weights = weights_of("ddp", TWO)
+    optimizer = optimizer_of("ddp", groups_of_one(weights))
+    train(weights, optimizer, 0, 1)
+    found = [optimizer.gather_state_dict()]
+    dist.broadcast_object_list(found, 0)
+    (state,) = found
+    if dist.get_rank() == 1:
+        state = {**state, "param_groups": state["param_groups"][:1]}
+    return message(optimizer.load_state_dict, state)
+
+
+@pytest.mark.parametrize("function", [split_on_one_rank, groups_of_one_rank_are_fewer])
+def test_what_one_rank_alone_cannot_take_is_told_to_the_others(function, pools):  # noqa: F811
+    first, second = pools[2].run(function)
     assert second[0] == "ValueError" and "rank 1 could not: ValueError" in first[1] and second[1] in first[1]
 
 
-def test_the_first_weight_that_ranks_have_not_alike_is_named(pools):  # noqa: F811
-    for kind, text in pools[2].run(misuse.ranks_that_differ, "shape"):
-        assert kind == "RuntimeError" and "parameter 0 of group 1 (8, 12)" in text and "(8, 13)" in text
+def last_weight_differs(what):
+    """Return what this rank is told when the last of many weights is another one on one rank, which deals work anew."""
+    odd = dist.get_rank() == 1
+    last = (8, 40) if odd and what in ("shape", "shape, without names") else (8, 12)
+    weights = weights_of("ddp", {"a": (8, 12), "b": (8, 12), "c": (8, 12), "d": last})
+    if odd and what == "frozen":
+        weights["d"].requires_grad_(False)
+    named = [("other" if odd and what == "name" and name == "d" else name, p) for name, p in weights.items()]
+    given = named if what != "shape, without names" else [*weights.values()]
+    optimizer = optimizer_of("ddp", [{"params": given[:2]}, {"params": given[2:]}])
+    give(weights, 0, but=("d",))
+    return message(optimizer.step)
 
 
-@pytest.mark.parametrize("what", ["shape", "name", "frozen"])
-def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, pools):  # noqa: F811
-    said = {
-        "shape": ("d (8, 12)", "d (8, 40)"),
-        "name": ("d (8, 12)", "other (8, 12)"),
-        "frozen": ("d (8, 12)", "frozen"),
-    }
-    for kind, text in pools[2].run(misuse.last_weight_differs, what):
-        assert kind == "RuntimeError" and all(word in text for word in said[what]), text
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shape", ("d (8, 12)", "d (8, 40)")),
+        ("shape, without names", ("parameter 1 of group 1 (8, 12)", "(8, 40)")),
+        ("name", ("d (8, 12)", "other (8, 12)")),
+        ("frozen", ("d (8, 12)", "frozen")),
+    ],
+)
+def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, said, pools):  # noqa: F811
+    for kind, text in pools[2].run(last_weight_differs, what):
+        assert kind == "RuntimeError" and all(word in text for word in said), text
+        assert "Ranks 0 and 1" in text and "must be the same on all ranks" in text
         assert "of rank" not in text and " a (8, 12)" not in text
 
 
+def changed_after_the_start(key, setting):
+    """Change a setting that state depends on, on all ranks: of which some own nothing."""
+    weights = weights_of("ddp", TWO)
+    optimizer = optimizer_of("ddp", weights)
+    train(weights, optimizer, 0, 1)
+    optimizer.param_groups[0][key] = setting
+    give(weights, 1)
+    return message(optimizer.step)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("key", "value"), [("rank", 3), ("state_dtype", torch.bfloat16), ("split", 2)])
-def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_too(key, value, pools):  # noqa: F811
-    found = pools[4].run(misuse.changed_after_the_start, key, value)
-    assert all(error is not None and error[0] == "ValueError" and key in error[1] for error in found), found
+@pytest.mark.parametrize(("key", "setting"), [("rank", 2), ("state_dtype", torch.bfloat16), ("split", 2)])
+def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_too(key, setting, pools):  # noqa: F811
+    found = pools[4].run(changed_after_the_start, key, setting)
+    assert all(kind == "ValueError" and key in text for kind, text in found), found
     assert len(set(found)) == 1
 
 
+def with_adamw(how, kinds):
+    """Return weights and an optimizer with a group of each of these kinds, in their order."""
+    weights = weights_of(how, {"matrix": (8, 12), "table": (8, 4)})
+    groups = {
+        "matrix": {"params": [weights["matrix"]]},
+        "adamw": {"params": [weights["table"]], "algorithm": "adamw", "lr": 0.01},
+    }
+    return weights, optimizer_of(how, [groups[kind] for kind in kinds])
+
+
+def file_of_the_first_rank(how, kinds):
+    """Let every rank load the first one's part."""
+    weights, optimizer = with_adamw(how, kinds)
+    train(weights, optimizer, 0, 2)
+    own = io.BytesIO()
+    torch.save(optimizer.state_dict(), own)
+    sent = [own.getvalue()]
+    dist.broadcast_object_list(sent, 0)
+    _, other = with_adamw(how, kinds)
+    return message(other.load_state_dict, torch.load(io.BytesIO(sent[0]), weights_only=False))
+
+
 @HOWS
-@pytest.mark.parametrize("alone", [False, True], ids=["", "adamw alone"])
-def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, alone, pools):  # noqa: F811
-    found = pools[2].run(misuse.file_of_the_first_rank, how, alone)
-    assert all(error[0] == "ValueError" and "gather_state_dict" in error[1] for error in found), found
+@pytest.mark.parametrize("kinds", [("matrix", "adamw"), ("adamw",)], ids=" and ".join)
+def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, kinds, pools):  # noqa: F811
+    found = pools[2].run(file_of_the_first_rank, how, kinds)
+    assert all(kind == "ValueError" and "gather_state_dict" in text for kind, text in found), found
+
+
+def save_part(folder):
+    weights, optimizer = with_adamw("ddp", ("adamw", "matrix"))
+    train(weights, optimizer, 0, 2)
+    torch.save(optimizer.state_dict(), folder / str(dist.get_rank()))
+
+
+def load_part(folder):
+    _, optimizer = with_adamw("ddp", ("adamw", "matrix"))
+    return message(optimizer.load_state_dict, torch.load(folder / str(dist.get_rank()), weights_only=False))
 
 
 @pytest.mark.slow
 def test_a_part_of_another_number_of_ranks_is_refused_in_a_sentence(pools, tmp_path):  # noqa: F811
-    pools[4].run(misuse.save_part, tmp_path)
-    found = pools[2].run(misuse.load_part, tmp_path)
-    assert all(error[0] == "ValueError" and "another number of ranks" in error[1] for error in found), found
-
-
-def test_a_sum_is_refused_for_adamw_too(pools):  # noqa: F811
-    assert all(error[0] == "ValueError" and "Partial" in error[1] for error in pools[2].run(misuse.a_sum_for_adamw))
-
-
-def test_gradients_are_the_callers(pools):  # noqa: F811
-    assert pools[2].run(misuse.gradients_stay, "ddp") == [True, True]
+    pools[4].run(save_part, tmp_path)
+    found = pools[2].run(load_part, tmp_path)
+    assert all(kind == "ValueError" and "another number of ranks" in text for kind, text in found), found
