@@ -20,9 +20,9 @@ def eigenvalues(state):
 
 def gradients(rows, cols):
     """Silence until every eigenvalue has fallen to its floor, then the largest that are allowed, in all directions."""
-    for t in range(150):
+    for t in range(80):
         yield 1e-9 * normal(rows, cols, seed=t)
-    for t in range(60):
+    for t in range(40):
         G = normal(rows, cols, seed=1000 + t)
         left, _, right = torch.linalg.svd(G, full_matrices=False)
         yield LIMIT * (left @ right if t % 2 else left[:, :1] @ right[:1])

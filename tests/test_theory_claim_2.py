@@ -193,21 +193,24 @@ def whitened_error(found, truth):
 def test_claim_2_the_optimizers_state_estimates_a_known_kronecker_covariance():
     """The subspace is tracked, not given. lr = 0: the weight stays, and with it the distribution of its gradient.
 
-    The mean state over 2000 steps has the statistical error of as many samples, sqrt(2 p / 2000) = 0.1, and a bias of
-    the order of what one window of the EMA leaves, 1 / 200 times the number of parameters. Measured 0.165.
+    The mean state of eight matrices, every tenth over 250 steps, has at most the statistical error of 2000 samples,
+    sqrt(2 p / 2000) = 0.1, and a bias of the order of what one window of the EMA leaves, 1 / 200 times the number of
+    parameters. Measured 0.11.
     """
     left, right = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
     roots = [torch.linalg.cholesky(t) for t in (left, right)]
-    p = torch.nn.Parameter(torch.zeros(M, N, dtype=torch.float64))
-    optimizer = prokl.ProKLShampoo([p], lr=0.0, rank=R, beta2=0.99, precondition_frequency=1, backend="reference")
-    total, count = torch.zeros(M * N, M * N, dtype=torch.float64), 0
-    for step, Z in enumerate(normal(2600, M, N, seed=3)):
+    p = torch.nn.Parameter(torch.zeros(8, M, N, dtype=torch.float64))
+    optimizer = prokl.ProKLShampoo([p], lr=0.0, rank=R, beta2=0.99, precondition_frequency=1)
+    seen = []
+    for step, Z in enumerate(normal(850, 8, M, N, seed=3)):
         p.grad = roots[0] @ Z @ roots[1].mT
         optimizer.step()
-        if step >= 600:
-            total, count = total + state_covariance(optimizer.state[p]), count + 1
-    assert whitened_error(total / count, torch.kron(left, right)) < 0.25
-    assert whitened_error(total / count, torch.kron(left, torch.eye(N, dtype=torch.float64))) > 1
+        if step >= 600 and step % 10 == 0:
+            state = optimizer.state[p]
+            seen += [state_covariance({key: value[b] for key, value in state.items() if value.ndim}) for b in range(8)]
+    mean = torch.stack(seen).mean(dim=0)
+    assert whitened_error(mean, torch.kron(left, right)) < 0.25
+    assert whitened_error(mean, torch.kron(left, torch.eye(N, dtype=torch.float64))) > 1
 
 
 def state_covariance(state):
