@@ -164,6 +164,7 @@ def test_importing_the_package_is_enough_and_brings_nothing_large():
     code = f"""
 import sys, prokl
 assert not {large} and "torch._dynamo" not in sys.modules and not [m for m in sys.modules if "kernels" in m]
+assert not prokl.engine.engine.torch.cuda.is_initialized()
 prokl.ops.explain(None, "cpu"), prokl.ops.explain_qr("cpu"), prokl.cuda_qr.qr, prokl.diagnostics.scalars
 assert not {large}
 """
