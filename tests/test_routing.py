@@ -10,10 +10,9 @@ from torch import nn
 import prokl
 from prokl import param_groups
 from tests.inputs import KL, PRO
-from tests.routing import GPT, RATES, Block, blocks, by_name, experts, holding, linear, of_class, routes
+from tests.routing import GPT, HINT, RATES, Block, blocks, by_name, experts, holding, linear, of_class, routes
 from tests.training import train
 
-HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
 MODELS = {
     "gpt": GPT,
     "tied gpt": lambda: GPT(tied=True),
@@ -81,12 +80,6 @@ def test_what_is_not_given_to_the_groups_is_the_optimizers(names):
     assert (told.param_groups[0]["rank"], told.param_groups[0]["weight_decay"]) == (2, 0.0)
     told = PRO(param_groups(GPT(), **RATES, names=names, rank="auto"), rank=3)
     assert told.param_groups[0]["rank"] == "auto"
-
-
-def test_empty_groups_are_left_out():
-    assert [g["algorithm"] for g in param_groups(linear(4, 6), **RATES)] == ["matrix"]
-    groups = param_groups(nn.Linear(4, 6), **RATES, adamw_weight_decay=0.3)
-    assert [(g["algorithm"], g.get("weight_decay")) for g in groups] == [("matrix", None), ("adamw", 0.0)]
 
 
 AUTO = [((1, 9), 1), ((5, 9), 1), ((11, 12), 1), ((12, 12), 2), ((96, 384), 16), ((384, 96), 16), ((192, 192), 32)]
@@ -251,12 +244,6 @@ def test_norms_biases_gains_and_what_is_marked_are_not_decayed(model, options, d
     assert found[0.1] == decayed and plain in (None, found[0])
 
 
-def test_reasons_of_what_is_not_decayed():
-    found = by_name(holding(layers=nn.ModuleList([MIXER])))
-    assert found["layers.0.A_log"].reason == "rates of a state space, A_log of Module"
-    assert found["layers.0.filter"].reason == "marked _no_weight_decay, filter of Module"
-
-
 def test_wrappers_change_names_but_neither_routes_nor_what_patterns_name():
     plain = param_groups(GPT(), **RATES, adamw=["layers.0.*"]).routes
     compiled = param_groups(torch.compile(GPT()), **RATES, adamw=["layers.0.*"]).routes
@@ -310,41 +297,39 @@ def test_what_is_no_module_raises(bad):
         param_groups(bad, **RATES)
 
 
-NEITHER = {
-    "sparse gradients": (nn.Embedding(8, 4, sparse=True), r"'it.part.weight' can go to neither.*sparse=False"),
+UNTRAINABLE = {  # with what is said of it unless it is frozen; None where that is no error
+    "integers": (torch.zeros(4, 8, dtype=torch.int64), None),
+    "meta": (torch.zeros(4, 8, device="meta"), None),
+    "expanded": (torch.zeros(1, 8).expand(2, 8), None),
     "sparse": (torch.zeros(4, 8).to_sparse(), r"'it.part' can go to neither.*torch.sparse_coo; store it dense"),
-    "8-bit": (torch.zeros(4, 8).to(torch.float8_e4m3fn), r"'it.part' can go to neither.*float8_e4m3fn; store it as"),
-    "lazy": (nn.LazyLinear(8, bias=False), r"'it.part.weight' has no shape yet; run one forward pass"),
+    "8-bit": (
+        torch.zeros(4, 8).to(torch.float8_e4m3fn),
+        r"'it.part' can go to neither.*float8_e4m3fn; store it as",
+    ),
+    "sparse gradients": (
+        nn.Embedding(8, 4, sparse=True),
+        r"'it.part.weight' can go to neither.*sparse=False",
+    ),
 }
 
 
-@pytest.mark.parametrize("part, message", NEITHER.values(), ids=NEITHER)
-def test_what_neither_method_can_train_raises(part, message):
-    with pytest.raises(ValueError, match=message):
-        destination(part)
-
-
-UNTRAINABLE = {
-    "integers": torch.zeros(4, 8, dtype=torch.int64),
-    "8-bit float": torch.zeros(4, 8).to(torch.float8_e4m3fn),
-    "sparse": torch.zeros(4, 8).to_sparse(),
-    "meta": torch.zeros(4, 8, device="meta"),
-    "expanded": torch.zeros(1, 8).expand(2, 8),
-    "sparse gradients": nn.Embedding(4, 8, sparse=True),
-}
-
-
-@pytest.mark.parametrize("kind", UNTRAINABLE)
-def test_frozen_weights_that_no_method_trains_stay_outside_whatever_patterns_say(kind):
-    odd = UNTRAINABLE[kind]
-    odd = odd if isinstance(odd, nn.Module) else nn.Parameter(odd, requires_grad=False)
+@pytest.mark.parametrize("odd, message", UNTRAINABLE.values(), ids=UNTRAINABLE)
+def test_what_no_method_trains_is_refused_or_frozen_stays_outside_whatever_patterns_say(odd, message):
+    if message:
+        with pytest.raises(ValueError, match=message):
+            destination(copy.deepcopy(odd))
     model = holding(body=linear(8, 8))
-    model.odd = odd.requires_grad_(False)
-    for options in ({}, {"matrix": ["odd*"]} if kind == "integers" else {}):
+    model.odd = odd.requires_grad_(False) if isinstance(odd, nn.Module) else nn.Parameter(odd, requires_grad=False)
+    for options in ({}, {"matrix": ["odd*"]}):
         groups = param_groups(model, **RATES, **options)
         (route,) = [r for r in groups.routes if r.names[0].startswith("odd")]
         assert route.algorithm == "frozen"
         train(PRO(groups), [0], [model.body.weight])
+
+
+def test_a_lazy_weight_has_no_shape_yet():
+    with pytest.raises(ValueError, match=r"'it.part.weight' has no shape yet; run one forward pass"):
+        destination(nn.LazyLinear(8, bias=False))
 
 
 @pytest.mark.parametrize("model", [GPT(), nn.LayerNorm(4)], ids=["matrices", "none"])

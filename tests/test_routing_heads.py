@@ -162,19 +162,12 @@ HEADS = {
     ),
     # Layers that end a model of which nothing else is known.
     "numbered": (holding(fc1=linear(12, 9), fc2=linear(9, 5)), {"fc2": LAST}),
-    "numbered layers": (holding(layer1=linear(12, 9), layer2=linear(9, 5)), {"layer2"}),
-    "after convolutions": (
-        holding(a=nn.Conv2d(1, 6, 3), b=nn.Conv2d(6, 7, 3), fc1=linear(28, 9), fc2=linear(9, 8), fc3=linear(8, 5)),
-        {"fc3"},
-    ),
     "after a flattened convolution": (holding(a=nn.Conv2d(3, 6, 3), to=linear(24, 5)), {"to"}),
     "after an LSTM": (holding(rnn=nn.LSTM(3, 6, bidirectional=True), readout=linear(12, 5)), {"readout"}),
     "after blocks and a norm": (holding(h=blocks(), norm=nn.LayerNorm(8), final=linear(8, 5)), {"final"}),
-    "out": (holding(up=linear(5, 8), out=linear(8, 4)), {"out"}),
     "actor and critic": (holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)), {"policy", "value"}),
     "a list of layers": (holding(layers=nn.ModuleList([linear(9, 8), linear(8, 6), linear(6, 4)])), {"layers.2"}),
     "wrapped": (nn.DataParallel(holding(fc1=linear(12, 9), fc2=linear(9, 5))), {"module.fc2"}),
-    "as a Sequential": (nn.Sequential(linear(12, 9), nn.ReLU(), linear(9, 5)), {"2"}),
     # None of these is the output for certain.
     "an autoencoder": (holding(fc1=linear(12, 5), fc2=linear(5, 12)), {}),
     "a pooler": (holding(h=blocks(), pooler=linear(8, 8)), {}),

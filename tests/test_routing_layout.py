@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import Conv1D, holding, linear, of_class
+from tests.routing import RATES, Conv1D, holding, linear, of_class
 from tests.routing import routes as every_route
-
-RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 
 
 def routes(model, **options):

@@ -4,9 +4,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, by_name, holding, linear
-
-HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
+from tests.routing import HINT, RATES, by_name, holding, linear
 
 
 def block(width=8):
@@ -59,11 +57,13 @@ def test_tied_weights_keep_their_lines():
 
 
 def test_names_keep_their_case_in_reasons():
-    model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8)), up=linear(8, 8))
+    model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8), Filter=torch.zeros(8, 4)))
+    model.Mixer.Filter._no_weight_decay = True
     model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
     said = {name: route.reason for name, route in by_name(model).items()}
     assert said["Mixer.A_log"] == "rates of a state space, A_log of Module"
     assert said["Mixer.W_q"] == "2-D, W_q of Module"
+    assert said["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
     assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 
 
