@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -24,11 +25,14 @@ def run(folder, script, *arguments):
 
 
 @pytest.mark.slow
-def test_the_gpt_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_the_gpt_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     tiny = ("--width", "32", "--steps", "12", "--save-every", "5", "--accumulate", "2")
     said = run(tmp_path, "train_gpt.py", *tiny, "--folder", "whole")
     assert "lm_head.weight" in said and (tmp_path / "whole" / "loss.png").stat().st_size > 1000
-    run(tmp_path, "train_gpt.py", *tiny, "--folder", "parts", "--resume", "whole/10.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *tiny, "--folder", "parts", "--resume", "whole/10.pt"])
+    runpy.run_path(str(EXAMPLES / "train_gpt.py"), run_name="__main__")  # here, which imports nothing anew
     whole, parts = (torch.load(tmp_path / name / "12.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["losses"] == parts["losses"] and len(whole["losses"]) == 12
     assert whole["losses"][-1] < whole["losses"][0] - 0.3
