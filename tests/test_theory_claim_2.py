@@ -10,6 +10,7 @@ from tests.theory import (
     Restricted,
     covariance,
     left_moment,
+    next_state,
     normal,
     objective,
     orthogonal,
@@ -74,9 +75,7 @@ def test_claim_2_algorithm_1_rests_there_on_average(beta2):
     """The mean over the population of one step's state is the state, whatever the EMA weight; but U moves."""
     G, point = fixed_point()
     state, _ = state_at(point)
-    W = torch.zeros(M, N, dtype=torch.float64)
-    settings = {"lr": 0.0, "beta2": beta2, "alpha_kl": 1.0, "aspect_scale": 1.0, "refresh": False}
-    steps = [reference.idealised_step(W, lambda _, g=g: g, state, **settings)[1] for g in G]
+    steps = [next_state(g, state, beta2) for g in G]
     for key in ("L", "lambda_L", "lambda_S", "mu"):
         mean = torch.stack([step[key] for step in steps]).mean(dim=0)
         assert (mean - state[key]).norm() < EXACT * state[key].norm(), key

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prokl.algorithm import reference
-from tests.theory import normal
+from tests.theory import identity_state, normal
 
 M, N, R = 4, 7, 2
 K_RANK = min(M, N - R)
@@ -37,10 +37,8 @@ def gradient(W):
 
 def start():
     """Weight and state; the state's eigenbases are those of its factors."""
-    eye = torch.eye(M, dtype=torch.float64)
-    state = {"U": torch.linalg.qr(normal(N, R, seed=4))[0], "L": eye, "S": eye[:R, :R], "Q_L": eye, "Q_S": eye[:R, :R]}
-    ones = torch.ones(M, dtype=torch.float64)
-    return torch.zeros(M, N, dtype=torch.float64), state | {"lambda_L": ones, "lambda_S": ones[:R], "mu": ones[0]}
+    U = torch.linalg.qr(normal(N, R, seed=4))[0]
+    return torch.zeros(M, N, dtype=torch.float64), identity_state(U, M)
 
 
 def algorithm_1(W, G, state, lr, c_a, floor=FLOOR):

@@ -1,4 +1,4 @@
-"""Populations of gradients with a known second moment, the KL objective on them, and its minimisers, in float64.
+"""Populations of gradients with a known second moment, the KL objective on them and its minimisers, in float64.
 
 An expectation is the mean over a finite population (N,m,n) that has exactly the wanted second moment, so that what
 the paper says of expectations holds to rounding here. Vectorisation is row-major, as in the paper: the second moment
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from prokl.algorithm import reference
 
 
 class Restricted(NamedTuple):
@@ -134,3 +136,17 @@ def restricted_minimum(G: Tensor, start: Restricted, steps: int = 300) -> Restri
         L = left_moment(G, point.R) / n
         point = given_left(G, L, best_subspace(phi(G, L), r))
     return point
+
+
+def identity_state(U: Tensor, m: int) -> dict[str, Tensor]:
+    """Algorithm 1's state with subspace U (n,r) and the identity for every factor, eigenbasis and eigenvalue."""
+    eye = torch.eye(m, dtype=U.dtype)
+    r = U.shape[1]
+    state = {"U": U, "L": eye, "S": eye[:r, :r], "Q_L": eye, "Q_S": eye[:r, :r]}
+    return state | {"lambda_L": eye.diagonal(), "lambda_S": eye.diagonal()[:r], "mu": eye[0, 0]}
+
+
+def next_state(G: Tensor, state: dict[str, Tensor], beta2: float, refresh: bool = False) -> dict[str, Tensor]:
+    """Algorithm 1's state after a gradient, of a weight that stays where it is."""
+    settings = {"lr": 0.0, "beta2": beta2, "alpha_kl": 1.0, "aspect_scale": 1.0, "refresh": refresh}
+    return reference.idealised_step(torch.zeros_like(G), lambda _: G, state, **settings)[1]
