@@ -23,6 +23,9 @@ CLIP = PRO_ADVANCED["clip_threshold"]
 PAPER: dict[str, Any] = {"rank": 128} | {name: PRESETS["paper"][name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
 COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
+PRO = "pro-klshampoo"
+RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
+"""The methods with a rank."""
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:

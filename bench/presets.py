@@ -9,23 +9,13 @@ hyperparameters" says; Smok-Hop on GPT-2 124M and LLaMA 450M has KL-Shampoo's.
 from dataclasses import dataclass
 
 from bench.command import UsageError
+from bench.optimizers import Hyper
 
 ABLATION_FACTOR = 1.5
 """By which the ablation variants' learning rate is above Pro-KLShampoo's, for the component that they lack."""
 
 Key = tuple[str, str, int | None]
 """Method, model, and rank where the method has one."""
-
-
-@dataclass(frozen=True)
-class Preset:
-    """Hyper-parameters that the paper selected."""
-
-    lr: float  # of the method's weights
-    weight_decay: float  # of the method's weights
-    alpha_kl: float | None  # None where the method has none
-    adamw_lr: float  # of embedding, head and norms
-    adamw_weight_decay: float  # of embedding, head and norms
 
 
 @dataclass(frozen=True)
@@ -105,8 +95,8 @@ for _model in ("gpt2-124m", "llama-134m"):  # the paper ran these ablations ther
         SELECTED[_method, _model, 128] = (_lr * ABLATION_FACTOR, *_rest)
 
 
-def preset(method: str, model: str, rank: int | None) -> Preset:
-    """Return the paper's selected values.
+def preset(method: str, model: str, rank: int | None) -> Hyper:
+    """Return the values that the paper selected, in the paper's form of the method.
 
     Args:
         method: "adamw", "muon", "kl-shampoo", "cosmos", "pro-klshampoo", "smok-hop", "subspace-only" or
@@ -123,4 +113,6 @@ def preset(method: str, model: str, rank: int | None) -> Preset:
         having = ", ".join(f"{m}{f' (rank {r})' if r else ''}" for m, of, r in SELECTED if of == model)
         given = f"{method} with rank {rank}" if rank else f"{method} without a rank"
         raise UsageError(f"the paper has no {given} on {model}; choose from {having}")
-    return Preset(*SELECTED[method, model, rank], *SELECTED["adamw", model, None][:2])
+    lr, decay, alpha_kl = SELECTED[method, model, rank]
+    adamw_lr, adamw_decay, _ = SELECTED["adamw", model, None]
+    return Hyper(method, lr, adamw_lr, decay, adamw_decay, rank, alpha_kl, preset="paper", bounded=False)

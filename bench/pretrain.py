@@ -18,13 +18,11 @@ from pandas import DataFrame
 from bench import command
 from bench.command import UsageError
 from bench.models import BYTES, build, byte_gpt
-from bench.optimizers import OPTIMIZERS, Hyper, label
+from bench.optimizers import OPTIMIZERS, PRO, RANKED, Hyper, label
 from bench.rows import frame, write
 from bench.study import figures, results, tables
 from bench.study.options import Training
-from bench.study.protocol import PRO, Kind
-from bench.study.protocol import kind as kind_of
-from bench.study.scales import AUTO, DEMO, Scale
+from bench.study.scales import DEMO, Scale
 from bench.study.study import Study
 from bench.study.units import Place
 from bench.training.run import Settings
@@ -49,8 +47,6 @@ class Options(Training):
     lr: tuple[str, ...] = ()  # Learning rates by optimizer in place of their own, as in muon=0.02
     adamw_lr: float = OPTIMIZERS["adamw"].lr  # Of AdamW, and of embedding, head and norms under every optimizer
     rank: int = DEMO.largest  # Of the tracked subspace
-    alpha_kl: Literal["auto"] | float = AUTO  # Pro-KLShampoo's mixing weight; the paper's is 0.01
-    init_eigenvalue: Literal["auto"] | float = AUTO  # Start of the preconditioner's eigenvalues; the paper's is 0.1
     threads: int = command.cores()  # CPU threads
     layers: int = SHAPE.layers  # Transformer layers
     width: int = SHAPE.width  # Of the residual stream
@@ -61,8 +57,7 @@ class Options(Training):
         super().__post_init__()
         counts = ("rank", "threads", "layers", "width", "heads", "context")
         command.at_least(1, **{name: getattr(self, name) for name in counts})
-        command.positive(**{name: getattr(self, name) for name in ("adamw_lr", "alpha_kl", "init_eigenvalue")})
-        command.positive(lr=[*self.rates.values()])
+        command.positive(adamw_lr=self.adamw_lr, lr=[*self.rates.values()])
         command.some(optimizers=self.optimizers)
         try:
             self.scale  # noqa: B018
@@ -78,16 +73,11 @@ class Options(Training):
         return replace(DEMO, config=config, ranks=(self.rank,), threads=self.threads, **self.given)
 
     @property
-    def selected(self) -> dict[Kind, Hyper]:
-        """What trains."""
-        own = {"adamw": self.adamw_lr} | self.rates
-        found = {}
-        for name in self.optimizers:
-            kind, entry = kind_of(name, self.rank, self.init_eigenvalue), OPTIMIZERS[name]
-            alpha = float(self.alpha_kl) if self.alpha_kl != AUTO and "alpha_kl" in entry.settings else None
-            lr = own.get(name, entry.lr)
-            found[kind] = Hyper(name, lr, self.adamw_lr, 0.0, 0.0, kind.rank, alpha, kind.start)
-        return found
+    def selected(self) -> dict[str, Hyper]:
+        """What trains, by method."""
+        lrs = {name: OPTIMIZERS[name].lr for name in self.optimizers} | {"adamw": self.adamw_lr} | self.rates
+        ranks = {name: self.rank for name in RANKED}
+        return {name: Hyper(name, lrs[name], self.adamw_lr, rank=ranks.get(name)) for name in self.optimizers}
 
     @property
     def rates(self) -> dict[str, float]:
@@ -109,7 +99,7 @@ class Options(Training):
 
     def settings(self, curve: bool) -> Settings:
         """Return a run of all, evaluated along the way or only at its end."""
-        return self.scale.settings({kind.key: hyper for kind, hyper in self.selected.items()}, BYTES, "cpu", curve)
+        return self.scale.settings(self.selected, BYTES, "cpu", curve)
 
 
 def announcement(o: Options) -> str:
@@ -149,12 +139,12 @@ def run(o: Options) -> str:
     source, study = place.source, Study(place, o.out, o.seeds)
     print(f"{announcement(o)}\n{source.name}: {source.train_tokens:,} bytes to train on", flush=True)
     found = study.results(selected)
-    write(o.out / "summary.csv", results.rows_of(study, list(selected), o.init_eigenvalue, selected, found))
-    write(o.out / "curves.csv", results.curve_rows(study, found))
+    write(o.out / "summary.csv", results.rows_of(study, selected, found))
+    write(o.out / "curves.csv", results.curve_rows(study, selected, found))
     rows = frame(o.out / "summary.csv")
-    figures.loss(o.out / "loss.png", frame(o.out / "curves.csv"), rows)
+    figures.loss(o.out / "loss.png", frame(o.out / "curves.csv"))
     what = f"{o.steps} steps of {o.batch} x {o.context} bytes, seeds {' '.join(map(str, o.seeds))}"
-    table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.pretrain_table(rows)}"
+    table = f"{what}, threads: {o.threads}, {source.name}\n\n{tables.table_of(rows)}"
     (o.out / "table.md").write_text(table, encoding="utf-8")
     return f"{verdict(rows)}\n\n{table}"
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from bench.command import UsageError
 from bench.models import CONFIGS
-from bench.presets import RUNS, SELECTED, Preset, preset
+from bench.optimizers import Hyper
+from bench.presets import RUNS, SELECTED, preset
 
 PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")
 
@@ -21,18 +23,21 @@ def test_the_paper_has_these_methods_at_these_ranks():
 @pytest.mark.parametrize(
     ("key", "selected"),
     [
-        # One row of every form that the printed tables have: with and without decay, alpha_kl, ranks that differ.
-        (("adamw", "gpt2-124m", None), Preset(2e-3, 0.05, None, 2e-3, 0.05)),
-        (("cosmos", "gpt2-350m", 64), Preset(1e-3, 0.5, None, 2e-3, 0.05)),
-        (("pro-klshampoo", "gpt2-124m", 32), Preset(0.02, 0.03, 0.01, 2e-3, 0.05)),
-        (("pro-klshampoo", "llama-134m", 128), Preset(0.03, 0.0, 0.01, 3e-3, 0.0)),
-        (("kl-shampoo", "llama-450m", None), Preset(3e-3, 0.0, None, 2e-3, 0.0)),
-        (("smok-hop", "gpt2-124m", 128), Preset(2e-3, 0.25, None, 2e-3, 0.05)),
+        # One row of every form that the printed tables have: with and without decay, alpha_kl, ranks that differ. Last
+        # are AdamW's values, which embedding and head have.
+        (("adamw", "gpt2-124m", None), (2e-3, 0.05, None, 2e-3, 0.05)),
+        (("cosmos", "gpt2-350m", 64), (1e-3, 0.5, None, 2e-3, 0.05)),
+        (("pro-klshampoo", "gpt2-124m", 32), (0.02, 0.03, 0.01, 2e-3, 0.05)),
+        (("pro-klshampoo", "llama-134m", 128), (0.03, 0.0, 0.01, 3e-3, 0.0)),
+        (("kl-shampoo", "llama-450m", None), (3e-3, 0.0, None, 2e-3, 0.0)),
+        (("smok-hop", "gpt2-124m", 128), (2e-3, 0.25, None, 2e-3, 0.05)),
     ],
 )
-def test_rows_are_read_as_printed_and_embedding_and_head_have_adamws_values(key, selected):
+def test_rows_are_read_as_printed_and_methods_are_in_the_papers_form(key, selected):
     method, model, rank = key
-    assert preset(method, model, rank) == selected
+    lr, decay, alpha, adamw_lr, adamw_decay = selected
+    paper = Hyper(method, lr, adamw_lr, decay, adamw_decay, rank, alpha, preset="paper", bounded=False)
+    assert preset(method, model, rank) == paper
 
 
 @pytest.mark.parametrize("variant", ["subspace-only", "complement-only"])
@@ -41,6 +46,11 @@ def test_ablation_variants_have_pro_klshampoos_values_with_the_rate_times_1_5(va
     found, whole = preset(variant, model, 128), preset("pro-klshampoo", model, 128)
     assert found.lr == pytest.approx(lr, rel=1e-12) == 1.5 * whole.lr
     assert (found.weight_decay, found.alpha_kl) == (whole.weight_decay, whole.alpha_kl)
+
+
+def test_what_the_paper_does_not_have_is_said():
+    with pytest.raises(UsageError, match="the paper has no smok-hop with rank 128 on gpt2-350m; choose from"):
+        preset("smok-hop", "gpt2-350m", 128)
 
 
 def test_runs_are_as_long_as_the_paper_says():

@@ -6,38 +6,27 @@ from itertools import islice
 
 import pytest
 
-from bench.command import UsageError
+from bench.optimizers import PRO
 from bench.presets import preset
 from bench.study import size
 from bench.study.comparisons import COMPARISONS, possible
 from bench.study.lengths import ADAMW_LR, FORMS, LONG, at_default, tuned, wanted
-from bench.study.protocol import PRO, Kind, of_paper
 from bench.study.scales import PAPER
 from bench.study.search import FURTHEST, STEP, power, powers, rounded
 
 MODEL = "gpt2-tiny"
-SCALE = {scale.name: scale for scale in PAPER}
 
 
 # The paper's comparisons
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_the_papers_models_take_its_selected_values(name):
-    for scale in possible(name, PAPER):
-        for k in COMPARISONS[name](scale, 0.1):
-            hyper, paper = of_paper(k, scale.name), preset(k.method, scale.name, k.rank)
-            assert (hyper.method, hyper.rank, hyper.init_eigenvalue) == (k.method, k.rank, k.start)
-            assert (hyper.lr, hyper.weight_decay, hyper.alpha_kl) == (paper.lr, paper.weight_decay, paper.alpha_kl)
-            assert (hyper.adamw_lr, hyper.adamw_weight_decay) == (paper.adamw_lr, paper.adamw_weight_decay)
-            assert not hyper.bounded and hyper.preset == "paper"
-
-
-def test_what_the_paper_does_not_have_is_said():
-    with pytest.raises(UsageError, match="the paper has no smok-hop with rank 128 on gpt2-350m; choose from"):
-        of_paper(Kind("smok-hop", 128, 0.1), "gpt2-350m")
-    with pytest.raises(UsageError, match="gpt2-124m trains on FineWeb-10B; give its token shards with --data"):
-        SCALE["gpt2-124m"].open(None)
+def test_the_paper_has_all_that_is_compared():
+    """What it has not, preset refuses."""
+    for name, compared in COMPARISONS.items():
+        for scale in possible(name, PAPER):
+            assert all(preset(method, scale.name, rank).rank == rank for method, rank in compared(scale))
+    pairs = [(method, rank) for rank in (64, 128) for method in ("cosmos", PRO)]
+    assert COMPARISONS["cosmos"](PAPER[0]) == pairs  # at matched ranks
 
 
 def test_the_paper_has_no_ablation_on_gpt2_350m():

@@ -1,12 +1,7 @@
-"""The commands of ``bench.study`` end to end on models that train in a second: rows, Ctrl-C, wrong input."""
+"""The commands of ``bench.study`` end to end on models that train in a second: rows, and wrong input."""
 
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -22,7 +17,6 @@ from bench.study import lengths, options, size
 from bench.study.scales import PAPER, TINY
 from bench.training.run import Run
 from bench.training.shards import write_shard
-from tests.commands import ROOT
 from tests.experiments import MICRO
 
 MINI = {"config": gpt2(1, 16, 2, context=16), "steps": 4, "evaluations": 2, "eval_windows": 4, "batch": 4}
@@ -45,29 +39,10 @@ def run(shard, out, name, *options_):
         return command.main([name, *map(str, given)])
 
 
-@pytest.fixture(scope="module")
-def main_results(shard, tmp_path_factory):
-    """Of the main table on two seeds and from two starts."""
-    out = tmp_path_factory.mktemp("main")
-    assert run(shard, out, "main", "--model", "gpt2-124m", "--seeds", 0, 1, "--starts", 0.1, "auto") == 0
-    return out
-
-
 @pytest.mark.slow
-def test_the_main_table_has_every_method_with_its_figures_and_the_papers_values(main_results):
-    final = frame(main_results / "main.csv")
-    assert list(final["optimizer"]) == 2 * ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
-    assert list(final["rank"].dropna()) == 2 * [32, 64, 128] and (final["seeds"] == "0 1").all()
-    assert list(final["lr"][:4]) == [2e-3, 2e-2, 2e-3, 2e-2] and set(final["start"]) == {"0.1", "auto"}
-    assert final["validation_loss"].between(0, 2 * math.log(256)).all() and (final["optimizer_ms"] > 0).all()
-    curves = frame(main_results / "main-curves.csv")
-    assert len(curves) == (2 + 2 * 4) * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # trainees, seeds, evaluations
-    assert (main_results / "main-loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(main_results, shard, monkeypatch):
-    before = {path.name: path.read_bytes() for path in main_results.glob("*.csv")}
+def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_trained_again(
+    shard, tmp_path, monkeypatch
+):
     begun, start = [], Run.__init__
 
     def recording(run, settings, *rest):
@@ -75,54 +50,27 @@ def test_a_second_command_trains_nothing_that_is_there_and_repeats_its_files(mai
         start(run, settings, *rest)
 
     monkeypatch.setattr(Run, "__init__", recording)
-    given = ("--model", "gpt2-124m", "--seeds", 0, 1, "--starts", 0.1, "auto")
-    assert run(shard, main_results, "main", *given) == 0
-    assert not begun and {path.name: path.read_bytes() for path in main_results.glob("*.csv")} == before
+    given = ("--model", "gpt2-124m", "--seeds", 0, 1)
+    assert run(shard, tmp_path, "main", *given) == 0
+    final = frame(tmp_path / "main.csv")
+    assert list(final["optimizer"]) == ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
+    assert list(final["rank"].dropna()) == [32, 64, 128] and (final["seeds"] == "0 1").all()
+    assert list(final["lr"][:4]) == [2e-3, 2e-2, 2e-3, 2e-2]
+    assert final["validation_loss"].between(0, 2 * math.log(256)).all() and (final["optimizer_ms"] > 0).all()
+    curves = frame(tmp_path / "main-curves.csv")
+    assert len(curves) == 6 * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # methods, seeds, evaluations
+    assert (tmp_path / "main-loss.png").read_bytes().startswith(b"\x89PNG")
+
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
+    begun.clear()
+    assert run(shard, tmp_path, "main", *given) == 0
+    assert not begun and {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == before
     # The ablation shares KL-Shampoo and Pro-KLShampoo with the main table.
-    assert run(shard, main_results, "ablation", *given) == 0
+    assert run(shard, tmp_path, "ablation", *given) == 0
     assert set(begun) == {"smok-hop", "subspace-only", "complement-only"}
-    ablation, main = (frame(main_results / f"{name}.csv") for name in ("ablation", "main"))
-    ablation, main = (rows_[rows_["start"] == "auto"] for rows_ in (ablation, main))
-    ablation = ablation.set_index("optimizer")
-    assert ablation["validation_loss"]["pro-klshampoo"] == main[main["rank"] == 128]["validation_loss"].item()
-    assert ablation["lr"]["subspace-only"] == pytest.approx(1.5 * ablation["lr"]["pro-klshampoo"])
-
-
-@pytest.mark.slow
-def test_cosmos_is_compared_at_matched_ranks(shard, tmp_path):
-    assert run(shard, tmp_path, "cosmos", "--model", "gpt2-124m", "--seeds", 0) == 0
-    found = frame(tmp_path / "cosmos.csv")
-    every = [(method, rank) for rank in (64, 128) for method in ("cosmos", "pro-klshampoo")]
-    assert list(zip(found["optimizer"], found["rank"], strict=True)) == every
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_parallel_runs_after_a_step_and_they_go_on(tmp_path):
-    """In a session of its own, since Ctrl-C goes to all processes of a terminal's foreground."""
-    given = ["--models", "gpt2-tiny", "--forms", "adamw", "--lengths", "3000", "--jobs", "2"]
-    arguments = ["-m", "bench.study", "lengths", *given, "--out", tmp_path, "--folder", tmp_path / "runs"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *arguments], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
-    folder = tmp_path / "runs/adamw"
-    deadline = time.monotonic() + 120
-    try:
-        # A worker that has made its folder is training.
-        while not folder.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 130
-    assert error.count("\n") <= 4 and "Traceback" not in error and workers.GOES_ON in error
-    assert 1 <= len(list(folder.glob("unfinished-*.pt"))) <= 2
+    ablation = frame(tmp_path / "ablation.csv").set_index("optimizer")
+    shared = final[final["rank"] == 128]["validation_loss"].item()
+    assert ablation["validation_loss"]["pro-klshampoo"] == shared
 
 
 @pytest.fixture
@@ -181,6 +129,7 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
     ("arguments", "message"),
     [
         ("main --model bert", "--model bert is the beginning of no model; there are gpt2-124m, gpt2-350m"),
+        ("main --model gpt2-1 --device cpu", "gpt2-124m trains on FineWeb-10B; give its token shards with --data"),
         ("main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),
         ("main --model llama --device cpu --data {text}", "no token shards, which llama-134m needs"),
         ("ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),

@@ -6,12 +6,12 @@ import pytest
 
 from bench.optimizers import Hyper
 from bench.study import results
-from bench.study.protocol import Kind
+from bench.study.study import by_key
 from bench.study.units import Result
 from bench.training.run import Record
 from tests.experiments import MICRO
 
-LOWER, HIGHER = Kind("pro-klshampoo", 8, "auto"), Kind("kl-shampoo", None, "auto")
+SELECTED = by_key([Hyper("kl-shampoo", 0.1), Hyper("pro-klshampoo", 0.1, rank=8)])
 
 
 class Study:
@@ -32,9 +32,8 @@ def test_where_a_loss_is_reached_is_interpolated():
 
 def test_rows_have_means_and_errors_over_seeds_and_times_without_the_first_step():
     record = Record([1.0] * 3, [9.0, 1.0, 2.0], [8.0, 3.0, 5.0], [(0, 9.0), (3, 2.0)], state_bytes=5_000_000)
-    found = {HIGHER: [Result(record, 0, {"cpu": "x"}, "")] * 3, LOWER: of(1.0, 2.0, 4.5)}
-    selected = {kind: Hyper(kind.method, 0.1, rank=kind.rank) for kind in found}
-    kl, pro = results.rows_of(Study(), list(found), "auto", selected, found)
+    found = {"kl-shampoo": [Result(record, 0, {"cpu": "x"}, "")] * 3, "pro-klshampoo-r8": of(1.0, 2.0, 4.5)}
+    kl, pro = results.rows_of(Study(), SELECTED, found)
     assert (kl["model_ms"], kl["optimizer_ms"], kl["training_seconds"]) == (1500.0, 4000.0, 28.0)
     assert (kl["first_optimizer_step_ms"], kl["state_mb"], kl["cpu"], kl["lr"]) == (8000.0, 5.0, "x", 0.1)
     assert pro["validation_loss"] == 2.5 and pro["validation_loss_se"] == pytest.approx(1.0408, abs=1e-4)
@@ -44,7 +43,8 @@ def test_rows_have_means_and_errors_over_seeds_and_times_without_the_first_step(
 
 def test_curves_have_the_mean_training_loss_since_the_evaluation_before():
     record = Record([5.0, 3.0, 2.0, 1.0], [1.0] * 4, [0.5] * 4, [(0, 6.0), (2, 4.0), (4, 2.5)])
-    rows = results.curve_rows(Study(), {LOWER: [Result(record, 0, {}, "")] * 3})
+    its = {"pro-klshampoo": [Result(record, 0, {}, "")] * 3}
+    rows = results.curve_rows(Study(), {"pro-klshampoo": SELECTED["pro-klshampoo-r8"]}, its)
     assert [(r["step"], r["validation_loss"], r["train_loss"], r["seconds"]) for r in rows[:3]] == [
         (0, 6.0, None, 0.0), (2, 4.0, 4.0, 3.0), (4, 2.5, 1.5, 6.0),
     ]  # fmt: skip

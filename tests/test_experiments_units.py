@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_losses_do_not_depend_on_what_trains_beside(tmp_path, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpoint_seconds", "times"), [(60.0, 1), (1e-9, 1), (1e-9, 2)])
+@pytest.mark.parametrize(("checkpoint_seconds", "times"), [(60.0, 1), (1e-9, 2)])
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(
     tmp_path, place, checkpoint_seconds, times, monkeypatch
 ):
@@ -126,27 +127,29 @@ def _assert_equal_to_rounding(found, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batch", [1, 3])
-def test_parts_of_a_batch_give_what_the_batch_gives(tmp_path, place, micro_batch):
-    whole = units.run(make_task(tmp_path / "whole"), place)
-    parts = units.run(make_task(tmp_path / "parts", micro_batch=micro_batch), place)
+def test_parts_of_a_batch_and_processes_under_torchrun_give_what_one_gives_and_go_on_where_they_stopped(
+    tmp_path, place
+):
+    """The processes are started with what torchrun tells each of them."""
+    whole = units.run(make_task(tmp_path / "one"), place)
+    parts = units.run(make_task(tmp_path / "parts", micro_batch=3), place)
     assert _losses(parts) != _losses(whole)  # they are not the same sums
     _assert_equal_to_rounding(parts, whole)
-
-
-@pytest.mark.slow
-def test_processes_under_torchrun_give_what_one_gives_and_go_on_where_they_stopped(tmp_path, place):
     (text,) = tmp_path.glob("*.txt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, ROOT / "tests" / "ddp_run.py", text, tmp_path], env=env, timeout=240, check=True)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        env["MASTER_PORT"] = str(free.getsockname()[1])
+    command = [sys.executable, ROOT / "tests" / "ddp_run.py", text, tmp_path]
+    processes = [subprocess.Popen(command, env=env | {"RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(2)]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
     shared, found = Place(MICRO, text, processes=Processes(0, 2)), {}
     for folder in ("whole", "halves"):
         task = make_task(tmp_path / folder)
         found[folder] = {k: units.read(task, h, shared) for k, h in task.settings.hyper.items()}
         assert not list(task.folder.glob("unfinished*"))
     assert _losses(found["halves"]) == _losses(found["whole"])
-    _assert_equal_to_rounding(found["whole"], units.run(make_task(tmp_path / "one"), place))
+    _assert_equal_to_rounding(found["whole"], whole)
 
 
 @pytest.mark.gpu

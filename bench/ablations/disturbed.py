@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, arguments
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, RANKED, arguments
 from bench.rows import Row
-from bench.study.protocol import RANKED
 
 OWN = ("pro-klshampoo", "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 """The methods that ``clip_threshold`` bounds."""

@@ -10,9 +10,8 @@ from bench.ablations import digits, disturbed, experts, language
 from bench.ablations.disturbed import FORMS, Form, bounded
 from bench.ablations.language import SMALL
 from bench.ablations.study import Settings, Study, Unit
-from bench.optimizers import OPTIMIZERS, Hyper
+from bench.optimizers import OPTIMIZERS, RANKED, Hyper
 from bench.study import lengths as protocol
-from bench.study.protocol import RANKED
 from bench.study.scales import DEMO, TINY
 
 BYTE_GPT = DEMO.name

@@ -28,7 +28,7 @@ def _train(name: str, o: Options) -> str:
         if processes.first and (left_out := [scale.name for scale in o.scales if scale not in scales]):
             print(f"Left out, as the paper has not all that {name} needs: {', '.join(left_out)}", flush=True)
         places = [Place(scale, o.data, processes=processes) for scale in scales]
-        return comparisons.run(name, [Study(place, o.out, o.seeds, device) for place in places], o.starts, o.out)
+        return comparisons.run(name, [Study(place, o.out, o.seeds, device) for place in places])
     finally:
         leave()
 

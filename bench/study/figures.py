@@ -9,10 +9,9 @@ from matplotlib.axes import Axes
 from pandas import DataFrame, isna
 
 from bench.drawing import plt, save, tidy
-from bench.optimizers import OPTIMIZERS, label
+from bench.optimizers import OPTIMIZERS, PRO, label
 from bench.study.lengths import FORMS
 from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
-from bench.study.protocol import PRO
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 PANELS = (
@@ -22,24 +21,16 @@ PANELS = (
 )
 
 
-def loss(path: Path, curves: DataFrame, rows: DataFrame) -> None:
-    """Draw loss against steps and, where ``curves`` have them, seconds; bands are one standard error.
-
-    There is a line of panels per model and start; ``rows``, of main.csv, say what is compared there.
-    """
-    panels = [panel for panel in PANELS if panel[0] in curves.columns]
-    curves = curves.dropna(subset="validation_loss")
-    groups = list(rows.groupby(["model", "start"], sort=False))
-    size = (5 * len(panels), 3.8 * len(groups))
-    figure, grid = plt.subplots(len(groups), len(panels), figsize=size, squeeze=False, layout="constrained")
-    for line, ((model, start), among) in zip(grid, groups, strict=True):
-        here = curves[(curves["model"] == model) & curves["start"].isin(["", start])]
-        trained = dict(list(here.groupby(["optimizer", "rank"], sort=False, dropna=False)))
-        for axes, (x, y, x_label, y_label) in zip(line, panels, strict=True):
-            for (method, rank), found in trained.items():
-                if ((among["optimizer"] == method) & (among["rank"].isna() | (among["rank"] == rank))).any():
-                    curve(axes, found, x, y, **_style(method, rank, among), alpha=1.0 if method == PRO else 0.65)
-            axes.set(xlabel=x_label, ylabel=y_label, title=f"{model}, start {start}")
+def loss(path: Path, curves: DataFrame) -> None:
+    """Draw loss against steps and seconds, a line of panels per model; bands are one standard error."""
+    models = list(curves.dropna(subset="validation_loss").groupby("model", sort=False))
+    size = (5 * len(PANELS), 3.8 * len(models))
+    figure, grid = plt.subplots(len(models), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    for line, (model, here) in zip(grid, models, strict=True):
+        for axes, (x, y, x_label, y_label) in zip(line, PANELS, strict=True):
+            for (method, rank), found in here.groupby(["optimizer", "rank"], sort=False, dropna=False):
+                curve(axes, found, x, y, **_style(method, rank, here), alpha=1.0 if method == PRO else 0.65)
+            axes.set(xlabel=x_label, ylabel=y_label, title=model)
             fit(axes)
             tidy(axes)
         line[0].legend(frameon=False, fontsize="small")

@@ -4,22 +4,20 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-import tyro
 
 from bench import rows
-from bench.command import UsageError, at_least, cores, distinct, positive, some
-from bench.study.scales import PAPER, PAPER_START, Scale
+from bench.command import UsageError, at_least, cores, some
+from bench.study.scales import PAPER, Scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Options of what trains methods beside each other."""
 
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0,)
-    """One run for each."""
+    seeds: tuple[int, ...] = (0,)  # One run for each
     data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
     out: Path  # Results folder
     steps: int | None = None  # Of every run; what is given from here on stands in place of the model's
@@ -48,16 +46,13 @@ class Options(Training):
     What was trained is kept in OUT/runs and not trained again. Ctrl-C keeps what was done; the same command goes on.
     """
 
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1, 2)
     out: Path = Path("runs/experiments")  # Results folder
     model: str = ""  # Only models whose name begins so: gpt2, llama, gpt2-350m
-    starts: tuple[Literal["auto"] | float, ...] = (PAPER_START,)  # Of the eigenvalues
     device: Literal["cpu", "cuda"] = "cuda"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(starts=self.starts)
-        distinct(starts=self.starts)
         if len({scale.config.family for scale in self.scales}) > 1:
             raise UsageError("the paper has other data for each family; give --model gpt2 or llama, with its --data")
         processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -9,15 +9,15 @@ from pandas import DataFrame
 
 from bench.optimizers import Hyper
 from bench.rows import Row
-from bench.study.protocol import Kind
 from bench.study.study import Study
 from bench.study.units import Result
 from bench.training.run import Record
 
 LOSS = "validation_loss"
+SETTINGS = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")
 TARGETS = ("kl-shampoo", "muon")  # whose final losses the paper measures the time to
-Found = Mapping[Kind, list[Result]]
-"""Results by seed."""
+Selected, Found = Mapping[str, Hyper], Mapping[str, list[Result]]
+"""What trained, and its results by seed."""
 
 
 def reached(losses: Sequence[float], at: Sequence[float], target: float) -> float:
@@ -29,20 +29,18 @@ def reached(losses: Sequence[float], at: Sequence[float], target: float) -> floa
     return float(np.interp(-target, np.negative(losses[part]), at[part]))
 
 
-def rows_of(
-    study: Study, group: Sequence[Kind], start: str | float, selected: Mapping[Kind, Hyper], results: Found
-) -> list[Row]:
-    """Return a row for each of a comparison in which eigenvalues start alike."""
-    targets = {k.method: [r.record.final_loss for r in results[k]] for k in group if k.method in TARGETS}
+def rows_of(study: Study, selected: Selected, results: Found) -> list[Row]:
+    """Return a row for each of what is compared."""
+    targets = {key: [result.record.final_loss for result in results[key]] for key in selected if key in TARGETS}
     rows = []
-    for kind in group:
-        found, hyper = results[kind], selected[kind]
+    for key, hyper in selected.items():
+        found = results[key]
         by_seed = [{method: losses[i] for method, losses in targets.items()} for i in range(len(found))]
         runs = DataFrame([_run(r.record, its) for r, its in zip(found, by_seed, strict=True)])
         errors = runs[[name for name in runs if name == LOSS or name.startswith("seconds_to")]].sem(skipna=False)
         diverged = [result.record.diverged_at for result in found]
         rows.append(
-            {"model": study.scale.name, "start": start, "optimizer": kind.method, "rank": kind.rank}
+            {"model": study.scale.name, "optimizer": hyper.method, "rank": hyper.rank}
             | runs.mean(skipna=False).to_dict()  # a value that one seed lacks is no mean of the others
             | {f"{name}_se": error for name, error in errors.items()}
             | {
@@ -52,7 +50,7 @@ def rows_of(
                 "peak_gib": max(result.peak_bytes for result in found) / 2**30 or None,
                 "diverged_at": " ".join(str(step) for step in diverged if step is not None),
             }
-            | _settings(hyper)
+            | {name: getattr(hyper, name) for name in SETTINGS}
             | study.plan
             | environment_of(found)
         )
@@ -72,23 +70,18 @@ def _run(record: Record, targets: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
-def _settings(hyper: Hyper) -> Row:
-    names = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")
-    return {name: getattr(hyper, name) for name in names}
-
-
 def environment_of(results: Sequence[Result]) -> Row:
     """Return where, with what and when units were made: the distinct values, as they may be of several commands."""
     names = dict.fromkeys(name for result in results for name in result.environment)
     return {name: " ".join(sorted({r.environment.get(name, "") for r in results} - {""})) for name in names}
 
 
-def curve_rows(study: Study, results: Found) -> list[Row]:
+def curve_rows(study: Study, selected: Selected, results: Found) -> list[Row]:
     """Return validation loss and seconds by step, and the mean training loss since the evaluation before."""
     rows: list[Row] = []
-    for kind, of_seeds in results.items():
-        for seed, result in zip(study.seeds, of_seeds, strict=True):
-            named = {"model": study.scale.name, "optimizer": kind.method, "rank": kind.rank, "start": kind.start}
+    for key, hyper in selected.items():
+        for seed, result in zip(study.seeds, results[key], strict=True):
+            named = {"model": study.scale.name, "optimizer": hyper.method, "rank": hyper.rank}
             before = 0
             for step, loss in result.record.validation:
                 since = result.record.losses[before:step]

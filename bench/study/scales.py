@@ -10,9 +10,6 @@ from bench.optimizers import Hyper
 from bench.training.run import Settings
 from bench.training.sources import Source, open_source
 
-AUTO, PAPER_START = "auto", 0.1
-"""Starts of the eigenvalues: the library's default, and the paper's."""
-
 
 @dataclass(frozen=True)
 class Scale:

@@ -1,15 +1,19 @@
 """One model's runs: what every method gives on every seed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.optimizers import Hyper
-from bench.study.protocol import Kind
 from bench.study.scales import Scale
 from bench.study.units import Place, Result, Task, run
 from bench.training.run import Settings
+
+
+def by_key(every: Iterable[Hyper]) -> dict[str, Hyper]:
+    """Return what trains side by side, by method and rank."""
+    return {hyper.method + (f"-r{hyper.rank}" if hyper.rank else ""): hyper for hyper in every}
 
 
 @dataclass(frozen=True)
@@ -26,15 +30,14 @@ class Study:
         """The model."""
         return self.place.scale
 
-    def results(self, selected: Mapping[Kind, Hyper]) -> dict[Kind, list[Result]]:
+    def results(self, selected: Mapping[str, Hyper]) -> dict[str, list[Result]]:
         """Train what has no result; return what each gives, by seed in their order."""
-        hyper = {kind.key: its for kind, its in selected.items()}
-        groups: list[dict[str, Hyper]] = [hyper] if self.scale.together else [{k: h} for k, h in hyper.items()]
+        groups = [dict(selected)] if self.scale.together else [{key: hyper} for key, hyper in selected.items()]
         by_seed: dict[int, dict[str, Result]] = {seed: {} for seed in self.seeds}
         for seed, found in by_seed.items():
             for group in groups:
                 found |= run(Task(self.folder / "runs", self._settings(group), seed), self.place)
-        return {kind: [found[kind.key] for found in by_seed.values()] for kind in selected}
+        return {key: [found[key] for found in by_seed.values()] for key in selected}
 
     @property
     def plan(self) -> dict[str, Any]:
