@@ -35,53 +35,36 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
     return {name: kind for kind, names in ((str, text), (int, whole), (float, real)) for name in names.split()}
 
 
-KEYS = {
-    # A run, or an operation on a model's matrices; "case" is an operation with its shapes, the machine, or what happens
-    # to gradients; "base" the case that another is a change of.
+PROVENANCE = _columns("device cpu threads torch triton nvcc cuda prokl commit date")
+"""Where, with what and when it was measured."""
+COLUMNS = {
+    # What was measured: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
+    # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none"; "start" of
+    # recorded rows that of the eigenvalues.
     **_columns("model case base optimizer clip_threshold backend start", "rank"),
-    # One process of several, or all together.
-    **_columns(whole="ranks place"),
-    # Compiled code.
     **_columns("source kernel config arch"),
-    **_columns("precision"),
-    # Of one weight, one seed, one step, or one line of a table.
-    **_columns("layer weight factor lower higher varied value minus", "m n size seed step", "c_a"),
+    **_columns("value", "seed step"),
     **_columns("metric unit dtype shapes"),
-    **_columns("peer task version"),
-}
-"""What was measured. ``start`` is that of the eigenvalues, "auto" or a number, ``clip_threshold`` a number or "none".
-"""
-VALUES = {
+    # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
+    # a predicted lower bound in the same unit, "_se" a standard error.
     **_columns("", "rounds", "median q1 q3 ratio floor"),
     **_columns("seeds validation_loss_per_seed", "", "validation_loss validation_loss_se train_loss seconds"),
-    **_columns("diverged_at selected in_paper_range"),
+    **_columns("diverged_at"),
     **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
     **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
-    **_columns(real="state_mb peak_gib difference difference_se confidence"),
-    **_columns("verdict decided"),
-    **_columns(whole="above_twice_tail_mean", real="largest_over_tail_mean tail_am_gm"),
-    **_columns(real="tail_variance clipped_L clipped_S clipped_mu"),
-    **_columns(whole="k", real="low high"),
-    **_columns(whole="state_elements", real="state_mib_bf16"),
-    **_columns(whole="factors eigenbases eigenvalues subspace_basis complement_scalar momentum second_moment"),
-    **_columns(real="gflop_products gflop_newton_schulz gflop_factorisations"),
+    **_columns(real="state_mb peak_gib"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
-    **_columns("instructions outcome detail", "multiplications loop_waits load_bytes store_bytes"),
-    **_columns(whole="buckets launches", real="gflop gb ms"),
-}
-"""What came out. ``ratio`` is the median over that of the row that this one is compared with, ``floor`` a predicted
-lower bound in the same unit; ``_se`` is a standard error; ``confidence`` is that of a verdict."""
-SETTINGS = {
+    **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
+    # What a run was made of.
     **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context"),
     **_columns("autocast state_dtype", "steps eval_every eval_windows batch micro_batch"),
     **_columns("data data_sha256"),
+    **PROVENANCE,
+    # Why there is no value, or what a reader must know.
+    **_columns("note"),
 }
-"""What a run was made of."""
-PROVENANCE = _columns("device cpu threads cores torch triton nvcc cuda prokl commit date")
-"""Where, with what and when it was measured."""
-COLUMNS = KEYS | VALUES | SETTINGS | PROVENANCE | _columns("note")
-"""Every column that a file may have, with its type. ``note`` says why there is no value, or what a reader must know."""
+"""Every column that a command writes, with its type. Frozen files may have others."""
 SAME = ("device", "cpu", "threads", "torch", "triton", "cuda", "prokl", "commit")
 """What two measurements that need no repetition share."""
 

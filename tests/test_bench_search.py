@@ -10,9 +10,20 @@ from bench.optimizers import PRO
 from bench.presets import preset
 from bench.study import size
 from bench.study.comparisons import COMPARISONS, possible
-from bench.study.lengths import ADAMW_LR, FORMS, LONG, at_default, tuned, wanted
+from bench.study.lengths import (
+    ADAMW_LR,
+    FORMS,
+    FURTHEST,
+    LONG,
+    STEP,
+    at_default,
+    power,
+    powers,
+    rounded,
+    tuned,
+    wanted,
+)
 from bench.study.scales import PAPER
-from bench.study.search import FURTHEST, STEP, power, powers, rounded
 
 MODEL = "gpt2-tiny"
 

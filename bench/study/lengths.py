@@ -2,8 +2,7 @@
 
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
 the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
-the best lies at an edge, FURTHEST away at most (:mod:`bench.study.search`); then alpha_kl likewise where a method has
-one to tune. AdamW comes first: its best rate is then that of embedding, head and norms beside every other method, and
+the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes first: its best rate is then that of embedding, head and norms beside every other method, and
 when the rest is known README's is tried in its place. The best of all these and of the defaults as they are, which
 have README's rate for embedding, head and norms, is trained on all seeds, and so are the defaults.
 
@@ -26,7 +25,6 @@ from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
 from bench.study.options import WorkedOff
 from bench.study.scales import TINY
-from bench.study.search import FURTHEST, Climbed, climb, power, powers
 from bench.study.units import Place, Result, Task
 from bench.workers import work_off
 
@@ -34,6 +32,9 @@ ADAMW_LR = 3e-3
 """Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
 RANK = 16
 """Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
+STEP = 1.5
+FURTHEST = 8
+"""Powers of STEP that a search goes from where it began, a factor of 26."""
 FIRST_SEED = 0
 LONG = 6400
 EVALUATIONS = 20
@@ -114,26 +115,51 @@ Losses = Mapping[Unit, float]
 """Final losses of what has been trained, infinite for what diverged."""
 
 
-def climbed(unit: Unit, name: str, base: float | None, start: int, losses: Losses) -> Climbed[Unit]:
-    """Search for the best value of one setting: three powers of STEP around ``start``, and on from there."""
-    assert base
-
-    def at(*its: int) -> list[Unit]:
-        return [replace(unit, **{name: value}) for value in powers(base, *its)]
-
-    def beside(one: Unit) -> list[Unit]:
-        k = power(getattr(one, name), base)
-        return at(*(j for j in (k - 1, k + 1) if abs(j - start) <= FURTHEST))
-
-    return climb(at(start - 1, start, start + 1), beside, losses)
-
-
 @dataclass(frozen=True)
 class Tuned:
-    """A method tuned at one length: the unit on the first seed, and what is still to be trained before it is known."""
+    """The best that was found, or what is still to be trained before it is known; all of it on the first seed."""
 
     unit: Unit | None
     wanted: tuple[Unit, ...] = ()
+
+
+def rounded(value: float) -> float:
+    """Return a rate as it is trained and recorded, with four digits."""
+    return float(f"{value:.4g}")
+
+
+def power(value: float | None, base: float | None) -> int:
+    """Return the power of STEP that a tried value is of its base."""
+    assert value and base
+    k = 0
+    while value > rounded(base * STEP**k):
+        k += 1
+    while value < rounded(base * STEP**k):
+        k -= 1
+    return k
+
+
+def powers(base: float, *powers: int) -> list[float]:
+    """Return these powers of STEP times a base."""
+    return [rounded(base * STEP**k) for k in powers]
+
+
+def climbed(unit: Unit, name: str, base: float, start: int, losses: Losses) -> Tuned:
+    """Search for the best value of one setting: three powers of STEP around ``start``, then beside the best of all.
+
+    It is a function of the losses that are known, so that a command goes on from its rows, and runs may end in any
+    order. Of equal losses the lower value is better.
+    """
+    tried = {start - 1, start, start + 1}
+    while True:
+        units = {k: replace(unit, **{name: value}) for k, value in zip(tried, powers(base, *tried), strict=True)}
+        if wanted := tuple(units[k] for k in sorted(units) if units[k] not in losses):
+            return Tuned(None, wanted)
+        best = min(sorted(units), key=lambda k: losses[units[k]])
+        beside = {k for k in (best - 1, best + 1) if abs(k - start) <= FURTHEST}
+        if beside <= tried:
+            return Tuned(units[best])
+        tried |= beside
 
 
 def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
@@ -156,9 +182,9 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
             alpha = power(before.alpha_kl, own.default.alpha_kl)
     for name, at in (("lr", start), *((("alpha_kl", alpha),) if own.alpha else ())):
         found = climbed(unit, name, getattr(own.default, name), at, losses)
-        if found.best is None:
-            return Tuned(None, found.wanted)
-        unit = found.best
+        if found.unit is None:
+            return found
+        unit = found.unit
     others = [] if adamw_lr is None else [replace(unit, adamw_lr=ADAMW_LR)]
     others.append(at_default(model, steps, form, FIRST_SEED))
     if missing := tuple(one for one in others if one not in losses):

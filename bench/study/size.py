@@ -15,10 +15,9 @@ from bench import rows
 from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
-from bench.study.lengths import FIRST_SEED, FORMS, task_of
+from bench.study.lengths import FIRST_SEED, FORMS, STEP, rounded, task_of
 from bench.study.options import WorkedOff
 from bench.study.scales import Scale
-from bench.study.search import STEP, rounded
 from bench.study.units import Place, Result
 from bench.workers import work_off
 
