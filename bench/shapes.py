@@ -1,9 +1,11 @@
 """The parameter sets that are measured: matrix weights of the paper's models, and small ones for a CPU.
 
-Embeddings, output heads, norms and biases are no matrix weights here: AdamW steps them under every optimizer.
+Embeddings, output heads and norms are no matrix weights here: AdamW steps them under every optimizer.
 """
 
 from dataclasses import dataclass
+
+from bench.models import CONFIGS, FAMILIES
 
 
 @dataclass(frozen=True)
@@ -19,16 +21,6 @@ class ParameterSet:
     name: str
     shapes: tuple[tuple[int, int, int], ...]
     ranks: tuple[int, ...]
-
-    @property
-    def matrices(self) -> int:
-        """Count the weights."""
-        return sum(count for count, _, _ in self.shapes)
-
-    @property
-    def elements(self) -> int:
-        """Count the elements of all weights."""
-        return sum(count * rows * cols for count, rows, cols in self.shapes)
 
     @property
     def text(self) -> str:
@@ -50,33 +42,18 @@ class ParameterSet:
         return found
 
 
-def gpt2(name: str, layers: int, width: int, ranks: tuple[int, ...]) -> ParameterSet:
-    """Return query, key, value and output, square, and an MLP of four times the width."""
-    hidden = 4 * width
-    square, up, down = (4 * layers, width, width), (layers, hidden, width), (layers, width, hidden)
-    return ParameterSet(name, (square, up, down), ranks)
-
-
-def llama(name: str, layers: int, width: int, hidden: int, ranks: tuple[int, ...]) -> ParameterSet:
-    """Return query, key, value and output, square, and SwiGLU, with two matrices up and one down."""
-    square, up, down = (4 * layers, width, width), (2 * layers, hidden, width), (layers, width, hidden)
-    return ParameterSet(name, (square, up, down), ranks)
+def _of_model(model: str, divided: int) -> ParameterSet:
+    """Return query, key, value and output, and the MLP up and down: layers, widths and ranks divided."""
+    config = CONFIGS[model]
+    layers, width, hidden = (size // divided for size in (config.layers, config.width, config.mlp_width))
+    up = 2 * layers if FAMILIES[config.family].gated else layers
+    shapes = (4 * layers, width, width), (up, hidden, width), (layers, width, hidden)
+    name = model if divided == 1 else f"{model}/{divided}"
+    return ParameterSet(name, shapes, tuple(rank // divided for rank in (32, 64, 128)))
 
 
 PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")
 """The models of the paper's experiments."""
 SMALL = tuple(f"{name}/4" for name in PAPER)
 """The same at a quarter of the widths, layers and ranks (7 of 30 layers), for a CPU."""
-SETS: dict[str, ParameterSet] = {
-    s.name: s
-    for s in (
-        gpt2("gpt2-124m", 12, 768, (32, 64, 128)),
-        gpt2("gpt2-350m", 24, 1024, (32, 64, 128)),
-        llama("llama-134m", 12, 768, 2048, (32, 64, 128)),
-        llama("llama-450m", 30, 1024, 2816, (32, 64, 128)),
-        gpt2("gpt2-124m/4", 3, 192, (8, 16, 32)),
-        gpt2("gpt2-350m/4", 6, 256, (8, 16, 32)),
-        llama("llama-134m/4", 3, 192, 512, (8, 16, 32)),
-        llama("llama-450m/4", 7, 256, 704, (8, 16, 32)),
-    )
-}
+SETS: dict[str, ParameterSet] = {s.name: s for divided in (1, 4) for s in (_of_model(name, divided) for name in PAPER)}

@@ -18,9 +18,6 @@ from bench.ablations.studies import STUDIES, measure
 from bench.ablations.study import Unit
 from bench.workers import work_off
 
-FILTERS = {"optimizers": "optimizer", "variants": "variant"}
-"""Field of a unit by option."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -31,37 +28,22 @@ class Options:
         tyro.conf.arg(help="; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())),
     ]
     out: Path = rows.RESULTS  # Folder of the results file
-    optimizers: tuple[str, ...] = ()  # Some of them; all if not given
-    variants: tuple[str, ...] = ()  # Likewise
-    seeds: Annotated[tuple[int, ...], tyro.conf.arg(aliases=("--seed",))] = ()  # Others than the study's
+    seeds: tuple[int, ...] = ()  # Others than the study's
     steps: int | None = None  # Of every run, instead of the study's
     jobs: int = 1  # Runs at a time
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps, jobs=self.jobs)
-        command.distinct(optimizers=self.optimizers, variants=self.variants, seeds=self.seeds)
-        every = list(STUDIES[self.study].units(self.study))
-        for option, name in FILTERS.items():
-            having = dict.fromkeys(getattr(unit, name) for unit in every)
-            if unknown := [one for one in getattr(self, option) if one not in having]:
-                raise command.UsageError(f"--{option} {unknown[0]} is none of {', '.join(having)}; give one of these")
-
-    @property
-    def units(self) -> list[Unit]:
-        """What was asked for."""
-        every = list(STUDIES[self.study].units(self.study, self.seeds, self.steps))
-        for option, name in FILTERS.items():
-            if chosen := getattr(self, option):
-                every = [unit for unit in every if getattr(unit, name) in chosen]
-        return every
+        command.distinct(seeds=self.seeds)
 
 
 def run(o: Options) -> None:
     """Train what is missing, print and write."""
     study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
     recorded = rows.read(path)
-    missing = [unit for unit in o.units if not study.known(unit, recorded)]
-    print(f"{len(missing)} of {len(o.units)} runs are not in {path}", flush=True)
+    units = list(study.units(o.study, o.seeds, o.steps))
+    missing = [unit for unit in units if not study.known(unit, recorded)]
+    print(f"{len(missing)} of {len(units)} runs are not in {path}", flush=True)
 
     def done(unit: Unit, its: list[rows.Row]) -> None:
         missing.remove(unit)

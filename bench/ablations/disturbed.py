@@ -33,15 +33,9 @@ class Form:
         if self.optimizer == "adamw":
             settings["betas"] = ADAMW_BETAS
         if self.optimizer in OWN:
-            settings = arguments(settings | self.bound)
+            bound = None if self.clip_threshold == "none" else float(self.clip_threshold)
+            settings = arguments(settings | {"clip_threshold": bound})
         return OPTIMIZERS[self.optimizer].make(weights, lr=lr, weight_decay=0.0, **settings)
-
-    @property
-    def bound(self) -> dict[str, float | None]:
-        """The setting that makes the form."""
-        if self.optimizer not in OWN:
-            return {}
-        return {"clip_threshold": None if self.clip_threshold == "none" else float(self.clip_threshold)}
 
 
 def bounded(method: str) -> Form:

@@ -1,7 +1,6 @@
 """The studies, each a few lines: what is trained, and what its variants change."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -12,20 +11,7 @@ from bench.ablations.language import SMALL
 from bench.ablations.study import Settings, Study, Unit
 from bench.optimizers import OPTIMIZERS, RANKED, Hyper
 from bench.study import lengths as protocol
-from bench.study.scales import DEMO, TINY
-
-BYTE_GPT = DEMO.name
-
-
-def by_default(model: str, method: str) -> Hyper:
-    """Return a method at the rates of :mod:`bench.optimizers`, at rank 16."""
-    own = OPTIMIZERS[method]
-    return Hyper(method, own.lr, OPTIMIZERS["adamw"].lr, rank=SMALL.largest if method in RANKED else None)
-
-
-def tuned(model: str, form: str) -> Hyper:
-    """Return a form of ``bench.study lengths`` at its defaults."""
-    return protocol.FORMS[form].default
+from bench.study.scales import TINY
 
 
 def same(variants: Mapping[str, Settings]) -> Callable[[str, str], Mapping[str, Settings]]:
@@ -62,10 +48,11 @@ def changed(model: str, form: str) -> Mapping[str, Settings]:
 
 def robust(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
     """Yield the rows of a changed run, or of experts that see fewer tokens than r."""
+    default = protocol.FORMS[unit.optimizer].default
     if unit.model != "experts":
-        yield from language.figures(TINY, tuned, unit, settings)
+        yield from language.figures(LLAMA, default, unit, settings)
         return
-    form, lr = bounded(unit.optimizer) if unit.optimizer != "muon" else Form("muon"), tuned("", unit.optimizer).lr
+    form, lr = bounded(unit.optimizer) if unit.optimizer != "muon" else Form("muon"), default.lr
     found = experts.losses(form, unit.steps, 0, 0, EXPERT_TOKENS, lr)
     rank = experts.RANK if unit.optimizer in RANKED else None
     yield {"rank": rank, "lr": lr, "metric": "training loss", "unit": "1", "median": sum(found[-LAST:]) / LAST}
@@ -96,11 +83,12 @@ def disturb(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
         yield from disturbed.measure(unit.variant, form)
     else:
         value, factor = DISTURBANCES[unit.variant]
-        method = Unit(unit.study, BYTE_GPT, form.optimizer, unit.variant, unit.seed, unit.steps)
-        more: dict[str, Any] = {"factor": factor, **form.bound}
+        own, adamw = OPTIMIZERS[form.optimizer], OPTIMIZERS["adamw"]
+        rank = SMALL.largest if form.optimizer in RANKED else None
+        h = Hyper(form.optimizer, own.lr, adamw.lr, rank=rank, bounded=form.clip_threshold != "none")
         source = language.data(SMALL.config.context)
         of = {"seed": unit.seed, "steps": unit.steps, "data": source.name, "data_sha256": source.sha256}
-        for row in language.figures({BYTE_GPT: SMALL}, by_default, method, more):
+        for row in language.figures(SMALL, h, unit, {"factor": factor}):
             yield {"value": value, "median": torch.inf} | of | row
 
 

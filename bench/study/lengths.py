@@ -2,9 +2,10 @@
 
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
 the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
-the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes first: its best rate is then that of embedding, head and norms beside every other method, and
-when the rest is known README's is tried in its place. The best of all these and of the defaults as they are, which
-have README's rate for embedding, head and norms, is trained on all seeds, and so are the defaults.
+the best lies at an edge, FURTHEST away at most; then alpha_kl likewise where a method has one to tune. AdamW comes
+first: its best rate is then that of embedding, head and norms beside every other method, and when the rest is known
+README's is tried in its place. The best of all these and of the defaults as they are, which have README's rate for
+embedding, head and norms, is trained on all seeds, and so are the defaults.
 
 A length of LONG steps or more is for few methods and is not searched: tried are the rate that the trend of the two
 longest shorter lengths gives and the next lower one, with README's rate for embedding, head and norms, beside the
