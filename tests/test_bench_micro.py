@@ -25,15 +25,14 @@ from tests.commands import ROOT, read  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ParameterSet("tiny", ((2, 12, 20), (1, 20, 12), (2, 12, 12)), (2, 4))
-SIZES, SQUARE = Sizes(2, 24, 40, 8), Sizes(2, 24, 24, 8)
+SIZES = Sizes(2, 24, 40, 8)
 EVERY = (*STAGES, *PRIMITIVES, *KERNELS)
 COMPARED = [case for own in (*STAGES, *PRIMITIVES) for case in (own, own.counterpart) if case]
 ON_CPU = TorchStages(host_readable=True)
-AS_ON_GPU = TorchStages(host_readable=False)
 
 
-def inputs(case, d=FP32_POLAR, size=SIZES, device=CPU):
-    drawn = case.inputs(size, d, numbers(device))
+def inputs(case, d=FP32_POLAR, device=CPU):
+    drawn = case.inputs(SIZES, d, numbers(device))
     return lambda: deepcopy(drawn)
 
 
@@ -43,28 +42,11 @@ def named(name):
 
 @pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
 def test_every_stage_and_primitive_over_the_kernels_agrees_with_its_plain_form(case):
-    """The kernels by themselves are called by bench.first, whose test does so at small sizes."""
+    """Over PyTorch the test of the command below does so; the kernels by themselves are called by bench.first."""
     device = torch.device("cpu" if INTERPRETED else "cuda")
     d = FP64 if FP64 in case.dtypes else FP32_POLAR  # half precision is wrong in the interpreter
     ops = TritonStages(use_cuda_qr=not INTERPRETED, host_readable=INTERPRETED)
     assert complaint(case, ops, inputs(case, d, device=device)) == ""
-
-
-@pytest.mark.parametrize("size", [SIZES, SQUARE], ids=["wide", "square"])
-@pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
-def test_every_stage_and_primitive_agrees_with_its_plain_form(case, size):
-    for ops in (None, ON_CPU, AS_ON_GPU):
-        assert complaint(case, ops, inputs(case, size=size)) == ""
-
-
-@pytest.mark.parametrize("name", ["track subspace", "refresh eigenbases"])
-def test_the_stages_with_qr_agree_over_the_extension(name, extension_on_cpu):
-    class Extension(TorchStages):
-        track, refresh_basis = TritonStages.track, TritonStages.refresh_basis
-        refresh_coordinates = TritonStages.refresh_coordinates
-        use_cuda_qr = True
-
-    assert complaint(named(name), Extension(host_readable=False), inputs(named(name))) == ""
 
 
 def changed(case, change):
@@ -73,32 +55,21 @@ def changed(case, change):
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda x: 1.001 * x, lambda x: x * float("nan"), lambda x: x.roll(1, 0), lambda x: x[:1]],
-    ids=["a thousandth", "nan", "rolled", "shape"],
+    [lambda x: 1.0001 * x, lambda x: x * float("nan"), lambda x: x.roll(1, 0), lambda x: x[:1]],
+    ids=["a ten thousandth", "nan", "rolled", "shape"],
 )
-def test_a_wrong_result_is_found(wrong):
-    case = named("symmetric product")
-    assert complaint(changed(case, wrong), ON_CPU, inputs(case)).startswith("error ")
-
-
-def test_one_wrong_result_of_several_is_found():
+def test_a_wrong_result_is_found_whichever_of_several_it_is(wrong):
     case = named("momentum")
-    count = len(flat(case.reference(inputs(case)())))
-    assert count == 3
-    for place in range(count):
+    for place in range(3):
 
         def change(results, place=place):
             found = flat(results)
-            found[place] = found[place] * (1 + 1e-4)
-            return found
+            assert len(found) == 3
+            return [wrong(x) if i == place else x for i, x in enumerate(found)]
 
-        assert complaint(changed(case, change), ON_CPU, inputs(case)).startswith("error 1.0e-04 in float32, may be ")
-
-
-def test_a_plain_form_that_is_another_formula_is_found():
-    case = named("Newton-Schulz")
-    other = replace(case, plain=lambda i: 1.001 * case.plain(i))
-    assert "from the reference in float64" in complaint(other, None, inputs(case))
+        assert complaint(changed(case, change), ON_CPU, inputs(case)).startswith("error ")
+    other = replace(named("Newton-Schulz"), plain=lambda i: 1.001 * named("Newton-Schulz").plain(i))
+    assert "from the reference in float64" in complaint(other, None, inputs(other))
 
 
 def test_half_precision_is_held_to_what_the_plain_form_reaches_in_it():
@@ -125,13 +96,10 @@ def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_ke
     assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
-def test_a_bucket_of_two_sets_is_measured_once_and_at_the_largest_rank():
+def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_say_what_they_are_of():
     found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
-
-
-def test_a_row_says_what_newton_schulz_is_in_and_what_kl_shampoo_does_instead():
     g = next(g for g in groups.groups([TINY], CPU) if g.name == "direction, 3 of 12x20, r=4")
     forms = {form.name: form for form in g.forms(CPU)}
     said = [groups.row(forms[name], g, FP32, CPU) for name in (OURS, KL)]

@@ -68,75 +68,70 @@ def test_no_position_sees_a_later_token_and_positions_matter(config):
     assert (before - other)[:, -1].abs().max() > 0.01
 
 
-def test_rotation_turns_pairs_by_their_positions_angle():
-    cos, sin = models.rotary_angles(5, 4)
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    a, b = x.double().chunk(2, dim=-1)
-    angle = torch.arange(5.0, dtype=torch.float64)[:, None] * torch.tensor([1.0, 1e-2], dtype=torch.float64)
-    turned = torch.complex(a, b) * torch.exp(1j * angle)
-    expected = torch.cat((turned.real, turned.imag), dim=-1).float()
-    torch.testing.assert_close(models.rotate(x, cos, sin), expected, rtol=1e-6, atol=1e-6)  # rounding of float32
+# Of each family, from one seed and on the same tokens: the loss, and of weights their sum and their gradient's norm.
+# byte-gpt's are of the class that bench.pretrain's recorded results were trained with, the others' of 0.5.0.
+RECORDED = {
+    "byte-gpt": (
+        6.2510958,
+        {
+            "embedding.weight": (-30.577400, 0.195890),
+            "blocks.0.q_proj.weight": (4.889360, 0.231844),
+            "blocks.0.o_proj.weight": (2.873316, 0.527063),
+            "blocks.1.mlp_norm.weight": (32.0, 0.0528611),
+            "blocks.1.up_proj.weight": (3.523570, 0.312218),
+            "blocks.1.down_proj.weight": (-2.432846, 1.131711),
+            "lm_head.weight": (7.919693, 1.001126),
+        },
+    ),
+    "gpt2": (
+        5.7035995,
+        {
+            "embedding.weight": (8.462666, 3.277668),
+            "blocks.0.q_proj.weight": (5.387485, 1.339083),
+            "blocks.0.o_proj.weight": (-8.971285, 1.217968),
+            "blocks.1.up_proj.weight": (-1.619263, 1.297071),
+            "blocks.1.down_proj.weight": (0.054792, 0.688845),
+        },
+    ),
+    "llama": (
+        5.5439858,
+        {
+            "embedding.weight": (0.536811, 1.777321),
+            "blocks.0.q_proj.weight": (1.266721, 0.024944),
+            "blocks.0.o_proj.weight": (-1.082123, 1.552261),
+            "blocks.1.mlp_norm.weight": (96.0, 0.006467),
+            "blocks.1.gate_proj.weight": (-1.985157, 0.221262),
+            "blocks.1.up_proj.weight": (-0.752501, 0.233256),
+            "blocks.1.down_proj.weight": (1.090064, 0.237087),
+            "lm_head.weight": (-3.027614, 1.699504),
+        },
+    ),
+}
 
 
-def test_gpt2_starts_with_empty_branches_and_one_table_of_tokens():
-    config = FAMILIES["gpt2"]
-    model, inputs = build(config), tokens(config)
-    assert model.embedding.weight is model.lm_head.weight
-    assert {p.ndim for p in model.parameters()} == {2}  # norms have no weights
-    assert torch.equal(model(inputs), model.lm_head(F.rms_norm(model.embedding(inputs), (config.width,))))
-
-
-def test_gpt2_normalises_queries_and_keys_and_llama_does_not():
-    for family, same in (("gpt2", True), ("llama", False)):
-        model, inputs = build(FAMILIES[family]), tokens(FAMILIES[family])
-        for block in model.blocks:
-            torch.nn.init.normal_(block.o_proj.weight, std=0.1)
-        with torch.no_grad():
-            before = model(inputs)
-            for block in model.blocks:
-                block.q_proj.weight *= 16
-            # A power of two is exact but for the norm's epsilon; measured 1e-6, and 0.2 where nothing normalises.
-            assert ((model(inputs) - before).abs().max() < 1e-4) == same
-
-
-def test_networks_are_relu_squared_swiglu_and_gelu():
-    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0))
-    for family, config in FAMILIES.items():
-        block, h = build(config).blocks[0], x[:, : config.width]
-        torch.nn.init.normal_(block.down_proj.weight)
-        up = h @ block.up_proj.weight.mT
-        if family == "llama":
-            gate = h @ block.gate_proj.weight.mT
-            hidden = gate / (1 + torch.exp(-gate)) * up
-        else:
-            hidden = up.clamp(min=0) ** 2 if family == "gpt2" else up * (1 + torch.erf(up / 2**0.5)) / 2
-        torch.testing.assert_close(block._mlp(h), hidden @ block.down_proj.weight.mT, rtol=1e-4, atol=1e-5)
-
-
-def test_byte_gpt_is_the_model_of_the_recorded_runs():
-    # Numbers of the class that bench.pretrain's recorded results were trained with, from the same seed and tokens.
-    recorded = {
-        "embedding.weight": (-30.577400, 0.195890),
-        "blocks.0.q_proj.weight": (4.889360, 0.231844),
-        "blocks.0.o_proj.weight": (2.873316, 0.527063),
-        "blocks.1.mlp_norm.weight": (32.0, 0.0528611),
-        "blocks.1.up_proj.weight": (3.523570, 0.312218),
-        "blocks.1.down_proj.weight": (-2.432846, 1.131711),
-        "lm_head.weight": (7.919693, 1.001126),
-    }
-    model = build(models.byte_gpt(2, 32, 2, 16))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_those_of_the_recorded_runs(family):
+    expected, recorded = RECORDED[family]
+    model = build(FAMILIES[family])
+    parameters = dict(model.named_parameters())
+    if family == "gpt2":  # whose branches begin as zero, and whose norms have no weights
+        assert model.embedding.weight is model.lm_head.weight and {p.ndim for p in model.parameters()} == {2}
+        for name, weight in parameters.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                assert not weight.any()
+                torch.nn.init.normal_(weight, std=0.1)
     rows = torch.arange(34).reshape(2, 17) * 7 % 256
     loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
     loss.backward()
-    # Rounding alone: sums of up to 8192 values of order 1 in float32, in another machine's order.
-    assert loss.item() == pytest.approx(6.2510958, rel=1e-5)
-    parameters = dict(model.named_parameters())
+    # Rounding alone: sums of up to 24576 values of order 1 in float32, in another machine's order.
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     for name, numbers in recorded.items():
         found = parameters[name].sum().item(), parameters[name].grad.norm().item()
         assert found == pytest.approx(numbers, rel=1e-4, abs=1e-3), name
 
 
 def test_llama_warms_up_over_a_tenth_and_decays_to_zero():
+    assert SCHEDULE == {"gpt2": modded_nanogpt, "llama": linear, "byte-gpt": linear}
     scales = [linear(step, 100) for step in range(100)]
     assert scales[:10] == pytest.approx([0.1 * i for i in range(1, 11)])
     assert scales[10:] == pytest.approx([(100 - step) / 90 for step in range(10, 100)])
@@ -148,9 +143,3 @@ def test_gpt2_is_constant_and_then_decays_over_1450_of_5100_steps():
     assert scales[3651:] == pytest.approx([(5100 - step) / 1450 for step in range(3651, 5100)])
     first = next(step for step in range(13_000) if modded_nanogpt(step, 13_000) < 1)
     assert first == 13_000 - round(13_000 * 1450 / 5100) + 1
-
-
-def test_every_family_has_a_schedule_that_moves_in_every_step():
-    assert SCHEDULE == {"gpt2": modded_nanogpt, "llama": linear, "byte-gpt": linear}
-    for schedule in SCHEDULE.values():
-        assert all(0 < schedule(step, steps) <= 1 for steps in (1, 2, 7, 600) for step in range(steps))
