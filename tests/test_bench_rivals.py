@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 
-import prokl
 from bench import optimizers, rivals
 from bench.command import UsageError
 from bench.optimizers import Hyper
@@ -56,32 +55,30 @@ def test_each_rival_has_the_matrices_their_rate_and_its_packages_settings(packag
     assert built("adamw-cautious", weight_decay=0.3).settings["weight_decay"] == 0.3
 
 
-@pytest.mark.parametrize("instructions", [True, False])
-def test_their_newton_schulz_is_in_float32_only_where_bfloat16_would_be_emulated(packages, monkeypatch, instructions):
+@pytest.mark.parametrize("instructions, asked", [(True, False), (False, False), (True, True)])
+def test_newton_schulz_is_in_float32_where_that_is_asked_for_or_bfloat16_would_be_emulated(
+    packages, monkeypatch, instructions, asked
+):
     monkeypatch.setattr(rivals, "cpu_has_bfloat16", lambda: instructions)
     base, _ = packages
-    built("normuon"), built("muon-polar-express")  # twice: it is changed once
-    assert base.zero_power_via_newton_schulz_5(None) == (torch.bfloat16 if instructions else torch.float32)
-    if not instructions:
-        assert not isinstance(base.zero_power_via_newton_schulz_5.func, partial)
-    assert type(built("muon")) is (torch.optim.Muon if instructions else rivals.Float32Muon)
-    assert built("cosmos", rank=2).defaults["ns_dtype"] == (torch.bfloat16 if instructions else torch.float32)
-    assert built("muon", momentum=0.9).param_groups[0]["momentum"] == 0.9
-    assert built("muon").param_groups[0]["momentum"] == 0.95
+    wide = asked or not instructions
+    dtype = torch.float32 if wide else torch.bfloat16
+    built("normuon", float32=asked), built("muon-polar-express", float32=asked)  # twice: it is changed once
+    assert base.zero_power_via_newton_schulz_5(None) == dtype
+    assert not wide or not isinstance(base.zero_power_via_newton_schulz_5.func, partial)
+    assert type(built("muon", float32=asked)) is (rivals.Float32Muon if wide else torch.optim.Muon)
+    assert built("cosmos", rank=2, float32=asked).defaults["ns_dtype"] == dtype
+    for method, own in (("pro-klshampoo", {"ns_dtype": torch.float32 if asked else None}), ("kl-shampoo", {})):
+        (ours,) = optimizers.build(model(), Hyper(method, 0.01, 0.002, float32=asked), None)
+        assert own.items() <= ours.defaults.items()  # KL-Shampoo has no such setting
 
 
-def test_all_newton_schulz_is_in_float32_where_that_is_asked_for(packages, monkeypatch):
-    monkeypatch.setattr(rivals, "cpu_has_bfloat16", lambda: True)
-    base, _ = packages
-    built("normuon", float32=True), built("muon-polar-express", float32=True)
-    assert base.zero_power_via_newton_schulz_5(None) == torch.float32
-    assert type(built("muon", float32=True)) is rivals.Float32Muon
-    assert built("cosmos", rank=2, float32=True).defaults["ns_dtype"] == torch.float32
-    for float32, dtype in ((True, torch.float32), (False, None)):
-        (ours,) = optimizers.build(model(), Hyper("pro-klshampoo", 0.01, 0.002, rank=2, float32=float32), None)
-        assert ours.defaults["ns_dtype"] == dtype
-    (ours,) = optimizers.build(model(), Hyper("kl-shampoo", 0.01, 0.002, float32=True), None)
-    assert type(ours) is prokl.KLShampoo  # which has no such setting
+def test_online_kl_shampoo_and_muon_have_their_own_settings_unless_others_are_given():
+    for method, own in (("online-kl-shampoo", {"momentum": 0.9684, "beta2": 0.9482}), ("muon", {"momentum": 0.95})):
+        given = {name: 0.8 for name in own}
+        for settings, expected in (({}, own), (given, given)):
+            found = built(method, **settings).param_groups[0]
+            assert (expected | {"lr": 0.01, "weight_decay": 0.0}).items() <= found.items()
 
 
 @pytest.mark.parametrize("method", ["kl-shampoo", "pro-klshampoo"])
@@ -93,12 +90,6 @@ def test_beta2_and_momentum_are_the_methods_own_unless_they_are_given(method):
     plain = type(own)([torch.ones(2, 2)], lr=0.01)
     for name, value in (("momentum", 0.8), ("beta2", 0.7)):
         assert given.defaults[name] == value and own.defaults[name] == plain.defaults[name]
-
-
-def test_online_kl_shampoo_has_its_authors_settings_unless_others_are_given():
-    own, given = built("online-kl-shampoo"), built("online-kl-shampoo", momentum=0.9, beta2=0.8)
-    found = [[o.defaults[name] for name in ("momentum", "beta2", "weight_decay")] for o in (own, given)]
-    assert found == [[0.9684, 0.9482, 0.0], [0.9, 0.8, 0.0]] and own.param_groups[0]["lr"] == 0.01
 
 
 def test_cpus_are_asked(monkeypatch):
