@@ -72,23 +72,21 @@ def run(out, *more):
 
 
 def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys, monkeypatch):
+    every = letters(*DOCUMENTS["train"])
+    assert run(tmp_path / "all", "--tokens", "1000") == 0
+    assert open_shard(tmp_path / "all" / "c4_train_000000.bin").tokens.tolist() == every
+    printed = capsys.readouterr()
+    assert f"train: {len(every)} tokens in 1 shards; 20 documents left out" in printed.out
+    assert "has no more than these, 1,000 were asked for" in printed.err
     monkeypatch.setattr(c4, "SHARD", 20)
+    hub.clear()
     assert run(tmp_path, "--tokens", "50") == 0
     names = "google-t5/t5-base", ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
     assert hub == list(names)
     train = [open_shard(tmp_path / f"c4_train_{i:06d}.bin").tokens.tolist() for i in range(3)]
     assert [len(part) for part in train] == [20, 20, 10]
-    assert sum(train, []) == letters(*DOCUMENTS["train"])[:50]
+    assert sum(train, []) == every[:50]
     assert open_shard(tmp_path / "c4_val_000000.bin").tokens.tolist() == letters("xyz", "xyz", "xyz")[:10]
     assert open_source(tmp_path, 4, vocabulary=126).train_tokens == 50
     assert run(tmp_path, "--tokens", "5") == 2
     assert "has shards already; choose another folder" in capsys.readouterr().err
-
-
-def test_a_split_that_ends_early_and_documents_that_the_model_cannot_read_are_said(hub, tmp_path, capsys):
-    assert run(tmp_path, "--tokens", "1000") == 0
-    everything = letters(*DOCUMENTS["train"])
-    assert open_shard(tmp_path / "c4_train_000000.bin").tokens.tolist() == everything
-    printed = capsys.readouterr()
-    assert f"train: {len(everything)} tokens in 1 shards; 20 documents left out" in printed.out
-    assert "has no more than these, 1,000 were asked for" in printed.err

@@ -39,7 +39,7 @@ def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
 
 
 @interpreted
-def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
+def test_a_wrong_kernel_and_a_wrong_step_are_noticed_and_what_fails_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(first, "STEPS", 1)
     ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("balanced", "faithful")}
     case = next(case for case in KERNELS if case.name == "product")
@@ -52,6 +52,11 @@ def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch):
     for precision, most in (("balanced", "0.0039"), ("faithful", "0.00098")):
         with pytest.raises(ArithmeticError, match=f"of the way from PyTorch's, may be {most}"):
             first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))], precision)
+    monkeypatch.setattr(first, "SIZES", SMALL)
+    monkeypatch.setattr(first, "KERNELS", [case])
+    assert first.main(GIVEN) == 1  # the steps, too: a single one moves nothing
+    said = capsys.readouterr().out
+    assert "kernel: product: WRONG: ArithmeticError: error " in said and said.splitlines()[-1].startswith("5 wrong, 0")
 
 
 @interpreted
@@ -79,19 +84,3 @@ def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
         optimizer.engine.graphs.replays = replays
         with contextlib.nullcontext() if fine else pytest.raises(RuntimeError, match="no graph was recorded"):
             first.check_recorded(optimizer)
-
-
-@interpreted
-def test_what_fails_is_a_line_and_the_next_one_goes_on(capsys, monkeypatch):
-    monkeypatch.setattr(first, "SIZES", SMALL)
-    monkeypatch.setattr(first, "KERNELS", KERNELS[:2])
-    monkeypatch.setattr(first, "STEPS", 1)  # which moves nothing, and so is wrong
-
-    def kernel(case, *_):
-        raise RuntimeError(f"no {case.name}\nand more")
-
-    monkeypatch.setattr(first, "kernel", kernel)
-    assert first.main(GIVEN) == 1
-    said = capsys.readouterr().out
-    assert all(f"kernel: {case.name}: WRONG: RuntimeError: no {case.name} (" in said for case in KERNELS[:2])
-    assert said.splitlines()[-1].startswith("6 wrong, 0 not begun")

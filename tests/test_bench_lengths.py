@@ -1,82 +1,33 @@
-"""The tables and figures of ``bench.study lengths`` and ``size`` from rows: seeds paired, shares interpolated."""
+"""Tables and figures of ``bench.study lengths`` and ``size``: what ``bench.tables --check`` does not hold."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from pandas import DataFrame
 
 from bench import rows
-from bench.rows import frame
+from bench.rows import RESULTS, frame
 from bench.study import figures, size
 from bench.study import lengths_tables as tables
 from bench.study.lengths import Unit, at_default, units
-from tests.test_bench_search import MODEL, best, trained
+from bench.study.scales import TINY
+from tests.test_bench_search import MODEL
 
 
-def row_of(unit, loss):
-    named = {"model": unit.model, "steps": unit.steps, "optimizer": unit.form, "seed": unit.seed, "lr": unit.lr}
-    named |= {"adamw_lr": unit.adamw_lr, "alpha_kl": unit.alpha_kl, "validation_loss": loss}
-    return named | {"model_ms": 30.0, "optimizer_ms": 20.0, "state_mb": 2.0}
-
-
-def test_the_tables_pair_seeds_leave_out_the_selecting_one_and_show_only_what_is_known(tmp_path):
-    losses = trained((400,), ("adamw", "muon", "kl-shampoo"), (0, 1, 2))
-    of_one_seed = trained((400,), ("adamw", "soap"), (0,))
-    former = replace(at_default(MODEL, 400, "cosmos", 1), lr=0.0123)  # of defaults that have changed since
-    every = [row_of(*one) for one in (of_one_seed | losses | {former: 1.0}).items()]
-    every += 2 * [row | {"model_ms": 90.0, "optimizer_ms": 1e3} for row in every if row["optimizer"] == "muon"]
-    rows.write(tmp_path / "rows.csv", every)
-    found = frame(tmp_path / "rows.csv")
-    muon = best(losses, 400, "muon")
-    default = at_default(MODEL, 400, "muon", 0)
-    shown = tables.losses_table(found).splitlines()
-    (line,) = (line for line in shown if "| Muon " in line)
-    both = (f"{loss + 0.015:.3f} ± 0.005" for loss in (losses[default], losses[muon]))  # of seeds 1 and 2
-    assert " / ".join(both) in line
-    assert line.split("|")[3].strip() == "20"  # ms, of the quick runs alone
-    assert not any("SOAP" in line or "COSMOS" in line for line in shown)
-    shown = tables.settings_table(found, 400).splitlines()
-    (line,) = (line for line in shown if "| Muon " in line)
-    # The formula's seeds differ by 0.01 everywhere, so that paired differences have no error.
-    assert f"{losses[default] - losses[muon]:+.3f} ± 0.000" in line
-    assert f" {muon.lr:.3g} " in line
-    (line,) = (line for line in shown if "| SOAP " in line)  # of the one seed that there is
-    apart = of_one_seed[at_default(MODEL, 400, "soap", 0)] - of_one_seed[best(of_one_seed, 400, "soap")]
-    assert f"{apart:+.3f} |" in line
-    short = [row_of(*one) for one in losses.items() if one[0].form != "muon" or one[0].lr != muon.lr]
-    rows.write(tmp_path / "short.csv", short)
-    assert "| Muon " not in tables.settings_table(frame(tmp_path / "short.csv"), 400)
-    assert "AdamW" not in tables.settings_table(found, 1600)
-
-
-def test_shares_of_steps_to_a_loss_are_interpolated_and_seconds_do_not_depend_on_the_machine(tmp_path, monkeypatch):
-    losses = trained((400,), ("adamw", "muon"), (0,))
-    curves, found, slower = [], [], {"adamw": 1.0, "muon": 1.0}
-    for unit in losses:
-        for step, loss in ((0, 4.0), (200, 2.0), (400, 1.0 if unit.form == "adamw" else 1.5)):
-            curves.append(row_of(unit, loss) | {"step": step})
-        own = {"model_ms": 30.0, "optimizer_ms": 70.0 if unit.form == "adamw" else 20.0}
-        found.append(row_of(unit, losses[unit]) | {name: ms * slower[unit.form] for name, ms in own.items()})
-        slower[unit.form] *= 3.0  # as others share the machine
-    rows.write(tmp_path / "rows.csv", found)
-    rows.write(tmp_path / "curves.csv", [{k: v for k, v in row.items() if "_m" not in k} for row in curves])
-    shown = tables.reached_table(frame(tmp_path / "rows.csv"), 400, tmp_path / "curves.csv").splitlines()
-    (line,) = (line for line in shown if "AdamW" in line)
-    assert [cell.strip() for cell in line.split("|")[2:4]] == ["0.75", "1.50"]  # 300 steps of 100 ms, not of 50
-    untimed = [row | ({"model_ms": None, "optimizer_ms": None} if row["optimizer"] == "adamw" else {}) for row in found]
-    rows.write(tmp_path / "untimed.csv", untimed)  # the runs of a machine that does other things
-    shown = tables.reached_table(frame(tmp_path / "untimed.csv"), 400, tmp_path / "curves.csv").splitlines()
-    (line,) = (line for line in shown if "AdamW" in line)
-    assert [cell.strip() for cell in line.split("|")[2:4]] == ["0.75", "-"]
-    drawn = []
-    monkeypatch.setattr(figures, "save", lambda it, path: drawn.extend(axes.get_lines() for axes in it.axes))
+def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_one_machine(tmp_path, monkeypatch):
+    found, curves = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda it, path: drawn.update({path: [a.get_lines() for a in it.axes]}))
     for x in ("step", "seconds"):
-        figures.lengths(tmp_path / "loss.png", frame(tmp_path / "rows.csv"), frame(tmp_path / "curves.csv"), x, 400)
-    assert [[(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines] for lines in drawn] == [
-        [(400, 1.0), (400, 1.5)],  # AdamW, Muon: steps
-        [(pytest.approx(40), 1.0), (pytest.approx(20), 1.5)],  # seconds
-    ]
+        figures.lengths(x, found, curves, x)
+    every, ms = tables.compared(found), tables.step_ms(found)
+    for i, model in enumerate(TINY):
+        for form, of_steps, of_seconds in zip(tables.MAIN, drawn["step"][i], drawn["seconds"][i], strict=True):
+            best = every[model, figures.STEPS][form].best
+            loss = pytest.approx(best[tables.judged(best.index)].mean(), rel=1e-5)
+            assert (of_steps.get_xdata()[-1], of_steps.get_ydata()[-1]) == (figures.STEPS, loss)
+            seconds = figures.STEPS * ms[model, form] / 1e3
+            assert (of_seconds.get_xdata()[-1], of_seconds.get_ydata()[-1]) == (pytest.approx(seconds), loss)
 
 
 def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):

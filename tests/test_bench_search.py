@@ -40,10 +40,6 @@ def test_the_paper_has_all_that_is_compared():
     assert COMPARISONS["cosmos"](PAPER[0]) == pairs  # at matched ranks
 
 
-def test_the_paper_has_no_ablation_on_gpt2_350m():
-    assert [scale.name for scale in possible("ablation", PAPER)] == ["gpt2-124m", "llama-134m", "llama-450m"]
-
-
 # Every length
 
 
@@ -70,7 +66,7 @@ def best(losses, steps, form, model=MODEL):
     return tuned(model, steps, form, losses).unit
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["adamw", "kl-shampoo", "pro-klshampoo-paper"])
 def test_the_best_is_a_minimum_among_neighbours_at_every_length(form):
     losses = trained((400, 1600), ("adamw", form), (0, 1))
     for steps in (400, 1600):

@@ -5,7 +5,9 @@ import math
 import pandas
 import pytest
 
-from bench import markdown, tables
+from bench import markdown, rows, tables
+from bench.shapes import PAPER, SMALL
+from bench.timing.entries import EAGER
 
 
 @pytest.mark.slow
@@ -37,13 +39,49 @@ def test_a_table_that_there_is_not_is_an_error():
         tables.rendered("<!-- table nonsense -->\n<!-- end -->")
 
 
-def test_columns_are_aligned_and_figures_to_the_right():
-    frame = pandas.DataFrame({"name": ["a", "longer"], "ms": ["1.25", "10.00"]})
-    assert markdown.table(frame, 1) == (
-        "| name   |    ms |\n|:-------|------:|\n| a      |  1.25 |\n| longer | 10.00 |\n"
-    )
-
-
 def test_what_there_is_not_is_a_dash_and_one_seed_has_no_error():
     assert [markdown.figure(value, 1) for value in (1.25, None, math.nan, pandas.NA)] == ["1.2", "-", "-", "-"]
     assert [markdown.with_error(2.0, error, 2, "+") for error in (math.nan, 0.125)] == ["+2.00", "+2.00 ± 0.12"]
+
+
+# Steps: what the recorded rows have no case of.
+
+PRO = {"backend": "torch", "rank": 8}
+
+
+def step(model, optimizer, median=None, **values):
+    given = {"model": model, "optimizer": optimizer, "metric": "step", "unit": "ms", "median": median}
+    return dict.fromkeys(("backend", "rank", "ratio", "note"), "") | given | {"dtype": "float32"} | values
+
+
+def shown(path, found, capsys):
+    """The cells of the table of these rows."""
+    rows.write(path, found)
+    assert tables.main(["--steps", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in said if line[:1] == "|"]
+
+
+def test_every_optimizer_that_ran_has_a_line(tmp_path, capsys):
+    given = [
+        step(SMALL[0], "muon", 10.04, ratio=1),
+        step(SMALL[0], "pro-klshampoo", 15.5, ratio=1.544, **PRO),
+        step(SMALL[1], "pro-klshampoo", 31, ratio=1.2, **PRO),
+        step(SMALL[0], "pro-klshampoo", 20, ratio=2, note=EAGER, **PRO),
+        step(SMALL[0], "muon", 99, ratio=1, dtype="float32, Newton-Schulz bfloat16"),
+        step(SMALL[0], "emerging", note="needs Python 3.12"),
+    ]
+    assert [line[:3] for line in shown(tmp_path / "rows.csv", given, capsys)[2:]] == [
+        ["Muon", "10.0 (1.00)", "-"],
+        ["Pro-KLShampoo, r = 8", "15.5 (1.54)", "31.0 (1.20)"],
+        ["Pro-KLShampoo, r = 8, without CUDA graphs", "20.0 (2.00)", "-"],
+        ["Muon, Newton–Schulz in bfloat16", "99.0 (1.00)", "-"],
+    ]
+    # Rows of a GPU have the paper's own sets, and Muon may have failed.
+    given = [step(PAPER[1], "pro-klshampoo", 31, **PRO), step(PAPER[0], "muon", note="no memory")]
+    head, _, line = shown(tmp_path / "rows.csv", given, capsys)
+    assert head[1:] == [PAPER[1]] and line[1:] == ["31.0 (-)"]
+    rows.write(tmp_path / "rows.csv", given[1:])
+    for path in (tmp_path / "rows.csv", tmp_path / "none.csv"):
+        assert tables.main(["--steps", str(path)]) == 2
+        assert f"--steps {path} has no timed step" in capsys.readouterr().err

@@ -42,6 +42,15 @@ NAMES = {
 RESULTS = ROOT / "bench" / "results"
 with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="needs nvcc")
 
+
+@pytest.fixture(scope="module")
+def launches():
+    """Every launch that is compiled, by kernel and configuration."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
+        return {(launch.kernel, describe(launch)): launch for launch in every_launch()}
+
+
 SM_90 = """
 import json, os
 from dataclasses import asdict
@@ -68,22 +77,6 @@ def test_every_kernel_passes_the_checks_on_sm_90_and_the_committed_rows_are_thos
         assert same == rows, remedy
 
 
-@pytest.mark.slow
-def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no_complaint(monkeypatch):
-    monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
-    launches = {(launch.kernel, describe(launch)): launch for launch in every_launch()}
-    rows = read(RESULTS / "aot.csv")
-    for version in {row["triton"] for row in rows}:
-        own = [(row["kernel"], row["config"], int(row["arch"])) for row in rows if row["triton"] == version]
-        assert own == [(*key, arch) for key in launches for arch in ARCHITECTURES], (
-            f"run python -m bench.compile_report aot --out bench/results with Triton {version}"
-        )
-    assert {row["kernel"] for row in rows} == set(NAMES)
-    for row in rows:
-        numbers = {key: int(row[key]) for key, kind in get_type_hints(Row).items() if kind is int}
-        assert complaints(Row(**row | numbers), launches[row["kernel"], row["config"]]) == [], row
-
-
 ONE_STEP = {
     "product": lambda a: a["TILE_M"] * a["TILE_N"] * a["TILE_K"],
     "symmetric_product": lambda a: a["TILE"] ** 2 * a["TILE_K"],
@@ -100,23 +93,33 @@ ONE_STEP = {
 
 
 @pytest.mark.slow
-def test_no_warp_multiplies_what_another_does(monkeypatch):
-    """Where a product takes another, as those of parts do, all warps lie along one side: more than fit repeat it."""
-    monkeypatch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
-    launches = {(launch.kernel, describe(launch)): launch.by_name for launch in every_launch()}
+def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no_complaint(launches):
+    """And no warp multiplies what another does.
+
+    Where a product takes another, as those of parts do, all warps lie along one side: more than fit repeat it.
+    """
+    rows = read(RESULTS / "aot.csv")
+    for version in {row["triton"] for row in rows}:
+        own = [(row["kernel"], row["config"], int(row["arch"])) for row in rows if row["triton"] == version]
+        assert own == [(*key, arch) for key in launches for arch in ARCHITECTURES], (
+            f"run python -m bench.compile_report aot --out bench/results with Triton {version}"
+        )
+    assert {row["kernel"] for row in rows} == set(NAMES)
     checked = set()
-    for row in read(RESULTS / "aot.csv"):
+    for row in rows:
+        launch = launches[row["kernel"], row["config"]]
+        numbers = {key: int(row[key]) for key, kind in get_type_hints(Row).items() if kind is int}
+        assert complaints(Row(**row | numbers), launch) == [], row
         if row["arch"] != "80" or row["kernel"] not in ONE_STEP:
             continue
-        a = launches[row["kernel"], row["config"]]
+        a = launch.by_name
         pairs = row["config"].split()[5] == "fp32" and a.get("U_LO")
-        if not pairs and "tf32x3" not in (a.get("PRECISION"), a.get("PRECISION_LOW_RANK")):
-            continue
+        in_parts = pairs or "tf32x3" in (a.get("PRECISION"), a.get("PRECISION_LOW_RANK"))
         of_ieee = row["kernel"].endswith("product") and (a["num_warps"], a["TILE_K"]) == (IEEE.warps, IEEE.k)
-        if of_ieee:  # compiled, but only chosen without tensor cores
+        if of_ieee or not in_parts:  # that tile is compiled, but only chosen without tensor cores
             continue
         if wanted := 3 * ONE_STEP[row["kernel"]](a):
-            done = int(row["multiplications"]) * a["num_warps"] * 16 * 8 * (16 if pairs else 8)
+            done = numbers["multiplications"] * a["num_warps"] * 16 * 8 * (16 if pairs else 8)
             assert done == wanted, row
             checked |= {row["kernel"]}
     assert checked == set(ONE_STEP)
@@ -195,16 +198,14 @@ def test_a_configuration_names_all_that_is_specialised():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(ProKLShampoo, rank=128), KLShampoo], ids=["pro", "kl"])
-def test_what_a_balanced_step_launches_is_compiled(optimizer, monkeypatch):
-    monkeypatch.setattr(launch_module, "INTERPRETED", False)
-    compiled = {(launch.kernel, describe(launch)) for launch in every_launch()}
+def test_what_a_balanced_step_launches_is_compiled(optimizer, launches):
     missing = set()
     for dtype in (torch.bfloat16, torch.float32):
         for buckets in trace.steps_of(SETS["gpt2-124m"], dtype, optimizer).values():
-            launches = [event.launch for events in buckets for event in events if event.launch]
-            found = {(own.kernel, re.sub(r" addresses\[.*\]", "", describe(own))) for own in launches}
+            its = [event.launch for events in buckets for event in events if event.launch]
+            found = {(own.kernel, re.sub(r" addresses\[.*\]", "", describe(own))) for own in its}
             missing |= {key for key in found if {"a_lo", "lo", "u_lo"} & set(key[1].split()) or key[0] in COPIES}
-    assert missing and missing <= compiled
+    assert missing and missing <= launches.keys()
 
 
 PTX = """
@@ -228,25 +229,6 @@ def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
     assert of_ptx(PTX) == (1, 0, 16, 8) and of_ptx("") == (0, 0, 0, 0)
     assert of_ptx(PTX.replace("WAIT", "wgmma.wait_group.sync.aligned 0;")) == (1, 1, 16, 8)
     assert of_ptx(PTX.replace(".v4", "").replace("0x10", "0x4")) == (1, 0, 4, 8)
-
-
-CONTRACTED = """
-from bench.compile_report.triton_kernels import build, record
-from bench.micro.kernels import KERNELS
-
-for case in KERNELS:
-    if case.name.startswith("admit"):
-        for launch in record(case):
-            print(*[line for line in build(launch, 90).asm["ptx"].splitlines() if "fma." in line])
-"""
-
-
-@pytest.mark.slow
-def test_lanes_that_hold_one_sum_of_a_decision_hold_the_same_bits():
-    """A product that is contracted into a sum across lanes is rounded in one lane and not in the other."""
-    done = run_python("-c", CONTRACTED)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout and not done.stdout.split()
 
 
 LOG = """
@@ -277,19 +259,16 @@ def test_every_figure_is_read_for_the_kernel_it_belongs_to():
     assert csrc.parse("ptxas info    : 0 bytes gmem\n" + CALLED, "qr.cu", "13.0") == []
 
 
-@pytest.mark.parametrize(
-    "fault, words",
-    [
+def test_a_stack_a_spill_or_too_much_shared_memory_is_found():
+    for fault, words in (
         ({"stack": 8}, "8 bytes of stack"),
         ({"spill_stores": 4}, "4 stored"),
         ({"spill_loads": 12}, "12 loaded"),
         ({"launch_shared": 163 * 1024 - 1023}, "166913 bytes of shared memory; must be at most 166912"),
-    ],
-)
-def test_a_stack_a_spill_or_too_much_shared_memory_is_found(fault, words):
-    (found,) = csrc.complaints([SUMS, replace(SUMS, kernel="other", **fault)])
-    assert found.startswith("other on sm_80: ") and words in found
-    assert fault.keys() != {"launch_shared"} or list(csrc.complaints([replace(SUMS, arch="90", **fault)])) == []
+    ):
+        (found,) = csrc.complaints([SUMS, replace(SUMS, kernel="other", **fault)])
+        assert found.startswith("other on sm_80: ") and words in found
+    assert list(csrc.complaints([replace(SUMS, arch="90", **fault)])) == []
 
 
 def test_a_kernel_that_is_wrong_fails_the_command_and_is_still_written(monkeypatch, tmp_path, capsys):
@@ -329,11 +308,12 @@ def test_no_kernel_of_csrc_spills_or_keeps_a_stack():
         assert committed == [{key: str(value) for key, value in vars(row).items()} for row in rows], remedy
 
 
-SMALLEST = """
+COMPILED = """
 import torch
-from bench.compile_report.launches import describe
-from bench.compile_report.triton_kernels import build
 from bench.compile_report import trace
+from bench.compile_report.launches import describe
+from bench.compile_report.triton_kernels import build, record
+from bench.micro.kernels import KERNELS
 from bench.shapes import ParameterSet
 from prokl import KLShampoo, ProKLShampoo
 
@@ -344,13 +324,21 @@ for optimizer in (ProKLShampoo, KLShampoo):
             seen.setdefault((own.kernel, describe(own)), own)
 for own in seen.values():
     build(own, 90)
-print(len(seen), sorted({kernel for kernel, _ in seen}))
+print(sorted({kernel for kernel, _ in seen}))
+(decision,) = (case for case in KERNELS if case.name.startswith("admit"))
+for launch in record(decision):
+    print(*[line for line in build(launch, 90).asm["ptx"].splitlines() if "fma." in line])
 """
 
 
 @pytest.mark.slow
-def test_what_a_weight_of_one_row_launches_compiles():
-    """Sizes of one are constants to the compiler, and numbers to the interpreter."""
-    done = run_python("-c", SMALLEST)
+def test_what_a_weight_of_one_row_launches_compiles_and_lanes_that_hold_one_sum_hold_the_same_bits():
+    """Sizes of one are constants to the compiler, and numbers to the interpreter.
+
+    A product of the decision that is contracted into a sum across lanes is rounded in one lane and not in the other.
+    """
+    done = run_python("-c", COMPILED)
     assert done.returncode == 0, done.stderr
-    assert "'admit'" in done.stdout and "'split'" in done.stdout
+    compiled, contracted = done.stdout.split("\n", 1)
+    assert "'admit'" in compiled and "'split'" in compiled
+    assert contracted and not contracted.split()
