@@ -36,7 +36,6 @@ class Options:
 
     out: Path  # Folder for the shards
     tokens: int  # To train on, such as 5000000000
-    tokenizer: str = TOKENIZER  # On the hub, or a tokenizer.json file
 
     def __post_init__(self) -> None:
         at_least(1, tokens=self.tokens)
@@ -107,15 +106,13 @@ def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _encoder(name: str) -> Encode:
-    """Return the tokenizer of a tokenizer.json file, or of a name on the hub."""
+def _encoder() -> Encode:
+    """Return the tokenizer from the hub."""
     kind = _module("tokenizers").Tokenizer
     try:
-        tokenizer = kind.from_file(name) if Path(name).is_file() else kind.from_pretrained(name)
+        tokenizer = kind.from_pretrained(TOKENIZER)
     except Exception as error:  # the package raises nothing more specific
-        raise UsageError(
-            f"--tokenizer {name} cannot be loaded: {_line(error)}; give a tokenizer.json file, or check the network"
-        ) from None
+        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded: {_line(error)}; check the network") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda documents: [encoding.ids for encoding in tokenizer.encode_batch(documents)]
@@ -125,7 +122,7 @@ def _encoder(name: str) -> Encode:
 def main(argv: Sequence[str]) -> int:
     """Write the validation shard, then the training shards; return the exit status."""
     o = options(Options, argv, "bench.c4")
-    encode = _encoder(o.tokenizer)
+    encode = _encoder()
     _module("datasets")
     make_folder(o.out)
     if any(o.out.glob("*.bin")):

@@ -91,20 +91,13 @@ def positive(**values: float | str | Sequence[float | str] | None) -> None:
     _check(values, lambda one: one == "auto" or 0 < one < math.inf, "a finite number > 0")
 
 
-def distinct(**values: Sequence[object]) -> None:
-    """Raise UsageError unless options have each of their values once."""
-    for name, value in values.items():
-        if len(set(value)) < len(value):
-            given = " ".join(map(str, value))
-            raise UsageError(f"--{name.replace('_', '-')} names one twice: {given}; give each once")
-
-
 def some(**values: Sequence[object]) -> None:
     """Raise UsageError unless options have values, each of them once."""
     for name, value in values.items():
         if not value:
-            raise UsageError(f"--{name.replace('_', '-')} has no value; give one at least, or leave it out")
-    distinct(**values)
+            raise UsageError(f"--{name} has no value; give one at least, or leave it out")
+        if len(set(value)) < len(value):
+            raise UsageError(f"--{name} names one twice: {' '.join(map(str, value))}; give each once")
 
 
 def make_folder(out: Path) -> None:

@@ -39,20 +39,17 @@ PROVENANCE = _columns("device cpu threads torch triton nvcc cuda prokl commit da
 """Where, with what and when it was measured."""
 COLUMNS = {
     # What was measured: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
-    # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none"; "start" of
-    # recorded rows that of the eigenvalues.
-    **_columns("model case base optimizer clip_threshold backend start", "rank"),
+    # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none".
+    **_columns("model case base optimizer clip_threshold backend", "rank"),
     **_columns("source kernel config arch"),
     **_columns("value", "seed step"),
     **_columns("metric unit dtype shapes"),
     # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
     # a predicted lower bound in the same unit, "_se" a standard error.
     **_columns("", "rounds", "median q1 q3 ratio floor"),
-    **_columns("seeds validation_loss_per_seed", "", "validation_loss validation_loss_se train_loss seconds"),
+    **_columns("seeds validation_loss_per_seed", "", "validation_loss validation_loss_se seconds"),
     **_columns("diverged_at"),
-    **_columns(real="model_ms optimizer_ms first_optimizer_step_ms training_seconds seconds_to_muon_loss"),
-    **_columns(real="seconds_to_muon_loss_se seconds_to_kl_shampoo_loss seconds_to_kl_shampoo_loss_se"),
-    **_columns(real="state_mb peak_gib"),
+    **_columns(real="model_ms optimizer_ms seconds_to_muon_loss seconds_to_kl_shampoo_loss state_mb peak_gib"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.

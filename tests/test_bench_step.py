@@ -154,9 +154,10 @@ def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(ent
 
 
 @pytest.mark.slow
-def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, tmp_path, capsys):
+def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.csv"
-    arguments = ["steps", "--sets", "tiny", "--rounds", "3", "--out", str(out), "--seconds", "5"]  # three periods each
+    monkeypatch.setattr(steps, "MOST", 3)
+    arguments = ["steps", "--sets", "tiny", "--out", str(out), "--seconds", "5"]  # three periods each
     assert timing.main(arguments) == 0
     found = read(out)
     whole = [r for r in found if r["metric"] == "step"]
@@ -179,7 +180,7 @@ def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, t
 def test_something_wrong_has_no_figure_and_gives_status_1(tiny, monkeypatch, capsys):
     right = pro("torch", 2, torch.float32)
     monkeypatch.setattr(steps, "model_entries", lambda *_: [muon(torch.float32), stepping(off), right])
-    assert timing.main(["steps", "--sets", "tiny", "--seconds", "0.001", "--rounds", "3"]) == 1
+    assert timing.main(["steps", "--sets", "tiny", "--seconds", "0.001"]) == 1
     said = capsys.readouterr().out
     assert "pro-klshampoo torch r=3 step: wrong: on 8x12" in said and "pro-klshampoo torch r=2 step: wrong" not in said
 

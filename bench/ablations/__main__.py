@@ -34,7 +34,6 @@ class Options:
 
     def __post_init__(self) -> None:
         command.at_least(1, steps=self.steps, jobs=self.jobs)
-        command.distinct(seeds=self.seeds)
 
 
 def run(o: Options) -> None:

@@ -14,11 +14,8 @@ from bench.study.lengths import FORMS
 from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
-PANELS = (
-    ("step", "validation_loss", "steps", "validation loss, nats per token"),
-    ("seconds", "validation_loss", "seconds of training", "validation loss, nats per token"),
-    ("step", "train_loss", "steps", "training loss since the last evaluation"),
-)
+PANELS = {"step": "steps", "seconds": "seconds of training"}
+"""What losses are drawn against."""
 
 
 def loss(path: Path, curves: DataFrame) -> None:
@@ -27,19 +24,19 @@ def loss(path: Path, curves: DataFrame) -> None:
     size = (5 * len(PANELS), 3.8 * len(models))
     figure, grid = plt.subplots(len(models), len(PANELS), figsize=size, squeeze=False, layout="constrained")
     for line, (model, here) in zip(grid, models, strict=True):
-        for axes, (x, y, x_label, y_label) in zip(line, PANELS, strict=True):
+        for axes, (x, label_of_x) in zip(line, PANELS.items(), strict=True):
             for (method, rank), found in here.groupby(["optimizer", "rank"], sort=False, dropna=False):
-                curve(axes, found, x, y, **_style(method, rank, here), alpha=1.0 if method == PRO else 0.65)
-            axes.set(xlabel=x_label, ylabel=y_label, title=model)
+                curve(axes, found, x, **_style(method, rank, here), alpha=1.0 if method == PRO else 0.65)
+            axes.set(xlabel=label_of_x, ylabel="validation loss, nats per token", title=model)
             fit(axes)
             tidy(axes)
         line[0].legend(frameon=False, fontsize="small")
     save(figure, path)
 
 
-def curve(axes: Axes, rows: DataFrame, x: str, y: str, **style: Any) -> None:
-    """Draw the mean over the seeds at every evaluation that all of them have."""
-    at = rows.dropna(subset=y).groupby("step")
+def curve(axes: Axes, rows: DataFrame, x: str, **style: Any) -> None:
+    """Draw the mean loss over the seeds at every evaluation that all of them have."""
+    y, at = "validation_loss", rows.dropna(subset="validation_loss").groupby("step")
     points = at.agg(x=(x, "mean"), mean=(y, "mean"), error=(y, "sem"), seeds=(y, "size"))
     points = points[points["seeds"] == points["seeds"].max()].fillna({"error": 0.0})
     if points.empty:
@@ -93,12 +90,11 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", st
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             colour = OPTIMIZERS[unit.hyper().method].colour
             style = {"lw": 2.4} if form == PRO else {"lw": 1.3, "alpha": 0.6}
-            curve(axes, its, x, "validation_loss", label=FORMS[form].label, color=colour, **style)
+            curve(axes, its, x, label=FORMS[form].label, color=colour, **style)
             if drawn := axes.get_lines():
                 ends[form] = drawn[-1].get_xydata()[-1], colour
         of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-        label = "steps" if x == "step" else "seconds of training"
-        axes.set(xlabel=label, ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
+        axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
         fit(axes)
         tidy(axes)
         if x == "step":

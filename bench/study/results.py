@@ -37,13 +37,12 @@ def rows_of(study: Study, selected: Selected, results: Found) -> list[Row]:
         found = results[key]
         by_seed = [{method: losses[i] for method, losses in targets.items()} for i in range(len(found))]
         runs = DataFrame([_run(r.record, its) for r, its in zip(found, by_seed, strict=True)])
-        errors = runs[[name for name in runs if name == LOSS or name.startswith("seconds_to")]].sem(skipna=False)
         diverged = [result.record.diverged_at for result in found]
         rows.append(
             {"model": study.scale.name, "optimizer": hyper.method, "rank": hyper.rank}
             | runs.mean(skipna=False).to_dict()  # a value that one seed lacks is no mean of the others
-            | {f"{name}_se": error for name, error in errors.items()}
             | {
+                f"{LOSS}_se": runs[LOSS].sem(skipna=False),
                 "seeds": " ".join(map(str, study.seeds)),
                 "validation_loss_per_seed": " ".join(f"{loss:.5f}" for loss in runs[LOSS]),
                 "state_mb": max(result.record.state_bytes for result in found) / 1e6,
@@ -62,8 +61,6 @@ def _run(record: Record, targets: Mapping[str, float]) -> dict[str, float]:
     values = {LOSS: record.final_loss}
     for name, times in (("model_ms", record.model_seconds), ("optimizer_ms", record.optimizer_seconds)):
         values[name] = 1e3 * fmean(times[1:]) if times[1:] else math.nan
-    values["first_optimizer_step_ms"] = 1e3 * record.optimizer_seconds[0] if record.losses else math.nan
-    values["training_seconds"] = record.seconds(len(record.losses))
     losses, at = [loss for _, loss in record.validation], [record.seconds(step) for step, _ in record.validation]
     for method, loss in targets.items():
         values[f"seconds_to_{method.replace('-', '_')}_loss"] = reached(losses, at, loss)
@@ -77,15 +74,12 @@ def environment_of(results: Sequence[Result]) -> Row:
 
 
 def curve_rows(study: Study, selected: Selected, results: Found) -> list[Row]:
-    """Return validation loss and seconds by step, and the mean training loss since the evaluation before."""
+    """Return validation loss and seconds by step."""
     rows: list[Row] = []
     for key, hyper in selected.items():
         for seed, result in zip(study.seeds, results[key], strict=True):
             named = {"model": study.scale.name, "optimizer": hyper.method, "rank": hyper.rank}
-            before = 0
             for step, loss in result.record.validation:
-                since = result.record.losses[before:step]
                 own = {"seed": seed, "step": step, "validation_loss": loss, "seconds": result.record.seconds(step)}
-                rows.append(named | own | {"train_loss": fmean(since) if since else None})
-                before = step
+                rows.append(named | own)
     return rows

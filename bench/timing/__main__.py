@@ -34,13 +34,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=f"of {', '.join(SETS)}")
         if name == "steps":
             own.add_argument("--seconds", type=float, default=1.0, help="per optimizer and set (default: 1)")
-            own.add_argument("--rounds", type=int, default=15, help="periods at most (default: 15)")
     a = parser.parse_args(argv)
     if a.device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no CUDA device here; leave it out to measure on the CPU")
     if a.part == "steps":
         command.positive(seconds=a.seconds)
-        command.at_least(steps.FEWEST, rounds=a.rounds)
     if a.out:
         command.make_file(a.out)
         rows.read(a.out)  # now, not after measuring
@@ -61,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             s = SETS[name]
             timed = a.part == "steps"
-            found = steps.measure(s, a.device, a.seconds, a.rounds) if timed else list(kernels.measure(s, a.device))
+            found = steps.measure(s, a.device, a.seconds) if timed else list(kernels.measure(s, a.device))
             print("\n".join(map(rows.describe, found)), flush=True)
             wrong |= any(row.get("note", "").startswith("wrong") for row in found)
             if a.out:

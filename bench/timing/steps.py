@@ -21,8 +21,8 @@ from bench.timing.entries import PERIOD, Entry, model_entries, peers
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, enter, take_turns
 
-FEWEST = 3
-"""Periods timed at least."""
+FEWEST, MOST = 3, 15
+"""Periods timed at least and at most."""
 SLOWEST = 10.0
 """Seconds that a period may take; a slower optimizer is left out."""
 
@@ -70,10 +70,10 @@ def set_rows(
     return found
 
 
-def measure(s: ParameterSet, device: torch.device, seconds: float, rounds: int) -> list[rows.Row]:
-    """Time all optimizers on one set, for some seconds each and ``rounds`` periods at most."""
+def measure(s: ParameterSet, device: torch.device, seconds: float) -> list[rows.Row]:
+    """Time all optimizers on one set, for some seconds each."""
     polar = torch.float32 if emulated(device) else torch.bfloat16
     entries = model_entries(s, device, polar) + peers(s.ranks[len(s.ranks) // 2], polar)
     runs, left_out = enter(entries, Problem(s, device), SLOWEST)
-    take_turns(runs, seconds, FEWEST, rounds)
+    take_turns(runs, seconds, FEWEST, MOST)
     return set_rows(runs, left_out, s, polar)
