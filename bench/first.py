@@ -1,40 +1,40 @@
 """Whether anything works at all on a GPU, within two minutes: ``python -m bench.first``.
 
-What is installed; every kernel once, at the sizes of training, against float64; the QR; a few steps eager and from
-graphs, in both precisions, against PyTorch's. A line each as it comes, with the seconds that it took, compiling
-included; an error is a line, too, and the next one goes on. The exit status is 1 if a line says so.
+What is installed; every kernel once, at the sizes of training, against float64; whole steps of both precisions against
+the reference, as before every timing; and steps from graphs against the same ones without. A line each as it comes,
+with the seconds that it took, compiling included; an error is a line, too, and the next one goes on. The exit status is
+1 if a line says so.
 """
 
 import copy
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench import command
 from bench.micro.case import Case, Sizes, complaint, numbers, precision_of
 from bench.micro.kernels import KERNELS
-from bench.optimizers import arguments
 from bench.shapes import ParameterSet
-from prokl import ProKLShampoo, doctor
+from bench.timing import agreement
+from bench.timing.entries import Entry, pro
+from bench.timing.problem import Problem, Shape
+from bench.timing.runs import TimedRun
+from prokl import doctor
 from prokl.algorithm.settings import PRECISIONS
 from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.select import select
 
 SIZES = Sizes(B=4, m=768, n=3072, r=128)
 STEPS, PERIOD = 13, 4
-"""Refreshes are recorded at their second and replayed from the third on."""
-FAR = {"faithful": 2.0**-10, "balanced": 2.0**-8}
-"""Distance from the weights of PyTorch's faithful form, relative to the distance moved, that rounding does not explain,
-with Newton-Schulz in float32: in bfloat16 it would make 0.02 of a step by itself.
-
-Balanced, the factors of the subspace's part are stored in bfloat16: each entry is off by up to 2^-8, a factor by 2^-9.2
-in norm and both together by 2^-8.7 (of normal numbers). PyTorch's balanced form was 2.6e-4 away at these sizes, and
-1.6e-3 on weights of 6 x 10 and 16 x 36; faithful with another QR it was 7e-6 away."""
+"""From graphs: refreshes are recorded at their second and replayed from the third on."""
+FAR = 2.0**-10
+"""Distance of steps from graphs from those without, relative to the distance moved, that sums in another order do not
+explain. Newton-Schulz is in float32: in bfloat16 rounding would make 0.02 of a step by itself."""
 
 Check = Callable[[], str]
 """Returns what was found; raises if it is wrong."""
@@ -51,29 +51,24 @@ def kernel(case: Case, sizes: Sizes, device: torch.device, ops: dict[str, ProKLS
 
 
 def weights_of(sizes: Sizes) -> ParameterSet:
-    """Return the weights that are stepped: of two shapes, one of them also as its transpose."""
-    return ParameterSet("first", ((1, sizes.m, sizes.n), (1, sizes.n, sizes.m), (2, sizes.m, sizes.m)), (sizes.r,))
+    """Return the weights that are stepped: of two shapes, one of them as its transpose."""
+    return ParameterSet("first", ((2, sizes.n, sizes.m), (2, sizes.m, sizes.m)), (sizes.r,))
 
 
-def trained(sizes: Sizes, device: torch.device, **settings: object) -> tuple[list[Tensor], float, ProKLShampoo]:
-    """Return how far weights of two shapes have moved, the milliseconds of the last step, and the optimizer."""
-    g = torch.Generator().manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(s, generator=g).to(device)) for s in weights_of(sizes).each]
-    start = [W.detach().clone() for W in weights]
-    own = arguments({"rank": sizes.r, "precondition_frequency": PERIOD, "ns_dtype": torch.float32, **settings})
-    optimizer = ProKLShampoo(weights, **own)
-    took = 0.0
-    for _ in range(STEPS):
-        for W in weights:
-            W.grad = torch.randn(W.shape, generator=g).to(device)
-        before = time.perf_counter()
-        optimizer.step()
-        moved = [(W.detach() - old).cpu() for W, old in zip(weights, start, strict=True)]  # waits for the step
-        took = 1e3 * (time.perf_counter() - before)
-    return moved, took, optimizer
+def entry_of(sizes: Sizes, precision: str, **settings: object) -> Entry:
+    """Return Pro-KLShampoo in the kernels."""
+    entry = pro("triton", sizes.r, torch.float32)
+    return replace(entry, settings=tuple((dict(entry.settings) | {"precision": precision, **settings}).items()))
 
 
-def check_recorded(optimizer: ProKLShampoo) -> None:
+def step(entry: Entry, shape: Shape, device: torch.device) -> str:
+    """Compare steps of weights of one shape with the reference's."""
+    if wrong := agreement.complaint(entry, shape, device):
+        raise ArithmeticError(wrong)
+    return "right"
+
+
+def check_recorded(optimizer: Any) -> None:
     """Raise RuntimeError unless every bucket of the optimizer has a graph: its steps could have run plainly unseen."""
     graphs = optimizer.engine.graphs
     if graphs.refused:
@@ -82,17 +77,20 @@ def check_recorded(optimizer: ProKLShampoo) -> None:
         raise RuntimeError("no graph was recorded of some step that was to come from one")
 
 
-def steps(
-    sizes: Sizes, device: torch.device, wanted: Callable[[], list[Tensor]], precision: str, **settings: object
-) -> str:
-    """Compare a few steps with PyTorch's faithful ones."""
-    moved, took, optimizer = trained(sizes, device, backend="triton", precision=precision, **settings)
-    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(moved, wanted(), strict=True))
-    if not apart <= FAR[precision]:
-        raise ArithmeticError(f"{apart:.2g} of the way from PyTorch's, may be {FAR[precision]:.2g}")
-    if device.type == "cuda" and settings.get("cuda_graphs"):
-        check_recorded(optimizer)
-    return f"{apart:.2g} of the way from PyTorch's; the last step took {took:.2f} ms, by the host"
+def graphs(sizes: Sizes, precision: str, device: torch.device) -> str:
+    """Compare a few steps from graphs with the same ones without."""
+    problem, moved = Problem(weights_of(sizes), device), []
+    for on in (False, True):
+        entry = entry_of(sizes, precision, precondition_frequency=PERIOD, cuda_graphs=on)
+        run = TimedRun(entry, problem)
+        took = run.steps(STEPS)[-1]
+        moved.append([W.detach() - start for W, start in zip(run.weights, problem.start, strict=True)])
+    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*moved, strict=True))
+    if not apart <= FAR:
+        raise ArithmeticError(f"{apart:.2g} of the way from the steps without, may be {FAR:.2g}")
+    if device.type == "cuda":
+        check_recorded(run.optimizer)
+    return f"{apart:.2g} of the way from the steps without; the last one took {1e3 * took:.2f} ms"
 
 
 def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
@@ -102,16 +100,11 @@ def checks(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Check]]:
     ops = {precision: select("triton", device, precision).stages["pro-klshampoo"] for precision in PRECISIONS}
     for case in KERNELS:
         yield f"kernel: {case.name}", partial(kernel, case, sizes, device, ops)
-    found: list[list[Tensor]] = []
-
-    def wanted() -> list[Tensor]:
-        if not found:
-            found.append(trained(sizes, device, backend="torch", precision="faithful")[0])
-        return found[0]
-
-    for precision, graphs in itertools.product(PRECISIONS, (False, True)):
-        name = f"steps: {precision}, {'from graphs' if graphs else 'eager'}"
-        yield name, partial(steps, sizes, device, wanted, precision, cuda_graphs=graphs)
+    for precision in PRECISIONS:
+        for shape in dict.fromkeys(weights_of(sizes).each):
+            what = partial(step, entry_of(sizes, precision), shape, device)
+            yield f"step: {precision}, {shape[0]} x {shape[1]}", what
+        yield f"graphs: {precision}", partial(graphs, sizes, precision, device)
 
 
 @command.command

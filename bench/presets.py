@@ -27,11 +27,6 @@ class RunLength:
     context: int  # tokens of a sequence
     data: str  # what the paper trained on
 
-    @property
-    def tokens(self) -> int:
-        """Tokens seen in the whole run."""
-        return self.steps * self.batch * self.context
-
 
 RUNS = {
     # The paper: 5100 and 13000 iterations, 2.7B and 6.8B tokens. That is modded-nanogpt's 512 sequences of 1024 a step.

@@ -1,6 +1,7 @@
 """The first two minutes on a GPU: every line is asked, what is wrong is told, and nothing stops what comes after."""
 
 import contextlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from bench import first
 from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
+from bench.shapes import ParameterSet
+from bench.timing import agreement
 from prokl.backends import triton_ops
 from prokl.backends.select import select
 from prokl.engine.graphs import Graphs, Recorded
@@ -17,6 +20,7 @@ from prokl.pair import Pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Sizes(B=2, m=8, n=12, r=4)
+ONE = ParameterSet("one", ((1, 12, 8),), (4,))
 GIVEN = ["--device", DEVICE.type]
 interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -26,37 +30,47 @@ interpreted = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's 
 def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
     """Every kernel and whole steps of both precisions, as a GPU is asked; a CPU records no graphs, so steps are few."""
     monkeypatch.setattr(first, "SIZES", SMALL)
+    monkeypatch.setattr(first, "weights_of", lambda sizes: ONE)
     monkeypatch.setattr(first, "STEPS", 3)
     monkeypatch.setattr(first, "PERIOD", 2)  # the last of them refreshes
     assert first.main([*GIVEN, "--seconds", "600"]) == 0
     said = capsys.readouterr().out.splitlines()
-    for what in ("doctor: torch", "doctor: extension", "steps: balanced, eager: "):
+    asked = "doctor: torch", "doctor: extension", "step: balanced, 12 x 8: right ", "graphs: faithful: 0 of the "
+    for what in asked:
         assert any(line.startswith(what) for line in said), what
     right = [line.rpartition(": right")[0] for line in said if line.startswith("kernel: ")]
     assert right == [f"kernel: {case.name}" for case in KERNELS]
-    assert sum(line.startswith("steps: ") for line in said) == 4
     assert said[-1] == "0 wrong, 0 not begun within 600 s"
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_wrong_kernel_and_a_wrong_step_are_noticed_and_what_fails_is_a_line(monkeypatch, capsys):
-    monkeypatch.setattr(first, "STEPS", 1)
+    agreement.complaint.cache_clear()
     ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("balanced", "faithful")}
     case = next(case for case in KERNELS if case.name == "product")
     assert first.kernel(case, SMALL, DEVICE, ops).startswith("right")
     for stages in map(type, ops.values()):  # of pairs first: theirs calls the other
         product = stages.product
         monkeypatch.setattr(stages, "product", lambda self, *a, product=product, **k: product(self, *a, **k) * 1.01)
-    with pytest.raises(ArithmeticError):
-        first.kernel(case, SMALL, DEVICE, ops)
-    for precision, most in (("balanced", "0.0039"), ("faithful", "0.00098")):
-        with pytest.raises(ArithmeticError, match=f"of the way from PyTorch's, may be {most}"):
-            first.steps(SMALL, DEVICE, lambda: [torch.ones(W) for W in ((8, 12), (12, 8), (8, 8), (8, 8))], precision)
     monkeypatch.setattr(first, "SIZES", SMALL)
+    monkeypatch.setattr(first, "weights_of", lambda sizes: ONE)
     monkeypatch.setattr(first, "KERNELS", [case])
-    assert first.main(GIVEN) == 1  # the steps, too: a single one moves nothing
+    monkeypatch.setattr(first, "graphs", lambda *given: "not asked")
+    assert first.main(GIVEN) == 1
     said = capsys.readouterr().out
-    assert "kernel: product: WRONG: ArithmeticError: error " in said and said.splitlines()[-1].startswith("5 wrong, 0")
+    assert "kernel: product: WRONG: ArithmeticError: error " in said
+    for precision in ops:
+        assert re.search(f"step: {precision}, 12 x 8: WRONG: .* from the reference in float64, may be 1e-06", said)
+    assert said.splitlines()[-1].startswith("3 wrong, 0 not begun")
+    agreement.complaint.cache_clear()
+
+
+@interpreted
+def test_graphs_that_go_elsewhere_are_noticed(monkeypatch):
+    monkeypatch.setattr(first, "STEPS", 1)  # which moves nothing
+    with pytest.raises(ArithmeticError, match="nan of the way from the steps without, may be 0.00098"):
+        first.graphs(SMALL, "faithful", DEVICE)
 
 
 @interpreted

@@ -27,8 +27,7 @@ from bench.micro import groups
 from bench.micro.case import Case, Dtypes, Sizes, precision_of
 from bench.micro.kernels import KERNELS
 from bench.shapes import PAPER, SETS, ParameterSet
-from bench.timing.entries import model_entries
-from prokl import ProKLShampoo
+from bench.timing.entries import Entry, model_entries
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.select import _triton_backend
 
@@ -51,16 +50,21 @@ def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Event]:
     return events
 
 
+def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Event]:
+    """Yield what is launched where two weights of every shape are held to the reference, and then by the set."""
+    for shape in dict.fromkeys(s.each):
+        two = ParameterSet("", ((2, *shape),), ())
+        yield from _stepped(two, torch.float32, entry.build)
+        yield from _stepped(two, torch.float64, partial(entry.build, ns_dtype=torch.float64))
+    yield from _stepped(s, torch.float32, entry.build)
+
+
 def of_steps(s: ParameterSet) -> Iterator[Event]:
     """Yield what timed steps launch on a set, and those before that hold them to the reference."""
     for entry in model_entries(s, CUDA, torch.bfloat16):
         if entry.backend != "triton":
             continue
-        yield from _stepped(s, torch.float32, entry.build)
-        for shape in dict.fromkeys(s.each):
-            two = ParameterSet("", ((2, *shape),), ())
-            yield from _stepped(two, torch.float32, entry.build)
-            yield from _stepped(two, torch.float64, partial(entry.build, ns_dtype=torch.float64))
+        yield from _checked_and_stepped(s, entry)
 
 
 def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Event]:
@@ -76,9 +80,7 @@ def of_first() -> Iterator[Event]:
     for case in KERNELS:
         yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0])
     for precision in PRECISIONS:
-        advanced = {"ns_dtype": torch.float32, "precision": precision}
-        made = partial(ProKLShampoo, rank=first.SIZES.r, advanced=advanced)
-        yield from _stepped(first.weights_of(first.SIZES), torch.float32, made)
+        yield from _checked_and_stepped(first.weights_of(first.SIZES), first.entry_of(first.SIZES, precision))
 
 
 def launches(sets: Sequence[ParameterSet]) -> list[Launch]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from pandas import DataFrame, Series
@@ -13,7 +12,6 @@ from bench.rows import RESULTS, frame
 from bench.study.lengths import FIRST_SEED, FORMS, Unit, at_default, tuned, units
 from bench.study.results import reached
 
-CURVES = RESULTS / "lengths-curves.csv"
 REFERENCE = "muon"
 """Whose final loss the others' steps are counted to."""
 MAIN = ("adamw", "muon", "soap", "kl-shampoo", "pro-klshampoo")
@@ -131,12 +129,12 @@ def _difference(losses: Series, minus: Series) -> str:
     return with_error(difference.mean(), difference.sem(), 3, sign="+")
 
 
-def reached_table(found: DataFrame, length: int, curves: Path = CURVES) -> str:
+def reached_table(found: DataFrame, length: int) -> str:
     """Return after which share of the reference's steps and seconds tuned methods have its final loss, where they have.
 
     Of runs of one length, by model; seconds are steps times :func:`step_ms`.
     """
-    curve = frame(curves)
+    curve = frame(RESULTS / "lengths-curves.csv")
     every_ms = step_ms(found)
     lines: dict[str, dict[str, object]] = {}
     for model, every in ((model, every) for (model, steps), every in compared(found).items() if steps == length):
