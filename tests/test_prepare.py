@@ -121,12 +121,13 @@ sizes = Sizes(2, 32, 48, 16)
 cases = [case for case in KERNELS if case.name in ("split", "stack", "projection", "product B^T", "symmetric L")]
 if sys.argv[1] == "ahead":
     events = [e.launch for case in cases for e in ahead._called(case, sizes, case.dtypes[0])]
-    steps = ahead.of_steps
-    ahead.of_steps = lambda s: islice(steps(s), 50)  # tracing them all takes longer than to compile
-    ahead.KERNELS = cases
+    steps, checked = ahead.of_steps, ahead._checked_and_stepped  # tracing them all takes longer than to compile
+    ahead.of_steps = lambda s: islice(steps(s), 50)
+    ahead._checked_and_stepped = lambda s, entry: islice(checked(s, entry), 50)
+    ahead.KERNELS = ahead.groups.KERNELS = cases
     every = ahead.launches([ParameterSet("tiny", ((2, 12, 20),), (2, 3, 4))])
-    ahead.launches = lambda sets: every[::100] + events  # a few: compile_report compiles every kernel
-    print([ahead.main(["90"]) for _ in range(2)], len(every) > 64)
+    ahead.launches = lambda sets: every[::20] + events  # a few: compile_report compiles every kernel
+    print([ahead.main(["90"]) for _ in range(2)], len(every) > 32)
 else:
     triton.runtime.driver.set_active(triton_kernels.Offline(90))
     hits = []
