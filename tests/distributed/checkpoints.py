@@ -60,17 +60,19 @@ def save(run, folder, route):
             torch.save(found, folder)
 
 
-def load(run, folder, route):
-    """Load a run from a folder; needs all ranks."""
+def load(run, folder, route, model=True):
+    """Load a run from a folder, or its optimizer alone; needs all ranks."""
     given = options(route)
     if route in DCP:
         found = contents(run, route)
+        found = found if model else {"optimizer": found["optimizer"]}
         dcp.load(found, checkpoint_id=folder)
     else:
         found = {"model": {}, "optimizer": {}}
         if route != "broadcast" or first():
             found = torch.load(folder, weights_only=True)
-    set_model_state_dict(run.model, found["model"], options=given)
+    if model:
+        set_model_state_dict(run.model, found["model"], options=given)
     if route == "gathered":
         run.optimizer.load_state_dict(found["optimizer"])
     else:
@@ -150,16 +152,7 @@ def refuse(plan, folder, route):
     run.train(0, 2)
     before = everything(run)
     try:
-        given = options(route)
-        if route in DCP:
-            found = {"optimizer": contents(run, route)["optimizer"]}
-            dcp.load(found, checkpoint_id=Path(folder) / route)
-        else:
-            found = torch.load(Path(folder) / route, weights_only=True)
-        if route == "gathered":
-            run.optimizer.load_state_dict(found["optimizer"])
-        else:
-            set_optimizer_state_dict(run.model, run.optimizer, found["optimizer"], options=given)
+        load(run, Path(folder) / route, route, model=False)
     except BaseException as error:
         after = everything(run)
         return type(error).__name__, str(error), [key for key in before if before[key] != after.get(key)]

@@ -4,7 +4,7 @@ The batch of a step follows from the step, and each rank takes its part of it, s
 data. Some weights come late, are missing in some steps or get gradients that are not finite, by the step as well.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -117,11 +117,10 @@ class Plan:
     """How to train.
 
     Attributes:
-        how: "alone", "ddp" (divided), "ddp-whole" (every rank does the whole step), "fsdp", "fsdp-kept"
-            (reshard_after_forward=False), "hsdp" (2x2 mesh).
+        how: "alone", "ddp" (divided), "fsdp", "fsdp-kept" (reshard_after_forward=False), "hsdp" (2x2 mesh).
         method: "pro" or "kl". dtype: of the weights. settings: of the optimizer.
         order: alone, the parts of the batch whose gradients are summed, in this order; () for one batch.
-        bad: whether some gradients are infinite. wide: length of the longest side.
+        wide: length of the longest side.
         convolution: whether KL-Shampoo takes the convolution, too, as Pro-KLShampoo does.
         apart: whether each matrix weight has a group of its own, with its own lr and weight decay.
     """
@@ -131,7 +130,6 @@ class Plan:
     dtype: torch.dtype = torch.float64
     settings: dict = field(default_factory=dict)
     order: tuple = ()
-    bad: bool = True
     wide: int = 40
     convolution: bool = False
     apart: bool = False
@@ -151,7 +149,7 @@ class Run:
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             for module in (*self.model.layers[:2], self.model.mixed, self.model):
                 fully_shard(module, mesh=mesh, reshard_after_forward=plan.how != "fsdp-kept")
-        elif plan.how in ("ddp", "ddp-whole"):
+        elif plan.how == "ddp":
             self.called = DistributedDataParallel(self.model, find_unused_parameters=True)
         self.optimizer = optimizer_of(self.model, plan)
 
@@ -165,7 +163,7 @@ class Run:
         self.called.zero_grad()
         for part in parts if alone else [dist.get_rank()]:
             x, y = tokens.chunk(count)[part], targets.chunk(count)[part]
-            poisoned = self.plan.bad and call in BAD and part == 0
+            poisoned = call in BAD and part == 0
             loss = cross_entropy(self.called(x, call, poisoned).flatten(0, 1).to(torch.float64), y.flatten())
             (loss / (count if alone else 1)).backward()
             total = total + loss.detach() / count
@@ -267,8 +265,3 @@ def trained(plan, steps=STEPS):
     """Train from the start: alone in this process, otherwise on every rank of a pool."""
     run = Run(plan)
     return outcome(run, run.train(0, steps))
-
-
-def alone(plan):
-    """Return a plan for one process."""
-    return replace(plan, how="alone")
