@@ -1,6 +1,7 @@
 """However weights lie on the ranks, they are stepped as in one process; what cannot be stepped is refused."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -140,6 +141,36 @@ def experts_at_home():
 
 def test_experts_that_lie_on_their_ranks_are_owned_there_and_nothing_is_sent(pools):  # noqa: F811
     assert pools[2].run(experts_at_home) == [(0, (3, 8, 10))] * 2
+
+
+# On two ranks, and of whole 16 bytes on each.
+EVEN = {"square": (8, 8), "square2": (8, 8), "wide": (8, 20), "table": (12, 4), "bias": (8,)}
+BYTES = {name: 8 * math.prod(shape) for name, shape in EVEN.items()}
+
+
+def step_bytes(how):
+    """Return what this rank sends and receives in a step, and the bytes of the weights that it owns."""
+    weights = weights_of(how, EVEN)
+    optimizer = optimizer_of(how, weights)
+    train(weights, optimizer, 0, 1)  # which divides the weights
+    with Traffic() as traffic:
+        train(weights, optimizer, 1, 2)
+    owned = sum(w.stand_in.nbytes for w in optimizer._division.divided() if w.stand_in is not None)
+    return traffic.sent, traffic.received, owned
+
+
+def test_each_plain_weight_goes_once_to_every_rank_that_does_not_own_it(pools):  # noqa: F811
+    found = pools[2].run(step_bytes, "ddp")
+    every = sum(BYTES.values())
+    assert sum(owned for *_, owned in found) == every
+    assert [(sent, received) for sent, received, _ in found] == [(owned, every - owned) for *_, owned in found]
+
+
+def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pools):  # noqa: F811
+    found = pools[2].run(step_bytes, "fsdp")  # a gradient and a weight come, the stepped weight goes back
+    matrices = sum(BYTES[name] for name in EVEN if name in MATRICES)
+    assert sum(owned for *_, owned in found) == matrices
+    assert sum(sent for sent, *_ in found) == sum(received for _, received, _ in found) == 3 * matrices / 2
 
 
 def asked_of_one_rank():
