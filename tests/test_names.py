@@ -63,16 +63,6 @@ def test_wrappers_do_not_change_how_bfloat16_is_rounded(cls, split):
     assert differences(trained("1.weight"), plain)  # the name itself counts
 
 
-@pytest.mark.slow
-def test_a_compiled_model_ends_where_the_model_itself_does():
-    ends = []
-    for wrap in (lambda m: m, torch.compile, nn.DataParallel):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 4)).to(BF16)
-        ends.append(train(PRO(param_groups(wrap(model), lr=0.01, adamw_lr=1e-3)), range(4)))
-    assert differences(ends[0], ends[1]) == differences(ends[0], ends[2]) == set()
-
-
 @pytest.mark.parametrize("wrapped", WRAPPED[:4])
 def test_checkpoints_go_by_names_without_wrappers(wrapped):
     def build(*names, frozen=()):
