@@ -1,46 +1,19 @@
-"""``cautious_weight_decay``: only elements that a step does not grow are decayed (arXiv:2510.12402)."""
+"""``cautious_weight_decay``: only elements that a step does not grow are decayed (arXiv:2510.12402), by the kernels.
+
+tests/test_bounded_step.py holds the reference and the batched step to the transcription.
+"""
 
 import pytest
 import torch
 
 from prokl.backends.pointers import PointerTable
 from prokl.kernels.apply import apply
-from tests.inputs import KL, PRO, normal, same_bits, step, weight
+from tests.inputs import KL, PRO, normal, step, weight
 from tests.problems import made
 from tests.test_apply import DEVICE, GUARD
 from tests.test_stack import FEW, Bucket
 
-CAUTIOUS = {"cautious_weight_decay": True}
 LR, DECAY = 0.25, 0.5
-
-
-def stepped(method, path, shape, dtype, **kw):
-    """A weight before and after its second step."""
-    cls, own = method
-    p = weight(*shape, dtype=dtype)
-    optimizer = made(cls, [p], lr=LR, backend=path, **own, **kw)
-    for t in range(2):
-        before = p.detach().clone()
-        step(optimizer, [p], [normal(*shape, seed=t, dtype=dtype)])
-    return before, p.detach()
-
-
-@pytest.mark.parametrize("shape", [(6, 10), (3, 10, 6)], ids=str)
-def test_decay_acts_where_the_step_shrinks_and_nowhere_else(method, path, shape):
-    W, plain = stepped(method, path, shape, torch.float64)
-    D = (W - plain) / LR
-    _, found = stepped(method, path, shape, torch.float64, weight_decay=DECAY, **CAUTIOUS)
-    on = plain if method[0] is KL else W  # what is multiplied; KL-Shampoo decays after the step
-    expected = plain - torch.where(D * on >= 0, LR * DECAY * on, 0.0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
-    decayed = found != plain
-    assert 0.1 < decayed.double().mean() < 0.9
-    assert method[0] is not KL or not decayed[(plain * W < 0)].any()  # a step past zero is not followed by decay
-
-
-def test_without_decay_it_changes_no_bit(method, path):
-    one, two = (stepped(method, path, (6, 10), torch.float32, **kw)[1] for kw in ({}, CAUTIOUS))
-    assert same_bits(one, two)
 
 
 @pytest.mark.parametrize("cautious", [False, True])
@@ -82,7 +55,13 @@ def test_the_kernel_leaves_a_weight_that_is_not_live_as_it_is():
 @pytest.mark.parametrize("method", [(PRO, {"rank": 4, "ns_dtype": torch.float64}), (KL, {})], ids=["pro", "kl"])
 def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
     cls, own = method
-    settings = {"lr": LR, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw", **CAUTIOUS, **own}
+    settings = {
+        "lr": LR,
+        "weight_decay": DECAY,
+        "cautious_weight_decay": True,
+        "adjust_lr_fn": "match_rms_adamw",
+        **own,
+    }
     weights = {}
     for backend in ("reference", "triton"):
         p = weight(10, 6, dtype=torch.float64).to(DEVICE)

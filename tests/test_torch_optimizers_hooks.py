@@ -12,7 +12,8 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.inputs import weight
-from tests.torch_optimizers import COPIES, Problem, equal, of_all, reloaded
+from tests.torch_optimizers import COPIES, Problem, equal, of_all
+from tests.training import reloaded
 
 
 @of_all

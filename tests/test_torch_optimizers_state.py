@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.inputs import weight
-from tests.torch_optimizers import COPIES, OURS, Problem, equal, of_all, of_all_settings, reloaded
+from tests.torch_optimizers import COPIES, OURS, Problem, equal, of_all, of_all_settings
+from tests.training import reloaded
 
 STEPS = 4  # a refresh comes at every third of them
 
@@ -52,7 +53,7 @@ def as_it_is(problem, state):
 
 
 def through_a_file_that_runs_no_code(problem, state):
-    return reloaded(state, weights_only=True)
+    return reloaded(state)
 
 
 def with_steps_as_numbers(problem, state):

@@ -8,7 +8,6 @@ Importing PyTorch's module keeps the process from setting torch.backends.cudnn's
 """
 
 import copy
-import io
 import pickle
 from collections.abc import Iterable
 
@@ -24,7 +23,6 @@ from tests.training import contents
 pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
 from torch.testing._internal.common_optimizers import (  # noqa: E402
-    ErrorOptimizerInput,
     OptimizerInfo,
     OptimizerInput,
     get_error_inputs_for_all_optims,
@@ -108,28 +106,12 @@ def of_two_rows(params, known):
 
 
 def errors(device, dtype):
-    """PyTorch's list of errors for every optimizer, and what the matrix method cannot take."""
+    """PyTorch's list of errors for every optimizer; test_bad_settings has what the matrix method cannot take."""
     everyones = get_error_inputs_for_all_optims(device, dtype)
     for error in everyones:
         error.optimizer_error_input.params = of_two_rows(error.optimizer_error_input.params, {})
         error.error_regex = error.error_regex.replace("Tensor lr must be 1-element", "Invalid lr=.* with one such elem")
-    weights = {
-        r"shape \(3,\).*at least 2 dimensions.*adamw": torch.zeros(3),
-        r"shape \(0, 4\) and no elements": torch.zeros(0, 4),
-        r"shape \(1, 1\), a 1x1 matrix": torch.zeros(1, 1),
-        "is complex.*needs real weights": torch.zeros(2, 3, dtype=torch.complex64),
-        "not a floating-point tensor": torch.zeros(2, 3, dtype=torch.int64),
-    }
-    settings = {
-        r"Invalid lr=-1\.0: must be a finite number of at least 0": {"lr": -1.0},
-        r"Invalid weight_decay=-1\.0": {"weight_decay": -1.0},
-        r"Invalid momentum=1\.0": {"momentum": 1.0},
-        r"Invalid beta2=1\.0": {"beta2": 1.0},
-        "Invalid precondition_frequency=0": {"precondition_frequency": 0},
-    }
-    own = [OptimizerInput([p], {}, regex) for regex, p in weights.items()]
-    own += [OptimizerInput([torch.zeros(2, 3)], kwargs, regex) for regex, kwargs in settings.items()]
-    return everyones + [ErrorOptimizerInput(o, error_type=ValueError, error_regex=o.desc) for o in own]
+    return everyones
 
 
 OURS = [
@@ -234,14 +216,6 @@ def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return type(a) is type(b) and a == b
-
-
-def reloaded(state_dict, **options):
-    """Return what torch.load makes of the file."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, **options)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
