@@ -79,18 +79,6 @@ def test_random_numbers_differ_between_steps_weights_and_elements():
         assert abs((a * b).mean()) <= 6 / 12 / a.numel() ** 0.5
 
 
-def test_a_matrix_is_rounded_alike_in_any_batch():
-    names = ["a 0", "b 0", "c 0", "c 1"]
-    x, zero = normal(4, 6, 10), torch.zeros(1, 6, 10, dtype=BF16)
-    whole = Rounding("stochastic", names, [zero] * 4)
-    whole.locate([3, 5, 0, 7])
-    together = stochastic(x, whole.keys)
-    for b, (name, t) in enumerate(zip(names, [3, 5, 0, 7], strict=True)):
-        alone = Rounding("stochastic", [name], [zero])
-        alone.locate([t])
-        assert same_bits(stochastic(x[b : b + 1], alone.keys), together[b : b + 1])
-
-
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("mode", BF16_WEIGHTS)
 def test_a_bucket_made_as_several_and_the_reference_write_what_one_does(cls, kwargs, mode, monkeypatch):

@@ -1,4 +1,4 @@
-"""The contract of torch.optim: closures, groups, hyper-parameters that change between steps, what a step touches.
+"""The contract of torch.optim: groups, hyper-parameters that change between steps, what a step touches.
 
 What PyTorch asks of every optimizer of its own, under schedulers and hooks, is in the files test_torch_optimizers_*.
 """
@@ -37,25 +37,6 @@ def backend(request):
 def build(method, *shapes, dtype=torch.float32, **settings):
     cls, kwargs = method
     return made(cls, named(*(shapes or SHAPES), dtype=dtype), **kwargs, **settings)
-
-
-@pytest.mark.parametrize("outer", [torch.enable_grad, torch.no_grad])
-def test_closure_runs_once_with_grad_enabled_and_its_loss_is_returned(method, outer):
-    optimizer, x, losses = build(method, (6, 10)), normal(4, 6), []
-    (w,) = weights_of(optimizer)
-
-    def closure():
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        losses.append((x @ w).square().mean())
-        losses[-1].backward()
-        return losses[-1]
-
-    with outer():
-        returned = [optimizer.step(closure) for _ in range(5)]
-        assert torch.is_grad_enabled() == (outer is torch.enable_grad)
-    assert all(a is b for a, b in zip(returned, losses, strict=True))
-    assert losses[-1] < losses[0]
 
 
 def test_maximize_equals_minimising_the_negated_gradient(method, backend):

@@ -11,23 +11,14 @@ from torch import nn
 from prokl import param_groups
 from tests.inputs import KL, PRO, weight
 from tests.routing import RATES
+from tests.test_frozen_weights import model
 from tests.training import named, refused, train, weights_of
 
 both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(9, 8)
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.mlp = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-        self.head = nn.Linear(8, 9)
-
-
-def groups_of(model):
-    return param_groups(model, **RATES, names=False, split_fused=True)
+def groups_of(net):
+    return param_groups(net, **RATES, names=False, split_fused=True)
 
 
 def assert_all_move(optimizer, weights=None):
@@ -40,11 +31,11 @@ def assert_all_move(optimizer, weights=None):
 @both
 def test_groups_may_be_added_without_names_and_be_empty(cls):
     """As those whose weights are on other ranks."""
-    optimizer = cls(groups_of(Model()))
+    optimizer = cls(groups_of(model(frozen=())))
     optimizer.add_param_group({"params": [weight(8, 8)]})
     assert_all_move(optimizer)
     assert optimizer.param_groups[-1]["algorithm"] == "matrix"
-    groups = [dict(group) for group in groups_of(Model())]
+    groups = [dict(group) for group in groups_of(model(frozen=()))]
     for group in (groups[0], *groups[2:]):
         group["params"] = []
     assert_all_move(cls(groups))
@@ -54,7 +45,7 @@ def test_groups_may_be_added_without_names_and_be_empty(cls):
 def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(cls, tmp_path):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # imports for two seconds
 
-    models, late = [Model(), Model()], [weight(8, 6), weight(8, 6)]
+    models, late = [model(frozen=()), model(frozen=())], [weight(8, 6), weight(8, 6)]
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         own = cls(groups_of(models[0]))
@@ -72,7 +63,7 @@ def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(cls, tmp_path):
 
 @pytest.mark.parametrize("form", [list, iter])
 def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_so(form):
-    optimizer = PRO(groups_of(Model()))
+    optimizer = PRO(groups_of(model(frozen=())))
     optimizer.param_groups[-1].update(betas=(0.7, 0.8), amsgrad=True)
     matrix, bias, scale = weight(8, 8), weight(8), nn.Parameter(torch.ones(()))
     said = (
@@ -89,12 +80,12 @@ def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_s
 
 
 def test_vectors_alone_go_to_adamw_named_or_not_and_a_tensor_is_as_a_list_of_it():
-    optimizer, gain = PRO(param_groups(Model(), **RATES)), weight(8)
+    optimizer, gain = PRO(param_groups(model(frozen=()), **RATES)), weight(8)
     with pytest.warns(UserWarning, match="1 of 1 weights .* below 2-D, late.gain among them"):
         optimizer.add_param_group({"params": [("late.gain", gain)]})
     group = optimizer.param_groups[-1]
     assert (group["params"], group["param_names"], group["algorithm"]) == ([gain], ["late.gain"], "adamw")
-    optimizer, matrix = PRO(groups_of(Model())), weight(8, 8)
+    optimizer, matrix = PRO(groups_of(model(frozen=()))), weight(8, 8)
     with pytest.warns(UserWarning, match=r"1 of 1 weights .* below 2-D, one of shape \(8,\) among them"):
         optimizer.add_param_group({"params": gain})
     optimizer.add_param_group({"params": matrix, "lr": 0.5})
@@ -146,7 +137,7 @@ def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_wri
 
 
 def test_a_warning_that_is_turned_into_an_error_leaves_nothing_added():
-    optimizer = PRO(groups_of(Model()))
+    optimizer = PRO(groups_of(model(frozen=())))
     with refused(optimizer, "below 2-D", UserWarning), warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.add_param_group({"params": [weight(8), weight(8, 8)]})

@@ -171,11 +171,21 @@ def test_a_rate_of_next_to_nothing_moves_nothing(info, chosen):
 @of_all_settings
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(info, chosen, begun):
+    """Of a closure that runs once, with gradients enabled."""
     problem = Problem(info, chosen.kwargs)
     problem.steps(3 if begun else 0)
     problem.optimizer.zero_grad()
-    before, loss = problem.contents(), torch.tensor([1.0])
-    assert problem.optimizer.step(lambda: loss) is loss
+    before, loss, enabled = problem.contents(), torch.tensor([1.0]), []
+
+    def closure():
+        enabled.append(torch.is_grad_enabled())
+        return loss
+
+    for outer in (torch.enable_grad, torch.no_grad):
+        with outer():
+            assert problem.optimizer.step(closure) is loss
+            assert torch.is_grad_enabled() == (outer is torch.enable_grad)
+    assert enabled == [True, True]
     assert problem.optimizer.step(closure=lambda: 2) == 2
     for old, new in zip(before, problem.contents(), strict=True):
         assert equal(old, {k: new[k] for k in old})
