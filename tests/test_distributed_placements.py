@@ -106,6 +106,22 @@ def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, pools): 
     assert max(sizes) <= 0.4 * sum(every.values())  # a quarter, but for matrices of which there are few
 
 
+def keys_shown(own):
+    """Return the keys of every weight's state after a step, before which it held what is somebody's own."""
+    weights = weights_of("ddp")
+    optimizer = optimizer_of("ddp", weights)
+    for p in weights.values():
+        optimizer.state[p].update(own)
+    train(weights, optimizer, 0, 1)
+    return {name: set(optimizer.state[p]) - own.keys() for name, p in weights.items()}
+
+
+def test_a_state_that_was_looked_up_or_written_to_before_the_first_step_is_shown_on_every_rank(pools):  # noqa: F811
+    shown = pools[2].run(keys_shown, {})
+    assert all(keys["wide"] for keys in shown)
+    assert shown[0]["wide"] == shown[1]["wide"] and pools[2].run(keys_shown, {"mark": 1}) == shown
+
+
 @pytest.mark.slow
 def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools, expected):  # noqa: F811
     for weights, received in pools[2].run(on_ranks, ProKLShampoo, "plain"):

@@ -242,9 +242,9 @@ class Division:
             if entered and isinstance(weight, Divided) and not entry:
                 if weight.stand_in is not None:
                     entry = self.engine.begin(unit._replace(p=weight.stand_in))
-                elif p not in state:
+                elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
                     layout = states.layout_of_weight(unit, outer.method)
-                    state[p] = states.parts_of_state(weight, {}, layout)
+                    state[p] = states.parts_of_state(weight, {}, layout) | state.get(p, {})
             if entry:
                 if state.get(p) is not entry:  # what a wrapper keeps there stays
                     entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
