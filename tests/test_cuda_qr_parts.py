@@ -154,3 +154,12 @@ def test_householder_scales_a_column_by_its_largest_element_wherever_that_is(ext
     Q, used = cuda_qr.qr(A)
     assert (used & Used.HOUSEHOLDER).all()
     assert_is_qr("qr", (A,), Q)
+
+
+def test_householder_keeps_a_column_that_is_nearly_its_first_element(extension_on_cpu):
+    """Subtracting the column's length from that element would cancel all but a digit."""
+    (A,) = draw("qr", "random", (2, 40, 3))
+    A = 1e-4 * A / A.abs().max() + torch.eye(40, 3)
+    Q, used = cuda_qr.qr(A)
+    assert (used & Used.HOUSEHOLDER).all()
+    assert_is_qr("qr", (A,), Q)
