@@ -85,7 +85,7 @@ def graphs(sizes: Sizes, precision: str, device: torch.device) -> str:
         run = TimedRun(entry, problem)
         took = run.steps(STEPS)[-1]
         moved.append([W.detach() - start for W, start in zip(run.weights, problem.start, strict=True)])
-    apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*moved, strict=True))
+    apart = float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(*moved, strict=True)]).max())  # NaN if one is
     if not apart <= FAR:
         raise ArithmeticError(f"{apart:.2g} of the way from the steps without, may be {FAR:.2g}")
     if device.type == "cuda":

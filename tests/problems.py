@@ -108,6 +108,11 @@ def held(found, cls, stream, precision, **kwargs):
     return held_each([found], cls, stream, precision, **kwargs)[0]
 
 
+def largest(values):
+    """The largest of some numbers, and NaN if one is, which max() passes over."""
+    return float(torch.tensor([*values], dtype=torch.float64).max())
+
+
 def held_each(runs, cls, stream, precision, **kwargs):
     """:func:`held` of several runs on one stream."""
 
@@ -124,7 +129,7 @@ def held_each(runs, cls, stream, precision, **kwargs):
     *each, own, single = ([error(*both) for both in zip(run, exact, strict=True)] for run in (*runs, own, single))
     both_parts = cls is ProKLShampoo and kwargs.get("variant", "pro-klshampoo") == "pro-klshampoo"
     may = [allowed(precision, *of_reference, both_parts) for of_reference in zip(own, single, strict=True)]
-    most = [max(e / m for e, m in zip(errors, may, strict=True)) for errors in each]
+    most = [largest(e / m for e, m in zip(errors, may, strict=True)) for errors in each]
     for errors, of in zip(each, most, strict=True):
         print(f"{precision}: errors of {min(errors):.1e} to {max(errors):.1e}, {of:.2f} of what they may be")
     return most

@@ -91,7 +91,7 @@ def test_a_non_finite_gradient_changes_only_step_and_skipped(method, path, dtype
         new = frozen(optimizer, weights[name])
         clock = torch.as_tensor(new["step"])
         assert int(new["skipped"]) == 1
-        assert path != "reference" or weights[name]._version == version
+        assert path not in ("reference", "blind") or weights[name]._version == version
         if when == "first":
             assert same_bits(old["W"], new["W"]) and (clock == -1).all()
             assert not any(v.any() for k, v in new.items() if k not in ("W", "step", "skipped"))

@@ -13,7 +13,7 @@ from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
 from tests.inputs import BACKENDS, KL, PRO, changed, frozen, normal, step, weight
 from tests.kl_transcription import KLTranscription
-from tests.problems import made
+from tests.problems import largest, made
 from tests.transcription import (
     VARIANTS,
     ProTranscription,
@@ -58,7 +58,7 @@ def follow(cls, backend, shape, threshold, **own):
             paper.initialise(G, long_basis=optimizer.state[p]["Q_R"])
         signs = signs or column_signs(optimizer.state[p], paper.oriented_state())
         errors = compared(optimizer.state[p], paper.oriented_state(), signs)
-        assert max(errors.values()) < 1e-9, (t, errors)
+        assert largest(errors.values()) < 1e-9, (t, errors)
         assert relative_error(p.detach() - W, paper.W - W) < 1e-9 or not t, t
     assert paper.guard.count > {None: -1, 50.0: 0}.get(threshold, 3)
     assert optimizer.clipped() == {"parameter 0 of group 0": paper.guard.count}

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.distributed.problem import BAD, Plan, given, trained
+from tests.problems import largest
 
 # A rank's gradient is a mean over its own sequences, so only the order of sums differs from one process's. One process
 # that sums the gradients of the batch's parts in other orders ends within 4e-14 of the largest element of each weight;
@@ -53,7 +54,7 @@ def in_all(outcomes, counts):
 def test_twelve_steps_on_ranks_are_one_processs(world, how, method, pools):  # noqa: F811
     expected = by_one_process(method)
     outcomes = pools[world].run(trained, Plan(how, method))
-    assert max(apart(outcomes[0], expected).values()) < EXACT
+    assert largest(apart(outcomes[0], expected).values()) < EXACT
     assert_same_bits_on_all_ranks(outcomes)
     for outcome in outcomes:
         np.testing.assert_allclose(outcome.losses, expected.losses, rtol=EXACT)
@@ -70,7 +71,7 @@ def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(wor
     plan = Plan(method=method, apart=True)
     expected = trained(plan)
     outcomes = pools[world].run(trained, replace(plan, how=how))
-    assert max(apart(outcomes[0], expected).values()) < EXACT
+    assert largest(apart(outcomes[0], expected).values()) < EXACT
     assert max(apart(outcomes[0], by_one_process(method)).values()) > 1e-3  # the rates count
     assert_same_bits_on_all_ranks(outcomes)
 
@@ -81,7 +82,7 @@ def test_float32_differs_no_more_than_sums_in_another_order_do(pools):  # noqa: 
     spread = [apart(one, other) for one, other in combinations(runs, 2)]
     outcomes = pools[4].run(trained, Plan("ddp", dtype=torch.float32))
     # The largest over all weights: of one weight three runs may by chance hardly differ.
-    assert 0 < max(apart(outcomes[0], runs[0]).values()) <= SPREAD * max(max(own.values()) for own in spread)
+    assert 0 < largest(apart(outcomes[0], runs[0]).values()) <= SPREAD * max(max(own.values()) for own in spread)
     assert_same_bits_on_all_ranks(outcomes)
 
 

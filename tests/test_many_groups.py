@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from prokl import ProKLShampoo
 from tests.inputs import KL, PRO, weight
 from tests.test_graphs import few_kernels, recorded  # noqa: F401  (fixtures)
-from tests.training import assert_close, contents, differences, fresh, named, train
+from tests.training import assert_close, contents, differences, fresh, named, refused, train
 
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (6, 10)]
 RATES = [(0.1, 0.0), (torch.tensor(0.02), 0.3), (0.5, 0.1), (torch.tensor(0.02), 0.3)]
@@ -88,6 +88,14 @@ def test_a_batch_is_split_where_a_group_gets_another_setting_and_state_goes_alon
     train(optimizer, [8])
     assert counts(optimizer) == [5]
     assert [optimizer.state[g["params"][0]]["step"] for g in optimizer.param_groups[:2]] == [8, 8]
+
+
+@each
+def test_a_bad_setting_of_a_later_group_is_named_and_nothing_has_moved(cls, kwargs):
+    optimizer = train(cls(apart(), **kwargs), range(3))
+    optimizer.param_groups[2]["momentum"] = -1.0
+    with refused(optimizer, "Invalid momentum=-1.0"):
+        train(optimizer, [3])
 
 
 @each

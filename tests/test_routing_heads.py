@@ -73,6 +73,7 @@ SOFTMAX = dict.fromkeys(
 HEADED = {"h": blocks(), "head": linear(8, 5)}
 # What goes to AdamW beside vectors, with the reason where it matters.
 HEADS = {
+    "numbered layers": (holding(layer1=linear(12, 9), layer2=linear(9, 5)), {"layer2"}),
     # What a model says itself.
     "of its embeddings": (
         holding(inner=Answering("get_output_embeddings", lambda m: m.out, h=blocks(), out=linear(8, 31))),

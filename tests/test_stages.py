@@ -13,6 +13,7 @@ from prokl.algorithm.stages import Sample
 from prokl.backends import torch_ops, torch_pairs, triton_ops, triton_pairs
 from prokl.kernels.launch import INTERPRETED
 from prokl.pair import RESIDUAL, Pair
+from tests.problems import largest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, m, n, r = 2, 9, 21, 4
@@ -142,7 +143,7 @@ def off(name, stages, dtype):
     assert [t.shape[-1] for t in wanted] == [t.shape[-1] for t in found]
     # Parts are added up before.
     found = [x.sum(1) if x.ndim > y.ndim else x for x, y in zip(found, wanted, strict=True)]
-    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True))
+    return largest(float((x - y).norm() / y.norm()) for x, y in zip(found, wanted, strict=True))
 
 
 def overridden(name):
@@ -184,7 +185,7 @@ def test_kl_shampoos_step_over_kernels_and_pairs_is_that_of_its_stages(module):
         direction, new, _ = stages.step(v["G"], state, h, v["c"], None)
         return [direction.dense().double(), *(new[key].double() for key in sorted(new))]
 
-    error = max(
+    error = largest(
         float((x - y).norm() / y.norm()) for x, y in zip(step(own, dtype), step(KL_PLAIN, torch.float64), strict=True)
     )
     print(f"{module.__name__} {error:.1e}")
