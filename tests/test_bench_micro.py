@@ -49,6 +49,12 @@ def test_every_stage_and_primitive_over_the_kernels_agrees_with_its_plain_form(c
     assert complaint(case, ops, inputs(case, d, device=device)) == ""
 
 
+@pytest.mark.parametrize("case", [named("direction"), named("direction").counterpart], ids=lambda case: case.name)
+def test_a_direction_of_which_parts_are_bounded_agrees_with_its_plain_form(case):
+    drawn = case.inputs(Sizes(12, 192, 192, 32), FP32_POLAR, numbers(CPU))  # some of its rows are above the bound
+    assert complaint(case, ON_CPU, lambda: deepcopy(drawn)) == ""
+
+
 def changed(case, change):
     return replace(case, bind=lambda i, ops: lambda: change(case.bind(i, ops)()))
 

@@ -142,7 +142,9 @@ def _scale(G: Tensor, sizes: reference.Sizes, state: State, h: Hyper) -> Tensor:
 
 
 def _direction(G: Tensor, state: State, h: ProHyper) -> Tensor:
-    return reference.direction(*reference.momentum_and_projection(G, state, h)[1:], state, h, 1.0)[0]
+    sizes = reference.whitened_sizes(G, state, h)  # single directions of a gradient of a usual size may be large
+    c = reference.admit(sizes.overall, reference.rms(G), state, h)[0]
+    return reference.direction(*reference.momentum_and_projection(c * G, state, h)[1:], state, h, 1.0, c, sizes)[0]
 
 
 def _kl_whitening(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
@@ -151,8 +153,9 @@ def _kl_whitening(G: Tensor, state: State, h: Hyper) -> tuple[Tensor, Tensor]:
 
 
 def _kl_direction(G: Tensor, state: State, h: Hyper) -> Tensor:
-    none = reference.Sizes(G[:, 0] * 0, G[0] * 0, 0.0)
-    return reference_kl.direction(reference_kl.momentum(G, state, h), state, h, 1.0, none)[0]
+    sizes = reference_kl.whitened_sizes(G, state)
+    c = reference.admit(sizes.overall, reference.rms(G), state, h)[0]
+    return reference_kl.direction(reference_kl.momentum(c * G, state, h), state, h, c, sizes)[0]
 
 
 def _all(x: Any) -> Any:
