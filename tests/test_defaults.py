@@ -18,7 +18,7 @@ from tests.problems import gradient_stream, held, precision_of, ways
 CUDA = torch.cuda.is_available()
 METHODS = [ProKLShampoo, KLShampoo]
 SHAPES = [(6, 10), (10, 6)]
-STEPS = 12  # of which the eleventh refreshes
+STEPS = 14  # both weights have had their tenth, which refreshes, and step with new bases
 ABSENT = {(1, 0), (1, 1), (0, 4)}  # the second weight begins late, the first lacks a gradient once
 
 

@@ -73,7 +73,6 @@ SOFTMAX = dict.fromkeys(
 HEADED = {"h": blocks(), "head": linear(8, 5)}
 # What goes to AdamW beside vectors, with the reason where it matters.
 HEADS = {
-    "numbered layers": (holding(layer1=linear(12, 9), layer2=linear(9, 5)), {"layer2"}),
     # What a model says itself.
     "of its embeddings": (
         holding(inner=Answering("get_output_embeddings", lambda m: m.out, h=blocks(), out=linear(8, 31))),
@@ -163,6 +162,7 @@ HEADS = {
     ),
     # Layers that end a model of which nothing else is known.
     "numbered": (holding(fc1=linear(12, 9), fc2=linear(9, 5)), {"fc2": LAST}),
+    "numbered layers": (holding(layer1=linear(12, 9), layer2=linear(9, 5)), {"layer2"}),
     "after a flattened convolution": (holding(a=nn.Conv2d(3, 6, 3), to=linear(24, 5)), {"to"}),
     "after an LSTM": (holding(rnn=nn.LSTM(3, 6, bidirectional=True), readout=linear(12, 5)), {"readout"}),
     "after blocks and a norm": (holding(h=blocks(), norm=nn.LayerNorm(8), final=linear(8, 5)), {"final"}),
