@@ -44,6 +44,22 @@ def test_maximize_equals_minimising_the_negated_gradient(method, backend):
     assert differences(train(up, range(6)), train(down, range(6), size=-1.0)) == set()
 
 
+def test_a_step_takes_the_gradients_that_its_closure_makes(method, backend):
+    given, before = (build(method, backend=backend) for _ in range(2))
+
+    def loss(optimizer):
+        optimizer.zero_grad()
+        found = sum(p.square().sum() for p in weights_of(optimizer))
+        found.backward()
+        return found
+
+    for _ in range(4):
+        found, wanted = given.step(lambda: loss(given)), loss(before)
+        before.step()
+        assert same_bits(found.detach(), wanted.detach())
+    assert differences(given, before) == set()
+
+
 # The three dtypes write by code of their own; maximize, which negates a copy, needs one of them.
 @pytest.mark.parametrize("dtype, maximize", [(torch.float32, False), (torch.bfloat16, True), (torch.float64, False)])
 def test_a_step_writes_weights_and_state_alone(method, backend, dtype, maximize):
