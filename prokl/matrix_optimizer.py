@@ -27,7 +27,7 @@ from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine, Sharded
 from prokl.engine.newcomers import resolved, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
-from prokl.engine.validation import check_keys, check_names, check_no_module, names_alike
+from prokl.engine.validation import check_algorithm_named, check_keys, check_names, check_no_module, names_alike
 
 
 class MatrixOptimizer(Optimizer):
@@ -84,6 +84,7 @@ class MatrixOptimizer(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         check_no_module(param_group.get("params"))
+        check_algorithm_named(param_group)
         groups, said = split_off_vectors(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
         before = len(self.param_groups)
         try:

@@ -41,7 +41,7 @@ def test_a_list_of_parameters_that_is_a_module_is_taken_as_pytorch_takes_it(cls)
 
 MISSPELT = {
     "weight_decay": ("weight_decy", "wieght_decay", "Weight_Decay", "weight_decays"),
-    "lr": ("LR", "lrs"),
+    "lr": ("LR", "lrs", "learning_rate"),
     "eps": ("epss",),
     "maximize": ("maximise",),
     "algorithm": ("algoritm",),
@@ -76,6 +76,14 @@ def test_what_only_a_constructor_takes_is_refused_in_a_group(algorithm, key, val
     group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: value}
     says = rf"^Invalid {key}={value!r} of a new group: .* Pass it to the constructor"
     refused_everywhere(PRO, group, says)
+
+
+@both
+@pytest.mark.parametrize("use_muon, algorithm", [(True, "matrix"), (False, "adamw")])
+def test_groups_of_other_muons_are_told_the_algorithm_to_name(cls, use_muon, algorithm):
+    group = {"params": [weight(3, 5), weight(5)], "lr": 0.1, "use_muon": use_muon}
+    refused_everywhere(cls, group, rf'^Invalid use_muon={use_muon} of a .* Write "algorithm": "{algorithm}"')
+    cls([group | {"params": [weight(3, 5)], "algorithm": algorithm}])
 
 
 # Of PyTorch's schedulers and averages, timm, Megatron, mmengine, Lightning, and of other optimizers' groups.

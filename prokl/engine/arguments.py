@@ -51,6 +51,8 @@ def _check_arguments(title: str, arguments: Collection[str], known: Collection[s
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
         elif key in OF_ADAMW:
             where = f'it is AdamW\'s, and belongs to a group {{"params": [...], "algorithm": "adamw", "{key}": ...}}'
+        elif key == "nesterov":
+            where = "its momentum is as the method has it; leave it out"
         else:
             nearest = get_close_matches(key, known, n=1)
             raise TypeError(

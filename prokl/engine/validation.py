@@ -28,6 +28,18 @@ def check_no_module(params: Any) -> None:
 
 OF_CONSTRUCTORS = ("preset", "process_group")
 """Arguments of a constructor that are no settings of groups."""
+ALSO_CALLED = {"learning_rate": "lr"}
+"""What others call a setting, where that is not spelt nearly as it is here."""
+
+
+def check_algorithm_named(group: Group) -> None:
+    """Raise ValueError for a group made for another Muon (Jordan's, pytorch_optimizer's), which says ``use_muon``."""
+    if "use_muon" in group and "algorithm" not in group:
+        meant = "matrix" if group["use_muon"] else "adamw"
+        raise ValueError(
+            f"Invalid use_muon={group['use_muon']!r} of a new group: there is no such setting, and all groups would be "
+            f'matrices. Write "algorithm": "{meant}", or use prokl.param_groups(model, lr=..., adamw_lr=...).'
+        )
 
 
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
@@ -48,7 +60,8 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
             raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none. Pass it to the constructor.")
         if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
             continue
-        for nearest in get_close_matches(key.lower(), settings, n=1, cutoff=0.8):
+        spelt = ALSO_CALLED.get(key, key.lower())
+        for nearest in get_close_matches(spelt, settings, n=1, cutoff=0.8):
             if f"_{nearest}_" not in f"_{key}_":
                 raise ValueError(
                     f"Invalid {key}={value!r} of a new group: there is no such setting, and the nearest is {nearest}. "
