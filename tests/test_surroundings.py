@@ -15,6 +15,7 @@ from torch import nn
 
 import prokl
 from prokl import diagnostics
+from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.pointers import PointerTable
 from prokl.diagnostics.report import _spectrum_of
 from prokl.distributed.waves import not_finite
@@ -116,6 +117,16 @@ def test_what_a_rank_says_of_a_gradient_that_it_lacks_is_made_where_the_weight_i
     """A copy from the host would make a divided step wait for the device."""
     absent = SimpleNamespace(stand_in=None, shapes=[(3, 4), (3, 4)], p=torch.empty(2, 3, 4, device=device))
     assert not_finite(absent).device.type == device
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_a_rank_says_of_a_gradient_that_it_lacks_adds_up_with_what_the_others_say(dtype):
+    """A sum over ranks of unlike dtypes hangs, or adds bits of other numbers."""
+    shape, p = MatrixShape(2, 3, 4), torch.empty(2, 3, 4)
+    with default_dtype(dtype):
+        said = [not_finite(SimpleNamespace(stand_in=one, shapes=[shape], p=p)) for one in (None, weight(2, 3, 4))]
+        said.append(not_finite(SimpleNamespace(stand_in=SimpleNamespace(grad=normal(2, 3, 4)), shapes=[shape], p=p)))
+    assert {flags.dtype for flags in said} == {torch.float32}
 
 
 def small(cls):

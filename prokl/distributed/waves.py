@@ -24,7 +24,7 @@ def not_finite(weight: Divided) -> Tensor:
     """Return 1 for each piece of a stack of whose gradient a step would skip what is here, else 0; float32."""
     g = None if weight.stand_in is None else weight.stand_in.grad
     if g is None:
-        return torch.zeros(len(weight.shapes), device=weight.p.device)
+        return torch.zeros(len(weight.shapes), dtype=torch.float32, device=weight.p.device)
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
     return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
