@@ -185,6 +185,21 @@ def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cp
     assert extension._failure.cache_info().misses == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_launch_is_tried_on_numbers_of_its_own_dtype_whatever_the_default_is(dtype, monkeypatch, untried):
+    """A GPU stops at the first number of four bytes that does not begin at a multiple of four, for good."""
+    given = []
+    module = SimpleNamespace(float32=SimpleNamespace(factor=lambda *arguments: given.append(arguments)))
+    monkeypatch.setattr(extension, "load", lambda: (module, None))
+    torch.set_default_dtype(dtype)
+    try:
+        assert extension._failure(CPU) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ((_, _, ((N, _, _), _, _), _, _, (F, _, _), _, _, _, diagonal, *_),) = given
+    assert (F - N, diagonal - N) == (4, 8)
+
+
 def test_a_gpu_on_which_a_launch_fails_is_told_with_the_remedies(monkeypatch, untried):
     failure = extension._failure
     built(monkeypatch, "90", capability=(12, 0))  # torch has no such device here, and the module no launch

@@ -91,7 +91,7 @@ def _failure(device: torch.device) -> str | None:
     """
     module, on_gpu = load()[0], device.type == "cuda"
     try:
-        t = torch.ones(3, device=device)
+        t = torch.ones(3, dtype=torch.float32, device=device)
         used, (N, F, diagonal) = torch.empty(1, dtype=torch.int32, device=device), (x.data_ptr() for x in t)
         with torch.cuda.device(device if on_gpu else -1):
             stream = torch.cuda.current_stream().cuda_stream if on_gpu else 0
