@@ -233,7 +233,8 @@ class MatrixOptimizer(Optimizer):
         Raises:
             RuntimeError: the last step of a divided optimizer broke off.
         """
-        packed, here = self.state_dict(), not dist.is_initialized() or dist.get_rank() == dst
+        packed, alone = self.state_dict(), not (dist.is_available() and dist.is_initialized())
+        here = alone or dist.get_rank() == dst
         gathered: dict[Any, Any] = {}
         for i, entry in packed["state"].items():
             if not isinstance(i, int):  # what hooks keep beside the weights

@@ -181,3 +181,41 @@ assert not {large}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_DISTRIBUTED = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        spec = super().find_spec(name, path, target) if name == "torch._C" else None
+        if spec is not None:
+            load = spec.loader.exec_module
+            def exec_module(module):
+                load(module)
+                for made in ("_c10d_init", "_rpc_init", "_dist_autograd_init", "_faulty_agent_init"):
+                    vars(module).pop(made, None)
+            spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Without)
+import torch
+assert not torch.distributed.is_available()
+import prokl
+p = torch.nn.Parameter(torch.eye(4, 6))
+optimizer = prokl.ProKLShampoo([p])
+for _ in range(2):
+    p.grad = torch.eye(4, 6)
+    optimizer.step()
+optimizer.load_state_dict(optimizer.gather_state_dict())
+assert optimizer.state[p]["step"] == 1
+"""
+
+
+@pytest.mark.slow
+def test_a_torch_that_was_built_without_ranks_is_enough():
+    """As those for some embedded boards and for AMD's GPUs on Windows are."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -18,9 +18,6 @@ from torch import Tensor
 from prokl.distributed.team import Message, Team
 from prokl.distributed.weights import Copy, Transfer
 
-# The older name warns from torch 2.13 on.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 PADDING = 1.25
 """An all-gather, whose parts are as large as the largest, is taken up to this many times the bytes there are."""
 
@@ -58,7 +55,9 @@ class Replicas:
             part.copy_(transfer.standing())
         if self.gathers:
             gathered = outgoing.new_empty(self.most * self.team.size)
-            work = _all_gather(gathered, outgoing, group=self.team.group, async_op=True)
+            # The older name warns from torch 2.13 on.
+            all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = all_gather(gathered, outgoing, group=self.team.group, async_op=True)
             self._begun = [(place, buffer, work) for place, buffer in enumerate(torch.split(gathered, self.most))]
             return
         for place, message in enumerate(self.messages):
