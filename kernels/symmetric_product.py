@@ -184,7 +184,7 @@ def choose_tile(
         m: rows and columns of the result.
         operand: widest dtype that is multiplied.
         precision: of float32 operands.
-        wide: whether all that is read and written is :func:`prokl.kernels.product.aligned`.
+        wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`.
         second: whether a second matrix is stored besides.
     """
     if operand == torch.float64:

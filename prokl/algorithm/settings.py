@@ -214,14 +214,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _number(name: str, value: Any, bound: str, low: float, below: float = math.inf) -> None:
-    if not _is_number(value) or not low <= value < below:
+def _number(name: str, value: Any, bound: str, below: float = math.inf) -> None:
+    if not _is_number(value) or not 0 <= value < below:
         raise _invalid(name, value, bound)
 
 
 def check_nonnegative(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a finite number of at least 0."""
-    _number(name, value, "a finite number of at least 0", 0.0)
+    _number(name, value, "a finite number of at least 0")
 
 
 def check_integer(name: str, value: Any, bound: str = "an integer of at least 1") -> None:
@@ -246,7 +246,7 @@ def check_learning_rate(name: str, lr: Any) -> None:
     """Raise ValueError unless ``lr`` is a finite number of at least 0 or a tensor that holds one."""
     bound = "a finite number of at least 0, or a tensor with one such element, of at most one dimension"
     if not isinstance(lr, Tensor):
-        _number(name, lr, bound, 0.0)
+        _number(name, lr, bound)
     elif lr.numel() != 1 or lr.ndim > 1 or not lr.is_floating_point() or lr.device.type == "meta":
         raise _invalid(name, lr, bound)
     elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
@@ -285,8 +285,8 @@ def check_common(group: dict[str, Any]) -> None:
     check_learning_rate("lr", group["lr"])
     check_nonnegative("weight_decay", group["weight_decay"])
     _check_not_differentiable(group)
-    _number("momentum", group["momentum"], "in [0, 1)", 0.0, 1.0)
-    _number("beta2", group["beta2"], "in [0, 1)", 0.0, 1.0)
+    _number("momentum", group["momentum"], "in [0, 1)", 1.0)
+    _number("beta2", group["beta2"], "in [0, 1)", 1.0)
     check_nonnegative("eps", group["eps"])
     threshold = group["clip_threshold"]
     if threshold is not None and not (_is_number(threshold) and 1 < threshold < math.inf):
@@ -315,7 +315,7 @@ def check_pro(group: dict[str, Any]) -> None:
     check_common(group)
     check_rank(group["rank"])
     if group["alpha_kl"] != "auto":
-        _number("alpha_kl", group["alpha_kl"], '"auto" or a finite number of at least 0', 0.0)
+        _number("alpha_kl", group["alpha_kl"], '"auto" or a finite number of at least 0')
     check_integer("ns_steps", group["ns_steps"])
     check_choice("variant", group["variant"], VARIANTS)
     if group["adjust_lr_fn"] != "original" and group["variant"] == "subspace-only":

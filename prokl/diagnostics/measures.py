@@ -89,19 +89,18 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     """
     if batch.gradient is None:
         return {}
-    G = batch.gradient
+    G, h = batch.gradient, batch.method.hyper(batch.group)
     squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
     usable = in_float32(squares) & on_device(batch.has_gradient, torch.bool, G.device)
     figures = {}
     if "U" in batch.state:
         captured, norm = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
         figures["captured_energy"] = (captured / norm).square()
-    figures["whitened_size"] = _stages(batch).whitened_size(G, batch.state, batch.method.hyper(batch.group))
+    figures["whitened_size"] = _stages(batch).whitened_size(G, batch.state, h)
     direction = coming_direction(batch, G, usable)
     D = direction.dense()
     figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
     figures["update_norm"] = operator_norm(D)
-    h = batch.method.hyper(batch.group)
     if isinstance(h, ProHyper) and h.variant in POLAR_VARIANTS:
         output = Direction(direction.X, direction.Q).dense().to(D.dtype)
         figures["polar_error"] = polar_error(output, batch.state["U"])
