@@ -78,10 +78,6 @@ class PartOfState(DTensor):
             return it._like(it._local_tensor.new_empty(it._local_tensor.shape, **kwargs))
         raise NotImplementedError(f"{func} of {it!r}: it is a part; full_tensor(), on all ranks, makes it whole.")
 
-    def local(self) -> Tensor:
-        """Return what is here; empty where nothing is."""
-        return self._local_tensor
-
     def full_tensor(self, **_: Any) -> Tensor:
         """Return the whole on every rank; needs all ranks of the mesh."""
         group, device = self.device_mesh.get_group(), torch.device(self.device_mesh.device_type)

@@ -91,25 +91,21 @@ def own_parts(weight: Divided, loaded: dict[str, Any], layout: StateLayout) -> d
         if is_dtensor(value) and not hasattr(value, "parts"):
             value = value.full_tensor()
         if weight.mine is not None:
-            owned[key] = own_part(weight, key, value, layout.get(key, (None,))[0])
+            owned[key] = _own_part(weight, key, value, layout.get(key, (None,))[0])
     return owned
 
 
-def own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None) -> Any:
+def _own_part(weight: Divided, key: str, value: Any, shape: tuple[int, ...] | None) -> Any:
     """Return this rank's part of loaded state of a matrix weight, as far as it fits.
 
     Args:
-        weight: of which this rank owns a part. key: of the state. value: what was loaded. shape: of the whole; None of
-            what the state does not know.
+        weight: of which this rank owns a part. key: of the state. value: what was loaded, the whole or the part. shape:
+            of the whole; None of what the state does not know.
     """
     mine = weight.mine
     assert mine is not None
-    if is_dtensor(value):
-        held = getattr(value, "parts", None)
-        if held is None:  # a whole that torch has distributed
-            value = value.full_tensor()
-        else:
-            return value.loaded()
+    if hasattr(value, "parts"):
+        return value.loaded()
     if shape is None or not _stacked(weight, key):
         return value
     if isinstance(value, (list, tuple)) and len(value) == shape[0]:

@@ -275,7 +275,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
 
 
 def check_state(
-    p: Tensor, name: str, parts: list[Piece], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
+    p: Tensor, parts: list[Piece], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
 ) -> None:
     """Raise ValueError where the live state of a matrix weight was replaced by what a step cannot go on from.
 

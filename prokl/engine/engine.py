@@ -209,7 +209,7 @@ class Engine:
             adamw.check_state(unit.p, unit.name, unit.group, state)
         elif state and unit.p not in intact:
             parts = self.pieces(unit)
-            checkpoint.check_state(unit.p, unit.name, parts, state, self.method, unit.group, self.title)
+            checkpoint.check_state(unit.p, parts, state, self.method, unit.group, self.title)
 
     def check_new(self, index: int) -> None:
         """Raise ValueError for a new group that cannot be stepped."""
