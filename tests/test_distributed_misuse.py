@@ -61,8 +61,27 @@ def take_state_out(weights, optimizer, call):
     return ()
 
 
+def take_group_out(weights, optimizer, call, place):
+    """Take a group out for two steps, in which its weights have gradients all the same."""
+    if call == 3:
+        optimizer.taken_out = optimizer.param_groups.pop(place)
+    if call == 5:
+        optimizer.param_groups.insert(place, optimizer.taken_out)
+    return ()
+
+
+def lose_state_outside(weights, optimizer, call):
+    """Take matrices out for two steps, and the state of one of them meanwhile, of another in the end."""
+    take_group_out(weights, optimizer, call, 0)
+    for name in {4: ["square"], 5: ["wide"]}.get(call, []):
+        optimizer.state.pop(weights[name])
+    return ()
+
+
 BETWEEN = {f"frozen, gradient {gradient}": partial(freeze, gradient=gradient) for gradient in ("kept", "zero", "none")}
 BETWEEN |= {"released": release, "added": add, "state taken out": take_state_out}
+BETWEEN |= {f"{what} taken out": partial(take_group_out, place=i) for i, what in enumerate(("matrices", "vectors"))}
+BETWEEN["matrices and state taken out"] = lose_state_outside
 
 
 def trained(how, what):

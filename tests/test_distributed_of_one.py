@@ -4,6 +4,8 @@ On a GPU with NCCL, and on the CPU with gloo, so that all of it is known to run 
 """
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -153,6 +155,24 @@ def test_an_offload_between_steps_leaves_the_bits_and_frees_what_the_rank_has(de
         assert own and not any(v._is_view() for v in own)
 
     assert_same(train(net, optimizer, 0, 3, offload), train(*made(how="group", device=device), 0, 3))
+
+
+@pytest.mark.parametrize("how", ["alone", "group", "fsdp2"])
+def test_a_weight_that_leaves_with_its_state_leaves_nothing_behind(how, device):
+    net, optimizer = made(how=how, device=device)
+    train(net, optimizer, 0, 2)
+    stand_ins = [] if how == "alone" else [w.stand_in for w in optimizer._division.weights.values()]
+    left = [weakref.ref(t) for t in (*net.parameters(), *stand_ins)]
+    del stand_ins
+    for group in optimizer.param_groups:
+        for key, values in group.items():
+            group[key] = values[:0] if isinstance(values, list) else values
+    for p in net.parameters():
+        optimizer.state.pop(p)
+    optimizer.step()
+    del net, p, group, values
+    gc.collect()
+    assert [t() for t in left] == [None] * len(left)
 
 
 def test_adamws_entry_of_a_weight_without_a_gradient_is_what_adamw_starts_from():

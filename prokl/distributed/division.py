@@ -64,7 +64,10 @@ class Division:
 
     def _divide(self, outer: Engine) -> None:
         all_units = [*units(outer.groups)]
-        self.weights = {unit.p: self.weights[unit.p] for unit in all_units if unit.p in self.weights}
+        present = {unit.p for unit in all_units}
+        for p in [p for p in self.weights if p not in present and not outer.state.get(p)]:
+            self._drop(p)
+        outer.signatures.keep(outer.state)
         before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.readings)
         for weight in self.divided():
             weight.follow()
@@ -85,6 +88,15 @@ class Division:
             self.weights, self.loads, self.readings = before
             raise
         self._make_waves(all_units)
+
+    def _drop(self, p: Tensor) -> None:
+        """Forget a weight that is in no group any more, nor has state with which it could come back."""
+        stand_in = self.weights.pop(p).stand_in
+        self.readings.pop(p, None)
+        self._exposed.pop(p, None)
+        if stand_in is not None:
+            self.engine.state.pop(stand_in, None)
+            self.engine.first.pop(stand_in, None)
 
     def _check_reading(self, unit: Unit) -> None:
         """Raise ValueError where matrices are not read as they were when owners were found."""
@@ -234,7 +246,7 @@ class Division:
         Args:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
-        self._exposed, state = {}, outer.state
+        state = outer.state
         for unit in units(outer.groups):
             p, weight = unit.p, self.weights[unit.p]
             entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
@@ -249,6 +261,8 @@ class Division:
                 if state.get(p) is not entry:  # what a wrapper keeps there stays
                     entry.update({key: value for key, value in state.get(p, {}).items() if key not in entry})
                 state[p] = self._exposed[p] = entry
+            else:
+                self._exposed.pop(p, None)
         outer.signatures.remember(units(outer.groups), state)
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
