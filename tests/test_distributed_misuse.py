@@ -157,6 +157,37 @@ def test_masters_are_given_up_by_weights_that_became_float32(how, pools):  # noq
             np.testing.assert_allclose(found[name], alone[name], rtol=rounding, atol=rounding)
 
 
+def resumed_frozen(how, dtype, backend):
+    """Train with masters and resume with one weight frozen; all before it is released, and in the end."""
+    weights = weights_of(how, TWO | {"c": (8, 12)}, dtype=torch.bfloat16)
+    optimizer = optimizer_of(how, weights, bf16_weights="master")
+    train(weights, optimizer, 0, 3)
+    saved = [optimizer.gather_state_dict()]
+    if how != "alone":
+        dist.broadcast_object_list(saved)
+    here = {name: nn.Parameter(p.detach().to(dtype), requires_grad=name != "a") for name, p in weights.items()}
+    resumed = optimizer_of(how, here, bf16_weights="master", backend=backend)
+    resumed.load_state_dict(saved[0])
+    give(here, 3, but=("a",))
+    resumed.step()
+    before = whole(here)
+    here["a"].requires_grad_(True)
+    train(here, resumed, 4, 6)
+    return before, whole(here)
+
+
+@HOWS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_run_with_masters_is_resumed_with_a_frozen_weight(backend, dtype, how, pools):  # noqa: F811
+    """Whose stand-in has no memory yet, where it lies on several ranks."""
+    alone = resumed_frozen("alone", dtype, backend)
+    for found in pools[2].run(resumed_frozen, how, dtype, backend):
+        for weights, expected in zip(found, alone, strict=True):
+            for name, weight in expected.items():
+                np.testing.assert_allclose(weights[name], weight, rtol=2**-8, atol=2**-8)
+
+
 def infinite_expert(how):
     """Train a split stack with an infinite entry in one expert's gradient in some steps.
 

@@ -31,7 +31,7 @@ from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
-from prokl.backends.rounding import MASTER, Rounding, exact, mode_of
+from prokl.backends.rounding import MASTER, Rounding, exact, has_memory, mode_of
 from prokl.backends.select import Backend
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.rows import RowSets
@@ -149,8 +149,9 @@ class Bucket:
         master = state.get(MASTER + member.suffix)
         if isinstance(master, Tensor) and (master.shape, master.dtype) == (shape, torch.float32):
             W = member.weight()
-            W.copy_(exact(W, master.to(W.device).reshape(W.shape)))
-            member.write(W)
+            if has_memory(W):
+                W.copy_(exact(W, master.to(W.device).reshape(W.shape)))
+                member.write(W)
             del state[MASTER + member.suffix]
 
     def is_of(self, pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: Group) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from prokl.algorithm.algebra import State
 from prokl.algorithm.evidence import ALWAYS_MOVE, in_range
+from prokl.algorithm.settings import Hyper
 from prokl.backends.select import Backend
 from prokl.engine.bucket import Bucket
 
@@ -16,29 +17,32 @@ class SpecifiedBucket(Bucket):
     """A :class:`Bucket` whose algorithm is the method's ``reference_step``."""
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
-        state = self._arithmetic("M")
+        state, some, moved = self._arithmetic("M"), self.rows.of(moving), set(moving)
         of_member = [group_rates for group_rates in self._rates for _ in group_rates.members]
-        rates = [
-            member_rates for member_rates, member in zip(of_member, self.members, strict=True) for _ in member.rows
-        ]
-        parts = [(member, member.weight(), slice(member.rows.start, member.rows.stop)) for member in self.members]
-        W = torch.cat([self.rounding.exact(weight, rows).to(self.dtype) for _, weight, rows in parts])
-        for b in moving:
-            matrix_state = {key: value[b].to(self.dtype) for key, value in state.items()}
-            scale, h = float(self.aspect_scale[b]), replace(self.h, lr=rates[b].lr, weight_decay=rates[b].weight_decay)
-            W[b], matrix_state = self.method.reference_step(
-                W[b], G[b], matrix_state, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
-            )
-            roots = [value[None] for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
-            learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
-            for key, value in matrix_state.items():
-                if learns or key in ALWAYS_MOVE:
-                    self.stacks[key][b] = value.to(self.stacks[key].dtype)
-        some, moved = self.rows.of(moving), set(moving)
-        for member, weight, rows in parts:
-            if not moved.isdisjoint(member.rows):
-                self.rounding.write(weight, W[rows], rows, None if some is None else some.mask[rows])
-                member.write(weight)
+        for member, rates in zip(self.members, of_member, strict=True):
+            if moved.isdisjoint(member.rows):  # a frozen weight may have no memory
+                continue
+            weight, rows = member.weight(), slice(member.rows.start, member.rows.stop)
+            W = self.rounding.exact(weight, rows).to(self.dtype, copy=True)
+            h = replace(self.h, lr=rates.lr, weight_decay=rates.weight_decay)
+            for b in (b for b in member.rows if b in moved):
+                W[b - rows.start] = self._step_matrix(b, W[b - rows.start], G[b], state, h)
+            self.rounding.write(weight, W, rows, None if some is None else some.mask[rows])
+            member.write(weight)
+
+    def _step_matrix(self, b: int, W: Tensor, G: Tensor, state: State, h: Hyper) -> Tensor:
+        """Keep the new state of matrix ``b``, and return its new weight (m,n)."""
+        matrix_state = {key: value[b].to(self.dtype) for key, value in state.items()}
+        scale = float(self.aspect_scale[b])
+        W, matrix_state = self.method.reference_step(
+            W, G, matrix_state, h, aspect_scale=scale, refresh=False, stored=self._state_dtype
+        )
+        roots = [value[None] for key, value in matrix_state.items() if key.startswith("inv_sqrt")]
+        learns = h.clip_threshold is None or bool(in_range(roots, self.layout.n, self._state_dtype))
+        for key, value in matrix_state.items():
+            if learns or key in ALWAYS_MOVE:
+                self.stacks[key][b] = value.to(self.stacks[key].dtype)
+        return W
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         state = self._arithmetic()
