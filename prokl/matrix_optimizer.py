@@ -166,6 +166,7 @@ class MatrixOptimizer(Optimizer):
         assert division is not None
         return division.step(self._outer)
 
+    @torch.inference_mode(False)  # of a rollout: what is made in it can never be stepped
     @torch.no_grad()
     def offload(self, device: torch.device | str = "cpu") -> None:
         """Move the state to another device between steps: nothing here holds its former memory after that.

@@ -40,6 +40,16 @@ def test_training_with_an_offload_after_every_step_has_the_same_bits(device, mak
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_an_offload_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can_be_stepped(device):
+    def roll_out(optimizer):
+        with torch.inference_mode():
+            optimizer.offload()
+
+    weights, offloaded = (trained(device, prokl.ProKLShampoo, 4, *between)[0] for between in ((), (roll_out,)))
+    assert all(map(torch.equal, weights, offloaded))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_nothing_holds_the_memory_that_the_state_had(device):
     optimizer = trained(device, prokl.ProKLShampoo, 3)[2]
     views = [
