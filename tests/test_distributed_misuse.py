@@ -1,6 +1,5 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
-import io
 from functools import partial
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import nn
 from tests.distributed.placements import (
     assert_close,
     give,
+    here,
     message,
     optimizer_of,
     placed,
@@ -21,6 +21,7 @@ from tests.distributed.placements import (
     whole,
 )
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
+from tests.inputs import changed
 
 HOWS = pytest.mark.parametrize("how", ["ddp", "fsdp"])
 TWO = {"a": (8, 12), "b": (8, 12)}
@@ -50,8 +51,8 @@ def add(weights, optimizer, call):
     if call == 3:
         other = weights["square"]
         late = placed(value((8, 8), 99), getattr(other, "device_mesh", None), getattr(other, "placements", None))
-        weights["late"] = nn.Parameter(late)
-        optimizer.add_param_group({"params": [("late", weights["late"])]})
+        weights["added"] = nn.Parameter(late)
+        optimizer.add_param_group({"params": [("added", weights["added"])]})
     return ()
 
 
@@ -188,31 +189,6 @@ def test_a_run_with_masters_is_resumed_with_a_frozen_weight(backend, dtype, how,
                 np.testing.assert_allclose(weights[name], weight, rtol=2**-8, atol=2**-8)
 
 
-def infinite_expert(how):
-    """Train a split stack with an infinite entry in one expert's gradient in some steps.
-
-    Returns the weights, counts of skips, and whether the gradients have stayed as they were.
-    """
-    weights, stay = weights_of(how, {"experts": (6, 8, 10)}), True
-    optimizer = optimizer_of(how, [{"params": [*weights.items()], "split": 2}])
-    for call in range(8):
-        give(weights, call, bad={"experts": (4, 0, 0)} if call in (0, 3, 5) else None)
-        own = getattr(weights["experts"].grad, "_local_tensor", weights["experts"].grad)
-        before = own.clone()
-        optimizer.step()
-        stay &= torch.equal(own, before)
-    return whole(weights), optimizer.skipped(), stay
-
-
-@HOWS
-def test_all_owners_of_a_split_stack_skip_a_gradient_that_is_not_finite_and_leave_it_as_it_is(how, pools):  # noqa: F811
-    expected, counts, stay = infinite_expert("alone")
-    assert counts == {"experts": 3} and stay
-    for weights, skipped, stay in pools[2].run(infinite_expert, how):
-        assert_close(weights, expected)
-        assert skipped == counts and stay
-
-
 def gathered_after(what):
     """Return the keys that a gathered state has after something was done."""
     weights = weights_of("ddp", TWO, dtype=torch.float32)
@@ -336,38 +312,43 @@ def with_adamw(how, kinds):
     return weights, optimizer_of(how, [groups[kind] for kind in kinds])
 
 
-def file_of_the_first_rank(how, kinds):
-    """Let every rank load the first one's part."""
+def save_parts(folder, how, kinds):
+    """Save the part of every rank, which that rank can load."""
     weights, optimizer = with_adamw(how, kinds)
     train(weights, optimizer, 0, 2)
-    own = io.BytesIO()
-    torch.save(optimizer.state_dict(), own)
-    sent = [own.getvalue()]
-    dist.broadcast_object_list(sent, 0)
-    _, other = with_adamw(how, kinds)
-    return message(other.load_state_dict, torch.load(io.BytesIO(sent[0]), weights_only=False))
+    torch.save(optimizer.state_dict(), folder / str(dist.get_rank()))
+    optimizer.load_state_dict(torch.load(folder / str(dist.get_rank()), weights_only=False))
+
+
+def load_part(folder, how, kinds, rank=None):
+    """Load a rank's part, or its own, after a step; return what was said, and whether all stayed as it was."""
+    weights, optimizer = with_adamw(how, kinds)
+    train(weights, optimizer, 0, 1)
+    before = frozen_parts(weights, optimizer)
+    part = torch.load(folder / str(dist.get_rank() if rank is None else rank), weights_only=False)
+    return *message(optimizer.load_state_dict, part), not changed(before, frozen_parts(weights, optimizer))
+
+
+def frozen_parts(weights, optimizer):
+    """What is on this rank of weights and state, copied."""
+    found = {name: here(p).clone() for name, p in weights.items()}
+    for i, own in optimizer.state_dict()["state"].items():
+        found |= {(i, key): here(value).clone() for key, value in own.items()}
+    return found
 
 
 @HOWS
 @pytest.mark.parametrize("kinds", [("matrix", "adamw"), ("adamw",)], ids=" and ".join)
-def test_anothers_part_is_refused_by_ranks_that_own_no_matrix_too(how, kinds, pools):  # noqa: F811
-    found = pools[2].run(file_of_the_first_rank, how, kinds)
-    assert all(kind == "ValueError" and "gather_state_dict" in text for kind, text in found), found
-
-
-def save_part(folder):
-    weights, optimizer = with_adamw("ddp", ("adamw", "matrix"))
-    train(weights, optimizer, 0, 2)
-    torch.save(optimizer.state_dict(), folder / str(dist.get_rank()))
-
-
-def load_part(folder):
-    _, optimizer = with_adamw("ddp", ("adamw", "matrix"))
-    return message(optimizer.load_state_dict, torch.load(folder / str(dist.get_rank()), weights_only=False))
+def test_anothers_part_is_refused_by_every_rank_and_by_one_process(how, kinds, pools, tmp_path):  # noqa: F811
+    """Also by ranks that own no matrix: what one cannot load, none does."""
+    pools[2].run(save_parts, tmp_path, how, kinds)
+    found = [*pools[2].run(load_part, tmp_path, how, kinds, 0), load_part(tmp_path, "alone", kinds, 0)]
+    assert all(kind == "ValueError" and "gather_state_dict()" in text and stay for kind, text, stay in found), found
 
 
 @pytest.mark.slow
 def test_a_part_of_another_number_of_ranks_is_refused_in_a_sentence(pools, tmp_path):  # noqa: F811
-    pools[4].run(save_part, tmp_path)
-    found = pools[2].run(load_part, tmp_path)
-    assert all(kind == "ValueError" and "another number of ranks" in text for kind, text in found), found
+    kinds = ("adamw", "matrix")
+    pools[4].run(save_parts, tmp_path, "ddp", kinds)
+    found = pools[2].run(load_part, tmp_path, "ddp", kinds)
+    assert all(kind == "ValueError" and "another number of ranks" in text for kind, text, _ in found), found

@@ -1,8 +1,9 @@
-"""However weights lie on the ranks, they are stepped as in one process; what cannot be stepped is refused."""
+"""Divided among ranks, an optimizer trains as it does alone, however weights lie; what cannot be divided is refused."""
 
 import copy
 import math
 import pickle
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,14 +13,21 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 import prokl
-from prokl import KLShampoo, ProKLShampoo, diagnostics
+from prokl import diagnostics
 from tests.distributed.placements import (
+    BAD,
     MATRICES,
+    SPLIT,
+    STEPS,
     VECTORS,
+    Run,
     assert_close,
+    assert_same,
     give,
+    here,
     mesh_of,
     message,
     optimizer_of,
@@ -30,54 +38,156 @@ from tests.distributed.placements import (
 )
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.distributed.traffic import Traffic
+from tests.inputs import KL, PRO
+from tests.problems import FACTOR, largest
 
-STEPS = 12
 
-
+@cache
 def alone(cls):
-    weights = weights_of("alone")
-    train(weights, optimizer_of("alone", weights, cls), 0, STEPS)
-    return whole(weights)
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return {cls: alone(cls) for cls in (ProKLShampoo, KLShampoo)}
+    run = Run(cls=cls).train(0, STEPS)
+    return whole(run.weights), run.optimizer.skipped()
 
 
 def on_ranks(cls, how):
-    """Train; return the weights, whole, and the bytes that this rank receives in the last step."""
-    weights = weights_of(how)
-    optimizer = optimizer_of(how, weights, cls)
-    train(weights, optimizer, 0, STEPS - 1)
+    """Train; return the weights, whole, what is counted here, the bytes that come in a step, and what gradients do."""
+    run = Run(how, cls).train(0, BAD[-1])
+    give(run.weights, BAD[-1])
+    before = [(p.grad, here(p.grad).clone()) for p in run.weights.values() if p.grad is not None]
     with Traffic() as traffic:
-        train(weights, optimizer, STEPS - 1, STEPS)
-    return whole(weights), traffic.received
+        run.optimizer.step()
+    stay = all(torch.equal(here(grad), old) for grad, old in before)
+    run.train(BAD[-1] + 1, STEPS)
+    return whole(run.weights), run.optimizer.skipped(), traffic.received, stay
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cls", "how"),
     [
-        (4, ProKLShampoo, "fsdp"),
-        (4, KLShampoo, "fsdp"),
-        (4, ProKLShampoo, "columns"),
-        (4, ProKLShampoo, "replicas"),
-        (4, ProKLShampoo, "ddp"),
-        (2, ProKLShampoo, "mixed"),
-        (4, ProKLShampoo, "mixed, divided"),
-        (4, ProKLShampoo, "hsdp"),
-        (4, ProKLShampoo, "rows and columns"),
-        (4, ProKLShampoo, "rows of rows"),
+        (2, PRO, "ddp"),
+        (2, KL, "ddp"),
+        (2, PRO, "mixed"),
+        (4, PRO, "fsdp"),
+        (4, KL, "fsdp"),
+        (4, PRO, "columns"),
+        (4, PRO, "replicas"),
+        (4, PRO, "ddp"),
+        (4, PRO, "mixed, divided"),
+        (4, PRO, "hsdp"),
+        (4, PRO, "rows and columns"),
+        (4, PRO, "rows of rows"),
     ],
 )
-def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how, pools, expected):  # noqa: F811
-    found = pools[world].run(on_ranks, cls, how)
-    for weights, received in found:
-        assert_close(weights, expected[cls])
-        assert received > 0
-        for name, weight in weights.items():  # ranks agree to the bit
-            assert np.array_equal(weight, found[0][0][name]), name
+def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how, pools):  # noqa: F811
+    """All owners of a stack skip a gradient that is not finite, and leave it as it is."""
+    expected, skipped = alone(cls)
+    assert skipped["square3"] == skipped["experts2"] == len(BAD)
+    found, together = pools[world].run(on_ranks, cls, how), {}
+    for weights, counts, received, stay in found:
+        assert_close(weights, expected)
+        assert_same(weights, found[0][0])
+        assert received > 0 and stay and counts  # no rank without work
+        for name, count in counts.items():
+            together.setdefault(name, []).append(count)
+    assert {name: {*counts} for name, counts in together.items()} == {name: {skipped[name]} for name in skipped}
+    owners = {name: len(counts) for name, counts in together.items()}
+    if how == "mixed":  # plain, and not divided
+        assert owners.pop("square3") == world
+    assert owners.pop("experts") > 1 and owners.pop("experts2") > 1 and {*owners.values()} == {1}
+
+
+def wrapped(how):
+    """Train a small net by its own gradients: alone, under DDP, FSDP2 or HSDP, each rank on its part of every batch."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5)).double()
+    called, parts, part = net, 1, 0
+    if how != "alone":
+        parts, part = dist.get_world_size(), dist.get_rank()
+    if how == "ddp":
+        called = DistributedDataParallel(net)
+    elif how != "alone":
+        mesh = mesh_of(2 if how == "hsdp" else 1)
+        for module in (net[2], net):
+            fully_shard(module, mesh=mesh, reshard_after_forward=how != "fsdp, kept")
+    groups = prokl.param_groups(net, lr=0.02, adamw_lr=3e-3, rank=3)
+    group = dist.group.WORLD if how == "ddp" else None
+    optimizer = PRO(groups, precondition_frequency=3, process_group=group)
+    for call in range(8):
+        called.zero_grad()
+        called(value((16, 8), call).chunk(parts)[part]).square().mean().backward()
+        optimizer.step()
+    return whole(dict(net.named_parameters()))
+
+
+@pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (2, "fsdp"), (2, "fsdp, kept"), (4, "hsdp")])
+def test_a_model_under_ddp_or_fsdp2_trains_as_in_one_process_on_the_whole_batch(world, how, pools):  # noqa: F811
+    expected, found = wrapped("alone"), pools[world].run(wrapped, how)
+    for weights in found:
+        assert_close(weights, expected)
+        assert_same(weights, found[0])
+
+
+def apart(how):
+    """Train with a group a matrix, no two with one lr."""
+    weights = weights_of(how)
+    matrices = [name for name in weights if name in MATRICES]
+    groups = [
+        {
+            "params": [(name, weights[name])],
+            "split": SPLIT.get(name),
+            "lr": 0.02 / (1 + i / 4),
+            "weight_decay": 0.05 * i,
+        }
+        for i, name in enumerate(matrices)
+    ]
+    vectors = [(name, p) for name, p in weights.items() if name in VECTORS]
+    groups.append({"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True})
+    train(weights, optimizer_of(how, groups), 0, STEPS)
+    return whole(weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
+def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, pools):  # noqa: F811
+    expected, found = apart("alone"), pools[world].run(apart, how)
+    assert farthest(expected, alone(PRO)[0]) > 1e-3  # the rates count
+    for weights in found:
+        assert_close(weights, expected)
+        assert_same(weights, found[0])
+
+
+def farthest(one, other):
+    """The largest difference of any weight, relative to its largest element."""
+    return largest(np.abs(one[name] - weight).max() / np.abs(weight).max() for name, weight in other.items())
+
+
+def in_half_or_single(how, dtype, steps, **settings):
+    return whole(Run(how, dtype=dtype, **settings).train(0, steps).weights)
+
+
+@pytest.mark.slow
+def test_float32_weights_err_no_more_than_in_one_process(pools):  # noqa: F811
+    """But for batches of other sizes, whose sums round otherwise."""
+    exact, single = alone(PRO)[0], in_half_or_single("alone", torch.float32, STEPS)
+    found = pools[4].run(in_half_or_single, "ddp", torch.float32, STEPS)
+    for weights in found:
+        assert 0 < farthest(weights, exact) <= FACTOR * farthest(single, exact)
+        assert_same(weights, found[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "how"), [("stochastic", "ddp"), ("stochastic", "fsdp"), ("master", "fsdp")])
+def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # noqa: F811
+    steps = 8
+    expected, before = (in_half_or_single("alone", torch.bfloat16, steps - i, bf16_weights=mode) for i in range(2))
+    found = pools[4].run(in_half_or_single, how, torch.bfloat16, steps, bf16_weights=mode)
+    for weights in found:
+        assert_same(weights, found[0])
+    # Batches of other sizes may round float32 otherwise, by 2^-22 or so. That carries an element over the threshold of
+    # its rounding, which is one of 2^-8, in about one of ten thousand cases a step. Other random numbers: in half.
+    differ = [expected[name] != weight for name, weight in found[0].items()]
+    assert sum(int(d.sum()) for d in differ) <= 10 * steps * sum(d.size for d in differ) / 10_000
+    # One unit of the last place, of eight bits.
+    assert farthest(found[0], expected) <= 2**-7 < farthest(found[0], before)
 
 
 def state_of_ranks(how):
@@ -123,11 +233,10 @@ def test_a_state_that_was_looked_up_or_written_to_before_the_first_step_is_shown
 
 
 @pytest.mark.slow
-def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools, expected):  # noqa: F811
-    for weights, received in pools[2].run(on_ranks, ProKLShampoo, "plain"):
+def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools):  # noqa: F811
+    for weights, _, received, _ in pools[2].run(on_ranks, PRO, "plain"):
         assert received == 0
-        for name, weight in weights.items():
-            assert np.array_equal(weight, expected[ProKLShampoo][name])
+        assert_same(weights, alone(PRO)[0])
 
 
 def gradients_placed_otherwise():
@@ -139,9 +248,9 @@ def gradients_placed_otherwise():
     return whole(weights)
 
 
-def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools, expected):  # noqa: F811
+def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools):  # noqa: F811
     for weights in pools[2].run(gradients_placed_otherwise):
-        assert_close(weights, expected[ProKLShampoo])
+        assert_close(weights, alone(PRO)[0])
 
 
 def experts_at_home():
@@ -218,7 +327,7 @@ def sharded_model_with_ignored():
         fully_shard(net, ignored_params={net[1].weight})
         weights = dict(net.named_parameters())
         assert [isinstance(p, DTensor) for p in weights.values()] == [True, False]
-        train(weights, prokl.ProKLShampoo(weights.items(), rank=3, process_group=group), 0, 4)
+        train(weights, PRO(weights.items(), rank=3, process_group=group), 0, 4)
         found.append(whole(weights))
     return found
 
@@ -228,23 +337,23 @@ def test_plain_weights_in_a_sharded_model_are_stepped_by_all_or_divided(pools): 
     for every, divided in (first, second):
         assert_close(divided, every)
     for one, other in zip(first, second, strict=True):
-        assert all(np.array_equal(one[name], other[name]) for name in one)
+        assert_same(one, other)
 
 
 def refusals():
     """Return what is said of everything that is refused."""
     mesh, world, found = mesh_of(1), dist.group.WORLD, {}
     partial = nn.Parameter(DTensor.from_local(value((4, 4), 1), mesh, [Partial()], run_check=False))
-    found["partial"] = message(prokl.ProKLShampoo, [partial])
+    found["partial"] = message(PRO, [partial])
     plain = nn.Parameter(value((4, 6), 1))
     adamw = {"params": [partial], "algorithm": "adamw", "lr": 0.1}
-    found["partial of AdamW"] = message(prokl.ProKLShampoo, [{"params": [plain]}, adamw])
-    found["group"] = message(prokl.ProKLShampoo, [plain], process_group=4)
-    divided = prokl.ProKLShampoo([plain], rank=2, process_group=world)
+    found["partial of AdamW"] = message(PRO, [{"params": [plain]}, adamw])
+    found["group"] = message(PRO, [plain], process_group=4)
+    divided = PRO([plain], rank=2, process_group=world)
     found["copy"] = message(copy.deepcopy, divided)
     found["pickle"] = message(pickle.dumps, divided)
     net = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False)).double()
-    zero = ZeroRedundancyOptimizer(net.parameters(), prokl.ProKLShampoo, lr=0.02, rank=2)
+    zero = ZeroRedundancyOptimizer(net.parameters(), PRO, lr=0.02, rank=2)
     before = [p.detach().clone() for p in net.parameters()]
     for _ in range(2):
         for p in net.parameters():
@@ -252,14 +361,14 @@ def refusals():
         zero.step()
     found["moved by ZeRO"] = [not torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True)]
 
-    class Divided(prokl.ProKLShampoo):
+    class Divided(PRO):
         def __init__(self, params, **settings):
             super().__init__(params, process_group=world, **settings)
 
     zero = ZeroRedundancyOptimizer(net.parameters(), Divided, lr=0.02, rank=2)
     found["ZeRO"] = message(zero.step)
     flat = FullyShardedDataParallel(copy.deepcopy(net), use_orig_params=True, device_id=torch.device("cpu"))
-    found["FSDP1"] = message(prokl.ProKLShampoo, flat.parameters())
+    found["FSDP1"] = message(PRO, flat.parameters())
     return found
 
 
@@ -283,4 +392,4 @@ def test_what_cannot_be_divided_is_refused_with_the_remedy(pools):  # noqa: F811
 
 def test_a_process_group_is_asked_for_its_kind_without_any_rank():
     with pytest.raises(TypeError, match="process_group must be .* got str 'dp': pass torch.distributed.group.WORLD"):
-        prokl.KLShampoo([], process_group="dp")
+        KL([], process_group="dp")

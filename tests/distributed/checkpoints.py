@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.distributed.problem import Run, exact, outcome
+from tests.distributed.placements import Run, here, whole
 
-SAVED, END = 6, 11  # `late` begins after the one; refreshes, an absent weight and bad gradients lie between
+SAVED, END = 6, 11  # `late` begins after the one; a refresh, an absent weight and bad gradients lie between
 DCP = ("nested", "flattened", "async")
 FULL = ("full", "broadcast", "gathered")
 
@@ -36,8 +36,8 @@ def contents(run, route):
     if route == "broadcast":  # what only the loading side has a meaning for
         given = options("full")
     return {
-        "model": get_model_state_dict(run.model, options=given),
-        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=given),
+        "model": get_model_state_dict(run.net, options=given),
+        "optimizer": get_optimizer_state_dict(run.net, run.optimizer, options=given),
     }
 
 
@@ -72,11 +72,11 @@ def load(run, folder, route, model=True):
         if route != "broadcast" or first():
             found = torch.load(folder, weights_only=True)
     if model:
-        set_model_state_dict(run.model, found["model"], options=given)
+        set_model_state_dict(run.net, found["model"], options=given)
     if route == "gathered":
         run.optimizer.load_state_dict(found["optimizer"])
     else:
-        set_optimizer_state_dict(run.model, run.optimizer, found["optimizer"], options=given)
+        set_optimizer_state_dict(run.net, run.optimizer, found["optimizer"], options=given)
 
 
 def gathered(run):
@@ -97,59 +97,39 @@ def read(value):
     return torch.load(io.BytesIO(value), weights_only=True)
 
 
-def save_and_go_on(plan, folder, routes, end=END):
+def outcome(run):
+    """Return all weights, whole, and what the optimizer counts on this rank; needs all ranks."""
+    return whole(run.weights), run.optimizer.skipped(), run.optimizer.clipped()
+
+
+def save_and_go_on(folder, routes, how, **given):
     """Train, save by every route, and go on to the end; return the outcome and the state at saving."""
-    run = Run(plan)
-    losses = run.train(0, SAVED)
+    run = Run(how, **given).train(0, SAVED)
     for route in routes:
         save(run, Path(folder) / route, route)
     state = gathered(run)
-    return outcome(run, losses + run.train(SAVED, end)), state
+    return outcome(run.train(SAVED, END)), state
 
 
-def resume(plan, folder, route, end=END):
+def resume(folder, route, how, **given):
     """Load and go on to the end; return the outcome and the state after loading."""
-    run = Run(plan)
+    run = Run(how, **given)
     load(run, Path(folder) / ("full" if route == "broadcast" else route), route)
     state = gathered(run)
-    return outcome(run, run.train(SAVED, end)), state
-
-
-def one_ranks_part(plan, folder):
-    """Save each rank's own state dict by torch.save; return how loading the first rank's failed on this one."""
-    run = Run(plan)
-    run.train(0, 2)
-    path = Path(folder) / str(dist.get_rank())
-    torch.save(run.optimizer.state_dict(), path)
-    dist.barrier()
-    run.optimizer.load_state_dict(torch.load(path, weights_only=False))  # every rank its own
-    before = everything(run)
-    try:
-        run.optimizer.load_state_dict(torch.load(Path(folder) / "0", weights_only=False))
-    except ValueError as error:
-        assert everything(run) == before
-        return type(error).__name__, str(error)
-    return None
+    return outcome(run.train(SAVED, END)), state
 
 
 def everything(run):
     """Return the bits of all that this rank has of weights and state."""
-    found = {f"weight {name}": exact(here(p)).tobytes() for name, p in run.model.named_parameters()}
+    found = {f"weight {name}": here(p) for name, p in run.weights.items()}
     for i, own in run.optimizer.state_dict()["state"].items():
-        for key, value in own.items():
-            found[f"state {i} {key}"] = here(value).clone() if torch.is_tensor(value) else value
-    return {k: written(v.contiguous()) if torch.is_tensor(v) else v for k, v in found.items()}
+        found |= {f"state {i} {key}": here(value) if torch.is_tensor(value) else value for key, value in own.items()}
+    return {k: written(v.clone().contiguous()) if torch.is_tensor(v) else v for k, v in found.items()}
 
 
-def here(t):
-    """Return what of a tensor is on this rank."""
-    return getattr(t.detach(), "_local_tensor", t.detach())
-
-
-def refuse(plan, folder, route):
+def refuse(folder, route, how, **given):
     """Load into a run that has begun and does not fit; return how that failed, and what changed by it."""
-    run = Run(plan)
-    run.train(0, 2)
+    run = Run(how, **given).train(0, 2)
     before = everything(run)
     try:
         load(run, Path(folder) / route, route, model=False)

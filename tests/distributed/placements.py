@@ -1,4 +1,7 @@
-"""Weights placed in every way, on ranks that all are given the same whole gradients."""
+"""Weights of every kind, placed in every way, on ranks that all are given the same whole gradients.
+
+Some weights come late, are missing in some steps or get gradients that are not finite, by the step.
+"""
 
 import numpy as np
 import torch
@@ -17,12 +20,23 @@ MATRICES = {
     "wide": (8, 20),
     "five": (5, 8),
     "row": (1, 6),
+    "qkv": (24, 8),
     "experts": (6, 8, 10),
     "experts2": (5, 10, 8),
     "conv": (6, 3, 2, 2),
+    "late": (20, 8),
+    "sometimes": (8, 8),
 }
+SPLIT = {"qkv": 3, "experts2": 2}
 VECTORS = {"table": (11, 4), "bias": (5,), "one": (1,), "scalar": (), "gains": (1, 4)}
+SHAPES = MATRICES | VECTORS
+LATE = 7  # the first call that gives `late` and `gains` a gradient
+ABSENT = (4, 5, 8)  # calls that give `sometimes` none
+BAD = (3, 9)  # calls in which gradients are infinite: one as a whole, of another weight one entry in one expert
+POISONED = {"square3": ..., "experts2": (4, 0, 0)}
+BEGINS = 2  # the first call that gives the second of `experts` a gradient that is not zero
 PERIOD = 4
+STEPS = 12  # beyond the last of these, and two refreshes
 MIXED = {"square2": [Replicate()], "square3": None}
 # How weights lie on the ranks: the dimensions of the mesh, and a weight's placement on it by its name and dimensions;
 # None of a plain tensor. Plain weights are divided among all ranks, where "divided" stands beside them.
@@ -42,10 +56,13 @@ PLACED = {
 DIVIDED = ("ddp", "mixed, divided")
 
 
-def mesh_of(dimensions):
+def mesh_of(dimensions, device="cpu"):
     """Return a mesh of all ranks, or None of none."""
-    world = dist.get_world_size() if dimensions else 0
-    return init_device_mesh("cpu", {1: (world,), 2: (2, world // 2)}[dimensions]) if dimensions else None
+    if not dimensions:
+        return None
+    world, names = dist.get_world_size(), ("replicate", "shard")[-dimensions:]
+    shape = {1: (world,), 2: (2, world // 2)}[dimensions]
+    return init_device_mesh(torch.device(device).type, shape, mesh_dim_names=names)
 
 
 def value(shape, seed):
@@ -56,13 +73,13 @@ def placed(t, mesh, placements):
     return t if placements is None else distribute_tensor(t, mesh, placements, src_data_rank=None)
 
 
-def weights_of(how, shapes=MATRICES | VECTORS, dtype=torch.float64):
+def weights_of(how, shapes=SHAPES, dtype=torch.float64, device="cpu"):
     """Return a weight of every shape, by its name."""
     dimensions, place = PLACED[how]
-    mesh, found = mesh_of(dimensions), {}
+    mesh, found = mesh_of(dimensions, device), {}
     for i, (name, shape) in enumerate(shapes.items()):
         placements = None if shape == () else place(name, len(shape))
-        found[name] = nn.Parameter(placed(value(shape, i).to(dtype), mesh, placements))
+        found[name] = nn.Parameter(placed(value(shape, i).to(device, dtype), mesh, placements))
     return found
 
 
@@ -74,27 +91,28 @@ def optimizer_of(how, groups, cls=PRO, **settings):
         if cls is KL:  # whose start is determined by no gradient of fewer rows than columns
             vectors += [(name, p) for name, p in matrices if name in ("row", "conv")]
             matrices = [(name, p) for name, p in matrices if name not in ("row", "conv")]
-        groups = [{"params": matrices}]
+        groups = [{"params": matrices, "split": [SPLIT.get(name) for name, _ in matrices]}]
         if vectors:
             groups.append({"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True})
     if cls is PRO:
-        settings["rank"] = 3
+        settings = {"rank": 3, **settings}
     group = dist.group.WORLD if how in DIVIDED else None
     return made(cls, groups, precondition_frequency=PERIOD, process_group=group, **settings)
 
 
-def give(weights, call, but=(), bad=None, place=None):
-    """Give every weight but some its gradient of a call, placed as the weight is or otherwise.
-
-    ``bad`` says by name which element is infinite.
-    """
+def give(weights, call, but=(), place=None):
+    """Give every weight but some its gradient of a call, or none, placed as the weight is or otherwise."""
     for i, (name, p) in enumerate(weights.items()):
-        if name not in but:
-            G = value(p.shape, 1000 * call + i + 1).to(p.dtype)
-            if bad and name in bad:
-                G[bad[name]] = torch.inf
-            mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
-            p.grad = placed(G, mesh, placements if place is None or mesh is None else place)
+        if name in but:
+            continue
+        G = value(p.shape, 1000 * call + i + 1).to(p.device, p.dtype)
+        if call in BAD and name in POISONED:
+            G[POISONED[name]] = torch.inf
+        if call < BEGINS and name == "experts":
+            G[1] = 0.0
+        absent = (name in ("late", "gains") and call < LATE) or (name == "sometimes" and call in ABSENT)
+        mesh, placements = getattr(p, "device_mesh", None), getattr(p, "placements", None)
+        p.grad = None if absent else placed(G, mesh, placements if place is None or mesh is None else place)
 
 
 def train(weights, optimizer, first, last):
@@ -104,13 +122,44 @@ def train(weights, optimizer, first, last):
         optimizer.step()
 
 
+class Run:
+    """Weights and their optimizer, in the middle of training.
+
+    Args:
+        how: the weights are placed. cls: of the optimizer. shapes, dtype, device: of the weights.
+        settings: of the optimizer.
+    """
+
+    def __init__(self, how="alone", cls=PRO, shapes=SHAPES, dtype=torch.float64, device="cpu", **settings):
+        self.weights = weights_of(how, shapes, dtype, device)
+        self.net = nn.ParameterDict(self.weights)
+        self.optimizer = optimizer_of(how, self.weights, cls, **settings)
+
+    def train(self, first, last):
+        """Do steps ``first`` to ``last``; return the run."""
+        train(self.weights, self.optimizer, first, last)
+        return self
+
+
+def here(t):
+    """Return what of a tensor is on this rank."""
+    return getattr(t.detach(), "_local_tensor", t.detach())
+
+
 def whole(weights):
-    """Return all weights, whole, in NumPy's float64; needs all ranks."""
+    """Return all weights, whole, in NumPy's float64, which holds each of our dtypes exactly; needs all ranks."""
     found = {}
     for name, p in weights.items():
         t = p.detach()
-        found[name] = (t.full_tensor() if isinstance(t, DTensor) else t).double().numpy().copy()
+        found[name] = (t.full_tensor() if isinstance(t, DTensor) else t).double().cpu().numpy().copy()
     return found
+
+
+def assert_same(found, expected):
+    """Compare weights bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weight.tobytes() == found[name].tobytes(), name
 
 
 def assert_close(found, expected):
