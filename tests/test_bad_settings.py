@@ -1,7 +1,6 @@
 """Bad settings and parameters: an error that names what is wrong and the bound, and nothing has changed."""
 
 import copy
-import math
 import re
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.inputs import BACKENDS, INF, KL, NAN, PRO, normal, step, weight
+from tests.inputs import INF, KL, NAN, PRO, normal, step, weight
 from tests.problems import made
 from tests.test_plain_memory import NOT_PLAIN
 from tests.training import differences, fine_and_odd, named, refused, train, weights_of
@@ -199,26 +198,6 @@ def test_a_sparse_gradient_raises_before_anything_moves(cls, place):
     given[place] = given[place].to_sparse()
     with refused(optimizer, "(?i)sparse", RuntimeError):
         step(optimizer, weights_of(optimizer), given)
-
-
-# Either side the longer, square, a row or column, both stacks and convolutions.
-CLAMPED = [((6, 4), 4), ((5, 5), 4), ((1, 7), 1), ((7, 1), 1), ((2, 2), 1), ((3, 8, 5), 5), ((6, 2, 3, 3), 6)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape, r", [*CLAMPED, ((2, 1, 1, 1), 1)])
-def test_a_rank_larger_than_the_weight_allows_is_clamped(shape, r, backend):
-    optimizer = train(PRO([weight(*shape)], rank=128, backend=backend), range(3))
-    (w,) = weights_of(optimizer)
-    state, stack = optimizer.state[w], shape[:1] if len(shape) == 3 else ()
-    rows, cols = (shape[1], shape[2]) if stack else (shape[0], math.prod(shape[1:]))
-    m, n = sorted((rows, cols))
-    expected = {"M": (m, n), "U": (n, r), "L": (m, m), "S": (r, r), "Q_L": (m, m), "Q_S": (r, r)}
-    expected |= {"inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_S": (r,)}
-    expected |= dict.fromkeys(("inv_sqrt_mu", "lambda_0", "clipped"), ())
-    found = {k: tuple(v.shape) for k, v in state.items() if k not in ("step", "skipped")}
-    assert found == {k: stack + tail for k, tail in expected.items()}
-    assert all(v.isfinite().all() for k, v in state.items() if k != "step") and w.isfinite().all()
 
 
 def test_a_state_without_room_names_its_weight_before_anything_moves():

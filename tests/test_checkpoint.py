@@ -1,8 +1,7 @@
 """Saving and loading: a run that is interrupted continues bit for bit, and a wrong checkpoint changes nothing.
 
 The common run has everything in it that a checkpoint could lose: weights of both orientations in one bucket, a
-late starter between them, a stack with a late matrix, skipped and missing gradients, an AdamW group, and a fused weight
-in a group with settings of its own.
+late starter among them, a stack with a late matrix, skipped and missing gradients, a fused weight and an AdamW group.
 """
 
 import copy
@@ -12,15 +11,14 @@ import pickle
 import pytest
 import torch
 
-from tests.inputs import BACKENDS, KL, PRO, VARIANTS, normal, same_bits, weight
-from tests.problems import made
-from tests.training import contents, differences, fine_and_odd, named, refused, train, weights_of
+from tests.distributed.checkpoints import load, save
+from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES, VECTORS
+from tests.distributed.placements import Run as AnyRun
+from tests.inputs import BACKENDS, KL, PRO, VARIANTS, weight
+from tests.training import contents, differences, fine_and_odd, named, refused, reloaded, train, weights_of
 
-METHODS = {
-    **{variant: (PRO, {"variant": variant, "rank": 5}) for variant in VARIANTS},
-    "klshampoo": (KL, {}),
-}
-DTYPES = {  # of the weights, state_dtype
+METHODS = {**{variant: {"cls": PRO, "variant": variant} for variant in VARIANTS}, "klshampoo": {"cls": KL}}
+DTYPES = {  # of the weights, of the state
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
     "bfloat16, bfloat16 state": (torch.bfloat16, torch.bfloat16),
@@ -29,16 +27,30 @@ DTYPES = {  # of the weights, state_dtype
     "float64, float32 state": (torch.float64, torch.float32),
 }
 # Both methods in every dtype, each backend in every other; the variants and masters once.
-CASES = [
-    pytest.param(*METHODS[method], BACKENDS[(i + j) % 2], *dtypes, id=f"{method}-{name}")
+CASES = {
+    f"{method}-{name}": {**METHODS[method], "backend": BACKENDS[(i + j) % 2], "dtype": dtype, "state_dtype": state}
     for i, method in enumerate(("pro-klshampoo", "klshampoo"))
-    for j, (name, dtypes) in enumerate(DTYPES.items())
-]
-CASES += [pytest.param(*METHODS[variant], "torch", torch.float32, None, id=variant) for variant in VARIANTS[1:]]
-CASES += [
-    pytest.param(cls, {"bf16_weights": "master"}, "torch", torch.bfloat16, None, id=f"{cls.__name__}-masters")
-    for cls in (PRO, KL)
-]
+    for j, (name, (dtype, state)) in enumerate(DTYPES.items())
+}
+CASES |= {variant: METHODS[variant] for variant in VARIANTS[1:]}
+CASES |= {
+    f"{cls.__name__}-masters": {"cls": cls, "dtype": torch.bfloat16, "bf16_weights": "master"} for cls in (PRO, KL)
+}
+SOME = {
+    name: SHAPES[name] for name in ("square3", "wide", "late", "experts", "qkv", "conv", "sometimes", "table", "gains")
+}
+MATRICES = [name for name in SOME if name not in VECTORS]
+CALLS = BAD[-1] + 1
+
+
+class Run(AnyRun):
+    """Such a run, of float32 weights."""
+
+    def __init__(self, cls=PRO, dtype=torch.float32, **settings):
+        super().__init__(cls=cls, shapes=SOME, dtype=dtype, weight_decay=0.1, **settings)
+
+    def contents(self):
+        return contents(self.optimizer)
 
 
 @pytest.fixture(params=["pro-klshampoo", "klshampoo"])
@@ -46,114 +58,67 @@ def method(request):
     return METHODS[request.param]
 
 
-SHAPES = {"a": (12, 20), "late": (20, 12), "b": (12, 20), "stack": (3, 6, 9), "conv": (6, 2, 3, 3)}
-ADAMW_SHAPES = {"bias": (7,), "table": (5, 4)}
-FUSED_SHAPES = {"fused": (18, 20)}
-CALLS, TAU = 8, 3
+def loaded(state, run, given):
+    """A new run that goes on with another's weights and this state, as a new process would make it."""
+    other = Run(**given)
+    other.optimizer.param_groups[0].update(split=None, lr=1.0)  # they come with the state
+    other.net.load_state_dict(run.net.state_dict())
+    other.optimizer.load_state_dict(state)
+    return other
 
 
-class Run:
-    """Weights, optimizer and the gradients of every call."""
-
-    def __init__(self, cls, kwargs, backend=None, dtype=torch.float32, state_dtype=None):
-        shapes = SHAPES | ADAMW_SHAPES | FUSED_SHAPES
-        self.weights = {name: weight(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
-        groups = [
-            {"params": [(name, self.weights[name]) for name in SHAPES]},
-            {"params": [(name, self.weights[name]) for name in ADAMW_SHAPES], "algorithm": "adamw", "lr": 0.01},
-        ]
-        groups[1]["weight_decay"] = 0.1
-        groups.append({"params": [(name, self.weights[name]) for name in FUSED_SHAPES], "split": (6, 12), "lr": 0.1})
-        options = {"precondition_frequency": TAU, "backend": backend, "state_dtype": state_dtype, **kwargs}
-        self.optimizer = made(cls, groups, weight_decay=0.1, **options)
-        self.made_by = cls, kwargs, backend, dtype, state_dtype
-
-    def step(self, call):
-        for i, (name, p) in enumerate(self.weights.items()):
-            p.grad = normal(*p.shape, seed=100 * call + i, dtype=p.dtype)
-            if name == "late" and call < 4 or (name, call) in {("a", 5), ("stack", 4), ("table", 2)}:
-                p.grad = None
-            elif name == "stack" and call < 3:
-                p.grad[1] = 0.0
-            elif (name, call) in {("b", 2), ("conv", 0), ("stack", 6)}:
-                p.grad.view(-1)[3] = float("nan")
-        self.optimizer.step()
-
-    def steps(self, first, last=CALLS):
-        for call in range(first, last):
-            self.step(call)
-        return self
-
-    def save(self, file):
-        torch.save({"weights": self.weights, "optimizer": self.optimizer.state_dict()}, file)
-
-    def resumed(self, file):
-        """A new run from the file, as a new process would make it."""
-        run, saved = Run(*self.made_by), torch.load(file, weights_only=True)
-        run.optimizer.param_groups[2].update(split=None, lr=1.0)  # they come with the state
-        run.take(saved["weights"])
-        run.optimizer.load_state_dict(saved["optimizer"])
-        return run
-
-    def take(self, weights):
-        with torch.no_grad():
-            for name, p in self.weights.items():
-                p.copy_(weights[name])
-
-    def contents(self):
-        return contents(self.optimizer)
+def with_steps_as_numbers(run):
+    state = copy.deepcopy(run.optimizer.state_dict())
+    for own in state["state"].values():
+        own.update({key: value.tolist() for key, value in own.items() if key.startswith("step")})
+    return state
 
 
-@pytest.mark.parametrize("cls, kwargs, backend, dtype, state_dtype", CASES)
-def test_save_load_continue_equals_an_uninterrupted_run(cls, kwargs, backend, dtype, state_dtype, tmp_path):
-    """Whatever torch's generator is; and the state is in the dtype that was asked for, before and after."""
-    # Before a refresh, just refreshed with the late starter about to begin, and before a call that has no gradient
-    # for one weight of a bucket: the oldest weights have step n - 1 when n calls are done.
-    moments = (TAU, TAU + 1, TAU + 2)
-    run, at = Run(cls, kwargs, backend, dtype, state_dtype), {}
-    for call in range(CALLS):
-        run.step(call)
-        if call + 1 in moments:
-            run.save(tmp_path / f"{call + 1}.pt")
-            at[call + 1] = run.contents()
-    for moment in moments:
-        torch.manual_seed(moment)
-        before = torch.get_rng_state()
-        resumed = run.resumed(tmp_path / f"{moment}.pt")
-        assert differences(at[moment], resumed.contents()) == set()
-        assert differences(run.contents(), resumed.steps(moment).contents()) == set(), moment
-        assert torch.equal(torch.get_rng_state(), before)
-    skipped = {"a": 0, "late": 0, "b": 1, "stack": 1, "conv": 1, "fused": 0}
-    assert resumed.optimizer.skipped() == run.optimizer.skipped() == skipped
-    stored = state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
-    wide = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
-    for own in at[TAU][: len(SHAPES)]:
-        found = {k: v.dtype for k, v in own.items() if torch.is_tensor(v) and k not in ("W", "step")}
-        assert found.pop("skipped") == torch.int64
-        assert {found.pop(key) for key in ("lambda_0", "clipped")} == {wide} and set(found.values()) == {stored}
+def through_a_distributed_checkpoint(run, given, route, folder):
+    other = Run(**given)
+    save(run, folder / route, route)
+    load(other, folder / route, route)
+    return other
 
 
-COMMON_KEYS = {"step", "skipped", "clipped", "M", "L", "Q_L", "inv_sqrt_lambda_L"}
-KEYS = {
-    PRO: COMMON_KEYS | {"U", "S", "Q_S", "inv_sqrt_lambda_S", "inv_sqrt_mu"},
-    KL: COMMON_KEYS | {"R", "Q_R", "inv_sqrt_lambda_R"},
+WAYS = {
+    "a file": lambda run, given, folder: loaded(reloaded(run.optimizer.state_dict()), run, given),
+    "numbers": lambda run, given, folder: loaded(with_steps_as_numbers(run), run, given),
+    "deepcopy": lambda run, given, folder: copy.deepcopy(run),
+    "pickle": lambda run, given, folder: pickle.loads(pickle.dumps(run)),
+    "nested": lambda run, given, folder: through_a_distributed_checkpoint(run, given, "nested", folder),
+    "flattened": lambda run, given, folder: through_a_distributed_checkpoint(run, given, "flattened", folder),
 }
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
-@pytest.mark.parametrize("start", ["auto", 0.1])
-def test_the_state_dict_is_per_parameter_with_the_documented_keys(cls, start):
-    run = Run(cls, {"init_eigenvalue": start}).steps(0, 3)
-    state = run.optimizer.state_dict()["state"]
-    of = {name: state[i] for i, name in enumerate(run.weights)}
-    assert len(state) == len(of)
-    expected = KEYS[cls] | ({"lambda_0"} if start == "auto" else set())
-    assert all(of[name].keys() == expected for name in SHAPES)
-    assert all(of[name].keys() == {"step", "exp_avg", "exp_avg_sq"} for name in ADAMW_SHAPES)
-    assert [of[name]["M"].shape for name in ("a", "stack", "conv")] == [(12, 20), (3, 6, 9), (6, 18)]
-    assert of["stack"]["Q_L"].shape == (3, 6, 6)
-    assert [of[name]["step"] for name in ("a", "b", "conv", "late")] == [2, 2, 1, -1]
-    assert same_bits(of["stack"]["step"], torch.tensor([2, -1, 2]))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+def test_a_run_that_is_carried_over_in_any_way_goes_on_as_it_would_have(given, tmp_path):
+    """Whatever torch's generator is; and the state is in the dtype that was asked for, before and after."""
+    # Before a refresh, in a call without a gradient for one weight; just refreshed; before the late starter begins.
+    ways = {PERIOD: ["a file"], PERIOD + 1: ["a file"], LATE: WAYS}
+    run, others = Run(**given), []
+    for call in range(CALLS):
+        for way in ways.get(call, ()):
+            others.append((call, way, WAYS[way](run, given, tmp_path)))
+            assert differences(run.contents(), others[-1][2].contents()) == set(), (call, way)
+        run.train(call, call + 1)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for call, way, other in others:
+        assert differences(run.contents(), other.train(call, CALLS).contents()) == set(), (call, way)
+        assert other.optimizer.skipped() == run.optimizer.skipped()
+    assert torch.equal(torch.get_rng_state(), before)
+    counts = run.optimizer.skipped()
+    assert {name for name, count in counts.items() if count} == {"square3"} and counts["square3"] == len(BAD)
+    dtype, state_dtype = run.weights["wide"].dtype, given.get("state_dtype")
+    stored = state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
+    wide = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
+    expected = {"W": dtype, "step": torch.int64, "skipped": torch.int64, "lambda_0": wide, "clipped": wide}
+    for name in counts:
+        for key, value in run.optimizer.state[run.weights[name]].items():
+            kind = key.partition(".")[0]
+            assert not torch.is_tensor(value) or value.dtype == expected.get(kind, stored), (name, key)
 
 
 def state_bytes(optimizer):
@@ -203,32 +168,32 @@ def test_setstate_takes_a_part_as_torchs_does_and_refuses_a_wrong_one(cls, given
 
 @pytest.mark.parametrize("moment", [1, 5])
 def test_loading_a_live_state_dict_does_not_tie_the_optimizers_together(method, moment):
-    source, target = Run(*method).steps(0, moment), Run(*method)
-    target.take(source.weights)
+    source, target = Run(**method).train(0, moment), Run(**method)
+    target.net.load_state_dict(source.net.state_dict())
     target.optimizer.load_state_dict(source.optimizer.state_dict())
     loaded = target.contents()
-    expected = source.steps(moment).contents()
+    expected = source.train(moment, CALLS).contents()
     assert differences(loaded, target.contents()) == set()
-    target.steps(moment)
+    target.train(moment, CALLS)
     assert differences(expected, source.contents()) == differences(expected, target.contents()) == set()
 
 
 def test_a_state_dict_may_be_loaded_again_and_again_and_stays_as_it_is(method):
     """Of both kinds of groups: who rolls back to it twice finds it whole."""
-    run = Run(*method).steps(0, 4)
-    state, weights = copy.deepcopy(run.optimizer.state_dict()), {k: p.detach().clone() for k, p in run.weights.items()}
-    saved, expected = copy.deepcopy(state), run.steps(4).contents()
+    run = Run(**method).train(0, 4)
+    state, weights = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.net.state_dict())
+    saved, expected = copy.deepcopy(state), run.train(4, CALLS).contents()
     for loads in (1, 2):
         for _ in range(loads):
             run.optimizer.load_state_dict(state)
-        run.take(weights)
-        assert differences(expected, run.steps(4).contents()) == set()
+        run.net.load_state_dict(weights)
+        assert differences(expected, run.train(4, CALLS).contents()) == set()
         assert differences(saved["state"].values(), state["state"].values()) == set()
         assert state["param_groups"] == saved["param_groups"]
 
 
 def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(method):
-    source, target = Run(*method).steps(0, 5), Run(*method)
+    source, target = Run(**method).train(0, 5), Run(**method)
 
     def double(optimizer, state_dict):
         assert {type(v) for own in state_dict["state"].values() for v in own.values()} == {torch.Tensor}
@@ -239,30 +204,32 @@ def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(met
     assert torch.equal(target.contents()[0]["M"], 2 * source.contents()[0]["M"])
 
 
-ALL_KEYS = [(cls, 0, cls([weight(2, 3)]).defaults.keys()) for cls in (PRO, KL)]
+ALL_KEYS = [(cls, 0, cls([weight(2, 3)]).defaults.keys() - {"split"}) for cls in (PRO, KL)]
 ALL_KEYS += [(PRO, 1, ("maximize", "amsgrad", "fused", "foreach", "betas", "eps", "weight_decay"))]
 
 
 @pytest.mark.parametrize("cls, group, keys", ALL_KEYS, ids=["Pro-KLShampoo", "KL-Shampoo", "AdamW"])
 def test_a_group_of_an_older_file_without_its_keys_gets_the_optimizers_own_values(cls, group, keys):
     """Of AdamW's the defaults."""
-    run, target = Run(cls, {}).steps(0, 2), Run(cls, {}).steps(0, 2)
-    run.optimizer.param_groups[1]["weight_decay"] = 0.0
+    run, target = Run(cls), Run(cls)
+    for each in (run, target):
+        each.optimizer.param_groups[1]["amsgrad"] = False
+        each.train(0, 2)
     state = copy.deepcopy(run.optimizer.state_dict())
     values = {key: state["param_groups"][group].pop(key) for key in keys}
     target.optimizer.load_state_dict(state)
     assert values.items() <= target.optimizer.param_groups[group].items()
-    assert differences(run.steps(2, 5).contents(), target.steps(2, 5).contents()) == set()
+    assert differences(run.train(2, 5).contents(), target.train(2, 5).contents()) == set()
 
 
 def test_hyperparameters_come_from_the_checkpoint():
     """As with every torch optimizer; rank and start value too, which the loaded state depends on."""
-    run = Run(PRO, {"rank": 3, "init_eigenvalue": 0.1, "momentum": 0.5}).steps(0, 5)
-    target = Run(PRO, {"rank": 7})
-    target.take(run.weights)
+    run = Run(rank=2, init_eigenvalue=0.1, momentum=0.5).train(0, 5)
+    target = Run(rank=7)
+    target.net.load_state_dict(run.net.state_dict())
     target.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-    assert target.optimizer.param_groups[0]["rank"] == 3
-    assert differences(run.steps(5, 8).contents(), target.steps(5, 8).contents()) == set()
+    assert target.optimizer.param_groups[0]["rank"] == 2
+    assert differences(run.train(5, 8).contents(), target.train(5, 8).contents()) == set()
 
 
 @pytest.mark.parametrize(
@@ -274,16 +241,16 @@ def test_hyperparameters_come_from_the_checkpoint():
     ],
 )
 def test_what_suits_the_machine_is_the_optimizers_own_and_not_the_checkpoints(theirs, ours):
-    run, target = Run(PRO, {}), Run(PRO, ours)
+    run, target = Run(), Run(**ours)
     run.optimizer.param_groups[0].update(theirs)
     own = {key: target.optimizer.param_groups[0][key] for key in ("backend", "precision", "cuda_graphs")}
-    target.optimizer.load_state_dict(run.steps(0, 4).optimizer.state_dict())
+    target.optimizer.load_state_dict(run.train(0, 4).optimizer.state_dict())
     assert own | ours == own == {key: target.optimizer.param_groups[0][key] for key in own}
-    target.steps(4, 5)
+    target.train(4, 5)
 
 
 def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults():
-    run = Run(PRO, {}).steps(0, 4)
+    run = Run().train(0, 4)
     for settings in (run.optimizer.defaults, run.optimizer.param_groups[0]):
         for key in ("backend", "precision", "cuda_graphs"):
             del settings[key]
@@ -291,7 +258,7 @@ def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults(
     for settings in (old.optimizer.defaults, old.optimizer.param_groups[0]):
         assert (settings["backend"], settings["precision"], settings["cuda_graphs"]) == (None, None, True)
     assert "precision" not in old.optimizer.param_groups[1]  # of AdamW
-    old.steps(4, 5)
+    old.train(4, 5)
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])

@@ -1,65 +1,58 @@
-"""The state of a weight is the paper's table of memory, line by line."""
+"""The state of a weight is the paper's table of memory, line by line, and the listed scalars."""
+
+import math
 
 import pytest
 import torch
 
-from bench.optimizers import OPTIMIZERS
+from tests.inputs import BACKENDS, KL, PRO, weight
+from tests.problems import made
+from tests.training import train, weights_of
 
-LINES = {
-    **dict.fromkeys(("L", "S", "R"), "factors"),
-    **dict.fromkeys(("Q_L", "Q_S", "Q_R"), "eigenbases"),
-    **dict.fromkeys(("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R"), "eigenvalues"),
-    "U": "subspace basis",
-    "inv_sqrt_mu": "complement scalar",
-    **dict.fromkeys(("M", "momentum_buffer", "exp_avg"), "momentum"),
-    "exp_avg_sq": "second moment",
-}
-"""Line of the paper's table that a tensor of the state belongs to."""
 TABLE = {
-    "pro-klshampoo": lambda m, n, r: {
-        "factors": m * m + r * r,
-        "eigenbases": m * m + r * r,
-        "eigenvalues": m + r,
-        "subspace basis": n * r,
-        "complement scalar": 1,
-        "momentum": m * n,
+    PRO: lambda m, n, r: {
+        "factors": {"L": (m, m), "S": (r, r)},
+        "eigenbases": {"Q_L": (m, m), "Q_S": (r, r)},
+        "eigenvalues": {"inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_S": (r,)},
+        "subspace basis": {"U": (n, r)},
+        "complement scalar": {"inv_sqrt_mu": ()},
+        "momentum": {"M": (m, n)},
     },
-    "kl-shampoo": lambda m, n, r: {
-        "factors": m * m + n * n,
-        "eigenbases": m * m + n * n,
-        "eigenvalues": m + n,
-        "momentum": m * n,
+    KL: lambda m, n, r: {
+        "factors": {"L": (m, m), "R": (n, n)},
+        "eigenbases": {"Q_L": (m, m), "Q_R": (n, n)},
+        "eigenvalues": {"inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_R": (n,)},
+        "momentum": {"M": (m, n)},
     },
-    "muon": lambda m, n, r: {"momentum": m * n},
-    "adamw": lambda m, n, r: {"momentum": m * n, "second moment": m * n},
 }
-"""Elements of one weight in the lines of the paper's table; Muon's and AdamW's likewise, which it does not have."""
-SCALARS = {
-    **dict.fromkeys(("pro-klshampoo", "kl-shampoo"), ["clipped", "lambda_0", "skipped", "step"]),
-    "muon": [],
-    "adamw": ["step"],
-}
-"""What the state of a weight holds that is in no line: one number each."""
+"""The paper's table: the tensors in each of its lines, of a matrix with short side m, long side n and rank r."""
+# Either side the longer, square, a row or column, both stacks and convolutions; with the rank that is left of 128.
+SHAPES = [((6, 4), 4), ((5, 5), 4), ((1, 7), 1), ((7, 1), 1), ((2, 2), 1), ((3, 8, 5), 5), ((6, 2, 3, 3), 6)]
+SHAPES += [((2, 1, 1, 1), 1)]
 
 
+@pytest.mark.parametrize("start", ["auto", 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", TABLE)
-@pytest.mark.parametrize("m, n, rank", [(12, 12, 128), (12, 20, 4)])
-def test_a_trained_state_is_the_papers_table_line_by_line_and_the_listed_scalars(method, m, n, rank, dtype):
-    W = torch.nn.Parameter(torch.randn(m, n).to(dtype))
-    settings = {"state_dtype": dtype} if "shampoo" in method else {}
-    settings |= {"rank": rank} if method == "pro-klshampoo" else {}
-    optimizer = OPTIMIZERS[method].make([W], **settings)
-    for _ in range(11):
-        W.grad = torch.randn(m, n).to(dtype)
-        optimizer.step()
-    table = TABLE[method](m, n, min(rank, m, n - 1))
-    found, scalars = dict.fromkeys(table, 0), []
-    for key, value in optimizer.state[W].items():
-        if key in LINES:
-            found[LINES[key]] += value.numel()
-            assert value.dtype == dtype
-        else:
-            scalars.append(key)
-            assert not isinstance(value, torch.Tensor) or value.numel() == 1
-    assert found == table and sorted(scalars) == SCALARS[method]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape, r", SHAPES)
+@pytest.mark.parametrize("cls", TABLE)
+def test_a_trained_state_is_the_papers_table_and_a_rank_larger_than_the_weight_allows_is_clamped(
+    cls, shape, r, backend, dtype, start
+):
+    settings = {"state_dtype": dtype, "init_eigenvalue": start, "backend": backend}
+    settings |= {"rank": 128} if cls is PRO else {}
+    optimizer = train(made(cls, [weight(*shape, dtype=dtype)], **settings), range(3))
+    (w,) = weights_of(optimizer)
+    stack = shape[:1] if len(shape) == 3 else ()
+    rows, cols = shape[1:] if stack else (shape[0], math.prod(shape[1:]))
+    m, n = sorted((rows, cols))
+    expected = {key: own for line in TABLE[cls](m, n, r).values() for key, own in line.items()}
+    scalars = {"step", "skipped", "clipped"} | ({"lambda_0"} if start == "auto" else set())
+    state = optimizer.state[w]
+    assert state.keys() == expected.keys() | scalars
+    assert {key: (state[key].dtype, state[key].shape) for key in expected} == {
+        key: (dtype, stack + own) for key, own in expected.items()
+    }
+    for key in scalars:
+        assert torch.as_tensor(state[key]).shape == (stack if key != "skipped" else ())
+    assert all(v.isfinite().all() for k, v in state.items() if k != "step") and w.isfinite().all()
