@@ -12,13 +12,15 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.inputs import weight
-from tests.torch_optimizers import COPIES, Problem, equal, of_all
+from tests.torch_optimizers import Problem, equal, of_all
 from tests.training import reloaded
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
 
 
 @of_all
-def test_hooks_fire_in_order_and_may_replace_what_step_is_given(info):
-    problem, data = Problem(info, {}), []
+def test_hooks_fire_in_order_and_may_replace_what_step_is_given(cls):
+    problem, data = Problem(cls, {}), []
 
     def note(what):
         return lambda optimizer, args, kwargs: data.append(what)
@@ -49,12 +51,12 @@ def test_hooks_fire_in_order_and_may_replace_what_step_is_given(info):
 
 
 @of_all
-def test_the_profiler_sees_each_call_once_under_the_optimizers_name(info):
-    problem = Problem(info, {})
+def test_the_profiler_sees_each_call_once_under_the_optimizers_name(cls):
+    problem = Problem(cls, {})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         problem.steps(2)
     events = {event.key: event.count for event in profile.key_averages() if event.key.startswith("Optimizer.")}
-    assert events == {f"Optimizer.step#{info.name}.step": 2, f"Optimizer.zero_grad#{info.name}.zero_grad": 2}
+    assert events == {f"Optimizer.step#{cls.__name__}.step": 2, f"Optimizer.zero_grad#{cls.__name__}.zero_grad": 2}
 
 
 def leave_mark(optimizer):
@@ -67,8 +69,8 @@ def take_mark(optimizer, state_dict):
 
 
 @of_all
-def test_hooks_of_saving_see_the_state_before_and_the_dict_after(info):
-    problem = Problem(info, {}).steps(2)
+def test_hooks_of_saving_see_the_state_before_and_the_dict_after(cls):
+    problem = Problem(cls, {}).steps(2)
     before = problem.optimizer.register_state_dict_pre_hook(leave_mark)
     assert problem.optimizer.state_dict()["state"]["mark"] == 1
     problem.optimizer.register_state_dict_post_hook(take_mark)
@@ -80,14 +82,14 @@ def test_hooks_of_saving_see_the_state_before_and_the_dict_after(info):
 
 
 @of_all
-def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywhere(info):
+def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywhere(cls):
     """PyTorch's hooks keep marks under names of their own, which are no dicts."""
-    problem = Problem(info, {}).steps(2)
+    problem = Problem(cls, {}).steps(2)
     leave_mark(problem.optimizer)
     problem.steps(1)
     twin = problem.twin()
     twin.optimizer.load_state_dict(reloaded(problem.optimizer.state_dict()))
-    for other in (copy.deepcopy(problem.optimizer), pickle.loads(pickle.dumps(problem.optimizer)), twin.optimizer):
+    for other in (*(duplicate(problem.optimizer) for duplicate in COPIES.values()), twin.optimizer):
         assert other.state["mark"] == 1
         assert equal(other.state_dict(), problem.optimizer.state_dict())
     assert equal(problem.steps(2).contents(), twin.steps(2).contents())
@@ -104,8 +106,8 @@ def rate(value, returns=False):
 
 @of_all
 @pytest.mark.parametrize("returns", [False, True], ids=["in place", "returned"])
-def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(info, returns):
-    problem = Problem(info, {}).steps(2)
+def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(cls, returns):
+    problem = Problem(cls, {}).steps(2)
     state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
     optimizer.register_load_state_dict_pre_hook(rate(0.5))
     optimizer.load_state_dict(copy.deepcopy(state))
@@ -120,8 +122,8 @@ def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(inf
 
 
 @of_all
-def test_hooks_after_loading_see_what_was_loaded(info):
-    problem, seen = Problem(info, {}).steps(2), []
+def test_hooks_after_loading_see_what_was_loaded(cls):
+    problem, seen = Problem(cls, {}).steps(2), []
 
     def after(optimizer):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -140,8 +142,8 @@ def count(optimizer, args, kwargs):
 
 @of_all
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_has_no_hooks_as_pytorchs_have_none_and_takes_new_ones(info, duplicate):
-    problem = Problem(info, {}).steps(1)
+def test_a_copy_has_no_hooks_as_pytorchs_have_none_and_takes_new_ones(cls, duplicate):
+    problem = Problem(cls, {}).steps(1)
     problem.optimizer.register_step_post_hook(count)
     problem.optimizer.register_state_dict_pre_hook(leave_mark)
     problem.steps(1)

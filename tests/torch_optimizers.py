@@ -1,14 +1,12 @@
-"""Entries of the two optimizers for PyTorch's own optimizer tests, and the small problem that these train.
+"""The settings in which PyTorch's own optimizer tests are asked of both optimizers, and the problem they train.
 
-``OptimizerInfo`` and ``OptimizerInput`` are PyTorch's (``torch.testing._internal.common_optimizers``, which needs
-expecttest): settings, schedulers and errors of one optimizer. Two of PyTorch's own entries stand beside them, so that
-every check is known to be one which AdamW and Muon pass; Muon and the matrix groups take no vectors.
+Two of PyTorch's own optimizers stand beside them, so that every check is known to be one which AdamW and Muon pass;
+Muon and the matrix groups take no vectors. Errors are PyTorch's list, of a module which needs expecttest.
 
 Importing PyTorch's module keeps the process from setting torch.backends.cudnn's flags afterwards.
 """
 
 import copy
-import pickle
 from collections.abc import Iterable
 
 import pytest
@@ -22,12 +20,7 @@ from tests.training import contents
 
 pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
-from torch.testing._internal.common_optimizers import (  # noqa: E402
-    OptimizerInfo,
-    OptimizerInput,
-    get_error_inputs_for_all_optims,
-    optim_db,
-)
+from torch.testing._internal.common_optimizers import get_error_inputs_for_all_optims  # noqa: E402
 
 COMMON = {
     "default": {},
@@ -87,15 +80,6 @@ SCHEDULERS = {
 }
 
 
-def inputs(settings):
-    """Return what PyTorch's tests call with a device; new at every call, as a scheduler fills a tensor lr in place."""
-
-    def of(device=None, dtype=None):
-        return [OptimizerInput(params=None, kwargs=copy.deepcopy(kwargs), desc=d) for d, kwargs in settings.items()]
-
-    return of
-
-
 def of_two_rows(params, known):
     """PyTorch's samples are 1x1 matrices; give them a second row, and what is the same tensor the same one."""
     if isinstance(params, torch.Tensor):
@@ -105,79 +89,52 @@ def of_two_rows(params, known):
     return type(params)(of_two_rows(v, known) for v in params) if isinstance(params, (list, tuple)) else params
 
 
-def errors(device, dtype):
+def errors():
     """PyTorch's list of errors for every optimizer; test_bad_settings has what the matrix method cannot take."""
-    everyones = get_error_inputs_for_all_optims(device, dtype)
+    everyones = get_error_inputs_for_all_optims("cpu", torch.float32)
     for error in everyones:
         error.optimizer_error_input.params = of_two_rows(error.optimizer_error_input.params, {})
         error.error_regex = error.error_regex.replace("Tensor lr must be 1-element", "Invalid lr=.* with one such elem")
     return everyones
 
 
-OURS = [
-    OptimizerInfo(
-        cls,
-        optim_inputs_func=inputs(settings),
-        scheduler_inputs=tuple(SCHEDULERS.values()),
-        supported_impls=(),
-        # Not adjust_lr_fn: where a file lacks it, its lr is in the old units whatever is asked for here.
-        not_og_supported_flags=(
-            "ns_dtype",
-            "clip_threshold",
-            "cautious_weight_decay",
-            "bf16_weights",
-            "cuda_graphs",
-            "precision",
-        ),
-        supports_complex=False,
-        optim_error_inputs_func=errors,
-    )
-    for cls, settings in ((prokl.ProKLShampoo, COMMON | PRO_ONLY), (prokl.KLShampoo, COMMON))
+OURS, THEIRS = (prokl.ProKLShampoo, prokl.KLShampoo), (AdamW, Muon)
+of_all = pytest.mark.parametrize("cls", OURS + THEIRS)
+OF_OURS = [
+    pytest.param(cls, settings, id=f"{cls.__name__}-{name}")
+    for cls, known in zip(OURS, (COMMON | PRO_ONLY, COMMON), strict=True)
+    for name, settings in known.items()
 ]
-THEIRS = [info for info in optim_db if info.optim_cls in (AdamW, Muon)]
-
-of_ours = pytest.mark.parametrize("info", OURS, ids=lambda info: info.name)
-of_all = pytest.mark.parametrize("info", OURS + THEIRS, ids=lambda info: info.name)
-CASES = [(info, chosen) for info in OURS for chosen in info.optim_inputs_func("cpu")]
-CASES += [(info, OptimizerInput(None, {}, "default")) for info in THEIRS]
-of_all_settings = pytest.mark.parametrize("info, chosen", CASES, ids=lambda x: getattr(x, "desc", None) or x.name)
-of_our_settings = pytest.mark.parametrize(
-    "info, chosen", CASES[: -len(THEIRS)], ids=lambda x: getattr(x, "desc", None) or x.name
-)
+of_our_settings = pytest.mark.parametrize("cls, settings", OF_OURS)
+of_all_settings = pytest.mark.parametrize("cls, settings", [*OF_OURS, *((cls, {}) for cls in THEIRS)])
 
 
-def grouped(info, matrices, vectors, named=False, **vector_settings):
+def grouped(cls, matrices, vectors, named=False):
     """Return ``params`` for the optimizer: vectors go to its AdamW group, beside the matrices, or nowhere.
 
     Args:
-        info: whose. matrices, vectors: of weights. named: by name, "0", "1", ... in this order.
-        vector_settings: of the AdamW group.
+        cls: whose. matrices, vectors: of weights. named: by name, "0", "1", ... in this order.
     """
     everyone = [*matrices, *vectors]
     entries = [(str(i), p) for i, p in enumerate(everyone)] if named else everyone
     first, rest = entries[: len(matrices)], entries[len(matrices) :]
-    if info in OURS:
-        return [{"params": first}, {"params": rest, "algorithm": "adamw", "lr": 1e-3, **vector_settings}]
-    return first if info.optim_cls is Muon else entries
+    if cls in OURS:
+        return [{"params": first}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}]
+    return first if cls is Muon else entries
 
 
 class Problem:
     """A line fitted to a point: the loss is the squared length of ``weight @ point + bias``.
 
     Args:
-        info: of the optimizer. settings: for its constructor. dtype: of weights and point.
-        contiguous: False for weights that are slices of larger tensors. named: parameters by name.
+        cls: of the optimizer. settings: for its constructor. named: parameters by name.
     """
 
-    def __init__(self, info, settings, *, dtype=torch.float32, contiguous=True, named=False):
-        whole = [weight(*shape, 2, seed=i, dtype=dtype) for i, shape in enumerate(((10, 5), (10,)))]
-        cut = (w.detach()[..., 0] for w in whole)
-        self.weight, self.bias = (torch.nn.Parameter(w.contiguous() if contiguous else w) for w in cut)
-        assert self.weight.is_contiguous() == contiguous
-        self.point = normal(5, dtype=dtype)
-        self.info, self.settings = info, settings
-        params = grouped(info, [self.weight], [self.bias], named)
-        self.optimizer = info.optim_cls(params, **copy.deepcopy(settings))
+    def __init__(self, cls, settings, named=False):
+        self.weight, self.bias, self.point = weight(10, 5), weight(10, seed=1), normal(5)
+        self.cls, self.settings = cls, settings
+        params = grouped(cls, [self.weight], [self.bias], named)
+        self.optimizer = cls(params, **copy.deepcopy(settings))
 
     def loss(self):
         self.optimizer.zero_grad()
@@ -194,14 +151,11 @@ class Problem:
 
     def twin(self, **settings):
         """Return a problem of its own whose weights are as this one's are now; its optimizer is new."""
-        twin = Problem(self.info, {**self.settings, **settings}, dtype=self.weight.dtype)
+        twin = Problem(self.cls, {**self.settings, **settings})
         with torch.no_grad():
             twin.weight.copy_(self.weight)
             twin.bias.copy_(self.bias)
         return twin
-
-    def improves(self, before, after):
-        return after > before if self.settings.get("maximize") else after < before
 
     def contents(self):
         return contents(self.optimizer)
@@ -216,6 +170,3 @@ def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
     return type(a) is type(b) and a == b
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
