@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.checkpoints import load, save
-from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES, VECTORS
+from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES
 from tests.distributed.placements import Run as AnyRun
 from tests.inputs import BACKENDS, KL, PRO, VARIANTS, weight
 from tests.training import contents, differences, fine_and_odd, named, refused, reloaded, train, weights_of
@@ -33,13 +33,13 @@ CASES = {
     for j, (name, (dtype, state)) in enumerate(DTYPES.items())
 }
 CASES |= {variant: METHODS[variant] for variant in VARIANTS[1:]}
+CASES["as published"] = {"init_eigenvalue": 0.1, "clip_threshold": None}
 CASES |= {
     f"{cls.__name__}-masters": {"cls": cls, "dtype": torch.bfloat16, "bf16_weights": "master"} for cls in (PRO, KL)
 }
 SOME = {
     name: SHAPES[name] for name in ("square3", "wide", "late", "experts", "qkv", "conv", "sometimes", "table", "gains")
 }
-MATRICES = [name for name in SOME if name not in VECTORS]
 CALLS = BAD[-1] + 1
 
 
