@@ -160,15 +160,15 @@ def farthest(one, other):
     return largest(np.abs(one[name] - weight).max() / np.abs(weight).max() for name, weight in other.items())
 
 
-def in_half_or_single(how, dtype, steps, **settings):
+def trained_in(how, dtype, steps, **settings):
     return whole(Run(how, dtype=dtype, **settings).train(0, steps).weights)
 
 
 @pytest.mark.slow
 def test_float32_weights_err_no_more_than_in_one_process(pools):  # noqa: F811
     """But for batches of other sizes, whose sums round otherwise."""
-    exact, single = alone(PRO)[0], in_half_or_single("alone", torch.float32, STEPS)
-    found = pools[4].run(in_half_or_single, "ddp", torch.float32, STEPS)
+    exact, single = alone(PRO)[0], trained_in("alone", torch.float32, STEPS)
+    found = pools[4].run(trained_in, "ddp", torch.float32, STEPS)
     for weights in found:
         assert 0 < farthest(weights, exact) <= FACTOR * farthest(single, exact)
         assert_same(weights, found[0])
@@ -178,8 +178,8 @@ def test_float32_weights_err_no_more_than_in_one_process(pools):  # noqa: F811
 @pytest.mark.parametrize(("mode", "how"), [("stochastic", "ddp"), ("stochastic", "fsdp"), ("master", "fsdp")])
 def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # noqa: F811
     steps = 8
-    expected, before = (in_half_or_single("alone", torch.bfloat16, steps - i, bf16_weights=mode) for i in range(2))
-    found = pools[4].run(in_half_or_single, how, torch.bfloat16, steps, bf16_weights=mode)
+    expected, before = (trained_in("alone", torch.bfloat16, steps - i, bf16_weights=mode) for i in range(2))
+    found = pools[4].run(trained_in, how, torch.bfloat16, steps, bf16_weights=mode)
     for weights in found:
         assert_same(weights, found[0])
     # Batches of other sizes may round float32 otherwise, by 2^-22 or so. That carries an element over the threshold of
