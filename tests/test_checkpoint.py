@@ -108,6 +108,7 @@ def test_a_run_that_is_carried_over_in_any_way_goes_on_as_it_would_have(given, t
     for call, way, other in others:
         assert differences(run.contents(), other.train(call, CALLS).contents()) == set(), (call, way)
         assert other.optimizer.skipped() == run.optimizer.skipped()
+        assert other.optimizer.state_dict()["param_groups"] == run.optimizer.state_dict()["param_groups"], way
     assert torch.equal(torch.get_rng_state(), before)
     counts = run.optimizer.skipped()
     assert {name for name, count in counts.items() if count} == {"square3"} and counts["square3"] == len(BAD)
