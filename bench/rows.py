@@ -45,17 +45,17 @@ COLUMNS = {
     **_columns("value", "seed step"),
     **_columns("metric unit dtype shapes"),
     # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
-    # a predicted lower bound in the same unit, "_se" a standard error.
+    # a predicted lower bound in the same unit.
     **_columns("", "rounds", "median q1 q3 ratio floor"),
-    **_columns("seeds validation_loss_per_seed", "", "validation_loss validation_loss_se seconds"),
+    **_columns(real="validation_loss seconds"),
     **_columns("diverged_at"),
-    **_columns(real="model_ms optimizer_ms seconds_to_muon_loss seconds_to_kl_shampoo_loss state_mb peak_gib"),
+    **_columns(real="model_ms optimizer_ms state_mb peak_gib"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.
     **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context"),
-    **_columns("autocast state_dtype", "steps eval_every eval_windows batch micro_batch"),
+    **_columns("autocast state_dtype", "steps eval_windows batch micro_batch"),
     **_columns("data data_sha256"),
     **PROVENANCE,
     # Why there is no value, or what a reader must know.
@@ -160,17 +160,25 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
+def having(rows: Iterable[Row], key: Mapping[str, Any]) -> list[Row]:
+    """Return those of a file's rows that have these values."""
+    own = {name: text(value) for name, value in key.items()}
+    return [row for row in rows if all(row.get(name, "") == value for name, value in own.items())]
+
+
 def frame(path: Path) -> "DataFrame":
     """Return the rows of a file with typed columns; without rows where there is no file.
-
-    Missing text is "", a missing number NaN or, of a column of whole numbers, NA.
 
     Raises:
         UsageError: If it has a column that the schema lacks.
     """
+    return typed(read(path))
+
+
+def typed(rows: Sequence[Row]) -> "DataFrame":
+    """Return a file's rows with typed columns: missing text is "", a missing number NaN, of whole numbers NA."""
     import pandas
 
-    rows = read(path)
     data = pandas.DataFrame(rows, columns=list(rows[0]) if rows else None)
     for name in data.columns:
         if COLUMNS[name] is not str:
@@ -213,7 +221,7 @@ def measured(path: Path, key: Mapping[str, str], here: Mapping[str, str]) -> boo
 
     Never from a changed tree.
     """
-    rows = [row for row in read(path) if all(row.get(name) == value for name, value in key.items())]
+    rows = having(read(path), key)
     if not rows or not here["commit"] or here["commit"].endswith("-dirty"):
         return False
     if any(row.get("note", "").startswith("wrong") for row in rows):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from bench.models import gpt2
 from bench.optimizers import Hyper
-from bench.study.scales import Scale
-from bench.study.units import Task
+from bench.study.runs import Task
+from bench.training.run import Scale
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), (2, 4, 8), 4, 2, 4, batch=4)
 HYPERS = {
@@ -18,8 +18,6 @@ HYPERS = {
 }
 
 
-def task(folder, *keys, steps=14, micro_batch=None):
-    """A run of these, or of all."""
-    scale = replace(MICRO, steps=steps, micro_batch=micro_batch)
-    settings = scale.settings({k: HYPERS[k] for k in keys or HYPERS}, 256, "cpu", curve=True)
-    return Task(folder, settings, 0)
+def task(folder, text, key, **changes):
+    """A run of 14 steps of one of these on the text of a file."""
+    return Task(replace(MICRO, steps=14, **changes), text, key, HYPERS[key], 0, folder)

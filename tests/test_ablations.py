@@ -23,10 +23,10 @@ LOSS = "validation loss"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("the gradient of the optimizer " * 200)
-    return open_source(path, MICRO.config.context)
+    return path
 
 
 # The command
@@ -96,7 +96,7 @@ CHANGED = {  # what of a run each case changes, beside the usual one
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source):
+def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, text):
     """Of the run before its first step, and of its first gradient; None: other weights have another."""
 
     def look(case):
@@ -104,10 +104,10 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
 
         def stop(run):
             (trainee,) = run.trainees
-            trainee.loss(trainee.model, *(part[:1] for part in run.validation[0])).backward()
+            trainee.loss(*(part[:1] for part in run.validation[0])).backward()
             weights, group = dict(trainee.model.named_parameters()), trainee.optimizers[0].param_groups[0]
-            config = run.settings.model
-            seen.update(lr=group["lr"], rank=group["rank"], batch=run.settings.batch)
+            config = trainee.model.config
+            seen.update(lr=group["lr"], rank=group["rank"], batch=run.scale.batch)
             seen.update(width=config.width, heads=config.heads, mlp_width=config.mlp_width)
             projections = weights["blocks.0.o_proj.weight"], weights["blocks.3.down_proj.weight"]
             seen["zero"] = not any(W.any() for W in projections)
@@ -115,7 +115,7 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Run, "advance", stop)
-        monkeypatch.setattr(language, "data", lambda context: source)
+        monkeypatch.setattr(language, "open_source", lambda data, context: open_source(text, context))
         unit = Unit("robustness", "llama-tiny", "pro-klshampoo", case, 0, 1)
         with pytest.raises(KeyboardInterrupt):
             language.figures(TINY["llama-tiny"], FORMS["pro-klshampoo"].default, unit, settings[case]).send(None)
@@ -130,17 +130,17 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, source)
 
 
 @pytest.mark.parametrize("key", ["muon", "pro"])
-def test_every_gradient_of_a_model_is_disturbed_in_its_step(key, source):
+def test_every_gradient_of_a_model_is_disturbed_in_its_step(key, text):
     seen = []
 
     def factor(name, step):
         seen.append((step, name))
         return 0.0
 
-    still = language.train(MICRO, HYPERS[key], 0, {"factor": factor}, source=source).record.final_loss
+    still = language.train(MICRO, HYPERS[key], 0, {"factor": factor}, data=text).record.final_loss
     assert sorted({step for step, _ in seen}) == list(range(MICRO.steps))
     assert len(seen) == len(set(seen)) and (0, "blocks.0.q_proj.weight") in seen and (0, "embedding.weight") in seen
-    assert language.train(MICRO, HYPERS[key], 0, {}, source=source).record.final_loss != still
+    assert language.train(MICRO, HYPERS[key], 0, {}, data=text).record.final_loss != still
 
 
 # Disturbances

@@ -17,7 +17,11 @@ from tests.test_bench_search import MODEL
 def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_one_machine(tmp_path, monkeypatch):
     found, curves = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     drawn = {}
-    monkeypatch.setattr(figures, "save", lambda it, path: drawn.update({path: [a.get_lines() for a in it.axes]}))
+
+    def save(figure, path, dpi):
+        drawn[path] = [axes.get_lines() for axes in figure.axes]
+
+    monkeypatch.setattr(figures.Figure, "savefig", save)
     for x in ("step", "seconds"):
         figures.lengths(x, found, curves, x)
     every, ms = tables.compared(found), tables.step_ms(found)

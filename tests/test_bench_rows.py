@@ -33,9 +33,9 @@ def test_a_file_has_the_columns_of_its_rows_and_no_nan(tmp_path):
 
 def test_a_frame_has_numbers_text_and_what_is_missing_of_each(tmp_path):
     path = tmp_path / "rows.csv"
-    rows.write(path, [{"model": "a", "value": 0.1, "rank": 8, "lr": 0.5}, {"value": "auto", "seeds": "0"}])
+    rows.write(path, [{"model": "a", "value": 0.1, "rank": 8, "lr": 0.5}, {"value": "auto", "note": "0"}])
     found = rows.frame(path)
-    assert list(found["value"]) == ["0.1", "auto"] and list(found["seeds"]) == ["", "0"]
+    assert list(found["value"]) == ["0.1", "auto"] and list(found["note"]) == ["", "0"]
     assert found["rank"][0] == 8 and found.isna()["rank"][1] and math.isnan(found["lr"][1])
     assert rows.frame(tmp_path / "none.csv").empty
 

@@ -1,4 +1,4 @@
-"""What a run is fed: text and shards read and refused, an order that (seed, step, rank) decide alone, nothing twice."""
+"""What a run is fed: text and shards read and refused, an order that (seed, step) decide alone, nothing twice."""
 
 import struct
 from pathlib import Path
@@ -31,9 +31,9 @@ def text(tmp_path):
     return path
 
 
-def firsts(source, steps, batch, seed=0, rank=0, ranks=1):
+def firsts(source, steps, batch, seed=0):
     """First tokens of the windows of these steps, in order."""
-    batches = [source.training_batch(seed, step, batch, CONTEXT, rank, ranks) for step in steps]
+    batches = [source.training_batch(seed, step, batch, CONTEXT) for step in steps]
     return [int(token) for inputs, _ in batches for token in inputs[:, 0]]
 
 
@@ -62,16 +62,6 @@ def test_text_is_drawn_from_all_of_it_by_seed_and_step_alone(text):
     positions = Source("", "", 256, [np.arange(200, dtype=np.uint8)], [], epochs=False)
     inputs, targets = positions.training_batch(0, 0, 5000, 8)
     assert inputs.min() == 0 and targets.max() == 199
-
-
-@pytest.mark.parametrize("kind", ["folder", "text"])
-def test_ranks_share_what_one_process_would_see(kind, request):
-    source = open_source(request.getfixturevalue(kind), CONTEXT)
-    for step in range(5):
-        whole = source.training_batch(3, step, 6, CONTEXT)
-        parts = [source.training_batch(3, step, 2, CONTEXT, rank, 3) for rank in range(3)]
-        for one, several in zip(whole, zip(*parts, strict=True), strict=True):
-            assert torch.equal(one, torch.cat(several))
 
 
 def test_validation_covers_what_is_held_out_evenly_and_never_twice(folder):

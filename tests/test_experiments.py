@@ -13,7 +13,7 @@ from bench import rows, workers
 from bench.models import gpt2
 from bench.rows import frame
 from bench.study import __main__ as command
-from bench.study import lengths, options, size
+from bench.study import comparisons, lengths, size
 from bench.study.scales import PAPER, TINY
 from bench.training.run import Run
 from bench.training.shards import write_shard
@@ -34,49 +34,55 @@ def run(shard, out, name, *options_):
     """The exit status of a command whose first model is small."""
     small = (replace(PAPER[0], **MINI), *PAPER[1:])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "PAPER", small)
+        patch.setattr(comparisons, "PAPER", small)
         given = ["--device", "cpu", "--data", shard, "--out", out, *options_]
         return command.main([name, *map(str, given)])
-
-
-@pytest.mark.slow
-def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_trained_again(
-    shard, tmp_path, monkeypatch
-):
-    begun, start = [], Run.__init__
-
-    def recording(run, settings, *rest):
-        begun.extend(h.method for h in settings.hyper.values())
-        start(run, settings, *rest)
-
-    monkeypatch.setattr(Run, "__init__", recording)
-    given = ("--model", "gpt2-124m", "--seeds", 0, 1)
-    assert run(shard, tmp_path, "main", *given) == 0
-    final = frame(tmp_path / "main.csv")
-    assert list(final["optimizer"]) == ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
-    assert list(final["rank"].dropna()) == [32, 64, 128] and (final["seeds"] == "0 1").all()
-    assert list(final["lr"][:4]) == [2e-3, 2e-2, 2e-3, 2e-2]
-    assert final["validation_loss"].between(0, 2 * math.log(256)).all() and (final["optimizer_ms"] > 0).all()
-    curves = frame(tmp_path / "main-curves.csv")
-    assert len(curves) == 6 * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # methods, seeds, evaluations
-    assert (tmp_path / "main-loss.png").read_bytes().startswith(b"\x89PNG")
-
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
-    begun.clear()
-    assert run(shard, tmp_path, "main", *given) == 0
-    assert not begun and {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == before
-    # The ablation shares KL-Shampoo and Pro-KLShampoo with the main table.
-    assert run(shard, tmp_path, "ablation", *given) == 0
-    assert set(begun) == {"smok-hop", "subspace-only", "complement-only"}
-    ablation = frame(tmp_path / "ablation.csv").set_index("optimizer")
-    shared = final[final["rank"] == 128]["validation_loss"].item()
-    assert ablation["validation_loss"]["pro-klshampoo"] == shared
 
 
 @pytest.fixture
 def threads(monkeypatch):
     """The pool's processes as threads, so that what a test has changed is there, too."""
     monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_trained_again(
+    shard, tmp_path, monkeypatch, threads, capsys
+):
+    begun, start = [], Run.__init__
+
+    def recording(run, scale, hyper, *rest):
+        begun.extend(h.method for h in hyper.values())
+        start(run, scale, hyper, *rest)
+
+    monkeypatch.setattr(Run, "__init__", recording)
+    given = ("--model", "gpt2-124m", "--seeds", 0, 1)
+    assert run(shard, tmp_path, "main", *given) == 0
+    final = frame(tmp_path / "runs.csv")
+    methods = ["adamw", "muon", "kl-shampoo", *["pro-klshampoo"] * 3]
+    assert list(final["optimizer"]) == begun == methods * 2 and list(final["seed"]) == [0] * 6 + [1] * 6
+    assert list(final["rank"].dropna()) == [32, 64, 128] * 2 and list(final["lr"][:4]) == [2e-3, 2e-2, 2e-3, 2e-2]
+    assert final["validation_loss"].between(0, 2 * math.log(256)).all() and (final["optimizer_ms"] > 0).all()
+    assert (final["data_sha256"].str.len() == 64).all() and (final["width"] == 16).all()
+    curves = frame(tmp_path / "curves.csv")
+    assert len(curves) == 6 * 2 * 3 and list(curves["step"][:3]) == [0, 2, 4]  # methods, seeds, evaluations
+    assert (tmp_path / "main-loss.png").read_bytes().startswith(b"\x89PNG") and not list(tmp_path.rglob("*.pt"))
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| gpt2-124m")]
+    assert [line.split("|")[2].strip() for line in table[2:4]] == ["KL-Shampoo", "Pro-KLShampoo, r = 32"]
+
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
+    begun.clear()
+    assert run(shard, tmp_path, "main", *given) == 0
+    assert not begun and {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == before
+    capsys.readouterr()
+    # The ablation shares KL-Shampoo and Pro-KLShampoo with the main table.
+    assert run(shard, tmp_path, "ablation", *given) == 0
+    assert set(begun) == {"smok-hop", "subspace-only", "complement-only"}
+    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| gpt2-124m")]
+    assert [line.split("|")[5] for line in again if "r = 128" in line and "Pro" in line] == [table[5].split("|")[5]]
 
 
 @pytest.mark.slow
@@ -88,7 +94,6 @@ def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(
     monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
     options = ["--models", "gpt2-tiny", "--lengths", "1", "--forms", "adamw", "--seeds", "0"]
     arguments = [name, *(options if name == "lengths" else []), "--out", tmp_path, "--folder", tmp_path, "--jobs", "1"]
-    monkeypatch.setattr("bench.study.units.train", in_a_thread)
     assert command.main(list(map(str, arguments))) == 0
     found = frame(tmp_path / f"{name}.csv")
     assert found["validation_loss"].between(1, 6).all() and found["data_sha256"].str.len().eq(64).all()
@@ -98,15 +103,8 @@ def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(
     else:
         assert list(found["case"]) == ["a change"] and list(found["base"]) == ["base"] and list(found["steps"]) == [4]
     before = (tmp_path / f"{name}.csv").read_bytes()
-    monkeypatch.setattr("bench.study.units.train", lambda *given: pytest.fail("trained again"))
+    monkeypatch.setattr(Run, "advance", lambda run: pytest.fail("trained again"))
     assert command.main(list(map(str, arguments))) == 0 and (tmp_path / f"{name}.csv").read_bytes() == before
-
-
-def in_a_thread(run, path, *given):
-    """Trains where no signal can be asked for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    while not run.finished:
-        run.advance()
 
 
 def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_path, monkeypatch):
@@ -118,11 +116,11 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
         written.append(path.name)
 
     monkeypatch.setitem(TINY, "gpt2-tiny", MICRO)
-    monkeypatch.setattr("bench.study.units.train", in_a_thread)
     monkeypatch.setattr(rows, "upsert", killed)
     arguments = ["lengths", f"--out={tmp_path}", f"--folder={tmp_path}", "--models", "gpt2-tiny", "--lengths", "1"]
     assert command.main([*arguments, "--forms", "adamw", "--seeds", "0", "--jobs", "1"]) == 130
     assert written == ["lengths-curves.csv"]  # lengths.csv says what is done
+    assert list(tmp_path.glob("adamw-*.pt"))
 
 
 @pytest.mark.parametrize(
@@ -145,9 +143,6 @@ def test_wrong_input_is_one_line_with_the_remedy(tmp_path, capsys, arguments, me
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_a_gpu_is_asked_for_and_processes_for_a_batch_that_they_can_share(capsys, monkeypatch):
+def test_a_gpu_is_asked_for(capsys):
     assert command.main(["main", "--model", "gpt2"]) == 2
-    assert "no GPU is visible to torch; give --device cpu" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert command.main(["main", "--model", "gpt2"]) == 2
-    assert "512 sequences, as gpt2-124m has, is no multiple of WORLD_SIZE = 3" in capsys.readouterr().err
+    assert "--jobs 1: 0 GPUs are visible to torch; give fewer, or --device cpu" in capsys.readouterr().err

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -10,24 +11,18 @@ from bench import rows
 from bench.ablations.study import Settings, Unit
 from bench.models import byte_gpt
 from bench.optimizers import Hyper
-from bench.study.scales import DEMO, Scale
-from bench.training.run import Run, Trainee
-from bench.training.sources import Source, open_source
+from bench.study.scales import DEMO
+from bench.training.run import Run, Scale, Trainee
+from bench.training.sources import open_source
 
-SMALL = replace(DEMO, config=byte_gpt(2, 64, 2, 64), ranks=(16,), evaluations=1, eval_windows=128)
+SMALL = replace(DEMO, config=byte_gpt(2, 64, 2, 64), ranks=(16,), eval_windows=128)
 """A byte-level GPT that a core trains in a minute."""
-
-
-@cache
-def data(context: int) -> Source:
-    """Return what models are trained on: the standard library."""
-    return open_source(None, context)
 
 
 def figures(scale: Scale, h: Hyper, unit: Unit, settings: Settings) -> Iterator[rows.Row]:
     """Train a unit; yield its final loss. Settings are fields of :class:`Hyper`, and those of :func:`train`."""
     of_hyper = {name: settings[name] for name in settings.keys() & {field.name for field in fields(Hyper)}}
-    h, scale = replace(h, **of_hyper), replace(scale, steps=unit.steps)
+    h, scale = replace(h, **of_hyper), replace(scale, steps=unit.steps, evaluations=1)
     record = train(scale, h, unit.seed, {k: v for k, v in settings.items() if k not in of_hyper}).record
     own = {name: getattr(h, name) for name in ("rank", "lr", "alpha_kl", "adamw_lr")}
     loss = {"metric": "validation loss", "unit": "nats"}
@@ -35,8 +30,8 @@ def figures(scale: Scale, h: Hyper, unit: Unit, settings: Settings) -> Iterator[
     yield own | loss | ({"note": "diverged"} if diverged else {"median": record.final_loss})
 
 
-def train(scale: Scale, h: Hyper, seed: int, settings: Settings, source: Source | None = None) -> Trainee:
-    """Train on one seed with a variant's settings.
+def train(scale: Scale, h: Hyper, seed: int, settings: Settings, data: Path | None = None) -> Trainee:
+    """Train on one seed with a variant's settings, on the standard library or other ``data``.
 
     * ``batch``: in place of the scale's.
     * ``width``: of the model, with as many more heads and columns of the MLP.
@@ -45,13 +40,12 @@ def train(scale: Scale, h: Hyper, seed: int, settings: Settings, source: Source 
     """
     if unknown := settings.keys() - {"batch", "width", "zero", "factor"}:
         raise KeyError(f"nobody changes {', '.join(sorted(unknown))}")
-    source = source or data(scale.config.context)
-    own = scale.settings({h.method: h}, source.vocabulary, "cpu", curve=False)
+    source = open_source(data, scale.config.context)
+    own = scale.config
     if width := settings.get("width"):
-        share = width // own.model.width
-        wide = {"width": width, "heads": own.model.heads * share, "mlp_width": own.model.mlp_width * share}
-        own = replace(own, model=replace(own.model, **wide))
-    run = Run(replace(own, batch=settings.get("batch", own.batch)), seed, source)
+        share = width // own.width
+        own = replace(own, width=width, heads=own.heads * share, mlp_width=own.mlp_width * share)
+    run = Run(replace(scale, config=own, batch=settings.get("batch", scale.batch)), {h.method: h}, seed, source)
     (trainee,) = run.trainees
     for name, weight in trainee.model.named_parameters():
         if name.endswith(tuple(settings.get("zero", ()))):

@@ -12,6 +12,7 @@ from bench.ablations.study import Settings, Study, Unit
 from bench.optimizers import OPTIMIZERS, RANKED, Hyper
 from bench.study import lengths as protocol
 from bench.study.scales import TINY
+from bench.training.sources import open_source
 
 
 def same(variants: Mapping[str, Settings]) -> Callable[[str, str], Mapping[str, Settings]]:
@@ -86,8 +87,8 @@ def disturb(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
         own, adamw = OPTIMIZERS[form.optimizer], OPTIMIZERS["adamw"]
         rank = SMALL.largest if form.optimizer in RANKED else None
         h = Hyper(form.optimizer, own.lr, adamw.lr, rank=rank, bounded=form.clip_threshold != "none")
-        source = language.data(SMALL.config.context)
-        of = {"seed": unit.seed, "steps": unit.steps, "data": source.name, "data_sha256": source.sha256}
+        source = open_source(None, SMALL.config.context)
+        of = {"seed": unit.seed, "steps": unit.steps} | source.row
         for row in language.figures(SMALL, h, unit, {"factor": factor}):
             yield {"value": value, "median": torch.inf} | of | row
 

@@ -1,15 +1,23 @@
-"""The paper's tables that compare optimizers: which of them, on which of its models, and the files."""
+"""The paper's tables that compare optimizers: which of them, on which of its models, with what the paper selected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
-from bench.command import UsageError
-from bench.optimizers import PRO, RANKED
+import torch
+
+from bench import rows
+from bench.command import UsageError, at_least, some
+from bench.optimizers import PRO, RANKED, Hyper
 from bench.presets import preset
-from bench.rows import frame, upsert
-from bench.study import figures, results, tables
-from bench.study.scales import PAPER, Scale
-from bench.study.study import Study, by_key
+from bench.study import figures, runs, tables
+from bench.study.scales import PAPER, open_data
+from bench.training.run import Record, Scale
 
+KEY = ("model", "steps", "optimizer", "rank", "lr", "seed", "data_sha256")
+"""Columns that tell a run from the others."""
 Compared = list[tuple[str, int | None]]
 """Methods, with their ranks."""
 
@@ -36,6 +44,49 @@ COMPARISONS: dict[str, Callable[[Scale], Compared]] = {"main": _main, "ablation"
 """What is trained on a model; nothing on one for which the paper has no such comparison."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(runs.Options):
+    """Make one of the paper's tables, with its models and the hyper-parameters that it selected.
+
+    The tables share runs.csv: what one has trained another does not. Ctrl-C keeps what was done; the same command goes
+    on.
+    """
+
+    out: Path = Path("runs/experiments")  # Results folder
+    jobs: int = max(1, torch.cuda.device_count())  # Runs at a time, each on a GPU of its own
+    seeds: tuple[int, ...] = (0, 1, 2)
+    data: Path | None = None  # Token shards
+    model: str = ""  # Only models whose name begins so: gpt2, llama, gpt2-350m
+    steps: int | None = None  # Of every run, in place of the model's
+    micro_batch: int | None = None  # Sequences in one forward pass, in place of the model's
+    device: Literal["cpu", "cuda"] = "cuda"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, seeds=self.seeds)
+        at_least(1, steps=self.steps, micro_batch=self.micro_batch)
+        some(seeds=self.seeds)
+        if len({scale.config.family for scale in self.scales}) > 1:
+            raise UsageError("the paper has other data for each family; give --model gpt2 or llama, with its --data")
+        if self.device == "cuda" and self.jobs > torch.cuda.device_count():
+            visible = torch.cuda.device_count()
+            raise UsageError(f"--jobs {self.jobs}: {visible} GPUs are visible to torch; give fewer, or --device cpu")
+
+    @cached_property
+    def scales(self) -> tuple[Scale, ...]:
+        """The models, with what was given in place of their own.
+
+        Raises:
+            UsageError: no model's name begins as was asked.
+        """
+        given = {"steps": self.steps, "micro_batch": self.micro_batch}
+        given = {name: value for name, value in given.items() if value is not None}
+        if chosen := [scale for scale in PAPER if scale.name.startswith(self.model)]:
+            return tuple(replace(scale, **given) for scale in chosen)
+        names = ", ".join(scale.name for scale in PAPER)
+        raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
+
+
 def possible(name: str, scales: Sequence[Scale]) -> list[Scale]:
     """Return the models on which the paper has a comparison.
 
@@ -50,18 +101,54 @@ def possible(name: str, scales: Sequence[Scale]) -> list[Scale]:
     raise UsageError(f"the paper has no {name} on {names}; give --model with one of {others}")
 
 
-def run(name: str, studies: Sequence[Study]) -> str:
-    """Train what is missing, write the files after every model, which keep others, and draw; return the table."""
-    out, first = studies[0].folder, studies[0].place.processes.first
-    path, curves = out / f"{name}.csv", out / f"{name}-curves.csv"
-    for study in studies:
-        model = study.scale.name
-        selected = by_key(preset(method, model, rank) for method, rank in COMPARISONS[name](study.scale))
-        found = study.results(selected)
-        if first:
-            upsert(curves, results.curve_rows(study, selected, found), ("model",))
-            upsert(path, results.rows_of(study, selected, found), ("model",))
-    if not first:
-        return ""
-    figures.loss(out / f"{name}-loss.png", frame(curves))
-    return tables.table_of(frame(path))
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    scale: Scale
+    hyper: Hyper
+    seed: int
+    data_sha256: str
+
+    @property
+    def key(self) -> rows.Row:
+        """What its rows have in the columns KEY."""
+        h = self.hyper
+        own = (self.scale.name, self.scale.steps, h.method, h.rank, h.lr, self.seed, self.data_sha256)
+        return dict(zip(KEY, own, strict=True))
+
+    @property
+    def name(self) -> str:
+        """What a reader and a checkpoint call the method."""
+        return self.hyper.method + (f"-r{self.hyper.rank}" if self.hyper.rank else "")
+
+
+def run(name: str, o: Options) -> str:
+    """Train what is missing, seed by seed, and draw; return the table."""
+    path, curves, trials = o.out / "runs.csv", o.out / "curves.csv", []
+    for scale in possible(name, o.scales):
+        sha256 = open_data(scale, o.data).sha256
+        selected = [preset(method, scale.name, rank) for method, rank in COMPARISONS[name](scale)]
+        trials += [Trial(scale, h, seed, sha256) for seed in o.seeds for h in selected]
+    free = [f"cuda:{i}" for i in range(o.jobs)] if o.device == "cuda" else ["cpu"] * o.jobs
+    busy: dict[Trial, str] = {}
+
+    def wanted() -> Iterator[Trial]:
+        known = rows.read(path)
+        return (trial for trial in trials if not rows.having(known, trial.key))
+
+    def task(trial: Trial) -> runs.Task:
+        busy[trial] = free.pop()
+        return runs.Task(trial.scale, o.data, trial.name, trial.hyper, trial.seed, o.out / "runs", busy[trial])
+
+    def done(trial: Trial, record: Record, where: rows.Row) -> None:
+        free.append(busy.pop(trial))
+        settings = {name: getattr(trial.hyper, name) for name in runs.SETTINGS}
+        row = trial.key | settings | runs.of_scale(trial.scale) | runs.figures(record) | where
+        runs.keep(path, curves, row, runs.curve(record), KEY)
+
+    runs.work(wanted, task, done, o.jobs)
+    every = [trial.key for trial in trials]
+    own, along = ([row for key in every for row in rows.having(rows.read(file), key)] for file in (path, curves))
+    figures.loss(o.out / f"{name}-loss.png", rows.typed(along))
+    return tables.table_of(rows.typed(own), rows.typed(along))

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
-from bench.drawing import plt, save, tidy
 from bench.optimizers import OPTIMIZERS, PRO, label
 from bench.study.lengths import FORMS
 from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
+DPI = 120
 PANELS = {"step": "steps", "seconds": "seconds of training"}
 """What losses are drawn against."""
 
@@ -22,16 +23,16 @@ def loss(path: Path, curves: DataFrame) -> None:
     """Draw loss against steps and seconds, a line of panels per model; bands are one standard error."""
     models = list(curves.dropna(subset="validation_loss").groupby("model", sort=False))
     size = (5 * len(PANELS), 3.8 * len(models))
-    figure, grid = plt.subplots(len(models), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(size, layout="constrained")
+    grid = figure.subplots(len(models), len(PANELS), squeeze=False)
     for line, (model, here) in zip(grid, models, strict=True):
         for axes, (x, label_of_x) in zip(line, PANELS.items(), strict=True):
             for (method, rank), found in here.groupby(["optimizer", "rank"], sort=False, dropna=False):
                 curve(axes, found, x, **_style(method, rank, here), alpha=1.0 if method == PRO else 0.65)
             axes.set(xlabel=label_of_x, ylabel="validation loss, nats per token", title=model)
             fit(axes)
-            tidy(axes)
         line[0].legend(frameon=False, fontsize="small")
-    save(figure, path)
+    figure.savefig(path, dpi=DPI)
 
 
 def curve(axes: Axes, rows: DataFrame, x: str, **style: Any) -> None:
@@ -54,7 +55,9 @@ def _style(method: Hashable, rank: Any, among: DataFrame) -> dict[str, Any]:
 
 
 def fit(axes: Axes) -> None:
-    """Leave the steep first descent out, which would squeeze the differences that the figure is for."""
+    """Leave out the frame above and on the right, and the steep first descent, which would squeeze all differences."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, lw=0.5)
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()]
     lines = [values for values in lines if len(values)]
     if lines:
@@ -79,7 +82,8 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", st
     """
     every, every_ms = compared(found), step_ms(found)
     models = list(dict.fromkeys(model for model, _ in every))
-    figure, panels = plt.subplots(1, len(models), figsize=(5.5 * len(models), 3.8), squeeze=False, layout="constrained")
+    figure = Figure((5.5 * len(models), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         runs = every.get((model, steps), {})
         best = {form: unit for form in MAIN if form in runs and (unit := runs[form].unit)}
@@ -96,12 +100,11 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", st
         of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
         axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
         fit(axes)
-        tidy(axes)
         if x == "step":
             _name_ends(axes, ends)
         else:
             axes.legend(frameon=False)  # ends lie beside each other here
-    save(figure, path)
+    figure.savefig(path, dpi=DPI)
 
 
 def _name_ends(axes: Axes, ends: dict[str, tuple[np.ndarray, str]]) -> None:

@@ -13,21 +13,18 @@ defaults. Newton-Schulz multiplies in float32 everywhere, so that rows of any CP
 """
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Literal
 
 from pandas import DataFrame, isna
 
 from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
-from bench.study.options import WorkedOff
+from bench.study import runs
 from bench.study.scales import TINY
-from bench.study.units import Place, Result, Task
-from bench.workers import work_off
+from bench.training.run import Record
 
 ADAMW_LR = 3e-3
 """Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
@@ -256,15 +253,8 @@ def units(found: DataFrame) -> dict[Unit, float]:
     return losses
 
 
-def task_of(place: Place, folder: Path, steps: int, evaluations: int, name: str, hyper: Hyper, seed: int) -> Task:
-    """Return a run of one method on one thread, whose checkpoints are in a folder of its name."""
-    scale = replace(place.scale, steps=steps, evaluations=evaluations)
-    settings = scale.settings({name: hyper}, place.source.vocabulary, "cpu", curve=True)
-    return Task(folder / re.sub(r"\W+", "-", name), settings, seed)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Options(WorkedOff):
+class Options(runs.Options):
     """Train every method at its defaults and tuned, at every length: lengths.csv, and losses along the way.
 
     What bench/study/lengths.py asks for, which was fixed before it was trained.
@@ -287,33 +277,16 @@ def run(o: Options) -> str:
     """Train what is wanted until nothing is; what is wanted follows from the losses of what was trained."""
     path, curves = o.out / "lengths.csv", o.out / "lengths-curves.csv"
     losses = units(rows.frame(path))
-    places = {name: Place(TINY[name], None) for name in o.models}
 
-    def call(unit: Unit) -> Callable[[], dict[str, Result]]:
-        place = places[unit.model]
-        return place.call(task_of(place, o.folder, unit.steps, EVALUATIONS, unit.form, unit.hyper(), unit.seed))
+    def task(unit: Unit) -> runs.Task:
+        scale = replace(TINY[unit.model], steps=unit.steps, evaluations=EVALUATIONS)
+        return runs.Task(scale, None, unit.form, unit.hyper(), unit.seed, o.folder)
 
-    def done(unit: Unit, found: dict[str, Result]) -> None:
-        row, curve = rows_of(unit, found[unit.form], places[unit.model].origin)
-        losses[unit] = row["validation_loss"] if math.isfinite(row["validation_loss"]) else math.inf
-        rows.upsert(curves, curve, KEY)
-        rows.upsert(path, [row], KEY)  # last: this says that the run is done
+    def done(unit: Unit, record: Record, where: rows.Row) -> None:
+        losses[unit] = record.final_loss if math.isfinite(record.final_loss) else math.inf
+        own = {"optimizer" if name == "form" else name: value for name, value in asdict(unit).items()}
+        row = own | {"rank": unit.hyper().rank} | runs.figures(record) | where
+        runs.keep(path, curves, row, runs.curve(record), KEY)
 
-    work_off(lambda: wanted(o.models, o.lengths, o.forms, o.seeds, losses), call, done, o.jobs)
+    runs.work(lambda: wanted(o.models, o.lengths, o.forms, o.seeds, losses), task, done, o.jobs)
     return ""
-
-
-def rows_of(unit: Unit, result: Result, data: rows.Row) -> tuple[rows.Row, list[rows.Row]]:
-    """Return the row of a run, and those of its curve."""
-    key = {"optimizer" if name == "form" else name: value for name, value in asdict(unit).items()}
-    record = result.record
-    steps = len(record.losses)
-    own = {"rank": unit.hyper().rank, "validation_loss": record.final_loss, "state_mb": record.state_bytes / 1e6}
-    own |= {"model_ms": 1e3 * sum(record.model_seconds) / max(1, steps)}
-    own |= {"optimizer_ms": 1e3 * sum(record.optimizer_seconds[1:]) / max(1, steps - 1)}
-    own |= {"diverged_at": record.diverged_at}
-    curve = [
-        key | {"step": step, "validation_loss": loss, "seconds": record.seconds(step)}
-        for step, loss in record.validation
-    ]
-    return key | own | data | result.environment, curve

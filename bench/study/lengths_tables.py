@@ -10,7 +10,7 @@ from pandas import DataFrame, Series
 from bench.markdown import figure, table, with_error
 from bench.rows import RESULTS, frame
 from bench.study.lengths import FIRST_SEED, FORMS, Unit, at_default, tuned, units
-from bench.study.results import reached
+from bench.study.tables import reached
 
 REFERENCE = "muon"
 """Whose final loss the others' steps are counted to."""

@@ -4,7 +4,7 @@ Losses do not depend on what else the machine does; times would, and are not kep
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,11 @@ from bench import rows
 from bench.markdown import figure, table
 from bench.models import CONFIGS
 from bench.optimizers import Hyper
-from bench.study.lengths import FIRST_SEED, FORMS, STEP, rounded, task_of
-from bench.study.options import WorkedOff
-from bench.study.scales import Scale
-from bench.study.units import Place, Result
-from bench.workers import work_off
+from bench.study import runs
+from bench.study.lengths import FIRST_SEED, FORMS, STEP, rounded
+from bench.training.run import Record, Scale
 
-LARGER = Scale("llama-288", CONFIGS["llama-288"], (12, 24, 48), 1000, 10, 128, batch=8)
+LARGER = Scale("llama-288", CONFIGS["llama-288"], (12, 24, 48), 1000, 1, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
 PRO = "pro-klshampoo"
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
@@ -118,7 +116,7 @@ def losses_of(path: Path) -> dict[tuple[str, ...], float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WorkedOff):
+class Options(runs.Options):
     """Train a model three times as wide as the tiny ones, of 5.1M parameters: size.csv.
 
     Methods and single changes of Pro-KLShampoo; the runs were fixed before they were trained.
@@ -127,24 +125,23 @@ class Options(WorkedOff):
 
 def run(o: Options) -> str:
     """Train what is wanted and has no row, each evaluated at its end alone."""
-    path, place = o.out / "size.csv", Place(LARGER, None)
+    path = o.out / "size.csv"
 
     def wanted() -> Iterator[Trial]:
         known = losses_of(path)
         return (trial for trial in size(known) if trial.key not in known)
 
-    def call(trial: Trial) -> Callable[[], dict[str, Result]]:
-        return place.call(task_of(place, o.folder, LARGER.steps, 1, trial.case, trial.hyper, trial.seed))
+    def task(trial: Trial) -> runs.Task:
+        return runs.Task(LARGER, None, trial.case, trial.hyper, trial.seed, o.folder)
 
-    def done(trial: Trial, found: dict[str, Result]) -> None:
-        result = found[trial.case]
+    def done(trial: Trial, record: Record, where: rows.Row) -> None:
         own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
-        own |= {"rank": trial.hyper.rank, "validation_loss": result.record.final_loss}
-        if (step := result.record.diverged_at) is not None:
+        own |= {"rank": trial.hyper.rank, "validation_loss": record.final_loss}
+        if (step := record.diverged_at) is not None:
             own["note"] = f"diverged at step {step}"
-        rows.upsert(path, [own | place.origin | result.environment], KEY)
+        rows.upsert(path, [own | where], KEY)
 
-    work_off(wanted, call, done, o.jobs)
+    runs.work(wanted, task, done, o.jobs)
     return ""
 
 

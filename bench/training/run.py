@@ -2,51 +2,43 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from bench import optimizers
 from bench.models import ModelConfig, build
 from bench.optimizers import Hyper
-from bench.training.processes import ALONE, Processes
 from bench.training.schedules import SCHEDULE
 from bench.training.sources import Batch, Source
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that decides the numbers of a run; a checkpoint is continued only when all of it is equal."""
+class Scale:
+    """A model and how it is trained: beside optimizer, seed and data all that decides the numbers of a run."""
 
-    hyper: dict[str, Hyper]  # by key, which names an optimizer among those of the run
-    model: ModelConfig
+    name: str  # of the model
+    config: ModelConfig  # of the model; a run has the vocabulary of its data
+    ranks: tuple[int, ...]  # in the places of the paper's 32, 64 and 128
     steps: int
-    eval_every: int
+    evaluations: int  # along the run; there is one more at its end
     eval_windows: int
-    batch: int  # sequences a step, of all processes together
-    threads: int
-    # sequences that a process takes through the model at once; None takes all of its share
-    micro_batch: int | None = None
-    device: str = "cpu"  # torch's name of the device that trains
-    autocast: bool = False  # whether the model runs under bfloat16 autocast
+    batch: int  # sequences a step
+    micro_batch: int | None = None  # sequences in one forward pass; None takes all of a step
+    autocast: bool = False  # whether the model runs under bfloat16 autocast on a GPU
     state_dtype: str | None = None  # in which KL-Shampoo and Pro-KLShampoo keep their state; None is the weights' own
 
     @property
-    def context(self) -> int:
-        """Tokens of a sequence."""
-        return self.model.context
-
-    def plan(self) -> dict[str, Any]:
-        """Return what the optimizers of the run share, of types that a checkpoint and a CSV file can hold."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["hyper"], own["model"]
-        return asdict(self.model) | own
+    def largest(self) -> int:
+        """The rank of ablations; the paper's 128."""
+        return max(self.ranks)
 
 
 @dataclass
@@ -59,11 +51,6 @@ class Record:
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     diverged_at: int | None = None  # the step whose loss was not finite
     state_bytes: int = 0
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "Record":
-        """Return the record that was saved, of a version too that kept more."""
-        return cls(**{name: saved[name] for name in saved.keys() & {field.name for field in fields(cls)}})
 
     def seconds(self, steps: int) -> float:
         """Return the time spent in training, evaluation aside, up to and with step ``steps``."""
@@ -78,25 +65,24 @@ class Record:
 class Trainee:
     """One optimizer with its copy of the model."""
 
-    def __init__(self, key: str, model: nn.Module, settings: Settings, processes: Processes) -> None:
+    def __init__(self, key: str, hyper: Hyper, model: nn.Module, scale: Scale, device: str) -> None:
         self.key = key
         self.model = model
-        self.settings = settings
-        self.processes = processes
-        self.called = processes.wrapped(model)
-        state_dtype = None if settings.state_dtype is None else getattr(torch, settings.state_dtype)
-        self.optimizers = optimizers.build(model, settings.hyper[key], state_dtype)
+        self.scale = scale
+        self.device = torch.device(device)
+        state_dtype = None if scale.state_dtype is None else getattr(torch, scale.state_dtype)
+        self.optimizers = optimizers.build(model, hyper, state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.record = Record()
 
-    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token of this process's part."""
-        device = self.settings.device.partition(":")[0]
-        with torch.autocast(device, torch.bfloat16) if self.settings.autocast else nullcontext():
-            logits = model(inputs)
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token."""
+        autocast = self.scale.autocast and self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+            logits = self.model(inputs)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def step(self, step: int, scale: float, inputs: Tensor, targets: Tensor) -> None:
+    def step(self, step: int, factor: float, inputs: Tensor, targets: Tensor) -> None:
         """Train on one batch, or record divergence."""
         start = self._clock()
         self.model.zero_grad()
@@ -107,7 +93,7 @@ class Trainee:
         middle = self._clock()
         for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * scale
+                group["lr"] = peak * factor
             optimizer.step()
         end = self._clock()
         self.record.losses.append(value)
@@ -116,31 +102,24 @@ class Trainee:
 
     def _backward(self, inputs: Tensor, targets: Tensor) -> float:
         """Compute the gradient of the whole batch's mean loss, and return the loss."""
-        size = self.settings.micro_batch or len(inputs)
-        parts = list(zip(inputs.split(size), targets.split(size), strict=True))
+        size = self.scale.micro_batch or len(inputs)
         total = torch.zeros((), device=inputs.device)
-        for i, (x, y) in enumerate(parts):
-            later = self.processes.count > 1 and i < len(parts) - 1
-            with self.called.no_sync() if later else nullcontext():  # processes share their sum once
-                loss = self.loss(self.called, x, y) * (len(x) / len(inputs))
-                loss.backward()
+        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+            loss = self.loss(x, y) * (len(x) / len(inputs))
+            loss.backward()
             total += loss.detach()
-        return self.processes.mean(total).item()
+        return total.item()
 
     def _clock(self) -> float:
-        if self.settings.device.startswith("cuda"):
-            torch.cuda.synchronize(self.settings.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return perf_counter()
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: list[Batch]) -> None:
-        """Record the mean validation loss per token after ``step`` steps; processes share the batches out."""
-        total = sum(
-            self.loss(self.model, *batch).item() * batch[1].numel()
-            for batch in batches[self.processes.rank :: self.processes.count]
-        )
-        mean = self.processes.mean(torch.tensor(total, dtype=torch.float64, device=self.settings.device)).item()
-        value = mean * self.processes.count / sum(batch[1].numel() for batch in batches)
+        """Record the mean validation loss per token after ``step`` steps."""
+        total = sum(self.loss(*batch).item() * batch[1].numel() for batch in batches)
+        value = total / sum(batch[1].numel() for batch in batches)
         if math.isfinite(value):
             self.record.validation.append((step, value))
         else:
@@ -148,41 +127,34 @@ class Trainee:
 
     def snapshot(self) -> Record:
         """Return the record, with the optimizer state's size as it is now."""
-        tensors = [t for optimizer in self.optimizers for t in _tensors(list(optimizer.state.values()))]
-        self.record.state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        leaves = tree_leaves([dict(optimizer.state) for optimizer in self.optimizers])
+        self.record.state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
         return self.record
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state, in which some packages nest lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
 
 
 class Run:
     """All trainees on one seed. ``state_dict`` and ``load_state_dict`` continue it bit for bit."""
 
-    def __init__(self, settings: Settings, seed: int, source: Source, processes: Processes = ALONE) -> None:
-        self.settings = settings
+    def __init__(
+        self, scale: Scale, hyper: Mapping[str, Hyper], seed: int, source: Source, device: str = "cpu"
+    ) -> None:
+        self.scale = scale
         self.seed = seed
         self.source = source
-        self.processes = processes
+        self.device = device
         self.done = 0  # steps that every live trainee has finished
-        self.scale = SCHEDULE[settings.model.family]
-        self.share = settings.batch // processes.count
-        batches = source.validation_batches(settings.eval_windows, settings.micro_batch or self.share, settings.context)
+        self.schedule = SCHEDULE[scale.config.family]
+        size = scale.micro_batch or scale.batch
+        batches = source.validation_batches(scale.eval_windows, size, scale.config.context)
         self.validation = [self._here(batch) for batch in batches]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            initial = build(settings.model).to(settings.device)
-        self.trainees = [Trainee(key, copy.deepcopy(initial), settings, processes) for key in settings.hyper]
+            initial = build(replace(scale.config, vocabulary=source.vocabulary)).to(device)
+        self.trainees = [Trainee(key, h, copy.deepcopy(initial), scale, device) for key, h in hyper.items()]
 
     def _here(self, batch: Batch) -> Batch:
         inputs, targets = batch
-        return inputs.to(self.settings.device), targets.to(self.settings.device)
+        return inputs.to(self.device), targets.to(self.device)
 
     @property
     def live(self) -> list[Trainee]:
@@ -192,26 +164,22 @@ class Run:
     @property
     def finished(self) -> bool:
         """True if nothing is left to train."""
-        return self.done >= self.settings.steps or not self.live
+        return self.done >= self.scale.steps or not self.live
 
     def advance(self) -> None:
         """Train every live trainee on one batch; evaluate where the plan says so."""
-        s = self.settings
+        s = self.scale
         if self.done == 0:
             self._evaluate()
-        inputs, targets = self._here(
-            self.source.training_batch(
-                self.seed, self.done, self.share, s.context, self.processes.rank, self.processes.count
-            )
-        )
-        scale = self.scale(self.done, s.steps)
+        inputs, targets = self._here(self.source.training_batch(self.seed, self.done, s.batch, s.config.context))
+        factor = self.schedule(self.done, s.steps)
         # The order rotates, so that nobody always finds the caches as the same neighbour left them.
         shift = self.done % len(self.trainees)
         for trainee in self.trainees[shift:] + self.trainees[:shift]:
             if trainee.record.diverged_at is None:
-                trainee.step(self.done + 1, scale, inputs, targets)
+                trainee.step(self.done + 1, factor, inputs, targets)
         self.done += 1
-        if self.done % s.eval_every == 0 or self.done == s.steps:
+        if self.done % max(1, s.steps // s.evaluations) == 0 or self.done == s.steps:
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -235,7 +203,7 @@ class Run:
         """Take over a state that ``state_dict`` gave under the same settings."""
         self.done = state["done"]
         for trainee in self.trainees:
-            trainee.record = Record.of(state["records"][trainee.key])
+            trainee.record = Record(**state["records"][trainee.key])
             trainee.model.load_state_dict(state["models"][trainee.key])
             for optimizer, its_state in zip(trainee.optimizers, state["optimizers"][trainee.key], strict=True):
                 optimizer.load_state_dict(its_state)

@@ -1,15 +1,13 @@
 """Where a run's tokens come from: bytes of text, or shards of tokens.
 
-What a step sees depends on (seed, step, rank) alone: all optimizers see the same, and a resumed run needs no
-sampler's state. With several ranks, rank i has rows i * batch to (i + 1) * batch of what one process would see
-with a batch of ranks * batch.
+What a step sees depends on (seed, step) alone: all optimizers see the same, and a resumed run needs no sampler's state.
 """
 
 import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -72,27 +70,32 @@ class Source:
     epochs: bool
 
     @property
+    def row(self) -> dict[str, str]:
+        """What rows say of it."""
+        return {"data": self.name, "data_sha256": self.sha256}
+
+    @property
     def train_tokens(self) -> int:
         """Tokens to train on."""
         return sum(map(len, self.train))
 
-    def training_batch(self, seed: int, step: int, batch: int, context: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Return one rank's inputs and targets of one step, (batch, context) int64 each."""
+    def training_batch(self, seed: int, step: int, batch: int, context: int) -> Batch:
+        """Return the inputs and targets of one step, (batch, context) int64 each."""
         windows = Windows(self.train, context, context if self.epochs else 1)
         if not self.epochs:
-            starts = torch.randint(windows.count, (ranks * batch,), generator=generator(seed, step))
-            return windows.batch(starts[rank * batch : (rank + 1) * batch])
-        numbers = range((step * ranks + rank) * batch, (step * ranks + rank + 1) * batch)  # of all epochs' windows
+            return windows.batch(torch.randint(windows.count, (batch,), generator=generator(seed, step)))
+        numbers = range(step * batch, (step + 1) * batch)  # of all epochs' windows
         order = [permutation(seed, n // windows.count, windows.count)[n % windows.count] for n in numbers]
         return windows.batch(torch.stack(order))
 
     def validation_batches(self, windows: int, batch: int, context: int) -> list[Batch]:
-        """Return evenly spaced windows, at most ``windows``; the same for every seed, step and rank."""
+        """Return evenly spaced windows, at most ``windows``; the same for every seed and step."""
         held_out = Windows(self.validation, context, context if self.epochs else 1)
         spread = torch.linspace(0, held_out.count - 1, min(windows, held_out.count), dtype=torch.float64).long()
         return [held_out.batch(part) for part in spread.unique().split(batch)]
 
 
+@cache
 def open_source(path: Path | None, context: int, vocabulary: int | None = None) -> Source:
     """Open what ``--data`` names, and check all of it.
 
