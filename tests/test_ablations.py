@@ -1,7 +1,9 @@
 """``bench.ablations``: a variant changes what it says and nothing else."""
 
 import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +12,7 @@ from bench import rows, workers
 from bench.ablations import __main__ as ablations
 from bench.ablations import disturbed, experts, language
 from bench.ablations.disturbed import Case, Form
-from bench.ablations.studies import EXPERTS, STUDIES, changed, measure, same
-from bench.ablations.study import Study, Unit
+from bench.ablations.studies import EXPERTS, STUDIES, Study, Unit, changed
 from bench.study.lengths import FORMS
 from bench.study.scales import TINY
 from bench.training.run import Run
@@ -44,15 +45,20 @@ def threads(monkeypatch):
 def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(threads, tmp_path, monkeypatch):
     ran = []
 
-    def figures(unit, settings):
-        ran.append((unit.optimizer, unit.variant, unit.seed))
-        yield {"metric": "validation loss", "unit": "nats", "median": settings["x"] + unit.seed}
+    def figures(value, x, seed):
+        ran.append((value, seed))
+        yield {"metric": "validation loss", "unit": "nats", "median": x + seed}
 
-    study = Study("", ("m",), ("muon",), same({"usual": {"x": 1}, "other": {"x": 2}}), figures, seeds=(0, 1))
-    monkeypatch.setitem(STUDIES, "digits", study)
+    def units(seeds, steps):
+        for seed in seeds:
+            for value, x in (("usual", 1), ("other", 2)):
+                key = {"model": "m", "value": value, "seed": seed, "steps": steps}
+                yield Unit(key, partial(figures, value, x, seed))
+
+    monkeypatch.setitem(STUDIES, "digits", Study("", units, (0, 1)))
     arguments = ["digits", "--out", str(tmp_path)]
     assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
-    assert ran == [("muon", v, seed) for seed in (1, 0) for v in ("usual", "other")]
+    assert ran == [(value, seed) for seed in (1, 0) for value in ("usual", "other")]
     found = rows.read(tmp_path / "digits.csv")
     assert [(r["value"], r["seed"], r["median"]) for r in found] == [
         ("usual", "1", "2"), ("other", "1", "3"), ("usual", "0", "1"), ("other", "0", "2"),
@@ -61,25 +67,29 @@ def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(threads, tmp_p
 
 
 def test_rows_are_known_by_the_studies_own_keys():
-    """What is recorded is what a study would train: the first model, optimizer, variant and seed of each."""
+    """What is recorded is what a study would train."""
     for name, study in STUDIES.items():
         recorded = rows.read(rows.RESULTS / f"{name}.csv")
-        assert study.known(next(study.units(name)), recorded), name
+        assert rows.having(recorded, next(study.units(study.seeds, 400)).key), name
         assert set(recorded[0]) <= rows.COLUMNS.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("study", "model", "optimizer", "variant", "metrics"),
+    ("study", "of", "metrics"),
     [
-        ("robustness", "experts", "muon", EXPERTS, {"training loss"}),
-        ("digits", "mixer", "muon", "1", {"test loss", "test errors"}),
-        ("disturbances", "", "kl-shampoo none", "spikes", {LOSS}),
+        ("robustness", {"optimizer": "muon", "value": EXPERTS}, {"training loss"}),
+        ("robustness", {"optimizer": "muon", "value": "loss × 1e3"}, {LOSS}),
+        ("digits", {"optimizer": "muon", "value": "1"}, {"test loss", "test errors"}),
+        ("disturbances", {"optimizer": "kl-shampoo", "clip_threshold": "none", "case": "spikes"}, {LOSS}),
     ],
+    ids=str,
 )
-def test_every_study_trains(study, model, optimizer, variant, metrics):
-    found = measure(Unit(study, model, optimizer, variant, 0, 21))
+def test_every_study_trains_and_its_runs_travel(study, of, metrics):
+    (unit,) = (unit for unit in STUDIES[study].units((0,), 21) if of.items() <= unit.key.items())
+    found = pickle.loads(pickle.dumps(unit))()
     assert {row["metric"] for row in found} == metrics and all(math.isfinite(row["median"]) for row in found)
+    assert all(of.items() <= row.items() and (row["seed"], row["steps"]) == (0, 21) for row in found)
 
 
 # What variants change
@@ -116,12 +126,11 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, text):
 
         monkeypatch.setattr(Run, "advance", stop)
         monkeypatch.setattr(language, "open_source", lambda data, context: open_source(text, context))
-        unit = Unit("robustness", "llama-tiny", "pro-klshampoo", case, 0, 1)
         with pytest.raises(KeyboardInterrupt):
-            language.figures(TINY["llama-tiny"], FORMS["pro-klshampoo"].default, unit, settings[case]).send(None)
+            next(language.figures(TINY["llama-tiny"], FORMS["pro-klshampoo"].default, 0, 1, settings[case]))
         return seen
 
-    settings = changed("llama-tiny", "pro-klshampoo")
+    settings = changed("pro-klshampoo")
     usual, own = look("as it is"), look(name)
     expected = usual | CHANGED[name]
     factor = CHANGED[name].get("gradient", 1.0)

@@ -7,15 +7,13 @@ goes on where it was stopped.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from bench import command, rows
-from bench.ablations.studies import STUDIES, measure
-from bench.ablations.study import Unit
+from bench.ablations.studies import STUDIES, Unit
 from bench.workers import work_off
 
 
@@ -29,7 +27,7 @@ class Options:
     ]
     out: Path = rows.RESULTS  # Folder of the results file
     seeds: tuple[int, ...] = ()  # Others than the study's
-    steps: int | None = None  # Of every run, instead of the study's
+    steps: int = 400  # Of every run
     jobs: int = 1  # Runs at a time
 
     def __post_init__(self) -> None:
@@ -39,18 +37,17 @@ class Options:
 def run(o: Options) -> None:
     """Train what is missing, print and write."""
     study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
-    recorded = rows.read(path)
-    units = list(study.units(o.study, o.seeds, o.steps))
-    missing = [unit for unit in units if not study.known(unit, recorded)]
+    recorded, units = rows.read(path), list(study.units(o.seeds or study.seeds, o.steps))
+    missing = [unit for unit in units if not rows.having(recorded, unit.key)]
     print(f"{len(missing)} of {len(units)} runs are not in {path}", flush=True)
 
     def done(unit: Unit, its: list[rows.Row]) -> None:
         missing.remove(unit)
-        rows.upsert(path, its, key=tuple(study.key(unit)))
+        rows.upsert(path, its, key=tuple(unit.key))
         for row in its:
             print(f"seed {row['seed']}, {rows.describe(row)}", flush=True)
 
-    work_off(lambda: missing, lambda unit: partial(measure, unit), done, o.jobs)
+    work_off(lambda: missing, lambda unit: unit, done, o.jobs)
 
 
 @command.command

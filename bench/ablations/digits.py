@@ -5,7 +5,6 @@ images, the start and the batches.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench import rows
-from bench.ablations.study import Settings, Unit
-from bench.optimizers import build
-from bench.study.lengths import FORMS
+from bench.optimizers import Hyper, build
 from bench.training.schedules import linear
 
 PATCH, PATCHES, WIDTH, LAYERS = 2, 16, 64, 3
@@ -75,7 +72,7 @@ def shifted(images: Tensor, g: torch.Generator) -> Tensor:
     return padded[torch.arange(n)[:, None, None], down + at[:, None], right + at]
 
 
-def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
+def trained(h: Hyper, seed: int, steps: int) -> tuple[float, float]:
     """Return loss, in nats, and share of errors on the test images after training."""
     images, targets = data()
     g = torch.Generator().manual_seed(seed)
@@ -84,7 +81,7 @@ def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Model()
-    optimizers = build(model, replace(FORMS[form].default, lr=lr), None)
+    optimizers = build(model, h, None)
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: linear(step, steps)) for o in optimizers]
     for _ in range(steps):
         batch = training[torch.randint(len(training), (BATCH,), generator=g)]
@@ -98,10 +95,9 @@ def trained(form: str, lr: float, seed: int, steps: int) -> tuple[float, float]:
     return F.cross_entropy(logits, targets[test]).item(), (logits.argmax(1) != targets[test]).float().mean().item()
 
 
-def figures(unit: Unit, settings: Settings) -> Iterator[rows.Row]:
-    """Yield test loss and test errors of a unit at a variant's rate."""
-    default = FORMS[unit.optimizer].default
-    own = {"rank": default.rank, "adamw_lr": default.adamw_lr, "lr": settings["lr"]}
-    loss, errors = trained(unit.optimizer, settings["lr"], unit.seed, unit.steps)
+def figures(h: Hyper, seed: int, steps: int) -> Iterator[rows.Row]:
+    """Yield test loss and test errors after training."""
+    own = {"rank": h.rank, "adamw_lr": h.adamw_lr, "lr": h.lr}
+    loss, errors = trained(h, seed, steps)
     for metric, of, value in (("test loss", "nats", loss), ("test errors", "share", errors)):
         yield own | {"metric": metric, "unit": of, "median": value}

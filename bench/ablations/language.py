@@ -1,29 +1,31 @@
 """Language models in training with a variant's settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from bench import rows
-from bench.ablations.study import Settings, Unit
 from bench.models import byte_gpt
 from bench.optimizers import Hyper
 from bench.study.scales import DEMO
 from bench.training.run import Run, Scale, Trainee
 from bench.training.sources import open_source
 
+Settings = Mapping[str, Any]
+"""What a variant changes, by name."""
 SMALL = replace(DEMO, config=byte_gpt(2, 64, 2, 64), ranks=(16,), eval_windows=128)
 """A byte-level GPT that a core trains in a minute."""
 
 
-def figures(scale: Scale, h: Hyper, unit: Unit, settings: Settings) -> Iterator[rows.Row]:
-    """Train a unit; yield its final loss. Settings are fields of :class:`Hyper`, and those of :func:`train`."""
+def figures(scale: Scale, h: Hyper, seed: int, steps: int, settings: Settings) -> Iterator[rows.Row]:
+    """Train; yield the final loss. Settings are fields of :class:`Hyper`, and those of :func:`train`."""
     of_hyper = {name: settings[name] for name in settings.keys() & {field.name for field in fields(Hyper)}}
-    h, scale = replace(h, **of_hyper), replace(scale, steps=unit.steps, evaluations=1)
-    record = train(scale, h, unit.seed, {k: v for k, v in settings.items() if k not in of_hyper}).record
+    h, scale = replace(h, **of_hyper), replace(scale, steps=steps, evaluations=1)
+    record = train(scale, h, seed, {k: v for k, v in settings.items() if k not in of_hyper}).record
     own = {name: getattr(h, name) for name in ("rank", "lr", "alpha_kl", "adamw_lr")}
     loss = {"metric": "validation loss", "unit": "nats"}
     diverged = record.diverged_at is not None

@@ -7,7 +7,7 @@ from pandas import DataFrame, isna
 
 from bench.ablations import disturbed, experts
 from bench.ablations.disturbed import FORMS
-from bench.ablations.studies import EXPERTS, changed, of_digits
+from bench.ablations.studies import EXPERTS, FACTORS, changed
 from bench.markdown import figure, table, with_error
 from bench.optimizers import label
 from bench.study.lengths import FORMS as TUNED
@@ -23,7 +23,7 @@ def robustness_table(found: DataFrame) -> str:
     methods = [method for method in TUNED if method in set(found["optimizer"])]
     methods.sort(key=lambda method: method != "pro-klshampoo")
     lines = []
-    for name in (*changed("llama-tiny", methods[0]), EXPERTS):
+    for name in (*changed(methods[0]), EXPERTS):
         lines.append({"changed": name} | {label(method): figure(by.get((name, method)), 3) for method in methods})
     return table(DataFrame(lines), 1)
 
@@ -35,7 +35,7 @@ def digits_table(found: DataFrame) -> str:
         its = found[(found["optimizer"] == form) & (found["steps"] == STEPS)]
         losses = its[its["metric"] == "test loss"]
         by_seed = losses.pivot(index="seed", columns="value", values="median")
-        by_seed = by_seed.reindex(columns=list(of_digits("mixer", form))).dropna()
+        by_seed = by_seed.reindex(columns=[f"{factor:g}" for factor in FACTORS]).dropna()
         if by_seed.empty:
             continue
         best = by_seed.mean().idxmin()
