@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from bench.command import UsageError, at_least, command, make_folder, options
 from bench.models import LLAMA_VOCABULARY
-from bench.training.shards import open_shard, write_shard
+from bench.rivals import package
+from bench.training.shards import write_shard
 
 DATASET, SUBSET = "allenai/c4", "en"
 TOKENIZER = "google-t5/t5-base"
@@ -41,101 +41,75 @@ class Options:
         at_least(1, tokens=self.tokens)
 
 
-class Documents:
-    """A split of C4, streamed and encoded; ``left_out`` counts those with tokens outside the vocabulary."""
-
-    def __init__(self, split: str, encode: Encode) -> None:
-        self.split, self.encode, self.left_out = split, encode, 0
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        try:
-            stream = _module("datasets").load_dataset(DATASET, SUBSET, split=self.split, streaming=True)
-            encoded = stream.select_columns("text").map(self._encode, batched=True, remove_columns="text")
-            yield from (np.asarray(row["tokens"], np.uint16) for row in encoded)
-        except OSError as error:  # what the hub's client raises without a network is one, too
-            raise UsageError(
-                f"cannot read {DATASET} from the hub: {_line(error)}; check the network, then try again"
-            ) from None
-
-    def _encode(self, batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = [tokens for tokens in self.encode(batch["text"]) if tokens]
-        known = [tokens for tokens in encoded if max(tokens) < VOCABULARY]
-        self.left_out += len(encoded) - len(known)
-        return {"tokens": known}
-
-
-def write_shards(tokens: Iterable[np.ndarray], limit: int, name: Callable[[int], Path]) -> list[Path]:
-    """Write the first ``limit`` tokens, or all there are, as shards of SHARD, the last one shorter.
-
-    ``name`` gives the file of a shard by its number from 0.
-    """
-    files: list[Path] = []
-    pending: list[np.ndarray] = []
-    held = written = 0
-
-    def flush(size: int) -> None:
-        nonlocal pending, held, written
-        joined = np.concatenate(pending)
-        files.append(name(len(files)))
-        write_shard(files[-1], joined[:size])
-        pending, held, written = [joined[size:].copy()], held - size, written + size
-
-    with tqdm(desc="tokens", total=limit, unit_scale=True, disable=None) as bar:
-        for part in tokens:
-            part = part[: limit - written - held]
-            pending.append(part)
-            held += len(part)
-            bar.update(len(part))
-            while held >= SHARD:
-                flush(SHARD)
-            if written + held == limit:
-                break
-    if held:
-        flush(held)
-    return files
-
-
-def _module(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError as error:
-        raise UsageError(f"bench.c4 needs the package {name} ({error}); pip install datasets tokenizers") from None
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _encoder() -> Encode:
+def encoder() -> Encode:
     """Return the tokenizer from the hub."""
-    kind = _module("tokenizers").Tokenizer
+    kind = package("tokenizers", "tokenizers").Tokenizer
     try:
         tokenizer = kind.from_pretrained(TOKENIZER)
     except Exception as error:  # the package raises nothing more specific
-        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded: {_line(error)}; check the network") from None
+        said = str(error).partition("\n")[0]
+        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded ({said}); check the network") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda documents: [encoding.ids for encoding in tokenizer.encode_batch(documents)]
+
+
+def documents(split: str, encode: Encode) -> Iterator[np.ndarray]:
+    """Yield the tokens of a split's documents, as they are streamed, but for those with tokens that no model knows."""
+
+    def known(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"tokens": [tokens for tokens in encode(batch["text"]) if max(tokens, default=VOCABULARY) < VOCABULARY]}
+
+    load = package("datasets", "datasets").load_dataset
+    try:
+        stream = load(DATASET, SUBSET, split=split, streaming=True)
+        encoded = stream.select_columns("text").map(known, batched=True, remove_columns="text")
+        yield from (np.asarray(row["tokens"], np.uint16) for row in encoded)
+    except OSError as error:  # what the hub's client raises without a network is one, too
+        said = str(error).partition("\n")[0]
+        raise UsageError(f"cannot read {DATASET} from the hub ({said}); check the network, then try again") from None
+
+
+def write_shards(tokens: Iterable[np.ndarray], limit: int, name: Callable[[int], Path]) -> tuple[int, int]:
+    """Write the first ``limit`` tokens, or all there are, as shards of SHARD, the last one shorter.
+
+    ``name`` gives the file of a shard by its number from 0.
+
+    Returns:
+        How many tokens were written, and how many shards.
+    """
+    shard = np.empty(min(SHARD, limit), np.uint16)
+    held = written = shards = 0
+    with tqdm(desc="tokens", total=limit, unit_scale=True, disable=None) as bar:
+        for part in tokens:
+            while len(part) and written < limit:
+                room = min(len(shard), limit - written)
+                taken, part = part[: room - held], part[room - held :]
+                shard[held : held + len(taken)] = taken
+                held += len(taken)
+                bar.update(len(taken))
+                if held == room:
+                    write_shard(name(shards), shard[:held])
+                    held, written, shards = 0, written + held, shards + 1
+            if written == limit:
+                return written, shards
+    if held:
+        write_shard(name(shards), shard[:held])
+    return written + held, shards + bool(held)
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     """Write the validation shard, then the training shards; return the exit status."""
     o = options(Options, argv, "bench.c4")
-    encode = _encoder()
-    _module("datasets")
+    encode = encoder()
     make_folder(o.out)
     if any(o.out.glob("*.bin")):
         raise UsageError(f"--out {o.out} has shards already; choose another folder, or delete them")
     for split, limit, stem in (("validation", VALIDATION, "val"), ("train", o.tokens, "train")):
-        documents = Documents(split, encode)
-        files = write_shards(documents, limit, lambda i, stem=stem: o.out / f"c4_{stem}_{i:06d}.bin")
-        written = sum(len(open_shard(file).tokens) for file in files)
-        print(
-            f"{split}: {written:,} tokens in {len(files)} shards; {documents.left_out} documents left out", flush=True
-        )
-        if written < limit:
-            print(f"{split}: {DATASET} has no more than these, {limit:,} were asked for", file=sys.stderr)
+        its = documents(split, encode)
+        written, shards = write_shards(its, limit, lambda i, stem=stem: o.out / f"c4_{stem}_{i:06d}.bin")
+        print(f"{split}: {written:,} tokens of {limit:,} in {shards} shards", flush=True)
     return 0
 
 

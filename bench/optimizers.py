@@ -26,6 +26,8 @@ COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
 PRO = "pro-klshampoo"
 RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
 """The methods with a rank."""
+OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
+"""This package's."""
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
@@ -45,10 +47,8 @@ class Hyper:
     adamw_weight_decay: float = 0.0  # of embedding and head under every other method
     rank: int | None = None  # of the tracked subspace
     alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
-    init_eigenvalue: str | float | None = None  # start of the preconditioner's eigenvalues, a number or "auto"
     preset: str | None = None  # of prokl's own
     bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
-    adjust_lr_fn: str = "original"  # units of prokl's own and Muon's lr
     momentum: float | None = None  # of the matrices where it is not the method's own
     beta2: float | None = None  # of preconditioners, likewise
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
@@ -66,17 +66,15 @@ class Entry:
     settings: tuple[str, ...] = ()
 
 
-_STARTED, _MIXED = ("init_eigenvalue", "beta2"), ("init_eigenvalue", "beta2", "alpha_kl")
-
 OPTIMIZERS = {
     # swept 1e-3 to 1.2e-2
     "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),
     # swept 1e-2 to 4e-2
     "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),
     # swept 2e-3 to 1.5e-2
-    "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, _STARTED),
+    "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),
     # swept 1e-2 to 6e-2
-    "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, _MIXED),
+    "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, ("beta2", "alpha_kl")),
     # not swept on the default run: what the paper chose on LLaMA 134M
     "cosmos": Entry("COSMOS", "tab:olive", 1e-3, partial(Cosmos, gamma=COSMOS_GAMMA), ("rank",)),
     # not swept: its authors' own
@@ -92,9 +90,9 @@ OPTIMIZERS = {
     **{
         name: Entry(label, colour, lr, partial(prokl.ProKLShampoo, variant=name, **PAPER), hyper)
         for name, label, colour, lr, hyper in (
-            ("smok-hop", "Smok-Hop", "tab:green", 3e-3, _STARTED),
-            ("subspace-only", "subspace only", "tab:purple", 4.5e-2, _MIXED),
-            ("complement-only", "complement only", "tab:brown", 4.5e-2, _MIXED),
+            ("smok-hop", "Smok-Hop", "tab:green", 3e-3, ("beta2",)),
+            ("subspace-only", "subspace only", "tab:purple", 4.5e-2, ("beta2", "alpha_kl")),
+            ("complement-only", "complement only", "tab:brown", 4.5e-2, ("beta2", "alpha_kl")),
         )
     },
 }
@@ -126,8 +124,8 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
         return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)), h.lr)]
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
-    if "init_eigenvalue" in entry.settings:  # prokl's own, which have AdamW inside
-        settings |= {"adjust_lr_fn": h.adjust_lr_fn, "preset": h.preset}
+    if h.method in OWN:  # which have AdamW inside
+        settings["preset"] = h.preset
         for group in groups:
             if group["algorithm"] == "matrix":
                 group["clip_threshold"] = CLIP if h.bounded else None
@@ -137,9 +135,8 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
     make, float32 = entry.make, h.float32 or rivals.emulated(weights[0].device)
-    if make is torch.optim.Muon:
-        settings["adjust_lr_fn"] = h.adjust_lr_fn
-        make = rivals.Float32Muon if float32 else make
+    if make is torch.optim.Muon and float32:
+        make = rivals.Float32Muon
     if h.method in ("normuon", "muon-polar-express"):
         settings["float32"] = float32
     if h.method == "cosmos" and float32:

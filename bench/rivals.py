@@ -43,7 +43,7 @@ def package(name: str, distribution: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:  # another package may fail in any way
-        raise UsageError(f"{name} cannot be imported ({error}); pip install {distribution}, or -e .[peers]") from error
+        raise UsageError(f"{name} cannot be imported ({error}); pip install {distribution}") from error
 
 
 def soap(weights: list[Tensor], lr: float, weight_decay: float) -> Optimizer:

@@ -11,10 +11,10 @@ MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), (2, 4, 8), 4, 2, 4, batc
 HYPERS = {
     "adamw": Hyper("adamw", 3e-3),
     "muon": Hyper("muon", 2e-2, 3e-3, weight_decay=0.1),
-    "kl": Hyper("kl-shampoo", 1e-2, 3e-3, init_eigenvalue=0.1),
-    "pro": Hyper("pro-klshampoo", 2e-2, 3e-3, rank=4, alpha_kl=0.01, init_eigenvalue="auto"),
+    "kl": Hyper("kl-shampoo", 1e-2, 3e-3),
+    "pro": Hyper("pro-klshampoo", 2e-2, 3e-3, rank=4, alpha_kl=0.01),
     "cosmos": Hyper("cosmos", 1e-3, 3e-3, rank=4),
-    "complement": Hyper("complement-only", 2e-2, 3e-3, rank=4, alpha_kl=0.01, init_eigenvalue="auto"),
+    "complement": Hyper("complement-only", 2e-2, 3e-3, rank=4, alpha_kl=0.01),
 }
 
 

@@ -99,5 +99,5 @@ def test_cpus_are_asked(monkeypatch):
 
 def test_a_missing_package_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(UsageError, match=r"pip install pytorch-optimizer, or -e .\[peers\]"):
+    with pytest.raises(UsageError, match="pip install pytorch-optimizer$"):
         built("soap")

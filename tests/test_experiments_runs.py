@@ -87,7 +87,7 @@ def test_what_decides_the_losses_decides_the_checkpoint(tmp_path, text):
         own.checkpoint(source),
         replace(own, seed=1).checkpoint(source),
         replace(own, hyper=replace(own.hyper, lr=0.03)).checkpoint(source),
-        replace(own, hyper=replace(own.hyper, init_eigenvalue=0.1)).checkpoint(source),
+        replace(own, hyper=replace(own.hyper, beta2=0.8)).checkpoint(source),
         task(tmp_path, text, "pro", batch=8).checkpoint(source),
         task(tmp_path, text, "pro", autocast=True).checkpoint(source),
         own.checkpoint(replace(source, sha256="other")),

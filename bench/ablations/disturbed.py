@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, RANKED, arguments
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, OWN, RANKED, arguments
 from bench.rows import Row
-
-OWN = ("pro-klshampoo", "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
-"""The methods that ``clip_threshold`` bounds."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Form:
     """One optimizer, in one form."""
 
     optimizer: str  # a key of bench.optimizers.OPTIMIZERS
-    clip_threshold: str = ""  # a number, or "none" for the paper's form; of OWN alone
+    clip_threshold: str = ""  # a number, or "none" for the paper's form; of this package's alone
 
     def build(self, weights: Sequence[Tensor], lr: float, rank: int | None = None, **settings: Any) -> Optimizer:
         """Build the optimizer of matrices: its defaults, no weight decay, the ``rank`` where it has one."""
