@@ -18,8 +18,9 @@ from bench.command import UsageError
 from bench.optimizers import OPTIMIZERS, PRO, RANKED, Hyper
 from bench.study import figures, runs, tables
 from bench.study.scales import DEMO, open_data
-from bench.training.loop import steps
-from bench.training.run import Run
+from bench.training.loop import bar
+from bench.training.run import Record, Run, Scale
+from bench.training.sources import Source
 
 KEY = ("model", "optimizer", "rank", "seed")
 Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
@@ -57,6 +58,23 @@ class Options:
         return {name: Hyper(name, lrs[name], self.adamw_lr, rank=ranks.get(name)) for name in self.optimizers}
 
 
+def side_by_side(scale: Scale, selected: dict[str, Hyper], seed: int, source: Source) -> dict[str, Record]:
+    """Train all that is selected on one seed, in turns; return what each did, by method."""
+    runs = {name: Run(scale, h, seed, source) for name, h in selected.items()}
+    names = list(runs)
+    with bar(runs[names[0]], shown=True) as said:
+        for step in range(scale.steps):
+            # The order rotates, so that nobody always finds the caches as the same neighbour left them.
+            shift = step % len(names)
+            for own in (runs[name] for name in names[shift:] + names[:shift]):
+                if not own.finished:
+                    own.advance()
+            latest = {name.partition("-")[0]: own.record.losses[-1] for name, own in runs.items() if not own.finished}
+            said.set_postfix_str("  ".join(f"{name} {loss:.2f}" for name, loss in latest.items()), refresh=False)
+            said.update()
+    return {name: own.record for name, own in runs.items()}
+
+
 def run(o: Options) -> str:
     """Train every seed and write the results; return the table."""
     torch.set_num_threads(o.threads)
@@ -66,10 +84,7 @@ def run(o: Options) -> str:
     own: list[rows.Row] = []
     along: list[rows.Row] = []
     for seed in o.seeds:
-        training = Run(scale, selected, seed, source)
-        for _ in steps(training, shown=True):
-            pass
-        for name, record in training.records().items():
+        for name, record in side_by_side(scale, selected, seed, source).items():
             h = selected[name]
             key = dict(zip(KEY, (scale.name, name, h.rank, seed), strict=True))
             settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}

@@ -113,10 +113,9 @@ def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, text):
         seen = {}
 
         def stop(run):
-            (trainee,) = run.trainees
-            trainee.loss(*(part[:1] for part in run.validation[0])).backward()
-            weights, group = dict(trainee.model.named_parameters()), trainee.optimizers[0].param_groups[0]
-            config = trainee.model.config
+            run.loss(*(part[:1] for part in run.validation[0])).backward()
+            weights, group = dict(run.model.named_parameters()), run.optimizers[0].param_groups[0]
+            config = run.model.config
             seen.update(lr=group["lr"], rank=group["rank"], batch=run.scale.batch)
             seen.update(width=config.width, heads=config.heads, mlp_width=config.mlp_width)
             projections = weights["blocks.0.o_proj.weight"], weights["blocks.3.down_proj.weight"]

@@ -74,17 +74,17 @@ def run(out, *more):
 def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys, monkeypatch):
     every = letters(*DOCUMENTS["train"])
     assert run(tmp_path / "all", "--tokens", "1000") == 0
-    assert open_shard(tmp_path / "all" / "c4_train_000000.bin").tokens.tolist() == every
+    assert open_shard(tmp_path / "all" / "c4_train_000000.bin").tolist() == every
     assert f"train: {len(every)} tokens of 1,000 in 1 shards" in capsys.readouterr().out
     monkeypatch.setattr(c4, "SHARD", 20)
     hub.clear()
     assert run(tmp_path, "--tokens", "50") == 0
     names = "google-t5/t5-base", ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
     assert hub == list(names)
-    train = [open_shard(tmp_path / f"c4_train_{i:06d}.bin").tokens.tolist() for i in range(3)]
+    train = [open_shard(tmp_path / f"c4_train_{i:06d}.bin").tolist() for i in range(3)]
     assert [len(part) for part in train] == [20, 20, 10]
     assert sum(train, []) == every[:50]
-    assert open_shard(tmp_path / "c4_val_000000.bin").tokens.tolist() == letters("xyz", "xyz", "xyz")[:10]
+    assert open_shard(tmp_path / "c4_val_000000.bin").tolist() == letters("xyz", "xyz", "xyz")[:10]
     assert open_source(tmp_path, 4, vocabulary=126).train_tokens == 50
     assert run(tmp_path, "--tokens", "5") == 2
     assert "has shards already; choose another folder" in capsys.readouterr().err

@@ -89,12 +89,12 @@ def written(path, tokens, magic=20240520, version=1, count=None):
 def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
     tokens = [0, 1, 50256, 65535]
     shard = shards.open_shard(written(tmp_path / "theirs.bin", tokens))
-    assert shard.tokens.tolist() == tokens
-    assert isinstance(shard.tokens, np.memmap)  # a shard of a hundred million tokens is not read into memory
+    assert shard.tolist() == tokens
+    assert isinstance(shard, np.memmap)  # a shard of a hundred million tokens is not read into memory
     write_shard(tmp_path / "ours.bin", np.array(tokens))
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
     write_shard(tmp_path / "empty.bin", np.array([], dtype=np.int64))
-    assert len(shards.open_shard(tmp_path / "empty.bin").tokens) == 0
+    assert len(shards.open_shard(tmp_path / "empty.bin")) == 0
 
 
 def test_wrong_headers_are_refused(tmp_path):

@@ -15,7 +15,7 @@ from bench import optimizers, pretrain
 from bench.models import byte_gpt
 from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
-from bench.training.run import Trainee
+from bench.training.run import Run
 
 FOUR = ["adamw", "muon", "kl-shampoo", "pro-klshampoo"]
 SMALL = replace(pretrain.DEMO, config=byte_gpt(2, 32, 2, 16), batch=2, evaluations=2, eval_windows=4)
@@ -78,18 +78,23 @@ def test_every_result_is_written(trained):
 
 
 def test_all_start_alike_see_the_same_batches_and_have_adamws_rate_outside_the_matrices(job, tmp_path, monkeypatch):
-    seen, initial, rates = {}, {}, {}
-    step = Trainee.step
+    seen, initial, rates, built = {}, {}, {}, {}
+    step, build = Run.step, optimizers.build
 
-    def recording(trainee, number, scale, inputs, targets):
-        key, names = trainee.key, dict(trainee.model.named_parameters())
+    def named(model, h, state_dtype):
+        built[id(model)] = h.method
+        return build(model, h, state_dtype)
+
+    def recording(run, scale, inputs, targets):
+        key, names = built[id(run.model)], dict(run.model.named_parameters())
         seen.setdefault(key, []).append((inputs.clone(), scale))
         initial.setdefault(key, {name: p.detach().clone() for name, p in names.items()})
-        step(trainee, number, scale, inputs, targets)
-        of = {id(p): g["lr"] / scale for o in trainee.optimizers for g in o.param_groups for p in g["params"]}
+        step(run, scale, inputs, targets)
+        of = {id(p): g["lr"] / scale for o in run.optimizers for g in o.param_groups for p in g["params"]}
         rates[key] = {name: of[id(p)] for name, p in names.items()}
 
-    monkeypatch.setattr(Trainee, "step", recording)
+    monkeypatch.setattr(Run, "step", recording)
+    monkeypatch.setattr(optimizers, "build", named)
     # the others' packages need not be installed: tests/test_bench_rivals.py looks at their rates
     ours = [key for key in OPTIMIZERS if key not in ("soap", "normuon", "muon-polar-express", "adamw-cautious")]
     assert job("--steps", 3, "--optimizers", *ours, "--adamw-lr", 0.007, "--lr", "muon", 0.03) == 0

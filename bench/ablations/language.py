@@ -12,7 +12,7 @@ from bench import rows
 from bench.models import byte_gpt
 from bench.optimizers import Hyper
 from bench.study.scales import DEMO
-from bench.training.run import Run, Scale, Trainee
+from bench.training.run import Run, Scale
 from bench.training.sources import open_source
 
 Settings = Mapping[str, Any]
@@ -32,7 +32,7 @@ def figures(scale: Scale, h: Hyper, seed: int, steps: int, settings: Settings) -
     yield own | loss | ({"note": "diverged"} if diverged else {"median": record.final_loss})
 
 
-def train(scale: Scale, h: Hyper, seed: int, settings: Settings, data: Path | None = None) -> Trainee:
+def train(scale: Scale, h: Hyper, seed: int, settings: Settings, data: Path | None = None) -> Run:
     """Train on one seed with a variant's settings, on the standard library or other ``data``.
 
     * ``batch``: in place of the scale's.
@@ -47,17 +47,16 @@ def train(scale: Scale, h: Hyper, seed: int, settings: Settings, data: Path | No
     if width := settings.get("width"):
         share = width // own.width
         own = replace(own, width=width, heads=own.heads * share, mlp_width=own.mlp_width * share)
-    run = Run(replace(scale, config=own, batch=settings.get("batch", scale.batch)), {h.method: h}, seed, source)
-    (trainee,) = run.trainees
-    for name, weight in trainee.model.named_parameters():
+    run = Run(replace(scale, config=own, batch=settings.get("batch", scale.batch)), h, seed, source)
+    for name, weight in run.model.named_parameters():
         if name.endswith(tuple(settings.get("zero", ()))):
             nn.init.zeros_(weight)
         if factor := settings.get("factor"):
-            weight.register_hook(partial(_multiplied, trainee, factor, name))
+            weight.register_hook(partial(_multiplied, run, factor, name))
     while not run.finished:
         run.advance()
-    return trainee
+    return run
 
 
-def _multiplied(trainee: Trainee, factor: Callable[[str, int], float], name: str, gradient: Tensor) -> Tensor:
-    return gradient * factor(name, len(trainee.record.losses))
+def _multiplied(run: Run, factor: Callable[[str, int], float], name: str, gradient: Tensor) -> Tensor:
+    return gradient * factor(name, run.done)

@@ -77,15 +77,14 @@ class Task:
         device, source = torch.device(self.device), open_data(self.scale, self.data)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        run, path = Run(self.scale, {self.name: self.hyper}, self.seed, source, self.device), self.checkpoint(source)
+        run, path = Run(self.scale, self.hyper, self.seed, source, self.device), self.checkpoint(source)
         train(run, path, self.shown)
-        record = run.records()[self.name]
         of = f"{self.scale.name}, {self.scale.steps} steps, seed {self.seed}"
-        print(f"{of}, {self.name}, lr {self.hyper.lr}: {record.final_loss:.4f}", flush=True)
+        print(f"{of}, {self.name}, lr {self.hyper.lr}: {run.record.final_loss:.4f}", flush=True)
         where = source.row | rows.environment(device)
         if device.type == "cuda":
             where["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        return record, where, path
+        return run.record, where, path
 
 
 def work(

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
@@ -12,30 +11,18 @@ from tqdm import tqdm
 from bench.training.run import Run
 from bench.workers import GOES_ON, asked_to_stop
 
-BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"  # fits 80 columns with four losses
+BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"
 BETWEEN = 120.0
 """Seconds from one checkpoint to the next."""
 
 
-def steps(run: Run, shown: bool) -> Iterator[None]:
-    """Yield before every step of a run, until it is done; ``shown`` is whether a bar says how far."""
-    at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds; a log gets a line now and then
-    bar = tqdm(
+def bar(run: Run, shown: bool) -> tqdm:
+    """Return a bar that says how far a run is, if it is ``shown``; a log gets a line now and then."""
+    at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds
+    return tqdm(
         desc=f"seed {run.seed}", total=run.scale.steps, initial=run.done, disable=not shown, leave=False,
         bar_format=BAR, mininterval=at_times, maxinterval=at_times,
     )  # fmt: skip
-    while not run.finished:
-        yield
-        run.advance()
-        bar.set_postfix_str(losses(run), refresh=False)
-        bar.update()
-    bar.close()
-
-
-def losses(run: Run) -> str:
-    """Return the latest training loss of each trainee that has not diverged."""
-    latest = {trainee.key: trainee.record.losses[-1] for trainee in run.live}
-    return "  ".join(f"{key.partition('-')[0]} {loss:.2f}" for key, loss in latest.items())
 
 
 def train(run: Run, path: Path, shown: bool) -> None:
@@ -48,14 +35,16 @@ def train(run: Run, path: Path, shown: bool) -> None:
     if path.exists():
         run.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     saved_at = monotonic()
-    with asked_to_stop() as stop:
-        for _ in steps(run, shown):
+    with asked_to_stop() as stop, bar(run, shown) as said:
+        while not run.finished:
             stopped = stop()
             if stopped or monotonic() - saved_at >= BETWEEN:
                 save(run, path)
                 saved_at = monotonic()
             if stopped:
                 raise KeyboardInterrupt(GOES_ON)
+            run.advance()
+            said.update()
     save(run, path)
 
 

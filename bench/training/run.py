@@ -1,15 +1,13 @@
-"""One seed's run: every optimizer trains its own copy of the same model, interleaved step by step."""
+"""One run: an optimizer trains a model."""
 
-import copy
 import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -43,7 +41,7 @@ class Scale:
 
 @dataclass
 class Record:
-    """The history of one trainee: plain numbers and tensors, so that it fits into a checkpoint."""
+    """The history of a run: plain numbers and tensors, so that it fits into a checkpoint."""
 
     losses: list[float] = field(default_factory=list)  # training loss of step 1, 2, ...
     model_seconds: list[float] = field(default_factory=list)  # forward and backward
@@ -62,33 +60,57 @@ class Record:
         return self.validation[-1][1] if self.validation and self.diverged_at is None else math.nan
 
 
-class Trainee:
-    """One optimizer with its copy of the model."""
+class Run:
+    """One optimizer's training of a model. ``state_dict`` and ``load_state_dict`` continue it bit for bit.
 
-    def __init__(self, key: str, hyper: Hyper, model: nn.Module, scale: Scale, device: str) -> None:
-        self.key = key
-        self.model = model
+    Runs of one scale, seed and source start from the same weights and see the same batches.
+    """
+
+    def __init__(self, scale: Scale, hyper: Hyper, seed: int, source: Source, device: str = "cpu") -> None:
         self.scale = scale
+        self.seed = seed
+        self.source = source
         self.device = torch.device(device)
+        self.done = 0  # steps
+        self.schedule = SCHEDULE[scale.config.family]
+        size = scale.micro_batch or scale.batch
+        batches = source.validation_batches(scale.eval_windows, size, scale.config.context)
+        self.validation = [self._here(batch) for batch in batches]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = build(replace(scale.config, vocabulary=source.vocabulary)).to(device)
         state_dtype = None if scale.state_dtype is None else getattr(torch, scale.state_dtype)
-        self.optimizers = optimizers.build(model, hyper, state_dtype)
+        self.optimizers = optimizers.build(self.model, hyper, state_dtype)
         self.peak_lrs = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         self.record = Record()
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token."""
-        autocast = self.scale.autocast and self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def _here(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self.device), targets.to(self.device)
 
-    def step(self, step: int, factor: float, inputs: Tensor, targets: Tensor) -> None:
-        """Train on one batch, or record divergence."""
+    @property
+    def finished(self) -> bool:
+        """True if nothing is left to train."""
+        return self.done >= self.scale.steps or self.record.diverged_at is not None
+
+    def advance(self) -> None:
+        """Train on one batch; evaluate where the plan says so."""
+        s = self.scale
+        if self.done == 0:
+            self.evaluate()
+        batch = self._here(self.source.training_batch(self.seed, self.done, s.batch, s.config.context))
+        self.step(self.schedule(self.done, s.steps), *batch)
+        self.done += 1
+        if self.record.diverged_at is None and (self.done % max(1, s.steps // s.evaluations) == 0 or self.finished):
+            self.evaluate()
+
+    def step(self, factor: float, inputs: Tensor, targets: Tensor) -> None:
+        """Train on one batch with the learning rates times a factor, or record divergence."""
         start = self._clock()
         self.model.zero_grad()
         value = self._backward(inputs, targets)
         if not math.isfinite(value):
-            self.record.diverged_at = step
+            self.record.diverged_at = self.done + 1
             return
         middle = self._clock()
         for optimizer, peaks in zip(self.optimizers, self.peak_lrs, strict=True):
@@ -103,12 +125,19 @@ class Trainee:
     def _backward(self, inputs: Tensor, targets: Tensor) -> float:
         """Compute the gradient of the whole batch's mean loss, and return the loss."""
         size = self.scale.micro_batch or len(inputs)
-        total = torch.zeros((), device=inputs.device)
+        total = torch.zeros((), device=self.device)
         for x, y in zip(inputs.split(size), targets.split(size), strict=True):
             loss = self.loss(x, y) * (len(x) / len(inputs))
             loss.backward()
             total += loss.detach()
         return total.item()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats per token."""
+        autocast = self.scale.autocast and self.device.type == "cuda"
+        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+            logits = self.model(inputs)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -116,94 +145,29 @@ class Trainee:
         return perf_counter()
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: list[Batch]) -> None:
-        """Record the mean validation loss per token after ``step`` steps."""
-        total = sum(self.loss(*batch).item() * batch[1].numel() for batch in batches)
-        value = total / sum(batch[1].numel() for batch in batches)
+    def evaluate(self) -> None:
+        """Record the mean validation loss per token, and the size of the optimizers' state."""
+        total = sum(self.loss(*batch).item() * batch[1].numel() for batch in self.validation)
+        value = total / sum(batch[1].numel() for batch in self.validation)
         if math.isfinite(value):
-            self.record.validation.append((step, value))
+            self.record.validation.append((self.done, value))
         else:
-            self.record.diverged_at = step
-
-    def snapshot(self) -> Record:
-        """Return the record, with the optimizer state's size as it is now."""
+            self.record.diverged_at = self.done
         leaves = tree_leaves([dict(optimizer.state) for optimizer in self.optimizers])
         self.record.state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-        return self.record
-
-
-class Run:
-    """All trainees on one seed. ``state_dict`` and ``load_state_dict`` continue it bit for bit."""
-
-    def __init__(
-        self, scale: Scale, hyper: Mapping[str, Hyper], seed: int, source: Source, device: str = "cpu"
-    ) -> None:
-        self.scale = scale
-        self.seed = seed
-        self.source = source
-        self.device = device
-        self.done = 0  # steps that every live trainee has finished
-        self.schedule = SCHEDULE[scale.config.family]
-        size = scale.micro_batch or scale.batch
-        batches = source.validation_batches(scale.eval_windows, size, scale.config.context)
-        self.validation = [self._here(batch) for batch in batches]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            initial = build(replace(scale.config, vocabulary=source.vocabulary)).to(device)
-        self.trainees = [Trainee(key, h, copy.deepcopy(initial), scale, device) for key, h in hyper.items()]
-
-    def _here(self, batch: Batch) -> Batch:
-        inputs, targets = batch
-        return inputs.to(self.device), targets.to(self.device)
-
-    @property
-    def live(self) -> list[Trainee]:
-        """The trainees that have not diverged."""
-        return [trainee for trainee in self.trainees if trainee.record.diverged_at is None]
-
-    @property
-    def finished(self) -> bool:
-        """True if nothing is left to train."""
-        return self.done >= self.scale.steps or not self.live
-
-    def advance(self) -> None:
-        """Train every live trainee on one batch; evaluate where the plan says so."""
-        s = self.scale
-        if self.done == 0:
-            self._evaluate()
-        inputs, targets = self._here(self.source.training_batch(self.seed, self.done, s.batch, s.config.context))
-        factor = self.schedule(self.done, s.steps)
-        # The order rotates, so that nobody always finds the caches as the same neighbour left them.
-        shift = self.done % len(self.trainees)
-        for trainee in self.trainees[shift:] + self.trainees[:shift]:
-            if trainee.record.diverged_at is None:
-                trainee.step(self.done + 1, factor, inputs, targets)
-        self.done += 1
-        if self.done % max(1, s.steps // s.evaluations) == 0 or self.done == s.steps:
-            self._evaluate()
-
-    def _evaluate(self) -> None:
-        for trainee in self.live:
-            trainee.evaluate(self.done, self.validation)
-
-    def records(self) -> dict[str, Record]:
-        """Return what each trainee has done so far, by key."""
-        return {trainee.key: trainee.snapshot() for trainee in self.trainees}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""
         return {
             "done": self.done,
-            "records": {key: asdict(record) for key, record in self.records().items()},
-            "models": {trainee.key: trainee.model.state_dict() for trainee in self.trainees},
-            "optimizers": {trainee.key: [o.state_dict() for o in trainee.optimizers] for trainee in self.trainees},
+            "record": asdict(self.record),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state that ``state_dict`` gave under the same settings."""
-        self.done = state["done"]
-        for trainee in self.trainees:
-            trainee.record = Record(**state["records"][trainee.key])
-            trainee.model.load_state_dict(state["models"][trainee.key])
-            for optimizer, its_state in zip(trainee.optimizers, state["optimizers"][trainee.key], strict=True):
-                optimizer.load_state_dict(its_state)
+        self.done, self.record = state["done"], Record(**state["record"])
+        self.model.load_state_dict(state["model"])
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(own)

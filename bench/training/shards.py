@@ -5,7 +5,6 @@ little-endian (https://github.com/karpathy/llm.c, dev/data/data_common.py). The 
 """
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +15,6 @@ from bench.command import UsageError
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32 values
 TOKEN, INT = np.dtype("<u2"), np.dtype("<i4")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Some of a file's tokens, one-dimensional uint16, mapped and not read."""
-
-    path: Path
-    tokens: np.ndarray
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -44,8 +35,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
         stream.write(tokens.astype(TOKEN).tobytes())
 
 
-def open_shard(path: Path) -> Shard:
-    """Map a shard whose header agrees with the file.
+def open_shard(path: Path) -> np.ndarray:
+    """Map the tokens of a shard whose header agrees with the file, one-dimensional uint16.
 
     Raises:
         UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
@@ -62,11 +53,11 @@ def open_shard(path: Path) -> Shard:
             "bytes a token; keep only such .bin files there, give text under other names, or write it again"
         )
     if not count:
-        return Shard(path, np.zeros(0, TOKEN))  # an empty file part cannot be mapped
-    return Shard(path, np.memmap(path, TOKEN, "r", offset=HEADER * INT.itemsize))
+        return np.zeros(0, TOKEN)  # an empty file part cannot be mapped
+    return np.memmap(path, TOKEN, "r", offset=HEADER * INT.itemsize)
 
 
-def check(shards: list[Shard], vocabulary: int) -> str:
+def check(shards: dict[Path, np.ndarray], vocabulary: int) -> str:
     """Read every token once, and return the SHA-256 of all of them and of where the shards end.
 
     Raises:
@@ -74,12 +65,12 @@ def check(shards: list[Shard], vocabulary: int) -> str:
     """
     digest = hashlib.sha256()
     # Silent where there is no terminal, or nothing to wait for.
-    for shard in tqdm(shards, desc="checking shards", leave=False, disable=None, delay=2):
-        digest.update(len(shard.tokens).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(shard.tokens))
-        if len(shard.tokens) and (largest := int(shard.tokens.max())) >= vocabulary:
+    for path, tokens in tqdm(shards.items(), desc="checking shards", leave=False, disable=None, delay=2):
+        digest.update(len(tokens).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(tokens))
+        if len(tokens) and (largest := int(tokens.max())) >= vocabulary:
             raise UsageError(
-                f"{shard.path} has token {largest} at {shard.tokens.argmax()}, but the vocabulary ends at "
+                f"{path} has token {largest} at {tokens.argmax()}, but the vocabulary ends at "
                 f"{vocabulary - 1}; give shards of the model's tokenizer, or a model with a larger vocabulary"
             )
     return digest.hexdigest()

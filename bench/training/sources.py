@@ -129,18 +129,18 @@ def _text(path: Path | None) -> Source:
 
 def _shards(path: Path, files: list[Path], vocabulary: int) -> Source:
     """Hold out the files with "val" in their name; without one, the last tenth of the last file."""
-    opened = [shards.open_shard(file) for file in files]
-    validation = [shard for shard in opened if _is_validation(shard.path)]
-    train = [shard for shard in opened if not _is_validation(shard.path)]
+    train, validation = (
+        {file: shards.open_shard(file) for file in files if _is_validation(file) == held_out}
+        for held_out in (False, True)
+    )
     if train and not validation:
-        *whole, last = train
-        cut = len(last.tokens) - len(last.tokens) // corpus.HELD_OUT
-        train = [*whole, shards.Shard(last.path, last.tokens[:cut])]
-        validation = [shards.Shard(last.path, last.tokens[cut:])]
+        last, tokens = train.popitem()
+        cut = len(tokens) - len(tokens) // corpus.HELD_OUT
+        train[last], validation[last] = tokens[:cut], tokens[cut:]
     both = shards.check(train, vocabulary) + shards.check(validation, vocabulary)
     name = f"shards of {'folder' if path.is_dir() else 'file'} {path.name or path}"
     digest = hashlib.sha256(both.encode()).hexdigest()
-    return Source(name, digest, vocabulary, *([s.tokens for s in part] for part in (train, validation)), epochs=True)
+    return Source(name, digest, vocabulary, *(list(part.values()) for part in (train, validation)), epochs=True)
 
 
 def _is_validation(file: Path) -> bool:
