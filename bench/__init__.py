@@ -8,7 +8,7 @@ tables and tunes every method, ``ablations`` changes one thing at a time, ``timi
 * ``optimizers``, ``rows``, ``command``: what is compared, the schema of ``results``, how commands read options and end.
 * ``ablations``: variants x seeds, by one schema of rows.
 * ``study``: one search, runs that are resumed and kept as rows; ``training``: data, one loop; ``workers``: one pool.
-* ``timing``, ``micro``: what is timed, by ``timer``; ``gate``: how it is checked first.
+* ``timing``, ``micro``: what is timed; ``gate``: how it is checked first.
 * ``compile_report``: what the compilers make of kernels and csrc, what a step launches of them, and how they travel.
 * ``models``, ``presets``, ``shapes``: models, and the paper's settings.
 * ``markdown``: tables.

@@ -1,7 +1,6 @@
 """What a run is fed: text and shards read and refused, an order that (seed, step) decide alone, nothing twice."""
 
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,11 +117,15 @@ REFUSED = {
     "cannot read": lambda folder: shards.open_shard(folder / "none.bin"),
     r"has token 240 at 40, but the vocabulary ends at 239": lambda folder: open_source(folder, CONTEXT, 240),
     "leaves 27 tokens in one piece for training, but a context of 27 needs 28": lambda folder: open_source(folder, 27),
-    "does not exist; give a text file or a folder": lambda folder: open_source(folder / "nothing.txt", CONTEXT),
-    "only empty or binary files; give text": lambda folder: open_source(
-        files_in(folder, {"a.txt": b"\0"}) / "a.txt", 2
-    ),
+    "No such file or directory; give a text file": lambda folder: open_source(folder / "nothing.txt", CONTEXT),
+    "Is a directory; give a text file or token shards": lambda folder: open_source(folder.parent, CONTEXT),
+    "it is empty or binary; give a text file": lambda folder: open_source(binary(folder / "a.txt"), 2),
 }
+
+
+def binary(path):
+    path.write_bytes(b"\0")
+    return path
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -134,19 +137,9 @@ def test_what_cannot_be_trained_on_is_refused(folder, message):
 # Text.
 
 
-def files_in(path: Path, texts):
-    for name, content in texts.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
-    return path
-
-
-def test_a_folder_is_read_in_name_order_and_every_tenth_file_is_held_out(tmp_path):
-    names = [f"{i:02d}.txt" for i in range(20)]
-    given = files_in(tmp_path / "a", {name: f"{name[:2]}-".encode() for name in reversed(names)})
-    name, train, validation = corpus.read(given)
-    assert name == "folder a" and validation == b"09-19-"
-    assert train == b"".join(f"{i:02d}-".encode() for i in range(20) if i % 10 != 9)
+def test_the_last_tenth_of_a_file_is_held_out(text):
+    whole = text.read_bytes()
+    assert corpus.read(text) == ("file text.txt", whole[:900], whole[900:])
 
 
 def test_default_is_the_standard_library_without_tests_and_installed_packages():

@@ -32,11 +32,6 @@ IDLE = (200, 500)
 SEED = 0
 
 
-def rate(method: str) -> float:
-    """Return the learning rate of a method, that of :mod:`bench.optimizers`."""
-    return OPTIMIZERS[method].lr
-
-
 def losses(
     form: Form, before: int, idle: int, after: int = AFTER, tokens: int = TOKENS, lr: float | None = None
 ) -> list[float]:
@@ -46,7 +41,7 @@ def losses(
     start = [_drawn(g, EXPERTS, HIDDEN, INPUTS), _drawn(g, EXPERTS, OUTPUTS, HIDDEN)]
     parts = [list(layer) if form.optimizer == "muon" else [layer] for layer in start]
     layers = [[torch.nn.Parameter(part.clone()) for part in layer] for layer in parts]
-    optimizer = form.build([part for layer in layers for part in layer], lr or rate(form.optimizer), RANK)
+    optimizer = form.build([part for layer in layers for part in layer], lr or OPTIMIZERS[form.optimizer].lr, RANK)
     spread = torch.linspace(*SPREAD, INPUTS)
     found = []
     for step in range(before + idle + after):
@@ -83,7 +78,7 @@ def figures(form: Form, before: int, idle: int) -> tuple[float, float]:
 
 def measure(form: Form) -> Iterator[Row]:
     """Yield the rows."""
-    more = {"unit": "1", "lr": rate(form.optimizer), "seed": SEED}
+    more = {"unit": "1", "lr": OPTIMIZERS[form.optimizer].lr, "seed": SEED}
     for idle in IDLE:
         before, worst = figures(form, BEFORE, idle)
         if idle == IDLE[0]:  # the same before all

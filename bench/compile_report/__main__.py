@@ -8,27 +8,22 @@ without tensor cores, has lost its pipeline, or moves whole matrices by less tha
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.command import Parser, UsageError, command, cores, make_folder
 from bench.compile_report import pack
 
-REPORTS = {
-    "aot": ("compile the Triton kernels", ("triton",)),
-    "csrc": ("compile csrc/", ()),
-}
-"""What each does, and the columns by which rows of another compiler stay in a file; none do where there are none."""
+REPORTS = {"aot": "compile the Triton kernels", "csrc": "compile csrc/"}
 
 
-def report(name: str) -> tuple[Sequence[Mapping[str, Any]], list[str]]:
+def report(name: str) -> tuple[Sequence[Any], list[str]]:
     """Make one report; return its rows, and what is wrong."""
     if name == "csrc":
         from bench.compile_report import csrc
 
-        found = csrc.report(cores())
-        return list(map(vars, found)), list(csrc.complaints(found))
+        return csrc.report(cores())
     if importlib.util.find_spec("triton") is None:
         raise UsageError("Triton is not installed: pip install triton, or choose csrc")
     from prokl.kernels import launch
@@ -37,8 +32,7 @@ def report(name: str) -> tuple[Sequence[Mapping[str, Any]], list[str]]:
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels, which compiles nothing; unset it")
     from bench.compile_report import triton_kernels
 
-    kernels, wrong = triton_kernels.report(cores())
-    return list(map(vars, kernels)), wrong
+    return triton_kernels.report(cores())
 
 
 @command
@@ -46,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return its exit status."""
     parser = Parser(prog="python -m bench.compile_report", description=(__doc__ or "").partition("\n")[0])
     names = parser.add_subparsers(dest="name", required=True, parser_class=Parser)
-    for name, (what, _) in REPORTS.items():
+    for name, what in REPORTS.items():
         own = names.add_parser(name, help=what)
         own.add_argument("--out", type=Path, metavar="DIR", help=f"folder of {name}.csv")
     own = names.add_parser("pack", prog="./run prepare", help="make what a GPU machine without network lacks")
@@ -60,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
     elif a.name == "unpack":
         pack.unpack()
     else:
-        return compiled(a.name, a.out)
+        return made(a.name, a.out)
     return 0
 
 
-def compiled(name: str, out: Path | None) -> int:
+def made(name: str, out: Path | None) -> int:
     """Make one report, print its rows and write them; return the exit status."""
     import pandas
 
@@ -72,10 +66,12 @@ def compiled(name: str, out: Path | None) -> int:
 
     if out:
         make_folder(out)
-    found, wrong = report(name)
+    compiled, wrong = report(name)
+    found = list(map(vars, compiled))
     print(pandas.DataFrame(found).to_string(index=False), flush=True)
     if out:
-        rows.upsert(out / f"{name}.csv", found, REPORTS[name][1])
+        # Rows of another Triton stay; of another nvcc none do.
+        rows.upsert(out / f"{name}.csv", found, ("triton",) if name == "aot" else ())
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return int(bool(wrong))
 

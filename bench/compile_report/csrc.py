@@ -108,8 +108,8 @@ def compiled(nvcc: str, version: str, source: Path, arch: str) -> list[Row]:
     return parse(done.stdout + done.stderr, source.name, version)
 
 
-def report(jobs: int) -> list[Row]:
-    """Compile every source for every architecture.
+def report(jobs: int) -> tuple[list[Row], list[str]]:
+    """Compile every source for every architecture; return the rows and what is wrong.
 
     Raises:
         UsageError: nvcc is missing or does not compile a source, or the extension is not installed.
@@ -125,4 +125,4 @@ def report(jobs: int) -> list[Row]:
     with ThreadPoolExecutor(jobs) as pool:
         done = pool.map(lambda task: compiled(nvcc, version, *task), product(sources, build_cuda.USUAL_ARCHITECTURES))
         rows = with_launches(demangled([row for rows in done for row in rows]))
-    return sorted(rows, key=lambda row: (row.source, row.kernel, int(row.arch)))
+    return sorted(rows, key=lambda row: (row.source, row.kernel, int(row.arch))), list(complaints(rows))

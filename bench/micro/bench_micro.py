@@ -4,6 +4,7 @@ Every form of every group is a test. Where its results are wrong it fails, and n
 the time on a GPU and PyTorch's on a CPU; pytest-benchmark shows it.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.benchmark import Timer
 
 pytest.importorskip("triton", reason="the cases are those of the Triton kernels")
 
@@ -19,7 +21,26 @@ from bench.micro.groups import Form, Group, Results, groups, row  # noqa: E402
 from bench.rivals import emulated  # noqa: E402
 from bench.rows import quartiles  # noqa: E402
 from bench.shapes import SETS  # noqa: E402
-from bench.timer import call_seconds  # noqa: E402
+
+FEWEST = 3
+"""Figures of a form at least."""
+
+
+def call_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
+    """Return the seconds of single calls, for about ``seconds`` altogether after warming up.
+
+    On a GPU they lie between two events, each call after the L2 cache has been emptied. On a CPU a call too short for
+    the clock is a mean over several.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        milliseconds: list[float] = do_bench(run, rep=1e3 * seconds, return_mode="all")
+        return [1e-3 * ms for ms in milliseconds]
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    found = timer.blocked_autorange(min_run_time=seconds)
+    more = range(FEWEST - len(found.times))
+    return [*found.times, *(timer.timeit(found.number_per_run).mean for _ in more)]
 
 
 class Clock:
