@@ -14,7 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     sets = f"of {', '.join(SETS)} (default: {', '.join(SMALL)}; on cuda {', '.join(PAPER)})"
     options.addoption("--sets", nargs="+", choices=SETS, metavar="SET", help=sets)
     options.addoption("--seconds", type=float, default=0.2, metavar="S", help="of timing a form (default: 0.2)")
-    options.addoption("--rows", type=Path, metavar="CSV", help="put the rows there, in place of a group's old ones")
+    options.addoption("--rows", type=Path, metavar="CSV", help="put the rows there, in place of the same ones")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -113,20 +113,19 @@ def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_
     assert [r["note"] for r in said] == ["of tiny", "KL-Shampoo's direction; of tiny"]
 
 
-def test_a_group_is_written_whole_or_not_at_all(monkeypatch, tmp_path):
+def test_rows_are_written_as_they_come_with_ratios_to_the_plain_form_also_after_an_interruption(monkeypatch, tmp_path):
     here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
     monkeypatch.setattr(groups.rows, "environment", lambda device: here)
     out = tmp_path / "rows.csv"
-    book = Results(CPU, 0.001, out)
     plain = {"case": "g", "optimizer": PLAIN, "backend": "", "unit": "ms", "median": 2.0, "note": ""}
-    book.add(plain, 3)
-    book.add(plain | {"optimizer": OURS, "median": 1.0}, 3)
-    assert not out.exists()
-    left_out = {key: value for key, value in plain.items() if key != "median"} | {"optimizer": KL}
-    book.add(left_out, 3)
-    assert [(r["optimizer"], r["ratio"]) for r in read(out)] == [(PLAIN, "1"), (OURS, "0.5"), (KL, "")]
-    assert not book.has("g")  # its own rows are no reason to skip the rest of a group
-    assert Results(CPU, 0.001, out).has("g")
+    Results(CPU, 0.001, out).add(plain)
+    again, ours = Results(CPU, 0.001, out), plain | {"optimizer": OURS, "median": 1.0}
+    assert again.has(plain) and not again.has(ours)
+    again.add(ours)
+    again.add(plain | {"median": 4.0})
+    again.add(ours | {"backend": "triton"})
+    found = [(r["optimizer"], r["backend"], r["ratio"]) for r in read(out)]
+    assert found == [(PLAIN, "", "1"), (OURS, "", "0.5"), (OURS, "triton", "0.25")]
 
 
 def pytest_bench(*arguments):

@@ -46,9 +46,7 @@ with_nvcc = pytest.mark.skipif(toolkit.find_nvcc(os.environ) is None, reason="ne
 @pytest.fixture(scope="module")
 def launches():
     """Every launch that is compiled, by kernel and configuration."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_module, "INTERPRETED", False)  # which decides on dtypes of operands
-        return {(launch.kernel, describe(launch)): launch for launch in every_launch()}
+    return {(launch.kernel, describe(launch)): launch for launch in every_launch()}
 
 
 SM_90 = """

@@ -120,7 +120,7 @@ from prokl.kernels import launch
 sizes = Sizes(2, 32, 48, 16)
 cases = [case for case in KERNELS if case.name in ("split", "stack", "projection", "product B^T", "symmetric L")]
 if sys.argv[1] == "ahead":
-    events = [e.launch for case in cases for e in ahead._called(case, sizes, case.dtypes[0])]
+    events = [own for case in cases for own in ahead._called(case, sizes, case.dtypes[0])]
     steps, checked = ahead.of_steps, ahead._checked_and_stepped  # tracing them all takes longer than to compile
     ahead.of_steps = lambda s: islice(steps(s), 50)
     ahead._checked_and_stepped = lambda s, entry: islice(checked(s, entry), 50)

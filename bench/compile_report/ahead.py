@@ -16,15 +16,14 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch import Tensor
 
 from bench import first
 from bench.command import Parser, command
-from bench.compile_report.launches import Launch
-from bench.compile_report.trace import Event, steps_of, tracing
+from bench.compile_report.launches import Launch, called
+from bench.compile_report.trace import steps_of
 from bench.compile_report.triton_kernels import build
 from bench.micro import groups
-from bench.micro.case import Case, Dtypes, Sizes, precision_of
+from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import PAPER, SETS, ParameterSet
 from bench.timing.entries import Entry, model_entries
@@ -34,23 +33,17 @@ from prokl.backends.select import _triton_backend
 CUDA = torch.device("cuda")
 
 
-def _shapes(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
+def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Launch]:
+    events = chain.from_iterable(chain.from_iterable(steps_of(s, dtype, build).values()))
+    return (event.launch for event in events if event.launch is not None)
 
 
-def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Event]:
-    return chain.from_iterable(chain.from_iterable(steps_of(s, dtype, build).values()))
+def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Launch]:
+    ops = {p: _triton_backend(True, False, p == "balanced", True).stages["pro-klshampoo"] for p in PRECISIONS}
+    return called(case, sizes, dtypes, ops)
 
 
-def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Event]:
-    stages = {p: _triton_backend(True, False, p == "balanced", True).stages["pro-klshampoo"] for p in PRECISIONS}
-    with tracing() as events:
-        inputs = case.inputs(sizes, dtypes, _shapes)
-        case.bind(inputs, stages[precision_of(inputs)])()
-    return events
-
-
-def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Event]:
+def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Launch]:
     """Yield what is launched where two weights of every shape are held to the reference, and then by the set."""
     for shape in dict.fromkeys(s.each):
         two = ParameterSet("", ((2, *shape),), ())
@@ -59,7 +52,7 @@ def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Event]:
     yield from _stepped(s, torch.float32, entry.build)
 
 
-def of_steps(s: ParameterSet) -> Iterator[Event]:
+def of_steps(s: ParameterSet) -> Iterator[Launch]:
     """Yield what timed steps launch on a set, and those before that hold them to the reference."""
     for entry in model_entries(s, CUDA, torch.bfloat16):
         if entry.backend != "triton":
@@ -67,7 +60,7 @@ def of_steps(s: ParameterSet) -> Iterator[Event]:
         yield from _checked_and_stepped(s, entry)
 
 
-def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Event]:
+def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Launch]:
     """Yield what the microbenchmarks launch on these sets."""
     for group in groups.groups(sets, CUDA):
         for form in group.forms(CUDA):
@@ -75,7 +68,7 @@ def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Event]:
                 yield from _called(form.case, group.sizes, group.dtypes)
 
 
-def of_first() -> Iterator[Event]:
+def of_first() -> Iterator[Launch]:
     """Yield what :mod:`bench.first` launches."""
     for case in KERNELS:
         yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0])
@@ -87,8 +80,8 @@ def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
     """Return what the benchmarks launch on these sets, each once."""
     both = ["torch", "triton"]
     with patch("bench.timing.entries.backends", lambda device: both), patch.object(groups, "backends", lambda _: both):
-        events = [*of_first(), *of_primitives(sets), *(event for s in sets for event in of_steps(s))]
-    return list(dict.fromkeys(event.launch for event in events if event.launch is not None))
+        found = [*of_first(), *of_primitives(sets), *(launch for s in sets for launch in of_steps(s))]
+    return list(dict.fromkeys(found))
 
 
 def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:

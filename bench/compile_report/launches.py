@@ -1,7 +1,7 @@
 """Records what launchers launch, without a GPU: kernels, their arguments, and what the JIT specialises them on."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.micro.case import Case, Dtypes, Sizes, precision_of
+from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import launch as launching
 
@@ -51,7 +53,7 @@ class Launch:
 
 def shapes(*shape: int, dtype: torch.dtype) -> Tensor:
     """Draw a tensor that holds nothing; see :mod:`bench.micro.case`."""
-    return torch.empty(shape, dtype=dtype, device="cuda")
+    return torch.empty(shape, dtype=dtype)
 
 
 def _recorded(a: Any) -> Any:
@@ -64,25 +66,33 @@ def _recorded(a: Any) -> Any:
 
 
 @contextmanager
-def recording(seen: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
-    """Collect launches in place of running them; tensors made inside have no memory, and so no address.
+def recording(seen: Callable[[Launch], None]) -> Iterator[None]:
+    """Give launches to ``seen`` in place of running them; tensors made inside have no memory, and so no address.
 
-    Args:
-        seen: called with every launch when it takes place.
+    They say that they are on a CPU, since a torch without CUDA cannot index others, but are launched as on a GPU.
     """
-    launches: list[Launch] = []
 
     def start(kernel: Any, grid: Any, device: Any, *arguments: Any, **constants: Any) -> None:
         given = tuple(map(_recorded, arguments))
         name, names = kernel.__name__, tuple(kernel.arg_names)
-        launch = Launch(kernel.__module__, name, given, tuple(constants.items()), names)
-        launches.append(launch)
-        if seen is not None:
-            seen(launch)
+        seen(Launch(kernel.__module__, name, given, tuple(constants.items()), names))
 
-    nowhere = patch.object(TritonIO, "locate", lambda self, rates: None)
-    with FakeTensorMode(), patch.object(launching, "start", start), nowhere:
-        yield launches
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(patch.object(launching, "start", start))
+        stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
+        stack.enter_context(patch.object(launching, "DEVICES", ("cpu",)))
+        stack.enter_context(patch.object(TritonIO, "locate", lambda self, rates: None))
+        yield
+
+
+def called(case: Case, sizes: Sizes, dtypes: Dtypes, ops: Mapping[str, ProKLShampooStages]) -> list[Launch]:
+    """Return what a case launches over the stages of the precision that has its inputs."""
+    found: list[Launch] = []
+    with recording(found.append):
+        inputs = case.inputs(sizes, dtypes, shapes)
+        case.bind(inputs, ops[precision_of(inputs)])()
+    return found
 
 
 def _flat(launch: Launch) -> list[tuple[str, Any]]:

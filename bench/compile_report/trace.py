@@ -1,9 +1,8 @@
 """What a real step launches on a GPU, traced without one: every kernel of Triton's, csrc's and PyTorch's.
 
 The optimizer is built over weights without memory, and its buckets execute with the backend of a CUDA device that has
-the extension. The tensors say that they are on a CPU, since a torch without CUDA cannot index others; nothing asks them
-once the backend is chosen, but the check of the launchers. Triton's launches are recorded, the extension's follow from
-the sizes, and every other operator of PyTorch that computes something is one launch.
+the extension. Triton's launches are recorded, the extension's follow from the sizes, and every other operator of
+PyTorch that computes something is one launch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
-from prokl.kernels import launch as launching
 
 MEMORY = 139 * 2**30
 """Bytes of an H200."""
@@ -99,8 +97,6 @@ def tracing() -> Iterator[list[Event]]:
         return _triton_backend(True, False, balanced, True)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(launching, "INTERPRETED", False))  # which decides on dtypes of operands
-        stack.enter_context(patch.object(launching, "DEVICES", ("cpu",)))
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
         stack.enter_context(patch("prokl.engine.validation.oddity", lambda t: None))  # tensors without memory
         stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))

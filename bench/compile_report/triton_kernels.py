@@ -18,9 +18,10 @@ from unittest.mock import patch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from bench.compile_report.launches import Launch, describe, recording, shapes
+from bench.compile_report.launches import Launch, called, describe
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
+from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.triton_ops import TritonStages
 
 ARCHITECTURES = (80, 90, 100)
@@ -142,16 +143,15 @@ class Offline:
 
 def record(case: Case, sizes: Sizes = SIZES) -> list[Launch]:
     """Record what ``case`` launches, for all of its dtypes and tiles, and at odd sizes as it chooses for the first."""
-    ops = TritonStages(use_cuda_qr=False, host_readable=False)
-    with recording() as launches:
-        for dtypes in case.dtypes:
-            for tile in case.tiles(dtypes):
-                own = replace(sizes, r=min(sizes.r, tile.n)) if tile and case.narrow else sizes
-                chosen = patch.object(case.module, "choose_tile", lambda *_, tile=tile: tile) if tile else nullcontext()
-                with chosen:
-                    case.bind(case.inputs(own, dtypes, shapes), ops)()
-        case.bind(case.inputs(ODD, case.dtypes[0], shapes), ops)()
-    return launches
+    ops = dict.fromkeys(PRECISIONS, TritonStages(use_cuda_qr=False, host_readable=False))
+    launches: list[Launch] = []
+    for dtypes in case.dtypes:
+        for tile in case.tiles(dtypes):
+            own = replace(sizes, r=min(sizes.r, tile.n)) if tile and case.narrow else sizes
+            chosen = patch.object(case.module, "choose_tile", lambda *_, tile=tile: tile) if tile else nullcontext()
+            with chosen:
+                launches += called(case, own, dtypes, ops)
+    return launches + called(case, ODD, case.dtypes[0], ops)
 
 
 def every_launch(cases: Iterable[Case] = KERNELS) -> list[Launch]:

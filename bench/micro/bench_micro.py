@@ -72,18 +72,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     found = []
     for group in groups([SETS[name] for name in option.sets], device):
         marks = pytest.mark.benchmark(group=group.name, timer=CLOCK)
-        forms = group.forms(device)
-        for form in forms:
+        for form in group.forms(device):
             name = f"{group.name}: {form.name} {form.backend}".strip()
-            found.append(pytest.param(group, form, len(forms), id=name, marks=marks))
-    metafunc.parametrize("group, form, of", found)
+            found.append(pytest.param(group, form, id=name, marks=marks))
+    metafunc.parametrize("group, form", found)
 
 
-def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: Results) -> None:
+def test_operation(group: Group, form: Form, benchmark: Any, results: Results) -> None:
     device = results.device
-    if benchmark.enabled and results.has(group.name):
-        pytest.skip("in the file of --rows already")
     d = replace(group.dtypes, polar=torch.float32) if emulated(device) else group.dtypes
+    found = row(form, group, d, device)
+    if benchmark.enabled and results.has(found):
+        pytest.skip("in the file of --rows already")
     ops = form.primitives(device)
     # In half precision a good form is some percent off, and so may a bad one be: float32 tells them apart.
     exact = replace(d, polar=torch.float32) if form.case.polar else d
@@ -98,5 +98,5 @@ def test_operation(group: Group, form: Form, of: int, benchmark: Any, results: R
         return
     seconds = call_seconds(run, device, results.seconds)
     figures = {name: 1e3 * value for name, value in quartiles(seconds).items()}
-    results.add(row(form, group, d, device) | figures | {"rounds": len(seconds)}, of)
+    results.add(found | figures | {"rounds": len(seconds)})
     benchmark.pedantic(CLOCK.advance, args=(seconds[::-1],), rounds=len(seconds))

@@ -25,6 +25,8 @@ from prokl.backends.select import select
 
 PLAIN, OURS, KL = "plain", "pro-klshampoo", "kl-shampoo"
 """In the column ``optimizer``: the formula as it is printed, this package's form, and KL-Shampoo's in its place."""
+KEY = ("case", "optimizer", "backend")
+"""Columns that tell a row from the others."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
 
 
 class Results:
-    """Takes the rows of a run and writes those of a group when all of its forms have one: none is written half.
+    """Writes the rows of a run as they come.
 
     Attributes:
         device: where it is measured.
@@ -104,17 +106,20 @@ class Results:
         self.device, self.seconds = device, seconds
         self._path = path
         self._here = rows.environment(device)
-        self._rows: dict[str, list[rows.Row]] = {}
+        self._plain: dict[str, float] = {}
 
-    def has(self, group: str) -> bool:
-        """Return True if the file had this group of this commit and machine before the run."""
-        known = self._path is not None and group not in self._rows
-        return known and rows.measured(self._path, {"case": group}, self._here)
+    def has(self, found: rows.Row) -> bool:
+        """Return True if the file has this row, of this commit and machine."""
+        key = {name: found[name] for name in KEY}
+        return self._path is not None and rows.measured(self._path, key, self._here)
 
-    def add(self, found: rows.Row, of: int) -> None:
-        """Keep a row; write a group that has all ``of`` its rows, the plain form's first, with ratios to it."""
-        own = self._rows.setdefault(found["case"], [])
-        plain = own[0].get("median") if own else found.get("median")
-        own.append(found | ({"ratio": found["median"] / plain} if plain and "median" in found else {}) | self._here)
-        if len(own) == of and self._path is not None:
-            rows.upsert(self._path, own, key=("model", "case"))
+    def add(self, found: rows.Row) -> None:
+        """Write a row with its ratio to the plain form's of its group, which is the first of it."""
+        case = found["case"]
+        if found["optimizer"] == PLAIN:
+            self._plain[case] = found["median"]
+        elif case not in self._plain and self._path is not None:  # it went before an interruption
+            (plain,) = rows.having(rows.read(self._path), {"case": case, "optimizer": PLAIN})
+            self._plain[case] = float(plain["median"])
+        if self._path is not None:
+            rows.upsert(self._path, [found | {"ratio": found["median"] / self._plain[case]} | self._here], KEY)
