@@ -12,7 +12,7 @@ from bench import rows, workers
 from bench.ablations import __main__ as ablations
 from bench.ablations import disturbed, experts, language
 from bench.ablations.disturbed import Case, Form
-from bench.ablations.studies import EXPERTS, STUDIES, Study, Unit, changed
+from bench.ablations.studies import EXPERTS, STUDIES, Study, Unit, changed, silent, spiking
 from bench.study.lengths import FORMS
 from bench.study.scales import TINY
 from bench.training.run import Run
@@ -149,6 +149,12 @@ def test_every_gradient_of_a_model_is_disturbed_in_its_step(key, text):
     assert sorted({step for step, _ in seen}) == list(range(MICRO.steps))
     assert len(seen) == len(set(seen)) and (0, "blocks.0.q_proj.weight") in seen and (0, "embedding.weight") in seen
     assert language.train(MICRO, HYPERS[key], 0, {}, data=text).record.final_loss != still
+
+
+def test_of_the_gpt_a_layer_is_silent_for_200_steps_and_all_gradients_spike_four_times():
+    for name, other in (("blocks.1.q_proj.weight", 0.0), ("blocks.0.q_proj.weight", 1.0)):
+        assert [silent(name, step) for step in (99, 100, 299, 300)] == [1.0, other, other, 1.0]
+        assert [step for step in range(500) if spiking(name, step) != 1.0] == [100, 180, 260, 340]
 
 
 # Disturbances
