@@ -35,7 +35,7 @@ def run(shard, out, name, *options_):
     small = (replace(PAPER[0], **MINI), *PAPER[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparisons, "PAPER", small)
-        given = ["--device", "cpu", "--data", shard, "--out", out, *options_]
+        given = ["--device", "cpu", "--data", shard, "--out", out, "--folder", out / "unfinished", *options_]
         return command.main([name, *map(str, given)])
 
 

@@ -139,7 +139,7 @@ def run(name: str, o: Options) -> str:
 
     def task(trial: Trial) -> runs.Task:
         busy[trial] = free.pop()
-        return runs.Task(trial.scale, o.data, trial.name, trial.hyper, trial.seed, o.out / "runs", busy[trial])
+        return runs.Task(trial.scale, o.data, trial.name, trial.hyper, trial.seed, o.folder, busy[trial])
 
     def done(trial: Trial, record: Record, where: rows.Row) -> None:
         free.append(busy.pop(trial))
