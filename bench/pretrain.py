@@ -2,7 +2,8 @@
 
 All start from the same weights, see the same batches, and take turns step by step, so that their timings share
 whatever else the machine does. It is the smallest of :mod:`bench.study`, with fixed learning rates in place of
-searches. The run ends with a table and writes into ``--out``: ``runs.csv``, ``curves.csv`` and ``loss.png``.
+searches. The run ends with a table and writes into ``--out``: ``runs.csv``, ``curves.csv`` and ``loss.png``, and below
+``checkpoints`` what the same command goes on from.
 """
 
 import sys
@@ -18,9 +19,8 @@ from bench.command import UsageError
 from bench.optimizers import OPTIMIZERS, PRO, RANKED, Hyper
 from bench.study import figures, runs, tables
 from bench.study.scales import DEMO, open_data
-from bench.training.loop import bar
-from bench.training.run import Record, Run, Scale
-from bench.training.sources import Source
+from bench.training.loop import train
+from bench.training.run import Run
 
 KEY = ("model", "optimizer", "rank", "seed")
 Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
@@ -28,7 +28,10 @@ Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Train a small byte-level GPT with several optimizers on the same batches and weights."""
+    """Train a small byte-level GPT with several optimizers on the same batches and weights.
+
+    Ctrl-C keeps what was done; the same command goes on bit for bit.
+    """
 
     seeds: tuple[int, ...] = (0,)  # One run for each
     data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
@@ -58,23 +61,6 @@ class Options:
         return {name: Hyper(name, lrs[name], self.adamw_lr, rank=ranks.get(name)) for name in self.optimizers}
 
 
-def side_by_side(scale: Scale, selected: dict[str, Hyper], seed: int, source: Source) -> dict[str, Record]:
-    """Train all that is selected on one seed, in turns; return what each did, by method."""
-    runs = {name: Run(scale, h, seed, source) for name, h in selected.items()}
-    names = list(runs)
-    with bar(runs[names[0]], shown=True) as said:
-        for step in range(scale.steps):
-            # The order rotates, so that nobody always finds the caches as the same neighbour left them.
-            shift = step % len(names)
-            for own in (runs[name] for name in names[shift:] + names[:shift]):
-                if not own.finished:
-                    own.advance()
-            latest = {name.partition("-")[0]: own.record.losses[-1] for name, own in runs.items() if not own.finished}
-            said.set_postfix_str("  ".join(f"{name} {loss:.2f}" for name, loss in latest.items()), refresh=False)
-            said.update()
-    return {name: own.record for name, own in runs.items()}
-
-
 def run(o: Options) -> str:
     """Train every seed and write the results; return the table."""
     torch.set_num_threads(o.threads)
@@ -84,8 +70,10 @@ def run(o: Options) -> str:
     own: list[rows.Row] = []
     along: list[rows.Row] = []
     for seed in o.seeds:
-        for name, record in side_by_side(scale, selected, seed, source).items():
-            h = selected[name]
+        side_by_side = [Run(scale, h, seed, source) for h in selected.values()]
+        folder, hypers = o.out / "checkpoints", [*selected.values()]
+        train(side_by_side, runs.checkpoint(folder, f"seed-{seed}", scale, hypers, seed, source, "cpu"), shown=True)
+        for (name, h), record in zip(selected.items(), (each.record for each in side_by_side), strict=True):
             key = dict(zip(KEY, (scale.name, name, h.rank, seed), strict=True))
             settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}
             own.append(key | settings | runs.of_scale(scale) | runs.figures(record) | source.row | here)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -75,11 +76,23 @@ def work_off(
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Yield what says whether a run is to end after its step, since half a step could not be resumed bit for bit.
 
-    In a process of the pool the parent asks for that, again and again, or its end does.
+    In the command's own process Ctrl-C asks for that, and a second one is not waited for. In a process of the pool the
+    parent does, again and again, or its end.
     """
     told: list[bool] = []
-    if (parent := multiprocessing.parent_process()) is None:
-        yield lambda: False
+    if parent := multiprocessing.parent_process():
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append(True))  # until it has ended
+        yield lambda: bool(told) or not parent.is_alive()
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(True))  # until it has ended
-    yield lambda: bool(told) or not parent.is_alive()
+
+    def handler(number: int, frame: object) -> None:
+        if told:
+            raise KeyboardInterrupt(GOES_ON)
+        told.append(True)
+        print("\nFinishing this step; Ctrl-C again gives up what the last checkpoint lacks.", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(told)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -49,7 +49,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text
         patch.setattr(loop, "asked_to_stop", asked)
         halves()
     (unfinished,) = halves.folder.iterdir()
-    assert torch.load(unfinished)["done"] == 11 and steps == list(range(11))
+    assert torch.load(unfinished)[0]["done"] == 11 and steps == list(range(11))
     resumed, *_ = halves()
     assert steps == list(range(14)) and losses(resumed) == losses(whole) and len(resumed.model_seconds) == 14
     assert losses(halves()[0]) == losses(whole) and len(steps) == 14  # a run that has ended is not trained again
@@ -57,7 +57,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text
 
 def test_a_crash_leaves_the_last_checkpoint(tmp_path, text, monkeypatch):
     run, path = Run(MICRO, HYPERS["muon"], 0, open_source(text, 16)), tmp_path / "a.pt"
-    loop.save(run, path)
+    loop.save([run], path)
     before = path.read_bytes()
 
     def crash(content, file):
@@ -66,7 +66,7 @@ def test_a_crash_leaves_the_last_checkpoint(tmp_path, text, monkeypatch):
 
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError, match="disk full"):
-        loop.save(run, path)
+        loop.save([run], path)
     assert path.read_bytes() == before
 
 

@@ -1,10 +1,11 @@
-"""The main job end to end, on models that train in a second: files, fairness, bad input."""
+"""The main job end to end, on models that train in a second: files, fairness, going on, bad input."""
 
 import contextlib
 import io
 import math
 import random
 import re
+import signal
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,28 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert all(1 < int(step) < 5 for step in rows.loc["muon", "diverged_at"])
     here, there = (c[c["optimizer"] != "muon"].reset_index(drop=True) for c in map(curves, (tmp_path / "out", trained)))
     assert here.equals(there)
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_after_ctrl_c_as_if_nothing_had_been(trained, job, tmp_path, monkeypatch, capsys):
+    calls, advance = [], Run.advance
+
+    def interrupted(run):
+        calls.append(run.name)
+        if len(calls) == 22:  # the second of four in the sixth step
+            signal.raise_signal(signal.SIGINT)
+        advance(run)
+
+    monkeypatch.setattr(Run, "advance", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    try:
+        assert job("--seeds", 0, 1) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "the same command goes on" in capsys.readouterr().err and len(calls) == 24
+    assert job("--seeds", 0, 1) == 0
+    assert len(calls) == 2 * 4 * 14
+    assert curves(tmp_path / "out").equals(curves(trained))
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,17 @@ class Options:
         at_least(1, jobs=self.jobs)
 
 
+def checkpoint(
+    folder: Path, name: str, scale: Scale, hypers: Sequence[Hyper], seed: int, source: Source, device: str
+) -> Path:
+    """Return the file of the checkpoint of runs side by side, another one for all that decides their losses."""
+    of = {"seed": seed, "data": source.sha256, "device": torch.device(device).type, "threads": torch.get_num_threads()}
+    of |= {"torch": str(torch.__version__), "prokl": prokl.__version__}
+    text = json.dumps([asdict(scale), [asdict(hyper) for hyper in hypers], of], sort_keys=True)
+    digest, name = hashlib.sha256(text.encode()).hexdigest()[:16], re.sub(r"\W+", "-", name)
+    return folder / f"{name}-{digest}.pt"
+
+
 @dataclass(frozen=True)
 class Task:
     """One run, as a process of its own calls it.
@@ -62,13 +73,8 @@ class Task:
     shown: bool = False
 
     def checkpoint(self, source: Source) -> Path:
-        """Return the file of the checkpoint, another one for all that decides the losses."""
-        of = {"seed": self.seed, "data": source.sha256, "device": torch.device(self.device).type}
-        of |= {"torch": str(torch.__version__), "prokl": prokl.__version__}
-        text = json.dumps([asdict(self.scale), asdict(self.hyper), of], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        name = re.sub(r"\W+", "-", self.name)
-        return self.folder / f"{name}-{digest}.pt"
+        """Return the file of the checkpoint."""
+        return checkpoint(self.folder, self.name, self.scale, [self.hyper], self.seed, source, self.device)
 
     def __call__(self) -> tuple[Record, rows.Row, Path]:
         """Train, from the checkpoint on if there is one; return what was done, where and on what, and the last one."""
@@ -78,7 +84,7 @@ class Task:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         run, path = Run(self.scale, self.hyper, self.seed, source, self.device), self.checkpoint(source)
-        train(run, path, self.shown)
+        train([run], path, self.shown)
         of = f"{self.scale.name}, {self.scale.steps} steps, seed {self.seed}"
         print(f"{of}, {self.name}, lr {self.hyper.lr}: {run.record.final_loss:.4f}", flush=True)
         where = source.row | rows.environment(device)

@@ -1,7 +1,8 @@
-"""Take a run to its end: from its last checkpoint, with others in between, and asked to stop between two steps."""
+"""Take runs to their end: from their last checkpoint, with others in between, and asked to stop between two steps."""
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -16,40 +17,57 @@ BETWEEN = 120.0
 """Seconds from one checkpoint to the next."""
 
 
-def bar(run: Run, shown: bool) -> tqdm:
-    """Return a bar that says how far a run is, if it is ``shown``; a log gets a line now and then."""
+def bar(runs: Sequence[Run], shown: bool) -> tqdm:
+    """Return a bar that says how far runs are, if it is ``shown``; a log gets a line now and then."""
     at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds
     return tqdm(
-        desc=f"seed {run.seed}", total=run.scale.steps, initial=run.done, disable=not shown, leave=False,
+        desc=f"seed {runs[0].seed}", total=runs[0].scale.steps, initial=done(runs), disable=not shown, leave=False,
         bar_format=BAR, mininterval=at_times, maxinterval=at_times,
     )  # fmt: skip
 
 
-def train(run: Run, path: Path, shown: bool) -> None:
-    """Train until done, from the checkpoint at ``path`` on if there is one, and leave the last one there.
+def done(runs: Sequence[Run]) -> int:
+    """Return the steps that have been done; one that diverged has stopped before."""
+    return max(run.done for run in runs)
+
+
+def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
+    """Train in turns until done, from the checkpoint at ``path`` on if there is one, and leave the last one there.
+
+    Args:
+        runs: of one scale, seed and source.
+        path: of their checkpoint.
+        shown: whether a bar says how far they are.
 
     Raises:
         KeyboardInterrupt: it was asked to stop, and has saved the last whole step.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        run.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        for run, own in zip(runs, torch.load(path, map_location="cpu", weights_only=True), strict=True):
+            run.load_state_dict(own)
     saved_at = monotonic()
-    with asked_to_stop() as stop, bar(run, shown) as said:
-        while not run.finished:
+    with asked_to_stop() as stop, bar(runs, shown) as said:
+        while not all(run.finished for run in runs):
             stopped = stop()
             if stopped or monotonic() - saved_at >= BETWEEN:
-                save(run, path)
+                save(runs, path)
                 saved_at = monotonic()
             if stopped:
                 raise KeyboardInterrupt(GOES_ON)
-            run.advance()
+            # The order rotates, so that nobody always finds the caches as the same neighbour left them.
+            shift = done(runs) % len(runs)
+            for run in (*runs[shift:], *runs[:shift]):
+                if not run.finished:
+                    run.advance()
+            latest = {run.name.partition("-")[0]: run.record.losses[-1] for run in runs if not run.finished}
+            said.set_postfix_str("  ".join(f"{name} {loss:.2f}" for name, loss in latest.items()), refresh=False)
             said.update()
-    save(run, path)
+    save(runs, path)
 
 
-def save(run: Run, path: Path) -> None:
+def save(runs: Sequence[Run], path: Path) -> None:
     """Write a checkpoint beside ``path`` and rename it, so that a crash never leaves half a file."""
     unfinished = path.with_name(path.name + ".tmp")
-    torch.save(run.state_dict(), unfinished)
+    torch.save([run.state_dict() for run in runs], unfinished)
     os.replace(unfinished, path)

@@ -68,6 +68,7 @@ class Run:
 
     def __init__(self, scale: Scale, hyper: Hyper, seed: int, source: Source, device: str = "cpu") -> None:
         self.scale = scale
+        self.name = hyper.method
         self.seed = seed
         self.source = source
         self.device = torch.device(device)
