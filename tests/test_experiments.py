@@ -3,6 +3,7 @@
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from bench.rows import frame
 from bench.study import __main__ as command
 from bench.study import comparisons, lengths, size
 from bench.study.scales import PAPER, TINY
+from bench.training import loop
 from bench.training.run import Run
 from bench.training.shards import write_shard
 from tests.experiments import MICRO
@@ -43,6 +45,7 @@ def run(shard, out, name, *options_):
 def threads(monkeypatch):
     """The pool's processes as threads, so that what a test has changed is there, too."""
     monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
+    monkeypatch.setattr(loop, "asked_to_stop", lambda: nullcontext(lambda: False))  # signals are the main thread's
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
