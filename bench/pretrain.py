@@ -3,7 +3,7 @@
 All start from the same weights, see the same batches, and take turns step by step, so that their timings share
 whatever else the machine does. It is the smallest of :mod:`bench.study`, with fixed learning rates in place of
 searches. The run ends with a table and writes into ``--out``: ``runs.csv``, ``curves.csv`` and ``loss.png``, and below
-``checkpoints`` what the same command goes on from.
+``checkpoints``, until it ends, what the same command goes on from.
 """
 
 import sys
@@ -66,20 +66,25 @@ def run(o: Options) -> str:
     torch.set_num_threads(o.threads)
     scale, selected = replace(DEMO, steps=o.steps), o.selected
     source, here = open_data(scale, o.data), rows.environment(torch.device("cpu"))
+    made_of = runs.of_scale(scale, source.vocabulary, "cpu")
     print(f"Trains on {source.name}, {source.train_tokens:,} tokens; results go to {o.out}", flush=True)
     own: list[rows.Row] = []
     along: list[rows.Row] = []
+    ended: list[Path] = []
     for seed in o.seeds:
         side_by_side = [Run(scale, h, seed, source) for h in selected.values()]
         folder, hypers = o.out / "checkpoints", [*selected.values()]
-        train(side_by_side, runs.checkpoint(folder, f"seed-{seed}", scale, hypers, seed, source, "cpu"), shown=True)
+        ended.append(runs.checkpoint(folder, f"seed-{seed}", scale, hypers, seed, source, "cpu"))
+        train(side_by_side, ended[-1], shown=True)
         for (name, h), record in zip(selected.items(), (each.record for each in side_by_side), strict=True):
             key = dict(zip(KEY, (scale.name, name, h.rank, seed), strict=True))
             settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}
-            own.append(key | settings | runs.of_scale(scale) | runs.figures(record) | source.row | here)
+            own.append(key | settings | made_of | runs.figures(record) | source.row | here)
             along += [key | point for point in runs.curve(record)]
     rows.write(o.out / "runs.csv", own)
     rows.write(o.out / "curves.csv", along)
+    for path in ended:
+        path.unlink()
     found, curves = (rows.frame(o.out / f"{name}.csv") for name in ("runs", "curves"))
     figures.loss(o.out / "loss.png", curves)
     return tables.table_of(found, curves)

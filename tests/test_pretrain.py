@@ -137,9 +137,11 @@ def test_the_same_command_goes_on_after_ctrl_c_as_if_nothing_had_been(trained, j
     finally:
         signal.signal(signal.SIGINT, before)
     assert "the same command goes on" in capsys.readouterr().err and len(calls) == 24
+    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
     assert job("--seeds", 0, 1) == 0
     assert len(calls) == 2 * 4 * 14
     assert curves(tmp_path / "out").equals(curves(trained))
+    assert not list((tmp_path / "out" / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize(

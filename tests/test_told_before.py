@@ -129,6 +129,7 @@ def test_a_group_with_names_beside_others_without_is_refused_with_the_remedy(cls
         ({"split": 3}, r"takes no split: .*prokl\.param_groups\(model, split=\.\.\.\)"),
         ({"fused": True}, r'takes no fused: .*"algorithm": "adamw"'),
         ({"weight_deacy": 1}, r"unexpected keyword argument 'weight_deacy': the nearest is 'weight_decay'\."),
+        ({"learning_rate": 1}, r"unexpected keyword argument 'learning_rate': the nearest is 'lr'\."),
         ({"nesterov": True}, r"takes no nesterov: .* leave it out"),
         ({"foo": True}, r"unexpected keyword argument 'foo': it takes lr, weight_decay, "),
     ],

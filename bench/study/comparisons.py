@@ -16,7 +16,8 @@ from bench.study import figures, runs, tables
 from bench.study.scales import PAPER, open_data
 from bench.training.run import Record, Scale
 
-KEY = ("model", "steps", "optimizer", "rank", "lr", "seed", "data_sha256")
+HERE = ("device", "torch", "prokl")
+KEY = ("model", "steps", "micro_batch", "optimizer", "rank", "lr", "seed", "data_sha256", *HERE)
 """Columns that tell a run from the others."""
 Compared = list[tuple[str, int | None]]
 """Methods, with their ranks."""
@@ -109,13 +110,15 @@ class Trial:
     hyper: Hyper
     seed: int
     data_sha256: str
+    here: tuple[str, ...]
+    """In the columns HERE."""
 
     @property
     def key(self) -> rows.Row:
         """What its rows have in the columns KEY."""
         h = self.hyper
-        own = (self.scale.name, self.scale.steps, h.method, h.rank, h.lr, self.seed, self.data_sha256)
-        return dict(zip(KEY, own, strict=True))
+        own = (self.scale.name, self.scale.steps, self.scale.micro_batch, h.method, h.rank, h.lr)
+        return dict(zip(KEY, (*own, self.seed, self.data_sha256, *self.here), strict=True))
 
     @property
     def name(self) -> str:
@@ -126,10 +129,12 @@ class Trial:
 def run(name: str, o: Options) -> str:
     """Train what is missing, seed by seed, and draw; return the table."""
     path, curves, trials = o.out / "runs.csv", o.out / "curves.csv", []
+    environment = rows.environment(torch.device(o.device))
+    here = tuple(environment[name] for name in HERE)
     for scale in possible(name, o.scales):
         sha256 = open_data(scale, o.data).sha256
         selected = [preset(method, scale.name, rank) for method, rank in COMPARISONS[name](scale)]
-        trials += [Trial(scale, h, seed, sha256) for seed in o.seeds for h in selected]
+        trials += [Trial(scale, h, seed, sha256, here) for seed in o.seeds for h in selected]
     free = [f"cuda:{i}" for i in range(o.jobs)] if o.device == "cuda" else ["cpu"] * o.jobs
     busy: dict[Trial, str] = {}
 
@@ -144,7 +149,8 @@ def run(name: str, o: Options) -> str:
     def done(trial: Trial, record: Record, where: rows.Row) -> None:
         free.append(busy.pop(trial))
         settings = {name: getattr(trial.hyper, name) for name in runs.SETTINGS}
-        row = trial.key | settings | runs.of_scale(trial.scale) | runs.figures(record) | where
+        own = runs.of_scale(trial.scale, trial.scale.config.vocabulary, o.device)
+        row = trial.key | settings | own | runs.figures(record) | where
         runs.keep(path, curves, row, runs.curve(record), KEY)
 
     runs.work(wanted, task, done, o.jobs)

@@ -109,18 +109,19 @@ def work(
     work_off(wanted, lambda unit: replace(task(unit), shown=jobs == 1), ended, jobs)
 
 
-def of_scale(scale: Scale) -> rows.Row:
-    """Return what a run was made of, as rows say it."""
-    own = ("steps", "eval_windows", "batch", "micro_batch", "autocast", "state_dtype")
-    return asdict(scale.config) | {name: getattr(scale, name) for name in own}
+def of_scale(scale: Scale, vocabulary: int, device: str) -> rows.Row:
+    """Return what a run was made of, as rows say it: the model has the vocabulary of its data."""
+    own = ("steps", "eval_windows", "batch", "micro_batch", "state_dtype")
+    row = asdict(scale.config) | {name: getattr(scale, name) for name in own}
+    return row | {"vocabulary": vocabulary, "autocast": scale.autocast and device == "cuda"}
 
 
 def figures(record: Record) -> rows.Row:
     """Return the loss, the costs of a step, of the optimizer's without the first, which initialises, and the state."""
     steps = len(record.losses)
     own = {"validation_loss": record.final_loss, "state_mb": record.state_bytes / 1e6}
-    own |= {"model_ms": 1e3 * sum(record.model_seconds) / max(1, steps)}
-    own |= {"optimizer_ms": 1e3 * sum(record.optimizer_seconds[1:]) / max(1, steps - 1)}
+    own["model_ms"] = 1e3 * sum(record.model_seconds) / steps if steps else None
+    own["optimizer_ms"] = 1e3 * sum(record.optimizer_seconds[1:]) / (steps - 1) if steps > 1 else None
     return own | {"diverged_at": record.diverged_at}
 
 

@@ -17,6 +17,7 @@ from prokl.algorithm.method import Group
 from prokl.algorithm.settings import PRESETS, check_advanced, check_choice, plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import named
+from prokl.engine.validation import ALSO_CALLED
 
 P = ParamSpec("P")
 OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
@@ -54,7 +55,7 @@ def _check_arguments(title: str, arguments: Collection[str], known: Collection[s
         elif key == "nesterov":
             where = "its momentum is as the method has it; leave it out"
         else:
-            nearest = get_close_matches(key, known, n=1)
+            nearest = get_close_matches(ALSO_CALLED.get(key, key), known, n=1)
             raise TypeError(
                 f"{title}() got an unexpected keyword argument {key!r}: "
                 + (f"the nearest is {nearest[0]!r}." if nearest else f"it takes {', '.join(known)}.")
