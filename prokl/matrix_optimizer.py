@@ -178,6 +178,8 @@ class MatrixOptimizer(Optimizer):
             device: where the state waits; "cpu" is ordinary memory, not pinned.
         """
         self.engine.offload(device)
+        for weight in () if self._division is None else self._division.divided():
+            weight.free()
 
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.

@@ -234,21 +234,16 @@ def test_weights_of_other_dtypes_are_rounded_to_nearest_in_every_mode(dtype, bac
 @pytest.mark.parametrize("dtype, reload", [(torch.float32, True), (torch.float32, False), (torch.float64, True)])
 @pytest.mark.parametrize("shape, own", [((12, 20), {}), ((20, 12), {"split": 2}), ((2, 20, 12), {})], ids=str)
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
-def test_a_weight_that_becomes_wider_takes_the_bits_of_its_master(cls, kwargs, shape, own, dtype, reload):
+def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_master(
+    cls, kwargs, shape, own, dtype, reload
+):
     p = weight(*shape, dtype=BF16)
     optimizer = made(cls, [{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs)
     for t in range(3):
         step(optimizer, [p], [normal(*shape, seed=t).to(BF16)])
-    masters = [v for k, v in sorted(optimizer.state[p].items()) if k.startswith("master")]
-    (bucket,) = optimizer.engine.buckets()
-    expected = [v.mT if member.shape.transposed else v for v, member in zip(masters, bucket.members, strict=True)]
-    expected = torch.cat(expected, dim=-2).to(dtype)
+    assert [key for key in optimizer.state[p] if key.startswith("master")]
     p.data = p.data.to(dtype)
-    changed = torch.zeros(shape, dtype=torch.bool)
-    changed[..., 5] = True
-    p.data[changed] += 1
-    expected = torch.where(changed, p.data, expected)
-    assert not torch.equal(p.data, expected)
+    expected = p.data.clone()
     if reload:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     step(optimizer, [p], [torch.zeros(shape, dtype=dtype)])  # which moves nothing

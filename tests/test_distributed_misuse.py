@@ -71,6 +71,14 @@ def take_group_out(weights, optimizer, call, place):
     return ()
 
 
+def offload(weights, optimizer, call):
+    """Offload before every step, which leaves a rank no copy of a weight."""
+    optimizer.offload()
+    divided = () if optimizer._division is None else optimizer._division.divided()
+    assert not any(w.own_memory and w.stand_in.untyped_storage().nbytes() for w in divided)
+    return ()
+
+
 def lose_state_outside(weights, optimizer, call):
     """Take matrices out for two steps, and the state of one of them meanwhile, of another in the end."""
     take_group_out(weights, optimizer, call, 0)
@@ -80,7 +88,7 @@ def lose_state_outside(weights, optimizer, call):
 
 
 BETWEEN = {f"frozen, gradient {gradient}": partial(freeze, gradient=gradient) for gradient in ("kept", "zero", "none")}
-BETWEEN |= {"released": release, "added": add, "state taken out": take_state_out}
+BETWEEN |= {"released": release, "added": add, "state taken out": take_state_out, "offloaded": offload}
 BETWEEN |= {f"{what} taken out": partial(take_group_out, place=i) for i, what in enumerate(("matrices", "vectors"))}
 BETWEEN["matrices and state taken out"] = lose_state_outside
 

@@ -62,14 +62,6 @@ def stochastic(x: Tensor, keys: Tensor) -> Tensor:
     return torch.where(x.abs() < LARGEST, up, x).to(torch.bfloat16)
 
 
-def exact(W: Tensor, master: Tensor) -> Tensor:
-    """Return W (c,m,n) as its float32 master has it wherever W is the master's bfloat16, in the wider of the dtypes.
-
-    Wherever W has been changed since, by hand or by loading a model, W counts. W may have become another dtype.
-    """
-    return torch.where(master.to(torch.bfloat16).to(W.dtype) == W, master, W)
-
-
 def has_memory(W: Tensor) -> bool:
     """Return False for what stands in for a frozen weight that lies on other ranks: it is nowhere until it may move."""
     return W.untyped_storage().nbytes() > 0
@@ -113,8 +105,14 @@ class Rounding:
             self.keys.copy_(now.pin_memory() if cuda else now, non_blocking=cuda)
 
     def exact(self, W: Tensor, rows: slice) -> Tensor:
-        """Return a member's weight W (c,m,n) as a step begins from it: with masters by :func:`exact`."""
-        return W if self.master is None else exact(W, self.master[rows])
+        """Return a member's weight W (c,m,n) as a step begins from it: as its master has it, in the master's dtype.
+
+        Wherever W is not the master's bfloat16, it has been changed by hand or by loading a model, and W counts.
+        """
+        if self.master is None:
+            return W
+        master = self.master[rows]
+        return torch.where(master.to(torch.bfloat16) == W, master, W)
 
     def write(self, W: Tensor, new: Tensor, rows: slice, moves: Tensor | None) -> None:
         """Round ``new`` (c,m,n) into W and its master, where the matrices move: (c,) bool, or None for all."""

@@ -120,7 +120,7 @@ class Divided:
             if self.own_memory:
                 self.stand_in = nn.Parameter(torch.zeros(block.shape, dtype=self.p.dtype, device=self.p.device))
                 if not may_move(self.p):
-                    self.stand_in.untyped_storage().resize_(0)  # until it is lent what may move
+                    self.free()
             elif is_dtensor(self.p) or block != whole_block(self.p.shape):
                 self.stand_in = nn.Parameter(self.view(local(self.p), block))
             else:
@@ -195,6 +195,11 @@ class Divided:
         self.gradient = None
         if self.stand_in is not None and self.stand_in is not self.p:
             self.stand_in.grad = None
+
+    def free(self) -> None:
+        """Give up the stand-in's own memory until it is lent what may move."""
+        if self.own_memory and self.stand_in is not None:
+            self.stand_in.untyped_storage().resize_(0)
 
     @property
     def travels(self) -> bool:

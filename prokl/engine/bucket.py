@@ -31,7 +31,7 @@ from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
-from prokl.backends.rounding import MASTER, Rounding, exact, has_memory, mode_of
+from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
 from prokl.engine.pieces import Piece, clock, stored_clock
 from prokl.engine.rows import RowSets
@@ -139,20 +139,12 @@ class Bucket:
                 if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
                     view.copy_(state[key + member.suffix])
         if self.records[i].own_master and MASTER not in self.stacks:
-            self._give_up_master(member, state, views["M"].shape)
+            master = state.get(MASTER + member.suffix)
+            if isinstance(master, Tensor) and (master.shape, master.dtype) == (views["M"].shape, torch.float32):
+                del state[MASTER + member.suffix]  # a weight that has become wider goes on from its own bits
         views = {key + member.suffix: view for key, view in views.items()}
         state.update(views | {"step" + member.suffix: self._clock(member)})
         return views
-
-    def _give_up_master(self, member: Member, state: dict[str, Any], shape: torch.Size) -> None:
-        """Take a master out of the state; a weight that has become wider than bfloat16 keeps its bits."""
-        master = state.get(MASTER + member.suffix)
-        if isinstance(master, Tensor) and (master.shape, master.dtype) == (shape, torch.float32):
-            W = member.weight()
-            if has_memory(W):
-                W.copy_(exact(W, master.to(W.device).reshape(W.shape)))
-                member.write(W)
-            del state[MASTER + member.suffix]
 
     def is_of(self, pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: Group) -> bool:
         """Return True if a bucket of these, with such settings, would be this one, which has their state."""
