@@ -49,7 +49,7 @@ COLUMNS = {
     **_columns("", "rounds", "median q1 q3 ratio floor"),
     **_columns(real="validation_loss seconds"),
     **_columns("diverged_at"),
-    **_columns(real="model_ms optimizer_ms state_mb peak_gib"),
+    **_columns(real="model_ms optimizer_ms optimizer_per_model state_mb peak_gib"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.

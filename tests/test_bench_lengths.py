@@ -11,6 +11,7 @@ from bench.study import figures, size
 from bench.study import lengths_tables as tables
 from bench.study.lengths import Unit, at_default, units
 from bench.study.scales import TINY
+from bench.training.run import Record
 from tests.test_bench_search import MODEL
 
 
@@ -44,23 +45,31 @@ def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
 
 
 def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_first_two_rates():
-    def row(case, lr, loss, base="", seed=0):
-        return {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed}
+    def row(case, lr, loss, base="", seed=0, steps=1000):
+        own = {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed, "steps": steps}
+        return own | {"optimizer_per_model": lr * 10}
 
     found = [row("Muon", 0.02, 2.5), row("Muon", 0.01333, math.nan), row("KL-Shampoo", 0.005, 2.0)]
     found += [row("KL-Shampoo", 0.003333, 0.1, seed=1), row("Pro-KLShampoo", 0.02, 1.5)]
-    found += [row("r = 24", 0.02, 1.75, base="Pro-KLShampoo")]
+    found += [row("r = 24", 0.02, 1.75, base="Pro-KLShampoo"), row("Muon", 0.02, 2.25, steps=1120)]
     shown = size.size_table(DataFrame(found)).splitlines()[2:]
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in shown}
     assert cells == {
-        "Pro-KLShampoo": ["0.0133: -, 0.02: 1.500", "-0.500", ""],
-        "KL-Shampoo": ["0.00333: -, 0.005: 2.000", "+0.000", ""],
-        "Muon": ["0.00889: -, 0.0133: inf, 0.02: 2.500", "+0.500", ""],
-        "Pro-KLShampoo, r = 24": ["0.02: 1.750", "", "+0.250"],
+        "Pro-KLShampoo": ["0.0133: -, 0.02: 1.500", "-0.500", "", "0.20"],
+        "KL-Shampoo": ["0.00333: -, 0.005: 2.000", "+0.000", "", "0.05"],
+        "Muon": ["0.00889: -, 0.0133: inf, 0.02: 2.500", "+0.500", "", "0.13"],
+        "Pro-KLShampoo, r = 24": ["0.02: 1.750", "", "+0.250", "0.20"],
+        "Muon, 1,120 steps": ["0.02: 2.250", "", "+0.750", "0.20"],
     }
     without = [one for one in found if one["case"] != "KL-Shampoo"]
     assert "| 0.00889: -, 0.0133: inf, 0.02: 2.500 |" in size.size_table(DataFrame(without))
     assert "|" not in size.size_table(DataFrame())
+
+
+def test_the_cost_is_the_median_period_of_ten_steps_without_the_first_and_is_none_before_one_has_ended():
+    record = Record([1.0] * 31, [2.0] * 31, [100.0] + [1.0] * 10 + [0.0] * 9 + [10.0] + [70.0] * 10)
+    assert size.cost(record) == 0.5
+    assert size.cost(Record([1.0] * 10, [2.0] * 10, [1.0] * 10)) is None
 
 
 def test_a_diverged_run_is_known_and_above_all(tmp_path):

@@ -1,10 +1,11 @@
 """A model three times as wide as the tiny ones: which runs of it are made, and their table.
 
-Losses do not depend on what else the machine does; times would, and are not kept.
+Losses do not depend on what else the machine does. Times do: what is kept of them is a ratio within a run.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from bench.training.run import Record, Scale
 LARGER = Scale("llama-288", CONFIGS["llama-288"], (12, 24, 48), 1000, 1, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
 PRO = "pro-klshampoo"
+PERIOD = 10
+"""Steps, one of which refreshes."""
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
 
 
@@ -34,18 +37,25 @@ class Trial:
         base: the case that this one is a change of; "" for none.
         hyper: what it is built with.
         seed: of it.
+        longer: steps beyond those of the others.
     """
 
     case: str
     base: str
     hyper: Hyper
     seed: int = FIRST_SEED
+    longer: int = 0
 
     @property
     def key(self) -> tuple[str, ...]:
         """What its row has in the columns KEY."""
-        own = (LARGER.name, LARGER.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
+        own = (LARGER.name, self.scale.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
         return tuple(map(rows.text, own))
+
+    @property
+    def scale(self) -> Scale:
+        """The model and its training."""
+        return replace(LARGER, steps=LARGER.steps + self.longer)
 
 
 Losses = Mapping[tuple[str, ...], float]
@@ -54,14 +64,17 @@ Losses = Mapping[tuple[str, ...], float]
 RATES = {
     PRO: (0.01333, 0.02),
     "kl-shampoo": (0.005, 0.003333),
+    "muon-0.9": (0.01333, 0.008889),
+    "soap": (0.0045, 0.003),
+    "pro-klshampoo-paper": (0.01333, 0.008889),
     "muon": (0.01333, 0.008889),
     "adamw": (0.00225, 0.0015),
-    "soap": (0.0045, 0.003),
-    "muon-0.9": (0.01333, 0.008889),
-    "pro-klshampoo-paper": (0.01333, 0.008889),
 }
 """Two neighbours on the larger model, the likelier first: around what lies between llama-tiny's best at 400 steps and
 at 1,600. The third one lies beyond the better of these."""
+LONGER = {"muon-0.9": 120}
+"""Further steps of a method in the seconds that Pro-KLShampoo takes: its optimizer takes 0.61 to 0.62 of the model's
+time, this one's 0.44."""
 RANKS = {PRO: None, "pro-klshampoo-paper": LARGER.largest}
 """A sixth of the width, as the default is."""
 CHANGES: dict[str, dict[str, Any]] = {
@@ -76,7 +89,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 def size(known: Losses) -> Iterator[Trial]:
     """Yield methods at their first rates, changes of the defaults, second rates; and what follows from their losses.
 
-    That is every method at its third rate, then a second seed of the two best methods at theirs.
+    That is a method for as many seconds, then the two best methods at their third rates and with a second seed.
     """
     by_method = {form: [_of_method(form, lr) for lr in rates] for form, rates in RATES.items()}
 
@@ -91,14 +104,14 @@ def size(known: Losses) -> Iterator[Trial]:
     yield from second
     if any(trial.key not in known for trial in (*first, *second)):
         return
-    for form, its in by_method.items():
-        up = best(its).hyper.lr == max(RATES[form])
-        its.append(_of_method(form, rounded(max(RATES[form]) * STEP if up else min(RATES[form]) / STEP)))
-        yield its[-1]
-    if any(its[-1].key not in known for its in by_method.values()):
-        return
-    bests = sorted(map(best, by_method.values()), key=lambda trial: known[trial.key])
-    yield from (replace(trial, seed=FIRST_SEED + 1) for trial in bests[:2])
+    yield from (replace(best(by_method[form]), longer=steps) for form, steps in LONGER.items())
+    leading = sorted(RATES, key=lambda form: known[best(by_method[form]).key])[:2]
+    for form in leading:
+        up = best(by_method[form]).hyper.lr == max(RATES[form])
+        by_method[form].append(_of_method(form, rounded(max(RATES[form]) * STEP if up else min(RATES[form]) / STEP)))
+        yield by_method[form][-1]
+    if all(by_method[form][-1].key in known for form in leading):
+        yield from (replace(best(by_method[form]), seed=FIRST_SEED + 1) for form in leading)
 
 
 def _of_method(form: str, lr: float) -> Trial:
@@ -132,11 +145,11 @@ def run(o: Options) -> str:
         return (trial for trial in size(known) if trial.key not in known)
 
     def task(trial: Trial) -> runs.Task:
-        return runs.Task(LARGER, None, trial.case, trial.hyper, trial.seed, o.folder)
+        return runs.Task(trial.scale, None, trial.case, trial.hyper, trial.seed, o.folder)
 
     def done(trial: Trial, record: Record, where: rows.Row) -> None:
         own = dict(zip(KEY, trial.key, strict=True)) | {"base": trial.base, "optimizer": trial.hyper.method}
-        own |= {"rank": trial.hyper.rank, "validation_loss": record.final_loss}
+        own |= {"rank": trial.hyper.rank, "validation_loss": record.final_loss, "optimizer_per_model": cost(record)}
         if (step := record.diverged_at) is not None:
             own["note"] = f"diverged at step {step}"
         rows.upsert(path, [own | where], KEY)
@@ -145,27 +158,48 @@ def run(o: Options) -> str:
     return ""
 
 
-def size_table(found: DataFrame) -> str:
-    """Return what is known of the larger model's grid: losses by rate, and how far the lowest is, of the first seed.
+def cost(record: Record) -> float | None:
+    """Return the time of the optimizer per time of the model: the median over periods of ten steps, without the first.
 
-    That is from KL-Shampoo's lowest, or of a change of Pro-KLShampoo from that at the same rate.
+    What else the machine does slows both alike.
     """
-    first = [row for row in found.to_dict("records") if row["seed"] == FIRST_SEED]
+    periods = [slice(t, t + PERIOD) for t in range(1, len(record.losses) - PERIOD + 1, PERIOD)]
+    ratios = [sum(record.optimizer_seconds[own]) / sum(record.model_seconds[own]) for own in periods]
+    return statistics.median(ratios) if ratios else None
+
+
+def size_table(found: DataFrame) -> str:
+    """Return what is known of the larger model's grid, of the first seed: losses by rate, differences, and times.
+
+    The lowest loss is compared with KL-Shampoo's lowest, that of a longer run with Pro-KLShampoo's, and a change of
+    Pro-KLShampoo with that at the same rate.
+    """
     losses: dict[str, dict[float, float]] = {}
-    for row in first:
-        loss = row["validation_loss"]
-        losses.setdefault(row["case"], {})[row["lr"]] = math.inf if math.isnan(loss) else loss
-    lowest = {case: min(by_rate.values(), default=math.nan) for case, by_rate in losses.items()}
+    times: dict[str, float] = {}
+    for row in found.to_dict("records"):
+        if row["seed"] == FIRST_SEED:
+            case, loss = row["case"], row["validation_loss"]
+            if row["steps"] > LARGER.steps:
+                case += f", {row['steps']:,} steps"
+            losses.setdefault(case, {})[row["lr"]] = math.inf if math.isnan(loss) else loss
+            times[case] = row["optimizer_per_model"]
+    lowest = {case: min(by_rate.values()) for case, by_rate in losses.items()}
     rival, pro = (FORMS[form].label for form in ("kl-shampoo", PRO))
     lines = []
-    for case, rates in {FORMS[form].label: rates for form, rates in RATES.items()}.items():
-        if not (own := losses.get(case)):
-            continue
-        shown = ", ".join(f"{lr:.3g}: {figure(own.get(lr), 3)}" for lr in sorted({*rates, *own}))
-        apart = figure(lowest[case] - lowest.get(rival, math.nan), 3, "+")
-        lines.append({"case": case, "validation loss by lr": shown, f"lowest − {rival}'s": apart, f"− {pro}": ""})
-    for case in (name for name in CHANGES if name in losses):
-        ((lr, loss),) = losses[case].items()
-        named = {"case": f"{pro}, {case}", "validation loss by lr": f"{lr:.3g}: {figure(loss, 3)}"}
-        lines.append(named | {f"lowest − {rival}'s": "", f"− {pro}": figure(loss - losses[pro][lr], 3, "+")})
+
+    def add(case: str, rates: Collection[float], beside: str, apart: float, label: str = "") -> None:
+        shown = ", ".join(f"{lr:.3g}: {figure(losses[case].get(lr), 3)}" for lr in sorted({*rates, *losses[case]}))
+        line = {"case": label or case, "validation loss by lr": shown, f"lowest − {rival}'s": "", f"− {pro}": ""}
+        lines.append(line | {beside: figure(apart, 3, "+"), "optimizer / model, seconds": figure(times[case], 2)})
+
+    methods = {FORMS[form].label: rates for form, rates in RATES.items()}
+    for case, rates in methods.items():
+        if case in losses:
+            add(case, rates, f"lowest − {rival}'s", lowest[case] - lowest.get(rival, math.nan))
+    for case in losses:
+        if case in CHANGES:
+            ((lr, loss),) = losses[case].items()
+            add(case, (), f"− {pro}", loss - losses[pro][lr], f"{pro}, {case}")
+        elif case not in methods:
+            add(case, (), f"− {pro}", lowest[case] - lowest[pro])
     return table(DataFrame(lines), 2) if lines else "None of these runs has been made yet.\n"
