@@ -173,11 +173,7 @@ class Engine:
         check_gradient(p, name, unit.matrix or type(p) in PLAIN)
         if unit.matrix:
             self.signatures.check_reading(unit, state)
-            check_matrix_parameter(p, name)  # it may have come by other ways than a group
-            check_writable(p, name)
-            if p.grad is not None:
-                check_in_memory(p, name)
-            check_reading(p, name, unit.how)
+            _check_matrix(unit, steps=p.grad is not None)  # it may have come by other ways than a group
         if state and state.keys() & ({"exp_avg"} if unit.matrix else {"M", "M.0"}):
             raise ValueError(
                 f"Invalid algorithm={unit.group['algorithm']!r}: {name} has the state of another algorithm. Set it "
@@ -221,11 +217,8 @@ class Engine:
             return
         self.method.check(group)
         for unit in units(self.groups[index : index + 1], index):
-            check_matrix_parameter(unit.p, unit.name)
-            check_reading(unit.p, unit.name, unit.how)
+            _check_matrix(unit, steps=True)
             self.select(group["backend"], unit.p.device)
-            check_writable(unit.p, unit.name)
-            check_in_memory(unit.p, unit.name)
 
     def pieces(self, unit: Unit) -> list[Piece]:
         """Return what of a weight has a state of its own."""
@@ -337,6 +330,15 @@ class Engine:
                 self.signatures.remember([unit], self.state)
                 if unit.group["bf16_weights"] == MASTER:  # also no longer in bfloat16
                     self.signatures.of(unit.p).own_master = True
+
+
+def _check_matrix(unit: Unit, steps: bool) -> None:
+    """Raise ValueError for a weight that the matrix method cannot read, or write where it ``steps``."""
+    check_matrix_parameter(unit.p, unit.name)
+    check_writable(unit.p, unit.name)
+    check_reading(unit.p, unit.name, unit.how)
+    if steps:
+        check_in_memory(unit.p, unit.name)
 
 
 def _no_room(run: list[Piece], error: Exception) -> str:
