@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from bench import rows
 from bench.rows import RESULTS, frame
@@ -33,6 +33,15 @@ def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_
             assert (of_steps.get_xdata()[-1], of_steps.get_ydata()[-1]) == (figures.STEPS, loss)
             seconds = figures.STEPS * ms[model, form] / 1e3
             assert (of_seconds.get_xdata()[-1], of_seconds.get_ydata()[-1]) == (pytest.approx(seconds), loss)
+
+
+def test_the_costs_of_a_method_stand_in_the_order_of_the_models_whichever_of_them_it_trained_first():
+    found = frame(RESULTS / "lengths.csv")
+    later = (found["optimizer"] == "muon") & (found["model"] == next(iter(TINY)))
+    assert tables.losses_table(concat([found[~later], found[later]])) == tables.losses_table(found)
+    online = next(line for line in tables.losses_table(found).splitlines() if line.startswith("| Online"))
+    of_form = found[found["optimizer"] == "online-kl-shampoo-0.9"].groupby("model")["state_mb"].median()
+    assert online.split("|")[-2].strip() == " / ".join(f"{of_form[model]:.1f}" for model in TINY)
 
 
 def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):

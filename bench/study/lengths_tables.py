@@ -70,6 +70,7 @@ def losses_table(found: DataFrame) -> str:
     """
     shown = [form for form in FORMS if form in set(found["optimizer"][found["seed"] != FIRST_SEED])]
     every, times = compared(found), optimizer_ms(found)
+    models = dict.fromkeys(model for model, _ in every)
     lines: list[dict[str, object]] = []
     for form in shown:
         its = found[found["optimizer"] == form]
@@ -80,9 +81,9 @@ def losses_table(found: DataFrame) -> str:
                 cells[f"{model}, {steps:,}"] = " / ".join(map(_mean, both))
         if len(cells) == 1:
             continue
-        by_model = its.groupby("model", sort=False)
-        cells["step, ms"] = " / ".join(figure(times[model, form], 0) for model in by_model.groups)
-        cells["state, MB"] = " / ".join(f"{mb:.1f}" for mb in by_model["state_mb"].median())
+        state = its.groupby("model")["state_mb"].median().reindex(models)
+        cells["step, ms"] = " / ".join(figure(times.get((model, form)), 0) for model in models)
+        cells["state, MB"] = " / ".join(figure(mb, 1) for mb in state)
         lines.append(cells)
     lengths = [name for one in every if any((name := f"{one[0]}, {one[1]:,}") in cells for cells in lines)]
     columns = ["optimizer", *lengths, "step, ms", "state, MB"]
