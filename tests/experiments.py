@@ -1,10 +1,15 @@
-"""An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; and optimizers for it."""
+"""An experiment small enough for a test: one layer of width 16, ranks 2, 4 and 8; optimizers and text for it."""
 
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
+import pytest
+import torch
+
+from bench import workers
 from bench.models import gpt2
 from bench.optimizers import Hyper
-from bench.study.runs import Task
+from bench.training import loop
 from bench.training.run import Scale
 
 MICRO = Scale("gpt2-micro", gpt2(1, 16, 2, context=16), (2, 4, 8), 4, 2, 4, batch=4)
@@ -13,11 +18,22 @@ HYPERS = {
     "muon": Hyper("muon", 2e-2, 3e-3, weight_decay=0.1),
     "kl": Hyper("kl-shampoo", 1e-2, 3e-3),
     "pro": Hyper("pro-klshampoo", 2e-2, 3e-3, rank=4, alpha_kl=0.01),
-    "cosmos": Hyper("cosmos", 1e-3, 3e-3, rank=4),
-    "complement": Hyper("complement-only", 2e-2, 3e-3, rank=4, alpha_kl=0.01),
 }
 
 
-def task(folder, text, key, **changes):
-    """A run of 14 steps of one of these on the text of a file."""
-    return Task(replace(MICRO, steps=14, **changes), text, key, HYPERS[key], 0, folder)
+def text_in(folder):
+    """Write a text to train on; return its file."""
+    path = folder / "text.txt"
+    path.write_text("many words of text that come back again and again " * 40)
+    return path
+
+
+@contextmanager
+def processes_as_threads():
+    """Have the pool's processes as threads, so that what a test has changed is there, too."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "one_run_each", ThreadPoolExecutor)
+        patch.setattr(loop, "asked_to_stop", lambda: nullcontext(lambda: False))  # signals are the main thread's
+        yield
+    torch.set_num_threads(before)

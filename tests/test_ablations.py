@@ -2,13 +2,12 @@
 
 import math
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
-from bench import rows, workers
+from bench import rows
 from bench.ablations import __main__ as ablations
 from bench.ablations import disturbed, experts, language
 from bench.ablations.disturbed import Case, Form
@@ -17,7 +16,7 @@ from bench.study.lengths import FORMS
 from bench.study.scales import TINY
 from bench.training.run import Run
 from bench.training.sources import open_source
-from tests.experiments import HYPERS, MICRO
+from tests.experiments import HYPERS, MICRO, processes_as_threads, text_in
 
 MUON, ADAMW = Form("muon"), Form("adamw")
 LOSS = "validation loss"
@@ -25,24 +24,13 @@ LOSS = "validation loss"
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the gradient of the optimizer " * 200)
-    return path
+    return text_in(tmp_path_factory.mktemp("text"))
 
 
 # The command
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """The pool's processes as threads, so that what a test has changed is there, too."""
-    monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(threads, tmp_path, monkeypatch):
+def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     ran = []
 
     def figures(value, x, seed):
@@ -57,7 +45,8 @@ def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(threads, tmp_p
 
     monkeypatch.setitem(STUDIES, "digits", Study("", units, (0, 1)))
     arguments = ["digits", "--out", str(tmp_path)]
-    assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
+    with processes_as_threads():
+        assert ablations.main([*arguments, "--seeds", "1"]) == 0 and ablations.main(arguments) == 0
     assert ran == [(value, seed) for seed in (1, 0) for value in ("usual", "other")]
     found = rows.read(tmp_path / "digits.csv")
     assert [(r["value"], r["seed"], r["median"]) for r in found] == [

@@ -1,14 +1,45 @@
-"""``bench.command``: what is wrong with a command line is said in one line, before anything is trained."""
+"""What is wrong with a command line of any bench is said in one line with the remedy, before anything is trained."""
+
+import re
+from importlib import import_module
 
 import pytest
+import torch
 
-from bench import command
+from prokl.kernels.launch import INTERPRETED
+
+WRONG = [
+    ("pretrain --optimizers adamw sophia", "invalid choice 'sophia'.*'adamw', 'muon'"),
+    ("pretrain --lr muon -1", "--lr -1: must be a finite number > 0"),
+    ("pretrain --lr smok-hop 0.1", "smok-hop does not run; add it to --optimizers"),
+    ("pretrain --seeds", "--seeds has no value; give one at least, or leave it out"),
+    ("pretrain --seeds 0 1 0", "--seeds names one twice: 0 1 0; give each once"),
+    ("study main --model bert", "--model bert is the beginning of no model; there are gpt2-124m, gpt2-350m"),
+    ("study main --model gpt2-1 --device cpu", "gpt2-124m trains on FineWeb-10B; give its token shards with --data"),
+    ("study main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),
+    ("study main --model llama --device cpu --data text", "no token shards, which llama-134m needs"),
+    ("study ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
+    ("study size --jobs 0", "--jobs 0: must be a whole number >= 1"),
+    ("tables --steps none.csv", "--steps none.csv has no timed step"),
+    ("timing steps --sets bert", "argument --sets: invalid choice: 'bert'.*; see --help"),
+    ("timing kernels --out .", "--out . is a folder; name a file in it"),
+]
+if not torch.cuda.is_available():
+    WRONG += [
+        ("study main --model gpt2", "--jobs 1: 0 GPUs are visible to torch; give fewer, or --device cpu"),
+        ("timing steps --device cuda", "--device cuda: there is no CUDA device here; leave it out"),
+    ]
+if INTERPRETED:
+    WRONG.append(("compile_report aot", "interprets the kernels, which compiles nothing; unset it"))
 
 
-@pytest.mark.parametrize(
-    "seeds, said", [((), "has no value; give one at least, or leave it out"), ((0, 1, 0), "names one twice: 0 1 0; ")]
-)
-def test_an_option_without_a_value_or_with_one_twice_is_refused(seeds, said):
-    command.some(seeds=(0, 1))
-    with pytest.raises(command.UsageError, match=f"^--seeds {said}"):
-        command.some(forms=("muon",), seeds=seeds)
+@pytest.mark.parametrize("line, said", WRONG)
+def test_what_is_wrong_is_one_line_with_the_remedy(line, said, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("setuptools")  # of compile_report
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("many words of text that come back again and again " * 500)
+    name, *arguments = line.split()
+    module = import_module(f"bench.{name}" if name in ("pretrain", "tables") else f"bench.{name}.__main__")
+    assert module.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and re.search(said, printed.err)

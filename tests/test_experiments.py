@@ -1,25 +1,20 @@
-"""The commands of ``bench.study`` end to end on models that train in a second: rows, and wrong input."""
+"""The commands of ``bench.study`` end to end on models that train in a second: their rows."""
 
 import math
-import re
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from bench import rows, workers
+from bench import rows
 from bench.models import gpt2
 from bench.rows import frame
 from bench.study import __main__ as command
 from bench.study import comparisons, lengths, size
 from bench.study.scales import PAPER, TINY
-from bench.training import loop
 from bench.training.run import Run
 from bench.training.shards import write_shard
-from tests.experiments import MICRO
+from tests.experiments import MICRO, processes_as_threads
 
 MINI = {"config": gpt2(1, 16, 2, context=16), "steps": 4, "evaluations": 2, "eval_windows": 4, "batch": 4}
 """The paper's GPT-2 124M, so small that it trains in a second."""
@@ -41,19 +36,15 @@ def run(shard, out, name, *options_):
         return command.main([name, *map(str, given)])
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """The pool's processes as threads, so that what a test has changed is there, too."""
-    monkeypatch.setattr(workers, "one_run_each", ThreadPoolExecutor)
-    monkeypatch.setattr(loop, "asked_to_stop", lambda: nullcontext(lambda: False))  # signals are the main thread's
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def threads():
+    with processes_as_threads():
+        yield
 
 
 @pytest.mark.slow
 def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_trained_again(
-    shard, tmp_path, monkeypatch, threads, capsys
+    shard, tmp_path, monkeypatch, capsys
 ):
     begun, start = [], Run.__init__
 
@@ -94,7 +85,7 @@ def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths", "size"])
-def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(name, threads, tmp_path, monkeypatch):
+def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(name, tmp_path, monkeypatch):
     wide = size.Trial("a change", "base", size.FORMS["pro-klshampoo"].default)
     monkeypatch.setattr(size, "LARGER", MICRO)
     monkeypatch.setattr(size, "size", lambda known: iter([wide]))
@@ -114,7 +105,7 @@ def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(
     assert command.main(list(map(str, arguments))) == 0 and (tmp_path / f"{name}.csv").read_bytes() == before
 
 
-def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_path, monkeypatch):
+def test_a_run_that_is_killed_between_its_files_is_trained_again(tmp_path, monkeypatch):
     written = []
 
     def killed(path, rows, key):
@@ -128,28 +119,3 @@ def test_a_run_that_is_killed_between_its_files_is_trained_again(threads, tmp_pa
     assert command.main([*arguments, "--forms", "adamw", "--seeds", "0", "--jobs", "1"]) == 130
     assert written == ["lengths-curves.csv"]  # lengths.csv says what is done
     assert list(tmp_path.glob("adamw-*.pt"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("main --model bert", "--model bert is the beginning of no model; there are gpt2-124m, gpt2-350m"),
-        ("main --model gpt2-1 --device cpu", "gpt2-124m trains on FineWeb-10B; give its token shards with --data"),
-        ("main --device cpu", "the paper has other data for each family; give --model gpt2 or llama"),
-        ("main --model llama --device cpu --data {text}", "no token shards, which llama-134m needs"),
-        ("ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
-        ("size --jobs 0", "--jobs 0: must be a whole number >= 1"),
-    ],
-)
-def test_wrong_input_is_one_line_with_the_remedy(tmp_path, capsys, arguments, message):
-    text = tmp_path / "text.txt"
-    text.write_text("many words of text that come back again and again " * 500)
-    assert command.main([*arguments.format(text=text).split(), f"--out={tmp_path}"]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and re.search(message, printed.err)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_a_gpu_is_asked_for(capsys):
-    assert command.main(["main", "--model", "gpt2"]) == 2
-    assert "--jobs 1: 0 GPUs are visible to torch; give fewer, or --device cpu" in capsys.readouterr().err

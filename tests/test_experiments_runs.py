@@ -1,7 +1,7 @@
 """Runs of an experiment: resumed bit for bit and told apart, and their figures."""
 
 import math
-from contextlib import contextmanager
+import signal
 from dataclasses import replace
 
 import pytest
@@ -12,52 +12,50 @@ from bench.study import runs, tables
 from bench.training import loop
 from bench.training.run import Record, Run
 from bench.training.sources import open_source
-from tests.experiments import HYPERS, MICRO, task
+from tests.experiments import HYPERS, MICRO, text_in
+
+LONGER = replace(MICRO, steps=14)
 
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("many words of text that come back again and again " * 40)
-    return path
+    return text_in(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def same_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+def begun(text, *keys, **changes):
+    """Runs side by side, before their first step."""
+    return [Run(replace(LONGER, **changes), HYPERS[key], 0, open_source(text, 16)) for key in keys]
 
 
-def losses(record):
-    return record.losses, record.validation
+def losses(run):
+    return run.record.losses, run.record.validation
 
 
 @pytest.mark.parametrize("between", [60.0, 0.0])
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, text, between, monkeypatch):
-    (whole, *_), halves = task(tmp_path / "whole", text, "pro")(), task(tmp_path / "halves", text, "pro")
-    steps = []
+def test_runs_that_ctrl_c_ends_finish_their_step_and_go_on_bit_for_bit(tmp_path, text, between, monkeypatch):
+    whole, path, turns, advance = begun(text, "pro", "muon"), tmp_path / "folder" / "halves.pt", [], Run.advance
+    loop.train(whole, tmp_path / "whole.pt", shown=False)
 
-    @contextmanager
-    def asked():
-        yield lambda: len(steps) == 11  # beyond the refresh of the eigenbases
+    def interrupted(run):
+        turns.append(run.name)
+        if len(turns) == 21:  # the first of two in the eleventh step, beyond the refresh of the eigenbases
+            signal.raise_signal(signal.SIGINT)
+        advance(run)
 
-    advance = Run.advance
-    monkeypatch.setattr(Run, "advance", lambda run: (steps.append(run.done), advance(run)))
+    monkeypatch.setattr(Run, "advance", interrupted)
     monkeypatch.setattr(loop, "BETWEEN", between)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="the same command goes on"):
-        patch.setattr(loop, "asked_to_stop", asked)
-        halves()
-    (unfinished,) = halves.folder.iterdir()
-    assert torch.load(unfinished)[0]["done"] == 11 and steps == list(range(11))
-    resumed, *_ = halves()
-    assert steps == list(range(14)) and losses(resumed) == losses(whole) and len(resumed.model_seconds) == 14
-    assert losses(halves()[0]) == losses(whole) and len(steps) == 14  # a run that has ended is not trained again
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
+        loop.train(begun(text, "pro", "muon"), path, shown=False)
+    assert len(turns) == 22 and [own["done"] for own in torch.load(path)] == [11, 11]
+    for _ in range(2):  # runs that have ended are not trained again
+        resumed = begun(text, "pro", "muon")
+        loop.train(resumed, path, shown=False)
+        assert len(turns) == 2 * 14 and list(map(losses, resumed)) == list(map(losses, whole))
 
 
 def test_a_crash_leaves_the_last_checkpoint(tmp_path, text, monkeypatch):
-    run, path = Run(MICRO, HYPERS["muon"], 0, open_source(text, 16)), tmp_path / "a.pt"
-    loop.save([run], path)
+    own, path = begun(text, "muon"), tmp_path / "a.pt"
+    loop.save(own, path)
     before = path.read_bytes()
 
     def crash(content, file):
@@ -66,21 +64,20 @@ def test_a_crash_leaves_the_last_checkpoint(tmp_path, text, monkeypatch):
 
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError, match="disk full"):
-        loop.save([run], path)
+        loop.save(own, path)
     assert path.read_bytes() == before
 
 
 def test_what_decides_the_losses_decides_the_checkpoint(tmp_path, text):
-    source, own = open_source(text, 16), task(tmp_path, text, "pro")
-    paths = [
-        own.checkpoint(source),
-        replace(own, seed=1).checkpoint(source),
-        replace(own, hyper=replace(own.hyper, lr=0.03)).checkpoint(source),
-        replace(own, hyper=replace(own.hyper, beta2=0.8)).checkpoint(source),
-        task(tmp_path, text, "pro", batch=8).checkpoint(source),
-        task(tmp_path, text, "pro", autocast=True).checkpoint(source),
-        own.checkpoint(replace(source, sha256="other")),
+    source, own = open_source(text, 16), runs.Task(LONGER, text, "pro", HYPERS["pro"], 0, tmp_path)
+    others = [
+        replace(own, seed=1),
+        replace(own, hyper=replace(own.hyper, lr=0.03)),
+        replace(own, hyper=replace(own.hyper, beta2=0.8)),
+        replace(own, scale=replace(LONGER, batch=8)),
+        replace(own, scale=replace(LONGER, autocast=True)),
     ]
+    paths = [task.checkpoint(source) for task in (own, *others)] + [own.checkpoint(replace(source, sha256="other"))]
     assert len(set(paths)) == len(paths)
     assert replace(own, device="cuda:0").checkpoint(source) == replace(own, device="cuda:1").checkpoint(source)
 
@@ -90,20 +87,25 @@ def test_what_decides_the_losses_decides_the_checkpoint(tmp_path, text):
 ROUNDING = {"adamw": 1e-6, "kl": 1e-6, "pro": 4e-3}
 
 
-@pytest.mark.parametrize("key", ROUNDING)
-def test_parts_of_a_batch_give_what_the_whole_gives(key, tmp_path, text):
-    whole, parts = (losses(task(tmp_path, text, key, micro_batch=size)()[0]) for size in (None, 3))
-    assert whole != parts  # they are not the same sums
-    found, expected = (torch.tensor([*of, *(loss for _, loss in at)]).double() for of, at in (parts, whole))
-    assert found.shape == expected.shape and ((found - expected).abs() / expected).max() <= ROUNDING[key]
+def test_parts_of_a_batch_give_what_the_whole_gives(tmp_path, text):
+    whole, parts = (begun(text, *ROUNDING, micro_batch=size) for size in (None, 3))
+    for own in (whole, parts):
+        loop.train(own, tmp_path / f"{own[0].scale.micro_batch}.pt", shown=False)
+    for key, of, expected in zip(ROUNDING, parts, whole, strict=True):
+        assert losses(of) != losses(expected)  # they are not the same sums
+        found, wanted = (
+            torch.tensor([*of, *(loss for _, loss in at)]).double() for of, at in map(losses, (of, expected))
+        )
+        assert found.shape == wanted.shape and ((found - wanted).abs() / wanted).max() <= ROUNDING[key]
 
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_knows_its_peak_of_memory(tmp_path, text):
-    record, where, _ = replace(task(tmp_path, text, "pro", autocast=True), device="cuda:0")()
+    here = runs.Task(LONGER, text, "pro", HYPERS["pro"], 0, tmp_path)
+    record, where, _ = replace(here, scale=replace(LONGER, autocast=True), device="cuda:0")()
     assert where["peak_gib"] * 2**30 > record.state_bytes
     # bfloat16's 2^-8 on either side.
-    assert record.final_loss == pytest.approx(task(tmp_path, text, "pro")()[0].final_loss, rel=0.05)
+    assert record.final_loss == pytest.approx(here()[0].final_loss, rel=0.05)
 
 
 # From runs to rows and tables

@@ -1,11 +1,8 @@
-"""The main job end to end, on models that train in a second: files, fairness, going on, bad input."""
+"""The main job end to end, on models that train in a second: files, fairness, defaults."""
 
 import contextlib
 import io
 import math
-import random
-import re
-import signal
 from dataclasses import replace
 
 import pytest
@@ -17,6 +14,7 @@ from bench.models import byte_gpt
 from bench.optimizers import OPTIMIZERS
 from bench.rows import frame
 from bench.training.run import Run
+from tests.experiments import text_in
 
 FOUR = ["adamw", "muon", "kl-shampoo", "pro-klshampoo"]
 SMALL = replace(pretrain.DEMO, config=byte_gpt(2, 32, 2, 16), batch=2, evaluations=2, eval_windows=4)
@@ -24,10 +22,7 @@ SMALL = replace(pretrain.DEMO, config=byte_gpt(2, 32, 2, 16), batch=2, evaluatio
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = ["the", "optimizer", "turns", "gradient", "matrix", "into", "step", "and", "waits", "\n"]
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(" ".join(random.Random(0).choices(words, k=2000)))
-    return path
+    return text_in(tmp_path_factory.mktemp("text"))
 
 
 def run(text, out, *options):
@@ -76,6 +71,7 @@ def test_every_result_is_written(trained):
     assert (rows["width"] == 32).all() and (rows["cpu"] != "").all()
     for _, its in curves(trained).groupby(["optimizer", "seed"]):
         assert list(its["step"]) == [0, 7, 14]
+    assert not list((trained / "checkpoints").iterdir())
 
 
 def test_all_start_alike_see_the_same_batches_and_have_adamws_rate_outside_the_matrices(job, tmp_path, monkeypatch):
@@ -118,46 +114,6 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert all(1 < int(step) < 5 for step in rows.loc["muon", "diverged_at"])
     here, there = (c[c["optimizer"] != "muon"].reset_index(drop=True) for c in map(curves, (tmp_path / "out", trained)))
     assert here.equals(there)
-
-
-@pytest.mark.slow
-def test_the_same_command_goes_on_after_ctrl_c_as_if_nothing_had_been(trained, job, tmp_path, monkeypatch, capsys):
-    calls, advance = [], Run.advance
-
-    def interrupted(run):
-        calls.append(run.name)
-        if len(calls) == 22:  # the second of four in the sixth step
-            signal.raise_signal(signal.SIGINT)
-        advance(run)
-
-    monkeypatch.setattr(Run, "advance", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-    try:
-        assert job("--seeds", 0, 1) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "the same command goes on" in capsys.readouterr().err and len(calls) == 24
-    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 1
-    assert job("--seeds", 0, 1) == 0
-    assert len(calls) == 2 * 4 * 14
-    assert curves(tmp_path / "out").equals(curves(trained))
-    assert not list((tmp_path / "out" / "checkpoints").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--optimizers adamw sophia", "invalid choice 'sophia'.*'adamw', 'muon'"),
-        ("--lr muon -1", "--lr -1: must be a finite number > 0"),
-        ("--lr smok-hop 0.1", "smok-hop does not run; add it to --optimizers"),
-    ],
-)
-def test_wrong_input_is_one_line_with_the_remedy(job, text, monkeypatch, capsys, options, message):
-    monkeypatch.chdir(text.parent)
-    assert job(*options.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1
-    assert re.search(message, printed.err)
 
 
 def test_pro_klshampoo_is_trained_with_the_packages_defaults():
