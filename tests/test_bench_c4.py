@@ -54,9 +54,9 @@ def hub(monkeypatch):
         asked.append(name)
         return Tokenizer()
 
-    monkeypatch.setattr(c4, "VALIDATION", 10)
+    monkeypatch.setattr(c4, "VALIDATION", 30)
     monkeypatch.setattr(c4, "VOCABULARY", 126)
-    monkeypatch.setattr(c4, "SHARD", 500)
+    monkeypatch.setattr(c4, "SHARD", 20)
     loaders = SimpleNamespace(from_pretrained=from_pretrained)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.setitem(sys.modules, "tokenizers", SimpleNamespace(Tokenizer=loaders))
@@ -67,24 +67,16 @@ def letters(*documents):
     return [token for document in documents if "~" not in document for token in (*map(ord, document), END)]
 
 
-def run(out, *more):
-    return c4.main(["--out", str(out), *more])
-
-
-def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys, monkeypatch):
-    every = letters(*DOCUMENTS["train"])
-    assert run(tmp_path / "all", "--tokens", "1000") == 0
-    assert open_shard(tmp_path / "all" / "c4_train_000000.bin").tolist() == every
-    assert f"train: {len(every)} tokens of 1,000 in 1 shards" in capsys.readouterr().out
-    monkeypatch.setattr(c4, "SHARD", 20)
-    hub.clear()
-    assert run(tmp_path, "--tokens", "50") == 0
+def test_documents_become_shards_that_a_run_can_read(hub, tmp_path, capsys):
+    every, arguments = letters(*DOCUMENTS["train"]), ["--out", str(tmp_path), "--tokens", "1000"]
+    assert c4.main(arguments) == 0
+    assert f"train: {len(every)} tokens of 1,000 in {-(-len(every) // 20)} shards" in capsys.readouterr().out
     names = "google-t5/t5-base", ("allenai/c4", "en", "validation", True), ("allenai/c4", "en", "train", True)
     assert hub == list(names)
-    train = [open_shard(tmp_path / f"c4_train_{i:06d}.bin").tolist() for i in range(3)]
-    assert [len(part) for part in train] == [20, 20, 10]
-    assert sum(train, []) == every[:50]
-    assert open_shard(tmp_path / "c4_val_000000.bin").tolist() == letters("xyz", "xyz", "xyz")[:10]
-    assert open_source(tmp_path, 4, vocabulary=126).train_tokens == 50
-    assert run(tmp_path, "--tokens", "5") == 2
+    train = [open_shard(path).tolist() for path in sorted(tmp_path.glob("c4_train_*.bin"))]
+    assert sum(train, []) == every and {len(part) for part in train[:-1]} == {20}
+    held_out = [open_shard(tmp_path / f"c4_val_{i:06d}.bin").tolist() for i in range(2)]
+    assert sum(held_out, []) == letters(*DOCUMENTS["validation"])[:30] and len(held_out[1]) == 10  # as many as asked
+    assert open_source(tmp_path, 4, vocabulary=126).train_tokens == len(every)
+    assert c4.main(arguments) == 2
     assert "has shards already; choose another folder" in capsys.readouterr().err

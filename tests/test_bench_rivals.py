@@ -10,7 +10,6 @@ import torch
 from bench import optimizers, rivals
 from bench.command import UsageError
 from bench.optimizers import Hyper
-from prokl.algorithm.settings import cpu_has_bfloat16
 
 
 class Recorded:
@@ -60,6 +59,7 @@ def test_newton_schulz_is_in_float32_where_that_is_asked_for_or_bfloat16_would_b
     packages, monkeypatch, instructions, asked
 ):
     monkeypatch.setattr(rivals, "cpu_has_bfloat16", lambda: instructions)
+    assert not rivals.emulated(torch.device("cuda"))
     base, _ = packages
     wide = asked or not instructions
     dtype = torch.float32 if wide else torch.bfloat16
@@ -73,28 +73,14 @@ def test_newton_schulz_is_in_float32_where_that_is_asked_for_or_bfloat16_would_b
         assert own.items() <= ours.defaults.items()  # KL-Shampoo has no such setting
 
 
-def test_online_kl_shampoo_and_muon_have_their_own_settings_unless_others_are_given():
-    for method, own in (("online-kl-shampoo", {"momentum": 0.9684, "beta2": 0.9482}), ("muon", {"momentum": 0.95})):
-        given = {name: 0.8 for name in own}
-        for settings, expected in (({}, own), (given, given)):
-            found = built(method, **settings).param_groups[0]
-            assert (expected | {"lr": 0.01, "weight_decay": 0.0}).items() <= found.items()
-
-
-@pytest.mark.parametrize("method", ["kl-shampoo", "pro-klshampoo"])
-def test_beta2_and_momentum_are_the_methods_own_unless_they_are_given(method):
-    (own,), (given,) = (
-        optimizers.build(model(), Hyper(method, 0.01, 0.002, **more), None)
-        for more in ({}, {"momentum": 0.8, "beta2": 0.7})
-    )
-    plain = type(own)([torch.ones(2, 2)], lr=0.01)
-    for name, value in (("momentum", 0.8), ("beta2", 0.7)):
-        assert given.defaults[name] == value and own.defaults[name] == plain.defaults[name]
-
-
-def test_cpus_are_asked(monkeypatch):
-    assert rivals.emulated(torch.device("cpu")) != cpu_has_bfloat16()
-    assert not rivals.emulated(torch.device("meta"))
+@pytest.mark.parametrize("method", ["muon", "online-kl-shampoo", "kl-shampoo", "pro-klshampoo"])
+def test_momentum_and_beta2_are_the_methods_own_unless_they_are_given(method):
+    others = {"momentum": 0.8, "beta2": 0.7}
+    own, given = (optimizers.build(model(), Hyper(method, 0.01, 0.002, **more), None)[0] for more in ({}, others))
+    plain = type(own)([torch.nn.Parameter(torch.ones(2, 2))], lr=0.01)
+    for name in others.keys() & plain.defaults.keys():
+        assert given.defaults[name] == others[name] != own.defaults[name] == plain.defaults[name]
+    assert "momentum" in plain.defaults
 
 
 def test_a_missing_package_is_said_with_the_remedy(monkeypatch):

@@ -1,11 +1,62 @@
-"""Online KL-Shampoo, written from its formulas: the same as these, term by term, in float64."""
+"""Optimizers that bench has written: COSMOS does what its description says, Online KL-Shampoo is its formulas."""
 
 import math
 
 import pytest
 import torch
 
+from bench.training.cosmos import Cosmos, orthogonalised
 from bench.training.online_kl_shampoo import OnlineKLShampoo
+
+
+def gradients_of(shape, count, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g, dtype=dtype) for _ in range(count)]
+
+
+# COSMOS
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (6, 3)])
+def test_cosmos_moves_by_lr_and_leaves_the_gradient_alone(shape):
+    start, *gradients = gradients_of(shape, 6, torch.float32)
+    W = torch.nn.Parameter(start)
+    optimizer = Cosmos([W], lr=0.01, rank=4, ns_dtype=torch.float32)
+    for G in gradients:
+        before, W.grad = W.detach().clone(), G.clone()
+        optimizer.step()
+        assert torch.equal(W.grad, G)
+        # Rounding of W of size 1 against an update of 0.01: 100 eps.
+        assert (W.detach() - before).square().mean().sqrt() == pytest.approx(0.01, rel=1e-4)
+        P = optimizer.state[W]["P"]
+        torch.testing.assert_close(P.mT @ P, torch.eye(P.shape[1]), atol=1e-5, rtol=0)
+
+
+def test_cosmos_finds_the_subspace_of_its_gradients():
+    g = torch.Generator().manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(20, 3, generator=g)).Q
+    W = torch.nn.Parameter(torch.zeros(12, 20))
+    optimizer = Cosmos([W], rank=3, ns_dtype=torch.float32)
+    W.grad = torch.randn(12, 20, generator=g)  # starts elsewhere
+    for _ in range(60):
+        optimizer.step()
+        W.grad = torch.randn(12, 3, generator=g) @ basis.mT
+    # The first gradient's share of S fades by 0.95 a step, and every step is a power iteration beside.
+    P = optimizer.state[W]["P"]
+    assert torch.linalg.matrix_norm(P - basis @ (basis.mT @ P)) < 0.02
+
+
+def test_orthogonalised_has_unit_root_mean_square_and_nearly_equal_singular_values():
+    X = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    for G in (X, X.mT):
+        Y = orthogonalised(G, torch.float32)
+        assert Y.square().mean().sqrt() == pytest.approx(1.0, rel=1e-5)
+        s = torch.linalg.svdvals(Y)
+        assert s[0] / s[-1] < 1.9  # the quintic leaves values between 0.68 and 1.13
+        assert torch.linalg.svdvals(G)[0] / torch.linalg.svdvals(G)[-1] > 3
+
+
+# Online KL-Shampoo
 
 
 def root(S):
@@ -39,11 +90,6 @@ def transcribed(W, gradients, lr, beta1, beta2, eps):
         corrected = math.sqrt((1 - beta1) / (1 + beta1) * (1 + 2 * beta1 - 2 * beta1**3))
         W = W - lr * math.sqrt(m / n) / (math.sqrt(m) + math.sqrt(n)) / corrected * P_a @ ahead @ P_b
     return W
-
-
-def gradients_of(shape, count):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(count)]
 
 
 def stepped(W, gradients, **settings):
