@@ -34,11 +34,6 @@ def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, 
     assert document.read_text(encoding="utf-8") == right
 
 
-def test_a_table_that_there_is_not_is_an_error():
-    with pytest.raises(KeyError, match="nonsense"):
-        tables.rendered("<!-- table nonsense -->\n<!-- end -->")
-
-
 def test_what_there_is_not_is_a_dash_and_one_seed_has_no_error():
     assert [markdown.figure(value, 1) for value in (1.25, None, math.nan, pandas.NA)] == ["1.2", "-", "-", "-"]
     assert [markdown.with_error(2.0, error, 2, "+") for error in (math.nan, 0.125)] == ["+2.00", "+2.00 ± 0.12"]
@@ -82,6 +77,5 @@ def test_every_optimizer_that_ran_has_a_line(tmp_path, capsys):
     head, _, line = shown(tmp_path / "rows.csv", given, capsys)
     assert head[1:] == [PAPER[1]] and line[1:] == ["31.0 (-)"]
     rows.write(tmp_path / "rows.csv", given[1:])
-    for path in (tmp_path / "rows.csv", tmp_path / "none.csv"):
-        assert tables.main(["--steps", str(path)]) == 2
-        assert f"--steps {path} has no timed step" in capsys.readouterr().err
+    assert tables.main(["--steps", str(tmp_path / "rows.csv")]) == 2
+    assert "has no timed step" in capsys.readouterr().err
