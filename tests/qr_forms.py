@@ -1,20 +1,10 @@
 """Every form of the batched QR that there is, by operation, for tests that put the same problems to all of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from prokl.backends import cuda_qr, qr
 from prokl.backends.torch_ops import TorchStages
-
-
-@dataclass(frozen=True)
-class Form:
-    function: Callable
-    """From the operation's inputs to Q."""
-    extension: bool = False
 
 
 def pieces(V, K, U):
@@ -45,32 +35,22 @@ def refresh_coordinates(S, Q):
     return cuda_qr.refresh_coordinates(products_on(S.device), S, Q)
 
 
-def torch_forms(name):
-    """PyTorch's primitive of this name, as on a CPU and as where the host may not read."""
+def forms_of(name, extension):
+    """PyTorch's primitive of this name, as on a CPU and as where the host may not read, and the extension's."""
     return {
-        "torch on a host": Form(getattr(TorchStages(host_readable=True), name)),
-        "torch on a device": Form(getattr(TorchStages(host_readable=False), name)),
+        "torch on a host": getattr(TorchStages(host_readable=True), name),
+        "torch on a device": getattr(TorchStages(host_readable=False), name),
+        "extension": lambda *inputs: extension(*inputs).Q,
     }
 
 
 FORMS = {
-    "qr": {
-        "householder": Form(qr.householder_qr),
-        "extension": Form(lambda A: cuda_qr.qr(A).Q, extension=True),
-    },
-    "tracking": {
-        **torch_forms("tracking_qr"),
-        "extension": Form(lambda *inputs: track(*inputs).Q, extension=True),
-    },
-    "refresh": {
-        **torch_forms("refresh_basis"),
-        "extension": Form(lambda *inputs: refresh_basis(*inputs).Q, extension=True),
-    },
-    "coordinates": {
-        **torch_forms("refresh_coordinates"),
-        "extension": Form(lambda *inputs: refresh_coordinates(*inputs).Q, extension=True),
-    },
+    "qr": {"householder": qr.householder_qr, "extension": lambda A: cuda_qr.qr(A).Q},
+    "tracking": forms_of("tracking_qr", track),
+    "refresh": forms_of("refresh_basis", refresh_basis),
+    "coordinates": forms_of("refresh_coordinates", refresh_coordinates),
 }
+"""From the operation's inputs to Q."""
 EVERY_FORM = [(operation, form) for operation, forms in FORMS.items() for form in forms]
 
 
@@ -79,10 +59,9 @@ def form_of(request):
     """(operation, form) -> its function, with what it needs in place."""
 
     def prepared(operation, name):
-        form = FORMS[operation][name]
-        if form.extension:
+        if name == "extension":
             request.getfixturevalue("extension_on_cpu")
-        return form.function
+        return FORMS[operation][name]
 
     return prepared
 

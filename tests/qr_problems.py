@@ -113,7 +113,9 @@ PLAIN: dict[str, Draw] = {
 }
 
 
-# tracking: Phi = X diag(d) X^T + tail I, never formed
+# tracking, refresh: of a semi-definite X diag(d) X^T + tail I and a basis U, given as (X, d, tail, U)
+
+Semidefinite = tuple[Tensor, Tensor, float, Tensor]
 
 
 def near(g: Generator, X: Tensor, drift: float | None) -> Tensor:
@@ -125,26 +127,50 @@ def near(g: Generator, X: Tensor, drift: float | None) -> Tensor:
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
 
 
-def tracked(X: Tensor, d: Tensor, tail: float, U: Tensor) -> Inputs:
-    """(V, K, U) of Phi = X diag(d) X^T + tail I."""
-    V = X @ (d[:, None] * (X.mT @ U)) + tail * U
-    K = U.mT @ V
-    return V, (K + K.mT) / 2, U
-
-
-def _tracking_with_spectrum(values: Callable[[int], Tensor], drift: float | None) -> Draw:
-    def draw(g: Generator, B: int, n: int, k: int) -> Inputs:
+def _near_a_spectrum(values: Callable[[int], Tensor], drift: float | None) -> Callable[..., Semidefinite]:
+    def draw(g: Generator, B: int, n: int, k: int) -> Semidefinite:
         X, d = orthonormal(g, B, n, k), values(k)
-        return tracked(X, d, 0.3 * d.min().item() if k < n else 0.0, near(g, X, drift))
+        return X, d, 0.3 * d.min().item() if k < n else 0.0, near(g, X, drift)
 
     return draw
 
 
-def _tracking_of(factor: Callable[[Generator, int, int, int], Tensor]) -> Draw:
-    """Phi = X X^T for such an X, and a random basis."""
-    return lambda g, B, n, k: tracked(
-        factor(g, B, n, k), torch.ones(k, dtype=torch.float64), 0.0, orthonormal(g, B, n, k)
-    )
+def _of(
+    factor: Callable[[Generator, int, int, int], Tensor], size: float = 1.0, tail: float = 0.0
+) -> Callable[..., Semidefinite]:
+    """size X X^T + tail I for such an X, and a random basis."""
+    return lambda g, B, n, k: (
+        factor(g, B, n, k), torch.full((k,), size, dtype=torch.float64), tail, orthonormal(g, B, n, k)
+    )  # fmt: skip
+
+
+SEMIDEFINITE: dict[str, Callable[..., Semidefinite]] = {
+    **{
+        f"{name}, {basis}": _near_a_spectrum(values, drift)
+        for name, values in SPECTRA.items()
+        for basis, drift in BASES.items()
+    },
+    "random": _of(normal),
+    "nearly collinear": _of(collinear),
+    "row scales": _of(unequal_rows),
+    "zero": _of(orthonormal, size=0.0),
+    "identity": _of(orthonormal, size=0.0, tail=1.0),
+}
+
+
+def _symmetric(X: Tensor) -> Tensor:
+    return (X + X.mT) / 2
+
+
+def tracked(X: Tensor, d: Tensor, tail: float, U: Tensor) -> Inputs:
+    """(V, K, U); Phi is never formed."""
+    V = X @ (d[:, None] * (X.mT @ U)) + tail * U
+    return V, _symmetric(U.mT @ V), U
+
+
+def refreshed(X: Tensor, d: Tensor, tail: float, Q: Tensor) -> Inputs:
+    """(L, Q)."""
+    return _symmetric((X * d) @ X.mT) + tail * torch.eye(X.shape[-2], dtype=torch.float64), Q
 
 
 def _tracking_with_zero_column(g: Generator, B: int, n: int, k: int) -> Inputs:
@@ -156,52 +182,6 @@ def _tracking_with_zero_column(g: Generator, B: int, n: int, k: int) -> Inputs:
     return V, K, U
 
 
-TRACKING: dict[str, Draw] = {
-    **{
-        f"{name}, {basis}": _tracking_with_spectrum(values, drift)
-        for name, values in SPECTRA.items()
-        for basis, drift in BASES.items()
-    },
-    "random": _tracking_of(normal),
-    "nearly collinear": _tracking_of(collinear),
-    "row scales": _tracking_of(unequal_rows),
-    "zero column": _tracking_with_zero_column,
-    "zero": lambda g, B, n, k: tracked(
-        orthonormal(g, B, n, k), torch.zeros(k, dtype=torch.float64), 0.0, orthonormal(g, B, n, k)
-    ),
-    "identity": lambda g, B, n, k: tracked(
-        orthonormal(g, B, n, k), torch.zeros(k, dtype=torch.float64), 1.0, orthonormal(g, B, n, k)
-    ),
-    "one column": lambda g, B, n, k: _tracking_of(normal)(g, B, n, 1),
-    "square": lambda g, B, n, k: _tracking_of(normal)(g, B, k, k),
-}
-
-
-# refresh, coordinates
-
-
-def _symmetric(X: Tensor) -> Tensor:
-    return (X + X.mT) / 2
-
-
-def _refresh_with_spectrum(values: Callable[[int], Tensor], drift: float | None) -> Draw:
-    def draw(g: Generator, B: int, n: int, k: int) -> Inputs:
-        X = orthonormal(g, B, k, k)
-        return _symmetric((X * values(k)) @ X.mT), near(g, X, drift)
-
-    return draw
-
-
-def _refresh_of(factor: Callable[[Generator, int, int, int], Tensor]) -> Draw:
-    """L = X X^T for such a square X, and a random basis."""
-
-    def draw(g: Generator, B: int, n: int, k: int) -> Inputs:
-        X = factor(g, B, k, k)
-        return _symmetric(X @ X.mT), orthonormal(g, B, k, k)
-
-    return draw
-
-
 def _refresh_with_zero_row(g: Generator, B: int, n: int, k: int) -> Inputs:
     """A dead unit: no gradient in one row, whose direction the basis already has."""
     (A,) = _with_zero_column(g, B, k, k)
@@ -211,21 +191,20 @@ def _refresh_with_zero_row(g: Generator, B: int, n: int, k: int) -> Inputs:
     return A.mT @ A, torch.linalg.qr(Q)[0]
 
 
+TRACKING: dict[str, Draw] = {
+    **{name: lambda g, B, n, k, of=of: tracked(*of(g, B, n, k)) for name, of in SEMIDEFINITE.items()},
+    "zero column": _tracking_with_zero_column,
+    "one column": lambda g, B, n, k: tracked(*SEMIDEFINITE["random"](g, B, n, 1)),
+    "square": lambda g, B, n, k: tracked(*SEMIDEFINITE["random"](g, B, k, k)),
+}
 REFRESH: dict[str, Draw] = {
-    **{
-        f"{name}, {basis}": _refresh_with_spectrum(values, drift)
-        for name, values in SPECTRA.items()
-        for basis, drift in BASES.items()
-    },
-    "random": _refresh_of(normal),
-    "nearly collinear": _refresh_of(collinear),
-    "row scales": _refresh_of(unequal_rows),
+    **{name: lambda g, B, n, k, of=of: refreshed(*of(g, B, k, k)) for name, of in SEMIDEFINITE.items()},
     "zero row": _refresh_with_zero_row,
-    "zero": lambda g, B, n, k: (torch.zeros(B, k, k, dtype=torch.float64), orthonormal(g, B, k, k)),
-    "identity": lambda g, B, n, k: (torch.eye(k, dtype=torch.float64).repeat(B, 1, 1), orthonormal(g, B, k, k)),
-    "one column": lambda g, B, n, k: _refresh_of(normal)(g, B, 1, 1),
+    "one column": lambda g, B, n, k: refreshed(*SEMIDEFINITE["random"](g, B, 1, 1)),
 }
 
+
+# coordinates
 
 SKEWS = {"contracted": 2.0, "skewed 1e2": 1e2, "skewed 1e4": 1e4}
 """Condition of the basis before its columns get lengths from 1 to 1e-2; T^T Q_S of a step is the first."""

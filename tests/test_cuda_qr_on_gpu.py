@@ -43,14 +43,14 @@ def on_gpu(inputs):
 @pytest.mark.parametrize("operation, name, size, dtype", CASES, ids=words)
 def test_the_extension_is_a_qr_of_every_class_on_the_device(operation, name, size, dtype):
     inputs = draw(operation, name, size, dtype)
-    assert_is_qr(operation, inputs, FORMS[operation]["extension"].function(*on_gpu(inputs)).cpu())
+    assert_is_qr(operation, inputs, FORMS[operation]["extension"](*on_gpu(inputs)).cpu())
 
 
 @pytest.mark.parametrize("operation, name, size", LARGE, ids=words)
 def test_it_is_a_qr_at_the_papers_sizes(operation, name, size):
     inputs = tuple(t[:3] for t in draw(operation, name, (min(size[0], 3), *size[1:])))
     repeated = tuple(t.repeat(-(-size[0] // len(t)), 1, 1)[: size[0]] for t in on_gpu(inputs))
-    Q = FORMS[operation]["extension"].function(*repeated)
+    Q = FORMS[operation]["extension"](*repeated)
     composed = {"tracking": track, "refresh": refresh_basis}.get(operation)
     if composed is not None:  # else a product that is less exact than it should be would only be slow
         assert not (composed(*repeated).used & int(cuda_qr.Used.HOUSEHOLDER)).any()
@@ -62,7 +62,7 @@ def test_it_is_a_qr_at_the_papers_sizes(operation, name, size):
 @pytest.mark.parametrize("operation", CLASSES)
 def test_what_is_not_finite_stays_in_its_matrix_on_the_device(operation):
     inputs = draw(operation, "mixed", (3, 60, 12))
-    function = FORMS[operation]["extension"].function
+    function = FORMS[operation]["extension"]
     apart, Q = function(*on_gpu(inputs)), function(*on_gpu(poisoned(operation, 1, float("nan"), inputs)))
     assert same_bits(Q[0], apart[0]) and same_bits(Q[2], apart[2])
 

@@ -68,13 +68,11 @@ def test_a_basis_rounded_to_bfloat16_is_refreshed_to_within_its_rounding(extensi
 @pytest.mark.parametrize("m", [40, 160])  # in one block of columns, and in several
 @pytest.mark.parametrize("low", ["rank m/4", "condition 1e+04", "condition 1e+06"])
 def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_any_other(extension_on_cpu, low, m):
-    values = (
-        (torch.arange(m) < m // 4).double() if low == "rank m/4" else torch.logspace(0, -float(low[-2:]), m).double()
-    )
+    values = torch.arange(m) < m // 4 if low == "rank m/4" else torch.logspace(0, -float(low[-2:]), m)
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
         X, Y = (torch.linalg.qr(torch.randn(1, m, m, generator=g, dtype=torch.float64))[0] for _ in range(2))
-        L = ((X * values) @ X.mT).bfloat16().float()
+        L = ((X * values.double()) @ X.mT).bfloat16().float()
         L = (L + L.mT) / 2
         assert torch.linalg.eigvalsh(L.double()).min() < -1e-5
         Q = torch.linalg.qr(X + 0.05 * Y)[0].float().contiguous()
@@ -124,10 +122,9 @@ def test_bases_do_not_lose_orthogonality_from_refresh_to_refresh(extension_on_cp
 def test_products_of_tensor_cores_are_exact_enough(extension_on_cpu, name):
     # Largest of all classes: orthogonality 0.03 of its bound, backward error 0.07.
     products, size = TensorCores(host_readable=False), (2, 150, 70)
-    V, K, U = tracked = draw("tracking", name, size)
-    refreshed = draw("refresh", name, size)
+    tracked, refreshed = draw("tracking", name, size), draw("refresh", name, size)
     for operation, inputs, (Q, used) in (
-        ("tracking", tracked, cuda_qr.track(products, *pieces(V, K, U))),
+        ("tracking", tracked, cuda_qr.track(products, *pieces(*tracked))),
         ("refresh", refreshed, cuda_qr.refresh_basis(products, *refreshed)),
     ):
         assert_is_qr(operation, inputs, Q)
@@ -145,21 +142,24 @@ def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cp
         assert not (used & Used.HOUSEHOLDER).any(), name
 
 
-@pytest.mark.parametrize("size", [(2, 40, 3), (2, 300, 100)])
-def test_householder_scales_a_column_by_its_largest_element_wherever_that_is(extension_on_cpu, size):
+def scaled(size):
+    """Columns whose largest element is in no row of the first warp's; the Cholesky passes give up on one of zeros."""
     (A,) = draw("qr", "random", size)
     A *= 1e25
-    A[:, ::8] *= 1e-45  # all rows of one warp
-    A[:, :, 1] = 0  # the other sizes' Cholesky passes give up on a column of zeros
-    Q, used = cuda_qr.qr(A)
-    assert (used & Used.HOUSEHOLDER).all()
-    assert_is_qr("qr", (A,), Q)
+    A[:, ::8] *= 1e-45
+    A[:, :, 1] = 0
+    return A
 
 
-def test_householder_keeps_a_column_that_is_nearly_its_first_element(extension_on_cpu):
-    """Subtracting the column's length from that element would cancel all but a digit."""
-    (A,) = draw("qr", "random", (2, 40, 3))
-    A = 1e-4 * A / A.abs().max() + torch.eye(40, 3)
+def nearly_unit(size):
+    """Columns from whose first element subtracting their length would cancel all but a digit."""
+    (A,) = draw("qr", "random", size)
+    return 1e-4 * A / A.abs().max() + torch.eye(*size[1:])
+
+
+@pytest.mark.parametrize("made, size", [(scaled, (2, 40, 3)), (scaled, (2, 300, 100)), (nearly_unit, (2, 40, 3))])
+def test_householder_keeps_the_digits_of_a_columns_length(extension_on_cpu, made, size):
+    A = made(size)
     Q, used = cuda_qr.qr(A)
     assert (used & Used.HOUSEHOLDER).all()
     assert_is_qr("qr", (A,), Q)
