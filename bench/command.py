@@ -86,9 +86,9 @@ def at_least(low: int, **values: int | Sequence[int] | None) -> None:
     _check(values, lambda one: one >= low, f"a whole number >= {low}")
 
 
-def positive(**values: float | str | Sequence[float | str] | None) -> None:
-    """Raise UsageError unless options are finite numbers above 0, or "auto"."""
-    _check(values, lambda one: one == "auto" or 0 < one < math.inf, "a finite number > 0")
+def positive(**values: float | Sequence[float] | None) -> None:
+    """Raise UsageError unless options are finite numbers above 0."""
+    _check(values, lambda one: 0 < one < math.inf, "a finite number > 0")
 
 
 def some(**values: Sequence[object]) -> None:

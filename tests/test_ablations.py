@@ -9,9 +9,9 @@ import torch
 
 from bench import rows
 from bench.ablations import __main__ as ablations
-from bench.ablations import disturbed, experts, language
+from bench.ablations import disturbed, experts, language, studies
 from bench.ablations.disturbed import Case, Form
-from bench.ablations.studies import EXPERTS, STUDIES, Study, Unit, changed, silent, spiking
+from bench.ablations.studies import EXPERTS, STUDIES, Study, Unit, changed
 from bench.study.lengths import FORMS
 from bench.study.scales import TINY
 from bench.training.run import Run
@@ -37,10 +37,10 @@ def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(tmp_path, monk
         ran.append((value, seed))
         yield {"metric": "validation loss", "unit": "nats", "median": x + seed}
 
-    def units(seeds, steps):
+    def units(seeds):
         for seed in seeds:
             for value, x in (("usual", 1), ("other", 2)):
-                key = {"model": "m", "value": value, "seed": seed, "steps": steps}
+                key = {"model": "m", "value": value, "seed": seed}
                 yield Unit(key, partial(figures, value, x, seed))
 
     monkeypatch.setitem(STUDIES, "digits", Study("", units, (0, 1)))
@@ -52,14 +52,14 @@ def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(tmp_path, monk
     assert [(r["value"], r["seed"], r["median"]) for r in found] == [
         ("usual", "1", "2"), ("other", "1", "3"), ("usual", "0", "1"), ("other", "0", "2"),
     ]  # fmt: skip
-    assert {(r["model"], r["steps"], r["threads"], r["device"]) for r in found} == {("m", "400", "1", "cpu")}
+    assert {(r["model"], r["threads"], r["device"]) for r in found} == {("m", "1", "cpu")}
 
 
 def test_rows_are_known_by_the_studies_own_keys():
     """What is recorded is what a study would train."""
     for name, study in STUDIES.items():
         recorded = rows.read(rows.RESULTS / f"{name}.csv")
-        assert rows.having(recorded, next(study.units(study.seeds, 400)).key), name
+        assert rows.having(recorded, next(study.units(study.seeds)).key), name
         assert set(recorded[0]) <= rows.COLUMNS.keys()
 
 
@@ -74,8 +74,9 @@ def test_rows_are_known_by_the_studies_own_keys():
     ],
     ids=str,
 )
-def test_every_study_trains_and_its_runs_travel(study, of, metrics):
-    (unit,) = (unit for unit in STUDIES[study].units((0,), 21) if of.items() <= unit.key.items())
+def test_every_study_trains_and_its_runs_travel(study, of, metrics, monkeypatch):
+    monkeypatch.setattr(studies, "STEPS", 21)
+    (unit,) = (unit for unit in STUDIES[study].units((0,)) if of.items() <= unit.key.items())
     found = pickle.loads(pickle.dumps(unit))()
     assert {row["metric"] for row in found} == {*metrics} and all(math.isfinite(row["median"]) for row in found)
     assert all(of.items() <= row.items() and (row["seed"], row["steps"]) == (0, 21) for row in found)
@@ -138,12 +139,6 @@ def test_every_gradient_of_a_model_is_disturbed_in_its_step(key, text):
     assert sorted({step for step, _ in seen}) == list(range(MICRO.steps))
     assert len(seen) == len(set(seen)) and (0, "blocks.0.q_proj.weight") in seen and (0, "embedding.weight") in seen
     assert language.train(MICRO, HYPERS[key], 0, {}, data=text).record.final_loss != still
-
-
-def test_of_the_gpt_a_layer_is_silent_for_200_steps_and_all_gradients_spike_four_times():
-    for name, other in (("blocks.1.q_proj.weight", 0.0), ("blocks.0.q_proj.weight", 1.0)):
-        assert [silent(name, step) for step in (99, 100, 299, 300)] == [1.0, other, other, 1.0]
-        assert [step for step in range(500) if spiking(name, step) != 1.0] == [100, 180, 260, 340]
 
 
 # Disturbances

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.inputs import BACKENDS, KL, PRO, normal, same_bits, step, weight
@@ -62,34 +61,16 @@ def freed(t):
     return t
 
 
-def fake(t):
-    with FakeTensorMode() as mode:
-        return mode.from_tensor(t)
-
-
 def functional(t):
     kept = []
     torch.func.functionalize(lambda x: kept.append(x) or x + 1)(t)
     return kept[0]
 
 
-class Logged(torch.Tensor):
-    """Has memory of its own, and yet says by itself what an operation is."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError
-
-
 NOT_PLAIN = {
     "two": (lambda t: TwoTensor(t.clone(), t.clone()), "TwoTensor, which stands for other tensors"),
-    "fake": (fake, "FakeTensor, which stands for other tensors"),
     "functional": (functional, "without memory of its own"),
     "freed": (freed, "without memory of its own"),
-    "a class of its own": (
-        lambda t: torch.Tensor._make_subclass(Logged, t.clone()),
-        "Logged, which stands for other tensors",
-    ),
 }
 
 

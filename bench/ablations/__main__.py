@@ -27,17 +27,16 @@ class Options:
     ]
     out: Path = rows.RESULTS  # Folder of the results file
     seeds: tuple[int, ...] = ()  # Others than the study's
-    steps: int = 400  # Of every run
     jobs: int = 1  # Runs at a time
 
     def __post_init__(self) -> None:
-        command.at_least(1, steps=self.steps, jobs=self.jobs)
+        command.at_least(1, jobs=self.jobs)
 
 
 def run(o: Options) -> None:
     """Train what is missing, print and write."""
     study, path = STUDIES[o.study], o.out / f"{o.study}.csv"
-    recorded, units = rows.read(path), list(study.units(o.seeds or study.seeds, o.steps))
+    recorded, units = rows.read(path), list(study.units(o.seeds or study.seeds))
     missing = [unit for unit in units if not rows.having(recorded, unit.key)]
     print(f"{len(missing)} of {len(units)} runs are not in {path}", flush=True)
 

@@ -35,8 +35,12 @@ class Unit:
         return [self.key | row | rows.environment(torch.device("cpu")) for row in self.make()]
 
 
-def _unit(model: str, form: str, value: str, seed: int, steps: int, make: Callable[[], Iterable[rows.Row]]) -> Unit:
-    return Unit({"model": model, "optimizer": form, "value": value, "seed": seed, "steps": steps}, make)
+def _unit(model: str, form: str, value: str, seed: int, make: Callable[[], Iterable[rows.Row]]) -> Unit:
+    return Unit({"model": model, "optimizer": form, "value": value, "seed": seed, "steps": STEPS}, make)
+
+
+STEPS = 400
+"""Of every run in training."""
 
 
 # The defaults with one thing changed at a time.
@@ -68,14 +72,14 @@ def changed(form: str) -> Mapping[str, Settings]:
     }
 
 
-def robustness(seeds: Sequence[int], steps: int) -> Iterator[Unit]:
+def robustness(seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield Pro-KLShampoo's and Muon's defaults on the more sensitive model, with changes; and few tokens."""
     for seed in seeds:
         for form in ("pro-klshampoo", "muon"):
             for name, settings in changed(form).items():
-                make = partial(language.figures, LLAMA, FORMS[form].default, seed, steps, settings)
-                yield _unit(LLAMA.name, form, name, seed, steps, make)
-            yield _unit("experts", form, EXPERTS, seed, steps, partial(few_tokens, form, steps))
+                make = partial(language.figures, LLAMA, FORMS[form].default, seed, STEPS, settings)
+                yield _unit(LLAMA.name, form, name, seed, make)
+            yield _unit("experts", form, EXPERTS, seed, partial(few_tokens, form, STEPS))
 
 
 def few_tokens(form: str, steps: int) -> Iterator[rows.Row]:
@@ -90,13 +94,13 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of the default rate, on images."""
 
 
-def images(seeds: Sequence[int], steps: int) -> Iterator[Unit]:
+def images(seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield every method's default rate and rates beside it, by their factor."""
     for seed in seeds:
         for form, own in FORMS.items():
             for factor in FACTORS:
                 h = replace(own.default, lr=own.default.lr * factor)
-                yield _unit("mixer", form, f"{factor:g}", seed, steps, partial(digits.figures, h, seed, steps))
+                yield _unit("mixer", form, f"{factor:g}", seed, partial(digits.figures, h, seed, STEPS))
 
 
 # Gradients that are no ordinary ones: a layer without any for 200 steps, all of them 3,000 times as large.
@@ -121,14 +125,14 @@ OF_GPT: dict[str, tuple[str, Callable[[str, int], float]]] = {
 """Value, as rows have it, and factor, by case of the GPT."""
 
 
-def disturbances(seeds: Sequence[int], steps: int) -> Iterator[Unit]:
+def disturbances(seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield every case for every optimizer: one weight's steps, the experts, and the GPT on the first seed."""
     for form in disturbed.FORMS:
         cases: dict[str, Callable[[], Iterable[rows.Row]]] = {
             case.name: partial(disturbed.measure, case.name, form) for case in disturbed.CASES
         }
         cases |= {"experts": partial(experts.measure, form)}
-        cases |= {name: partial(of_gpt, name, form, seeds[0], steps) for name in OF_GPT}
+        cases |= {name: partial(of_gpt, name, form, seeds[0], STEPS) for name in OF_GPT}
         for name, make in cases.items():
             yield Unit({"case": name, "optimizer": form.optimizer, "clip_threshold": form.clip_threshold}, make)
 
@@ -146,10 +150,10 @@ def of_gpt(case: str, form: Form, seed: int, steps: int) -> Iterator[rows.Row]:
 
 @dataclass(frozen=True)
 class Study:
-    """Runs that answer a question, by seeds and steps."""
+    """Runs that answer a question, by seeds."""
 
     what: str
-    units: Callable[[Sequence[int], int], Iterator[Unit]]
+    units: Callable[[Sequence[int]], Iterator[Unit]]
     seeds: tuple[int, ...] = (0,)
 
 

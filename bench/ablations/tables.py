@@ -13,8 +13,6 @@ from bench.optimizers import label
 from bench.study.lengths import FORMS as TUNED
 
 LOSS = "validation loss"
-STEPS = 400
-"""Of the runs on digits that are shown."""
 
 
 def robustness_table(found: DataFrame) -> str:
@@ -32,7 +30,7 @@ def digits_table(found: DataFrame) -> str:
     """Return test losses by factor of the rate, means over the seeds with every rate, and errors at the best one."""
     lines = []
     for form in (name for name in TUNED if name in set(found["optimizer"])):
-        its = found[(found["optimizer"] == form) & (found["steps"] == STEPS)]
+        its = found[found["optimizer"] == form]
         losses = its[its["metric"] == "test loss"]
         by_seed = losses.pivot(index="seed", columns="value", values="median")
         by_seed = by_seed.reindex(columns=[f"{factor:g}" for factor in FACTORS]).dropna()

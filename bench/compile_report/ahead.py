@@ -99,9 +99,8 @@ def main(argv: Sequence[str]) -> int:
     """Compile; return the exit status."""
     parser = Parser(prog="python -m bench.compile_report.ahead", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("arch", type=int, help="compute capability without its point, as 90")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=[*PAPER], metavar="SET", help=", ".join(SETS))
     a = parser.parse_args(argv)
-    made, kept = compiled(launches([SETS[name] for name in a.sets]), a.arch)
+    made, kept = compiled(launches([SETS[name] for name in PAPER]), a.arch)
     print(f"Triton {triton.__version__}, sm_{a.arch}: {made} kernels compiled, {kept} in the cache already")
     return 0
 

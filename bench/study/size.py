@@ -15,14 +15,13 @@ from pandas import DataFrame
 from bench import rows
 from bench.markdown import figure, table
 from bench.models import CONFIGS
-from bench.optimizers import Hyper
+from bench.optimizers import PRO, Hyper
 from bench.study import runs
 from bench.study.lengths import FIRST_SEED, FORMS, STEP, rounded
 from bench.training.run import Record, Scale
 
 LARGER = Scale("llama-288", CONFIGS["llama-288"], (12, 24, 48), 1000, 1, 128, batch=8)
 """A step has 2,048 bytes, four times the tiny scale's."""
-PRO = "pro-klshampoo"
 PERIOD = 10
 """Steps, one of which refreshes."""
 KEY = ("model", "steps", "case", "lr", "adamw_lr", "seed")
