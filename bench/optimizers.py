@@ -22,7 +22,6 @@ ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
 CLIP = PRO_ADVANCED["clip_threshold"]
 PAPER: dict[str, Any] = {"rank": 128} | {name: PRESETS["paper"][name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
-COSMOS_GAMMA = 0.25  # paper, appendix "Comparison with COSMOS"
 PRO = "pro-klshampoo"
 RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
 """The methods with a rank."""
@@ -76,7 +75,7 @@ OPTIMIZERS = {
     # swept 1e-2 to 6e-2
     "pro-klshampoo": Entry("Pro-KLShampoo", "tab:red", 3e-2, prokl.ProKLShampoo, ("beta2", "alpha_kl")),
     # not swept on the default run: what the paper chose on LLaMA 134M
-    "cosmos": Entry("COSMOS", "tab:olive", 1e-3, partial(Cosmos, gamma=COSMOS_GAMMA), ("rank",)),
+    "cosmos": Entry("COSMOS", "tab:olive", 1e-3, Cosmos, ("rank",)),
     # not swept: its authors' own
     "online-kl-shampoo": Entry("Online KL-Shampoo", "rosybrown", 9.434e-2, OnlineKLShampoo, ("beta2",)),
     # not swept: their packages' own, Muon's those of torch's

@@ -32,7 +32,6 @@ MODEL = "gpt2-tiny"
 
 
 def test_the_paper_has_all_that_is_compared():
-    """What it has not, preset refuses."""
     for name, compared in COMPARISONS.items():
         for scale in possible(name, PAPER):
             assert all(preset(method, scale.name, rank).rank == rank for method, rank in compared(scale))

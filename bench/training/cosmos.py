@@ -34,7 +34,7 @@ class Cosmos(OneByOne):
         rank: r of the subspace.
         betas: of the momentum, and of the second moments.
         eps: added to the root of the second moments.
-        gamma: weight of the orthogonalised part.
+        gamma: weight of the orthogonalised part; as in the paper's appendix "Comparison with COSMOS".
         weight_decay: decoupled.
         ns_dtype: of the Newton-Schulz products.
 
@@ -48,7 +48,7 @@ class Cosmos(OneByOne):
         rank: int = 64,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
-        gamma: float = 0.2,
+        gamma: float = 0.25,
         weight_decay: float = 0.0,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None:

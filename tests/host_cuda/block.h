@@ -1,11 +1,13 @@
 // One block of threads: fibers that take turns at barriers.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+#include <random>
 #include <stdexcept>
 #include <string>
 
 #include "cuda_runtime.h"
-#include "order.h"
 
 namespace host_cuda {
 
@@ -13,6 +15,18 @@ constexpr unsigned MOST_THREADS = 1024;
 
 // What is read before it was written is NaN in float and in double, and -1 in int.
 constexpr unsigned char UNWRITTEN = 0xff;
+
+// Orders in which things happen that a GPU does in any order.
+enum class Order : int { FORWARD, REVERSED, SHUFFLED };
+
+using Random = std::mt19937_64;  // gives the same numbers wherever it runs
+
+template <class Iterator>
+void arrange(Iterator begin, Iterator end, Order order, Random& random) {
+    if (order == Order::REVERSED) std::reverse(begin, end);
+    if (order != Order::SHUFFLED) return;
+    for (auto left = end - begin; left > 1; --left) std::iter_swap(begin + left - 1, begin + random() % left);
+}
 
 // What a kernel did wrong in the current block.
 std::runtime_error error(const std::string& what);

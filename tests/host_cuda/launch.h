@@ -20,7 +20,7 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
 #pragma GCC visibility pop
 
 // From the next launch on: the order in which a block's threads run between barriers, and the order of the blocks, as
-// numbers of order.h's Order. A result that changes with either was not synchronised.
+// numbers of block.h's Order. A result that changes with either was not synchronised.
 extern "C" __attribute__((visibility("default"))) void host_cuda_order(int threads, int blocks,
                                                                        unsigned long long seed);
 
