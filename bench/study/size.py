@@ -88,12 +88,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 def size(known: Losses) -> Iterator[Trial]:
     """Yield methods at their first rates, changes of the defaults, second rates; and what follows from their losses.
 
-    That is a method for as many seconds, then the two best methods at their third rates and with a second seed.
+    That is every method at its third rate, then a method for as many seconds and a second seed of the two best.
     """
     by_method = {form: [_of_method(form, lr) for lr in rates] for form, rates in RATES.items()}
 
-    def best(its: list[Trial]) -> Trial:
-        return min(its, key=lambda trial: known[trial.key])
+    def best(form: str) -> Trial:
+        return min(by_method[form], key=lambda trial: known[trial.key])
 
     first, second = zip(*by_method.values(), strict=True)
     yield from first
@@ -103,14 +103,15 @@ def size(known: Losses) -> Iterator[Trial]:
     yield from second
     if any(trial.key not in known for trial in (*first, *second)):
         return
-    yield from (replace(best(by_method[form]), longer=steps) for form, steps in LONGER.items())
-    leading = sorted(RATES, key=lambda form: known[best(by_method[form]).key])[:2]
-    for form in leading:
-        up = best(by_method[form]).hyper.lr == max(RATES[form])
-        by_method[form].append(_of_method(form, rounded(max(RATES[form]) * STEP if up else min(RATES[form]) / STEP)))
-        yield by_method[form][-1]
-    if all(by_method[form][-1].key in known for form in leading):
-        yield from (replace(best(by_method[form]), seed=FIRST_SEED + 1) for form in leading)
+    for form, its in by_method.items():
+        up = best(form).hyper.lr == max(RATES[form])
+        its.append(_of_method(form, rounded(max(RATES[form]) * STEP if up else min(RATES[form]) / STEP)))
+        yield its[-1]
+    if any(its[-1].key not in known for its in by_method.values()):
+        return
+    yield from (replace(best(form), longer=steps) for form, steps in LONGER.items())
+    two = sorted(map(best, by_method), key=lambda trial: known[trial.key])[:2]
+    yield from (replace(trial, seed=FIRST_SEED + 1) for trial in two)
 
 
 def _of_method(form: str, lr: float) -> Trial:
