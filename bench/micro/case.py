@@ -196,6 +196,18 @@ def call(name: str, *arguments: str) -> Bind:
     return bind
 
 
+def either(kernel: Callable[..., Any], form: Callable[..., Any]) -> Bind:
+    """Return what binds a kernel that is no primitive by itself, and elsewhere its form over the primitives.
+
+    Both take all inputs by name, the form after the primitives.
+    """
+
+    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+        return partial(kernel, **i) if ops.name == "triton" else partial(form, ops, **i)
+
+    return bind
+
+
 def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
     """Return what draws inputs: constants, or functions of sizes and dtypes, and tensors as "name sides [dtype]" says.
 

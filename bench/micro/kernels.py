@@ -17,7 +17,6 @@ from bench.micro.case import (
     FP32,
     FP32_POLAR,
     FP64,
-    Bind,
     Case,
     Draw,
     Dtypes,
@@ -27,6 +26,7 @@ from bench.micro.case import (
     arithmetic,
     beside,
     call,
+    either,
     tensors,
 )
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
@@ -53,6 +53,8 @@ STORED = (FP32, BF16, BF16_STATE, FP64)
 GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product}
 GRAM |= {"operand": "polar", "polar": True}
 """Of what Newton-Schulz multiplies on Gram matrices."""
+NOISE = 1e-9
+"""Of a residual; see :class:`prokl.algorithm.stages.Residual`."""
 
 
 def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields: Any) -> Case:
@@ -115,16 +117,6 @@ def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, D
     return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
 
 
-def _split_result(module: Any, name: str) -> Bind:
-    """Return a product whose result is split by the kernel itself; PyTorch's stages do so by themselves."""
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
-        form = getattr(module, f"{name}_pair") if ops.name == "triton" else getattr(ops, name)
-        return lambda: form(*i.values())
-
-    return bind
-
-
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
     inputs = _optional(active, "G mn weights", "M mn momentum", "U nr" + " pair" * pair)
     name = "projection" + " active" * active + " of pairs" * pair
@@ -133,24 +125,10 @@ def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
 
 
 def _residual(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
-    G = i["G"] if ops.name == "triton" else i["G"].to(arithmetic(i["U"]))
-    if not isinstance(i["U"], Pair):
-        form = ops.product
-    elif ops.name == "triton":
-        form = product.product_pair
-    else:
-        form = lambda *args, **kwargs: Pair.split(ops.product(*args, **kwargs))  # noqa: E731
+    triton, pairs = ops.name == "triton", isinstance(i["U"], Pair)
+    G = i["G"] if triton else i["G"].to(arithmetic(i["U"]))
+    form = product.product_pair if triton and pairs else ops.product
     return lambda: form(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
-
-
-def _row_energies(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-    Q, G_perp = i["Q"], i["G_perp"]
-    if not isinstance(G_perp, Pair):
-        E = ops.symmetric_product(G_perp)  # which pairs do without
-        return lambda: ops.diagonal(Q, E)
-    if ops.name == "triton":
-        return lambda: Parts(product.row_energies(Q.mT, G_perp))
-    return lambda: ops.product(Q.mT, G_perp).square().sum(dim=-1)
 
 
 def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
@@ -190,32 +168,22 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
     return Case(name, inputs, bind, module=momentum, **fields)
 
 
-def _split_two(i: Inputs, ops: ProKLShampooStages) -> Callable[[], tuple[Pair, Pair]]:
-    if ops.name == "triton":
-        return lambda: split.split_two(i["x"], i["y"])
-    return lambda: (Pair.split(i["x"]), Pair.split(i["y"]))
-
-
-def _split(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Pair]:
-    x, a = i["x"], i.get("a")
-    if ops.name == "triton":
-        return lambda: split.split(x, a)
-    return lambda: Pair.split(x if a is None else x * a.sqrt()[:, None, :])
+def _split(ops: ProKLShampooStages, x: Tensor, a: Tensor | None = None) -> Pair:
+    return Pair.split(x if a is None else x * a.sqrt()[:, None, :])
 
 
 def _combine(scaled: bool, **fields: Any) -> Case:
+    alpha, beta = H.gradient_weights[0], H.momentum
+
+    def kernel(x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
+        return combine.combine(x, alpha, y, beta, scale, pair=True)
+
+    def form(ops: ProKLShampooStages, x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
+        total = alpha * (x if scale is None else x * scale[:, None, None]) + beta * y
+        return Pair.split(total) if x.dtype == torch.float32 else total  # of pairs the error is that of their halves
+
     inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
-    weights = H.gradient_weights[0], H.momentum
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        x, y, c = i["x"], i["y"], i.get("scale")
-        if ops.name == "triton":
-            return lambda: combine.combine(x, weights[0], y, weights[1], c, True)
-        total = lambda: weights[0] * (x if c is None else x * c[:, None, None]) + weights[1] * y  # noqa: E731
-        # Of pairs the error is that of their halves.
-        return lambda: Pair.split(total()) if x.dtype == torch.float32 else total()
-
-    return Case("combine" + " scaled" * scaled + " and split", inputs, bind, module=combine, **fields)
+    return Case("combine" + " scaled" * scaled + " and split", inputs, either(kernel, form), module=combine, **fields)
 
 
 def _samples(scaled: bool, **fields: Any) -> Case:
@@ -229,11 +197,13 @@ def _samples(scaled: bool, **fields: Any) -> Case:
     return Case(name, inputs, bind, module=combine, **fields)
 
 
-def _normalising(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Tensor]:
-    energy, residual = i["energy"], Residual(i["energy"], i["size"], i["whole"], 1e-9)
-    if ops.name == "triton":
-        return lambda: norms.inverse_norm(*residual)
-    return lambda: torch.where(residual.negligible(), 0.0, energy.sum(dim=1).rsqrt())
+def _inverse_norm_kernel(energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
+    return norms.inverse_norm(energy, size, whole, NOISE)
+
+
+def _inverse_norm_form(ops: ProKLShampooStages, energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
+    negligible = Residual(energy, size, whole, NOISE).negligible()
+    return torch.where(negligible, 0.0, energy.sum(dim=1).rsqrt())
 
 
 def _admit(**fields: Any) -> Case:
@@ -327,17 +297,19 @@ KERNELS: tuple[Case, ...] = (
         dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
     ),
     Case(
-        "inverse norm", tensors("energy m+", "size r+", "whole r+"), _normalising,
+        "inverse norm", tensors("energy m+", "size r+", "whole r+"),
+        either(_inverse_norm_kernel, _inverse_norm_form),
         dtypes=(FP32, FP64), timed=(FP32,), module=norms,
     ),
     store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
     store_case("store bases", "Q_L Q_S", "a", dtypes=(FP32, BF16_STATE)),
-    Case("split scaled", tensors("x mm", "a m+"), _split, timed=(FP32,), module=split),
+    Case("split scaled", tensors("x mm", "a m+"), either(split.split, _split), timed=(FP32,), module=split),
     Case(
-        "split two", tensors("x mm", "y nr"), _split_two,
+        "split two", tensors("x mm", "y nr"),
+        either(split.split_two, lambda ops, x, y: (Pair.split(x), Pair.split(y))),
         timed=(FP32,), module=split,
     ),
-    Case("split", tensors("x mn"), _split, timed=(FP32,), module=split),
+    Case("split", tensors("x mn"), either(split.split, _split), timed=(FP32,), module=split),
     # What a balanced step takes instead.
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(
@@ -348,7 +320,12 @@ KERNELS: tuple[Case, ...] = (
         dtypes=(FP32, BF16), timed=BOTH, module=product,
     ),
     Case(
-        "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"), _row_energies, timed=(FP32,), module=product,
+        "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"),
+        either(
+            lambda Q, G_perp: Parts(product.row_energies(Q.mT, G_perp)),
+            lambda ops, Q, G_perp: ops.product(Q.mT, G_perp).square().sum(dim=-1),
+        ),
+        timed=(FP32,), module=product,
     ),
     Case(
         "whiten of pairs", _whitened("P mm pair", "G_perp mn pair"), _whiten,
@@ -362,7 +339,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),
     product_case("symmetric E of pairs", "mn pair", timed=(FP32,), operand="pair"),
     Case(
-        "product of pairs, split", tensors("A mr pair", "B rr pair"), _split_result(product, "product"),
+        "product of pairs, split", tensors("A mr pair", "B rr pair"),
+        either(product.product_pair, lambda ops, A, B: ops.product(A, B)),
         module=product, operand="pair",
     ),
     # And KL-Shampoo's.
@@ -375,7 +353,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric R of pairs", "nmT pair", ("C nn~",)),
     product_case("symmetric R", "nmT", ("C nn~",)),
     Case(
-        "symmetric P of pairs", tensors("A mm pair"), _split_result(symmetric_product, "symmetric_product"),
+        "symmetric P of pairs", tensors("A mm pair"),
+        either(symmetric_product.symmetric_product_pair, lambda ops, A: ops.symmetric_product(A)),
         timed=(FP32,), module=symmetric_product, operand="pair",
     ),
 )  # fmt: skip
