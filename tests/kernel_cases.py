@@ -65,7 +65,8 @@ class KernelCase:
         tile_of: sizes that cross a tile along every side.
         stored: dtypes of the results; by default that of the arithmetic.
         symmetric: whether results equal their transpose.
-        written: what is written where it lies, and is the first result.
+        written: what is written where it lies, and is the first result; it keeps its bits where it is not active.
+        unread: what may be NaN where a matrix is not active, and is.
         refused: wrong arguments, and what is said of them.
     """
 
@@ -82,6 +83,7 @@ class KernelCase:
     stored: Callable[[Inputs], torch.dtype] | None = None
     symmetric: bool = False
     written: str = ""
+    unread: tuple[str, ...] = ()
     refused: tuple[tuple[Mapping[str, Any], str], ...] = ()
 
     @property
@@ -110,6 +112,9 @@ class KernelCase:
 
         i = tensors(*specs)(size, SimpleNamespace(**of_name), draw)
         of_matrices = torch.arange(size.B, device=DEVICE) % 3 != 1
+        if given.get("active"):
+            for name in self.unread:
+                i[name][~of_matrices] = torch.nan
         return {k: i.get(k, of_matrices if v == "?" else v(size) if callable(v) else v) for k, v in given.items()}
 
     def exact(self, i: Inputs) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,6 +180,8 @@ def assert_close(case: KernelCase, found: list[Tensor | Pair], i: Inputs, expect
         assert x.shape == value.shape
         assert x.is_contiguous() or case.written and place == 0
         assert not case.symmetric or torch.equal(x, x.mT)
+        if case.written and place == 0 and i.get("active") is not None:
+            assert torch.equal(x[~i["active"]], value[~i["active"]].to(x.dtype))
         error = (x.double() - value).abs()
         ratio = float((error / bound).nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
         assert (error <= bound).all(), f"result {place}: {ratio:.2g} of the bound"
@@ -336,7 +343,7 @@ PAIRED_SYMMETRIC = replace(
 
 def live(G: Tensor, i: Inputs) -> Tensor:
     """A gradient counts as zero where it is not active."""
-    return G if i.get("active") is None else G * i["active"][:, None, None]
+    return G if i.get("active") is None else torch.where(i["active"][:, None, None], G, 0.0)
 
 
 def _projection(i: Inputs, minus: float = -1.0) -> list[Tensor]:
@@ -360,7 +367,8 @@ PROJECT = KernelCase(
         (SINGLE,) * 3, (HALF, SINGLE, SINGLE), (BF16, SINGLE, SINGLE), (HALF,) * 3, (SINGLE, HALF, BF16), (DOUBLE,) * 3,
         (HALF, SINGLE, DOUBLE),
     ),
-    variants=({}, {"active": "?"}), tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, refused=OF_BUCKET,
+    variants=({}, {"active": "?"}), tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, unread=("G",),
+    refused=OF_BUCKET,
 )  # fmt: skip
 PAIRED_PROJECT = replace(
     PROJECT, name="projection onto a pair", inputs={"G": "mn", "M": "mn", "U": "nr pair"},
@@ -400,7 +408,7 @@ MOMENTUM = KernelCase(
     ),
     variants=({"active": "?"}, {"scale": None}, {}, {"G_par": None, "active": "?"}, {"weights": (0.05, 0.0, 1.0)}),
     tiles={SINGLE: momentum.TILES, DOUBLE: momentum.TILES_FP64},
-    tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, t.k + 2), written="M",
+    tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, t.k + 2), written="M", unread=("G",),
     refused=(
         *OF_BUCKET,
         ({"M": torch.ones(3, 5, 1).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
@@ -481,6 +489,7 @@ APPLY = KernelCase(
               {"X": None, "Q": None, "scale": None}),
     tiles={HALF: (*apply.TILES_HALF, apply.TILES_FP32[1]), DOUBLE: apply.TILES_FP64},
     tile_of=lambda t: Sizes(2, t.m + 6, t.n + 3, t.k + 5), stored=lambda i: i["W"].dtype, written="W",
+    unread=(*ALL,),
     refused=(
         ({"right": None}, r"^Only one of left and right was given"),
         (NONE, r"^Neither X nor left and right were given"),

@@ -41,21 +41,6 @@ def test_every_layout_and_nothing_beside_it(m, n, r, dtype):
     assert_applied(bucket, arguments(bucket, r, (dtype, *[torch.float32] * 5)))
 
 
-@pytest.mark.parametrize("size, dtype", [((37, 70, 5), torch.bfloat16), ((80, 64, 16), torch.float32)], ids=str)
-def test_a_weight_that_is_not_live_keeps_its_bits(dtype, size):
-    bucket = Bucket(*size[:2], dtype)
-    before, a = bucket.dense(), arguments(bucket, size[2])
-    active = torch.tensor([b % 3 != 1 for b in range(len(before))], device=DEVICE)
-    for k in ("X", "Q", "scale", "left", "right"):
-        a[k][~active] = torch.nan
-    del a["W"]
-    apply(bucket.table, a.pop("X"), dtype=dtype, **a, active=torch.stack((active, ~active), dim=1)[:, 0])
-    after = bucket.dense()
-    assert torch.equal(after[~active], before[~active])
-    assert after.isfinite().all() and not (after[1:-2] == before[1:-2])[active[1:-2]].all(dim=(1, 2)).any()
-    assert (bucket.outside() == GUARD).all()
-
-
 def test_lr_and_weight_decay_are_read_in_float64_one_number_or_one_of_each_weight():
     bucket = Bucket(9, 20, torch.float64, FEW)
     a = arguments(bucket, 3, (torch.float64,) * 8)

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from prokl.kernels import apply, launch, momentum, product, symmetric_product
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product
 from prokl.kernels.launch import Tile
 from prokl.pair import Pair
+from tests.inputs import same_bits
 from tests.kernel_cases import (
     ADMIT,
     BF16,
@@ -18,9 +19,12 @@ from tests.kernel_cases import (
     HALF,
     OF_OTHER_NAMES,
     OF_SUMS,
+    PRODUCT,
+    PROJECT,
     REFUSED,
     SINGLE,
     SMALL,
+    SYMMETRIC,
     Sizes,
     arithmetic,
     assert_close,
@@ -85,10 +89,36 @@ def test_a_tile_given_by_hand_is_the_one_that_is_launched(case, monkeypatch):
     assert (constants["num_warps"], constants.get("num_stages", 5)) == (2, 5)
 
 
+@pytest.mark.parametrize(
+    "case, dtypes, operands",
+    [
+        (PRODUCT, [(HALF,) * 3, (BF16, BF16, SINGLE), (HALF, BF16, HALF), (HALF, SINGLE, HALF), (HALF, HALF, DOUBLE)],
+         ["fp16", "bf16", "fp32", "fp32", "fp64"]),
+        (SYMMETRIC, [(HALF, SINGLE), (BF16, SINGLE), (SINGLE, SINGLE), (DOUBLE, SINGLE)],
+         ["fp16", "bf16", "fp32", "fp64"]),
+        (PROJECT, [(HALF,) * 3, (BF16,) * 3, (HALF, HALF, BF16), (HALF, HALF, SINGLE), (HALF, HALF, DOUBLE)],
+         ["fp16", "bf16", "fp32", "fp32", "fp64"]),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)  # fmt: skip
+def test_half_operands_are_multiplied_in_half_where_all_are_and_precision_is_of_float32(
+    case, dtypes, operands, monkeypatch
+):
+    constants = []
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.append(kwargs))
+    for own in dtypes:
+        case.run(**case.make(Sizes(1, 4, 4, 4), own, variant=1), precision="tf32")
+    # The interpreter's bfloat16 products are wrong.
+    wanted = ["fp32" if name == "bf16" and launch.INTERPRETED else name for name in operands]
+    assert [str(c["OPERAND"]) for c in constants] == wanted
+    assert [c["PRECISION"] for c in constants] == ["tf32" if name == "fp32" else "ieee" for name in wanted]
+
+
 BATCHES, SIDES, OPERANDS, EITHER = (1, 7, 48, 500), (1, 50, 64, 768, 3072), (HALF, SINGLE, DOUBLE), (True, False)
 CHOICES = [
     (apply, (SIDES, SIDES, (0, 11, 16, 128), OPERANDS)),
     (momentum, (OPERANDS, EITHER)),
+    (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), launch.PRECISIONS, EITHER, EITHER)),
     (product, (BATCHES, SIDES, SIDES, OPERANDS, launch.PRECISIONS, EITHER)),
     (symmetric_product, (BATCHES, SIDES, OPERANDS, launch.PRECISIONS, EITHER, EITHER)),
 ]
@@ -182,15 +212,15 @@ def test_offsets_beyond_32_bits(case, name, dim, side, stride):
 @of_every
 def test_only_what_is_to_be_written_is(case):
     i = case.make(GAPPED, variant=None)
-    before = {k: t.both.clone() if isinstance(t, Pair) else t.clone() for k, t in tensors_of(i)}
+    after = memory_of(i)
+    before = {k: t.clone() for k, t in after.items()}
     case.run(**i)
-    after = {k: t.both if isinstance(t, Pair) else t for k, t in tensors_of(i)}
-    written = [k for k, t in before.items() if not torch.equal(t, after[k])]
+    written = [k for k, t in before.items() if not same_bits(t, after[k])]
     assert written == ([case.written] if case.written else [])
 
 
-def tensors_of(i):
-    return [(k, t) for k, t in i.items() if isinstance(t, torch.Tensor | Pair)]
+def memory_of(i):
+    return {k: t.both if isinstance(t, Pair) else t for k, t in i.items() if isinstance(t, torch.Tensor | Pair)}
 
 
 @of_every

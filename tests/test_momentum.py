@@ -1,6 +1,4 @@
-"""The kernel of the momentum beyond what tests/test_kernels.py asks of every kernel: bounds, dead gradients, tiles."""
-
-import math
+"""The kernel of the momentum beyond what tests/test_kernels.py asks of every kernel: bounds and tiles."""
 
 import pytest
 import torch
@@ -47,21 +45,3 @@ def test_the_momentum_enters_before_it_is_rounded():
     got[1] = got[0].float() - a["G_par"] @ a["U"].mT  # what the rounded one would leave
     with pytest.raises(AssertionError, match="result 1"):
         assert_close(MOMENTUM, got, a)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-@pytest.mark.parametrize("hat", [True, False])
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
-def test_a_dead_gradient_counts_as_zero_and_leaves_the_momentum_bit_for_bit(dtype, hat):
-    a = arguments(4, 37, 50, 11, (dtype, dtype, SINGLE, SINGLE, SINGLE))
-    a["M"][1, 2, 3] = -0.0
-    active = torch.tensor([True, False, True, False], device=DEVICE)
-    zero = a | {"G": torch.where(active[:, None, None], a["G"], 0)}
-    a |= {} if hat else {"G_par": None}
-    expected = call(zero | {"G_par": a["G_par"]})
-    a["G"][1], a["G"][3, 5, 7] = math.nan, math.inf
-    for mask in (active, torch.stack((active, ~active), dim=1)[:, 0]):  # contiguous, then with gaps
-        got = call(a, active=mask)
-        assert torch.equal(got[0][~active].view(torch.uint8), a["M"][~active].view(torch.uint8))
-        assert torch.equal(got[0][active], expected[0][active])
-        assert all(map(torch.equal, got[1:], expected[1:]))

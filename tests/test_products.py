@@ -70,29 +70,6 @@ def test_a_zero_beta_leaves_the_addend_unread_only_where_it_is_a_number(case):
     assert got[0].isnan().all() and torch.equal(got[1], without[0][1])
 
 
-@pytest.mark.parametrize(
-    "case, dtypes, operands",
-    [
-        (PRODUCT, [(HALF,) * 3, (BF16, BF16, SINGLE), (HALF, BF16, HALF), (HALF, SINGLE, HALF), (HALF, HALF, DOUBLE)],
-         ["fp16", "bf16", "fp32", "fp32", "fp64"]),
-        (SYMMETRIC, [(HALF, SINGLE), (BF16, SINGLE), (SINGLE, SINGLE), (DOUBLE, SINGLE)],
-         ["fp16", "bf16", "fp32", "fp64"]),
-    ],
-    ids=lambda x: getattr(x, "name", ""),
-)  # fmt: skip
-def test_half_operands_are_multiplied_in_half_where_all_are_and_precision_is_of_float32(
-    case, dtypes, operands, monkeypatch
-):
-    constants = []
-    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.append(kwargs))
-    for own in dtypes:
-        case.run(**case.make(Sizes(1, 4, 4, 4), own, variant=1), precision="tf32")
-    # The interpreter's bfloat16 products are wrong.
-    wanted = ["fp32" if name == "bf16" and launch.INTERPRETED else name for name in operands]
-    assert [str(c["OPERAND"]) for c in constants] == wanted
-    assert [c["PRECISION"] for c in constants] == ["tf32" if name == "fp32" else "ieee" for name in wanted]
-
-
 def test_aligned_is_what_triton_can_load_in_16_bytes():
     t = torch.empty(2, 32, 48, dtype=HALF)
     for view in (t, t.mT, t[:, :5], t[:1].expand(7, -1, -1), t[..., 16:], t[..., :3], t[:, :1].expand_as(t)):
