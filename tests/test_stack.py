@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from prokl.backends.pointers import PointerTable
-from prokl.kernels.launch import Tile
-from prokl.kernels.stack import choose_tile, stack
-from tests.kernel_cases import DEVICE
+from prokl.kernels.stack import stack
+from tests.kernel_cases import DEVICE, STACK, assert_close
 
 SIZES = [(1, 1), (1, 200), (5, 3), (64, 64), (48, 160)]
 GUARD = 77.0
@@ -80,23 +78,6 @@ class Bucket:
         return torch.cat(elements)
 
 
-def assert_energy(energy, dense, tile=None):
-    """Relative error of the sum of squares within rounding to count, in unit roundoffs u of its dtype.
-
-    1 for each square; a tile adds along 12 levels on the GPU and at most 22 in NumPy's pairwise sum. In float64 the
-    truth itself carries as much.
-    Measured over SIZES and dtypes: at most 0.12 of it.
-    """
-    tile = tile or Tile(64, 64, 1, 4, 1)
-    assert energy.dtype == (torch.float64 if dense.dtype == torch.float64 else torch.float32)
-    bound = (1 + 22) * torch.finfo(energy.dtype).eps / 2 * (2 if energy.dtype == torch.float64 else 1)
-    m, n = dense.shape[1:]
-    squares = F.pad(dense.double().square(), (0, -n % tile.n, 0, -m % tile.m))
-    truth = squares.unflatten(2, (-1, tile.n)).unflatten(1, (-1, tile.m)).sum(dim=(2, 4)).flatten(1)
-    assert energy.shape == truth.shape
-    assert ((energy.double() - truth).abs() <= bound * truth).all()
-
-
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize(  # every size, and every dtype at the ragged one
     "size, dtype",
@@ -111,15 +92,13 @@ def test_every_layout_is_stacked_as_it_is_and_nothing_is_written(size, dtype):
     G, energy = stack(bucket.table, *size, dtype=dtype, negate=negate)
     assert G.dtype == dtype and G.is_contiguous()
     assert torch.equal(G, -bucket.dense() if negate else bucket.dense())
-    assert_energy(energy, bucket.dense(), choose_tile(dtype))
+    assert_close(STACK, [G, energy.sum(dim=1)], {"W": bucket.dense(), "negate": negate})
     assert all(map(torch.equal, bucket.buffers, before))
 
 
 def test_squares_of_half_precision_do_not_overflow():
     t = torch.full((1, 8, 8), 6e4, dtype=torch.float16, device=DEVICE)
-    addresses = PointerTable(1, DEVICE)
-    addresses.update([t], [1])
-    assert_energy(stack(addresses.table, 8, 8, dtype=torch.float16)[1], t)
+    assert_close(STACK, STACK.run(W=t), {"W": t})
 
 
 def test_a_part_of_a_table_and_a_table_with_gaps():
