@@ -181,7 +181,7 @@ def precision_of(inputs: Inputs) -> str:
 
 
 def call(name: str, *arguments: str) -> Bind:
-    """Return what binds the primitive ``name`` to these inputs in order, and to all others by name.
+    """Return what binds the primitive ``name`` to these inputs in order, None if not there, and to all others by name.
 
     A bucket's I/O gives gradients G in the weights' dtype to Triton alone, to others in the arithmetic one.
     """
@@ -189,7 +189,7 @@ def call(name: str, *arguments: str) -> Bind:
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
         if "G" in i and ops.name != "triton":
             i = i | {"G": i["G"].to(arithmetic(i["U"]))}
-        given = [i[key] for key in arguments]
+        given = [i.get(key) for key in arguments]
         rest = {key: value for key, value in i.items() if key not in arguments}
         return lambda: getattr(ops, name)(*given, **rest)
 
@@ -211,15 +211,16 @@ def either(kernel: Callable[..., Any], form: Callable[..., Any]) -> Bind:
 def tensors(*specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
     """Return what draws inputs: constants, or functions of sizes and dtypes, and tensors as "name sides [dtype]" says.
 
-    Sides are letters of :class:`Sizes`, "." for none. Behind them ``T`` stores the transpose, ``+`` makes positive,
-    ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`, or "pair": float32, split.
+    Sides are letters of :class:`Sizes` or a digit, "." for none. Behind them ``T`` stores the transpose, ``+`` makes
+    positive, ``~`` symmetric, and ``?`` True throughout. The dtype is a field of :class:`Dtypes`, or "pair": float32,
+    split.
     """
 
     def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
         found = {name: value(s, d) if callable(value) else value for name, value in constants.items()}
         for spec in specs:
             name, sides, *dtype = spec.split()
-            shape = [getattr(s, side) for side in sides if side in "mnr"]
+            shape = [int(side) if side.isdigit() else getattr(s, side) for side in sides.strip(".T+~?")]
             pair = dtype == ["pair"]
             stored = torch.float32 if pair else getattr(d, *(dtype or ["arithmetic"]))
             t = draw(s.B, *(shape[::-1] if "T" in sides else shape), dtype=stored)

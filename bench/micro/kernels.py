@@ -18,11 +18,8 @@ from bench.micro.case import (
     FP32_POLAR,
     FP64,
     Case,
-    Draw,
-    Dtypes,
     Inputs,
     Parts,
-    Sizes,
     arithmetic,
     beside,
     call,
@@ -32,7 +29,7 @@ from bench.micro.case import (
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm.algebra import Direction, Roots
-from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
+from prokl.algorithm.newton_schulz import newton_schulz_factors
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual
 from prokl.kernels import (
@@ -53,6 +50,10 @@ STORED = (FP32, BF16, BF16_STATE, FP64)
 GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product}
 GRAM |= {"operand": "polar", "polar": True}
 """Of what Newton-Schulz multiplies on Gram matrices."""
+POLAR: dict[str, Any] = {"dtype": lambda s, d: d.polar}
+"""To what results are rounded for Newton-Schulz, or beside its."""
+WHITENED = ("size 7+", "whole 7+")
+"""Norms of what is whitened, in parts."""
 NOISE = 1e-9
 """Of a residual; see :class:`prokl.algorithm.stages.Residual`."""
 
@@ -69,16 +70,13 @@ def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields:
 def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
     """Return Newton-Schulz in either form, or (None) in the one that a step takes."""
 
-    def form(m: int, n: int) -> bool:
-        return use_gram(m, n) if gram is None else gram
-
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Direction]:
         X, scale = i["X"], _inverse_norm(i["X"])
         if ops.name != "triton":  # as its whiten does
             X, scale = X * scale.to(X.dtype)[:, None, None], None
 
         def run() -> Direction:
-            Q, Y, left = newton_schulz_factors(X, scale, NS_STEPS, NS_COEFFICIENTS, ops, gram=form(*X.shape[1:]))
+            Q, Y, left = newton_schulz_factors(X, scale, NS_STEPS, NS_COEFFICIENTS, ops, gram=gram)
             return Direction(Y, Q, left)
 
         return run
@@ -112,13 +110,8 @@ def _polynomial(shifted: bool) -> Case:
     return Case(name, tensors("R mm~ polar"), bind, **GRAM)
 
 
-def _optional(active: bool, *specs: str, **constants: Any) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return :func:`tensors` with ``active``, which is a tensor or None."""
-    return tensors(*specs, "active .?", **constants) if active else tensors(*specs, active=None, **constants)
-
-
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
-    inputs = _optional(active, "G mn weights", "M mn momentum", "U nr" + " pair" * pair)
+    inputs = tensors("G mn weights", "M mn momentum", "U nr" + " pair" * pair, *["active .?"] * active)
     name = "projection" + " active" * active + " of pairs" * pair
     bind = call("projections", "G", "M", "U", "active")
     return Case(name, inputs, bind, module=project, narrow=True, **fields)
@@ -131,22 +124,9 @@ def _residual(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Operand]:
     return lambda: form(i["G_tilde"], i["U"].mT, C=G, alpha=-1.0)
 
 
-def _whitened(*specs: str) -> Callable[[Sizes, Dtypes, Draw], Inputs]:
-    """Return what draws the factors of X and, in parts, the norms of one of them."""
-    drawn = tensors(*specs, dtype=lambda s, d: d.polar)
-
-    def inputs(s: Sizes, d: Dtypes, draw: Draw) -> Inputs:
-        i = drawn(s, d, draw)
-        norms = {name: draw(s.B, 7, dtype=arithmetic(i["P"])).abs() for name in ("size", "whole")}
-        return i | norms
-
-    return inputs
-
-
 def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **fields: Any) -> Case:
     specs = ["G mn weights", "M mn momentum", "G_tilde mr", "M_tilde mr", "U nr" + " pair" * pair]
-    more = {} if scaled else {"scale": None}
-    inputs = _optional(active, *specs, *["scale .+"] * scaled, **more)
+    inputs = tensors(*specs, *["scale .+"] * scaled, *["active .?"] * active)
     h = H if hat else replace(H, variant="subspace-only")
 
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
@@ -155,7 +135,7 @@ def _momentum(hat: bool, scaled: bool, active: bool, pair: bool = False, **field
         projected = Projected(i["G_tilde"], i["M_tilde"], None, i["U"], None)
 
         def found() -> tuple[Any, ...]:
-            M, ahead = own.momentum(G, projected, i["scale"], {"M": i["M"]}, h, i["active"])
+            M, ahead = own.momentum(G, projected, i.get("scale"), {"M": i["M"]}, h, i.get("active"))
             G_par = ahead.G_par
             if isinstance(i["U"], Pair) and isinstance(G_par, Tensor):  # PyTorch splits it where it is multiplied
                 G_par = Pair.split(G_par)
@@ -242,7 +222,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product A^T", "mmT, mr"),
     product_case("product B^T", "mr, rrT"),
     Case(
-        "whiten", _whitened("P mm", "G_perp mn"), _whiten, timed=(FP32,), module=product,
+        "whiten", tensors("P mm", "G_perp mn", *WHITENED, **POLAR), _whiten, timed=(FP32,), module=product,
     ),
     product_case("product V", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
     # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, Q^T L Q.
@@ -292,7 +272,7 @@ KERNELS: tuple[Case, ...] = (
     _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
     _samples(scaled=False),
     Case(
-        "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, dtype=lambda s, d: d.polar),
+        "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, **POLAR),
         call("cut", "t", "largest", "dtype", "bounded", "clipped"),
         dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=norms,
     ),
@@ -328,7 +308,7 @@ KERNELS: tuple[Case, ...] = (
         timed=(FP32,), module=product,
     ),
     Case(
-        "whiten of pairs", _whitened("P mm pair", "G_perp mn pair"), _whiten,
+        "whiten of pairs", tensors("P mm pair", "G_perp mn pair", *WHITENED, **POLAR), _whiten,
         dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
     ),
     apply_case("X Q scale left right active", half=True),
