@@ -196,14 +196,11 @@ def call(name: str, *arguments: str) -> Bind:
     return bind
 
 
-def either(kernel: Callable[..., Any], form: Callable[..., Any]) -> Bind:
-    """Return what binds a kernel that is no primitive by itself, and elsewhere its form over the primitives.
-
-    Both take all inputs by name, the form after the primitives.
-    """
+def over(form: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Bind:
+    """Return what binds a form, called with the primitives and all inputs by name; for Triton a kernel without them."""
 
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        return partial(kernel, **i) if ops.name == "triton" else partial(form, ops, **i)
+        return partial(kernel, **i) if kernel and ops.name == "triton" else partial(form, ops, **i)
 
     return bind
 

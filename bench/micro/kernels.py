@@ -23,12 +23,12 @@ from bench.micro.case import (
     arithmetic,
     beside,
     call,
-    either,
+    over,
     tensors,
 )
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
-from prokl.algorithm.algebra import Direction, Roots
+from prokl.algorithm.algebra import Admitted, Direction, Roots
 from prokl.algorithm.newton_schulz import newton_schulz_factors
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual
@@ -89,25 +89,21 @@ def _inverse_norm(X: Tensor) -> Tensor:
     return 1 / torch.linalg.vector_norm(X, dim=(-2, -1), dtype=compute_dtype(X.dtype))
 
 
-def _whiten(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Direction]:
-    def run() -> Direction:
-        X, scale = ops.whiten(i["P"], Residual(i["G_perp"], i["size"], i["whole"], 0.0), i["dtype"])
-        return Direction(X, None, scale)
+def _whiten(
+    ops: ProKLShampooStages, P: Operand, G_perp: Operand, size: Tensor, whole: Tensor, dtype: torch.dtype
+) -> Direction:
+    X, scale = ops.whiten(P, Residual(G_perp, size, whole, 0.0), dtype)
+    return Direction(X, None, scale)
 
-    return run
+
+def _polynomial(ops: ProKLShampooStages, R: Tensor) -> Tensor:
+    _, b, c = NS_COEFFICIENTS
+    return ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
 
 
-def _polynomial(shifted: bool) -> Case:
+def _shifted_polynomial(ops: ProKLShampooStages, R: Tensor) -> tuple[Tensor, Tensor]:
     a, b, c = NS_COEFFICIENTS
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        R = i["R"]
-        if shifted:
-            return lambda: ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
-        return lambda: ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
-
-    name = ("shifted" if shifted else "symmetric") + " polynomial"
-    return Case(name, tensors("R mm~ polar"), bind, **GRAM)
+    return ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
 
 
 def _project(active: bool, pair: bool = False, **fields: Any) -> Case:
@@ -152,50 +148,28 @@ def _split(ops: ProKLShampooStages, x: Tensor, a: Tensor | None = None) -> Pair:
     return Pair.split(x if a is None else x * a.sqrt()[:, None, :])
 
 
-def _combine(scaled: bool, **fields: Any) -> Case:
-    alpha, beta = H.gradient_weights[0], H.momentum
-
-    def kernel(x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
-        return combine.combine(x, alpha, y, beta, scale, pair=True)
-
-    def form(ops: ProKLShampooStages, x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
-        total = alpha * (x if scale is None else x * scale[:, None, None]) + beta * y
-        return Pair.split(total) if x.dtype == torch.float32 else total  # of pairs the error is that of their halves
-
-    inputs = tensors("x mr", "y mr", *["scale ."] * scaled)
-    return Case("combine" + " scaled" * scaled + " and split", inputs, either(kernel, form), module=combine, **fields)
+def _combined(ops: ProKLShampooStages, x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
+    total = H.gradient_weights[0] * (x if scale is None else x * scale[:, None, None]) + H.momentum * y
+    return Pair.split(total) if x.dtype == torch.float32 else total  # of pairs the error is that of their halves
 
 
-def _samples(scaled: bool, **fields: Any) -> Case:
-    inputs = tensors("GQ mr", "QtG mr", "a_L m", "a_S r", *["scale .+"] * scaled)
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        roots = Roots(i["a_L"], i["a_S"], i["a_L"])  # of mu none is read
-        return lambda: ops.samples(i["GQ"], i["QtG"], roots, i.get("scale"), 0.1)
-
-    name = "samples" + " without bound" * (not scaled)
-    return Case(name, inputs, bind, module=combine, **fields)
+def _combine(x: Tensor, y: Tensor, scale: Tensor | None = None) -> Operand:
+    return combine.combine(x, H.gradient_weights[0], y, H.momentum, scale, pair=True)
 
 
-def _inverse_norm_kernel(energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
-    return norms.inverse_norm(energy, size, whole, NOISE)
+def _samples(
+    ops: ProKLShampooStages, GQ: Tensor, QtG: Tensor, a_L: Tensor, a_S: Tensor, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.samples(GQ, QtG, Roots(a_L, a_S, a_L), scale, 0.1)  # of mu none is read
 
 
-def _inverse_norm_form(ops: ProKLShampooStages, energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
+def _normalising(ops: ProKLShampooStages, energy: Tensor, size: Tensor, whole: Tensor) -> Tensor:
     negligible = Residual(energy, size, whole, NOISE).negligible()
     return torch.where(negligible, 0.0, energy.sum(dim=1).rsqrt())
 
 
-def _admit(**fields: Any) -> Case:
-    roots = ("inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "lambda_0 .+")
-    drawn = tensors("A mr", "QtG mr", "e_res m+", "M . momentum", *roots)
-    names = ("A", "QtG", "e_res")
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        state = {name: t for name, t in i.items() if name not in names}
-        return lambda: ops.admit(*(i[name] for name in names), state, H, 1 << 12)
-
-    return Case("admit kernel", drawn, bind, module=admit, **fields)
+def _admit(ops: ProKLShampooStages, A: Tensor, QtG: Tensor, e_res: Tensor, **state: Tensor) -> Admitted:
+    return ops.admit(A, QtG, e_res, state, H, 1 << 12)
 
 
 KERNELS: tuple[Case, ...] = (
@@ -222,7 +196,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product A^T", "mmT, mr"),
     product_case("product B^T", "mr, rrT"),
     Case(
-        "whiten", tensors("P mm", "G_perp mn", *WHITENED, **POLAR), _whiten, timed=(FP32,), module=product,
+        "whiten", tensors("P mm", "G_perp mn", *WHITENED, **POLAR), over(_whiten), timed=(FP32,), module=product,
     ),
     product_case("product V", "nmT, mr", ("C nr", "alpha ."), timed=(FP32,)),
     # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, Q^T L Q.
@@ -251,8 +225,8 @@ KERNELS: tuple[Case, ...] = (
     Case(
         "symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"), **GRAM,
     ),
-    _polynomial(shifted=False),
-    _polynomial(shifted=True),
+    Case("symmetric polynomial", tensors("R mm~ polar"), over(_polynomial), **GRAM),
+    Case("shifted polynomial", tensors("R mm~ polar"), over(_shifted_polynomial), **GRAM),
     newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     apply_case("X Q scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="polar"),
@@ -266,11 +240,24 @@ KERNELS: tuple[Case, ...] = (
     apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     # What lies between the products.
-    _admit(dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,)),
-    _combine(scaled=True, timed=(FP32,)),
-    _combine(scaled=False),
-    _samples(scaled=True, dtypes=(FP32, FP64), timed=(FP32,)),
-    _samples(scaled=False),
+    Case(
+        "admit kernel",
+        tensors(
+            "A mr", "QtG mr", "e_res m+", "M . momentum",
+            "inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "lambda_0 .+",
+        ),
+        over(_admit), dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,), module=admit,
+    ),
+    Case(
+        "combine scaled and split", tensors("x mr", "y mr", "scale ."), over(_combined, _combine),
+        timed=(FP32,), module=combine,
+    ),
+    Case("combine and split", tensors("x mr", "y mr"), over(_combined, _combine), module=combine),
+    Case(
+        "samples", tensors("GQ mr", "QtG mr", "a_L m", "a_S r", "scale .+"), over(_samples),
+        dtypes=(FP32, FP64), timed=(FP32,), module=combine,
+    ),
+    Case("samples without bound", tensors("GQ mr", "QtG mr", "a_L m", "a_S r"), over(_samples), module=combine),
     Case(
         "cut", tensors("t mr", "bounded .?", "clipped .+", largest=0.1, **POLAR),
         call("cut", "t", "largest", "dtype", "bounded", "clipped"),
@@ -278,18 +265,18 @@ KERNELS: tuple[Case, ...] = (
     ),
     Case(
         "inverse norm", tensors("energy m+", "size r+", "whole r+"),
-        either(_inverse_norm_kernel, _inverse_norm_form),
+        over(_normalising, lambda energy, size, whole: norms.inverse_norm(energy, size, whole, NOISE)),
         dtypes=(FP32, FP64), timed=(FP32,), module=norms,
     ),
     store_case("store", STEPPED, "ae", dtypes=(FP32, BF16_STATE), timed=(FP32,)),
     store_case("store bases", "Q_L Q_S", "a", dtypes=(FP32, BF16_STATE)),
-    Case("split scaled", tensors("x mm", "a m+"), either(split.split, _split), timed=(FP32,), module=split),
+    Case("split scaled", tensors("x mm", "a m+"), over(_split, split.split), timed=(FP32,), module=split),
     Case(
         "split two", tensors("x mm", "y nr"),
-        either(split.split_two, lambda ops, x, y: (Pair.split(x), Pair.split(y))),
+        over(lambda ops, x, y: (Pair.split(x), Pair.split(y)), split.split_two),
         timed=(FP32,), module=split,
     ),
-    Case("split", tensors("x mn"), either(split.split, _split), timed=(FP32,), module=split),
+    Case("split", tensors("x mn"), over(_split, split.split), timed=(FP32,), module=split),
     # What a balanced step takes instead.
     _project(active=True, pair=True, dtypes=(FP32, BF16, BF16_STATE), timed=BOTH, operand="pair"),
     _momentum(
@@ -301,14 +288,14 @@ KERNELS: tuple[Case, ...] = (
     ),
     Case(
         "row energies of pairs", tensors("Q mm pair", "G_perp mn pair"),
-        either(
-            lambda Q, G_perp: Parts(product.row_energies(Q.mT, G_perp)),
+        over(
             lambda ops, Q, G_perp: ops.product(Q.mT, G_perp).square().sum(dim=-1),
+            lambda Q, G_perp: Parts(product.row_energies(Q.mT, G_perp)),
         ),
         timed=(FP32,), module=product,
     ),
     Case(
-        "whiten of pairs", tensors("P mm pair", "G_perp mn pair", *WHITENED, **POLAR), _whiten,
+        "whiten of pairs", tensors("P mm pair", "G_perp mn pair", *WHITENED, **POLAR), over(_whiten),
         dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
     ),
     apply_case("X Q scale left right active", half=True),
@@ -320,7 +307,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric E of pairs", "mn pair", timed=(FP32,), operand="pair"),
     Case(
         "product of pairs, split", tensors("A mr pair", "B rr pair"),
-        either(product.product_pair, lambda ops, A, B: ops.product(A, B)),
+        over(lambda ops, A, B: ops.product(A, B), product.product_pair),
         module=product, operand="pair",
     ),
     # And KL-Shampoo's.
@@ -334,7 +321,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric R", "nmT", ("C nn~",)),
     Case(
         "symmetric P of pairs", tensors("A mm pair"),
-        either(symmetric_product.symmetric_product_pair, lambda ops, A: ops.symmetric_product(A)),
+        over(lambda ops, A: ops.symmetric_product(A), symmetric_product.symmetric_product_pair),
         timed=(FP32,), module=symmetric_product, operand="pair",
     ),
 )  # fmt: skip
