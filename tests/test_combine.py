@@ -10,19 +10,13 @@ from prokl.backends.torch_ops import TorchStages
 from prokl.kernels.combine import samples
 from prokl.kernels.norms import TILE, cut, inverse_norm
 from prokl.kernels.split import split
-from tests.kernel_cases import DEVICE
+from tests.kernel_cases import DEVICE, gaps
 
 TORCH = TorchStages(True)
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
-
-
-def gaps(t):
-    """The same numbers with others between them in memory."""
-    wide = torch.full([2 * k for k in t.shape], math.nan, dtype=t.dtype, device=t.device)
-    return wide[(slice(1, None, 2),) * t.ndim].copy_(t)
 
 
 def test_c_comes_twice_and_not_as_its_square():

@@ -28,6 +28,7 @@ from tests.kernel_cases import (
     Sizes,
     arithmetic,
     assert_close,
+    gaps,
 )
 
 GAPPED, FAR = Sizes(3, 37, 50, 19), ((3, 2**30 + 8), (18, 2**27 + 8))
@@ -133,11 +134,6 @@ CHOICES = [
 def test_every_tile_that_ships_is_chosen_and_no_other(module, arguments):
     shipped = {tile for name, tiles in vars(module).items() if name.startswith("TILES") for tile in tiles}
     assert {module.choose_tile(*given) for given in itertools.product(*arguments)} == shipped
-
-
-def gaps(t):
-    wide = torch.full([2 * k + 1 for k in t.shape], math.nan, device=DEVICE).to(t.dtype)
-    return wide[(slice(1, None, 2),) * t.ndim].copy_(t)
 
 
 def transposed(t):
