@@ -96,8 +96,9 @@ def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
     assert len(shards.open_shard(tmp_path / "empty.bin")) == 0
 
 
-def without_a_header(path):
-    path.write_bytes(b"\0" * 1000)
+def cut(path, size):
+    """The first bytes of a shard's header."""
+    path.write_bytes(written(path, []).read_bytes()[:size])
     return path
 
 
@@ -109,13 +110,14 @@ REFUSED = [
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, version=2))),
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, count=6))),
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, count=-5))),
-    (NO_SHARD, lambda folder: shards.open_shard(without_a_header(folder / "a.bin"))),
+    (NO_SHARD, lambda folder: shards.open_shard(cut(folder / "a.bin", 0))),
+    (NO_SHARD, lambda folder: shards.open_shard(cut(folder / "a.bin", 1000))),
     ("cannot read", lambda folder: shards.open_shard(folder / "none.bin")),
     ("has token 240 at 40, but the vocabulary ends at 239", lambda folder: open_source(folder, CONTEXT, 240)),
     ("leaves 27 tokens in one piece for training, but .* 27 needs 28", lambda folder: open_source(folder, 27)),
     ("No such file or directory; give a text file", lambda folder: open_source(folder / "nothing.txt", CONTEXT)),
     ("Is a directory; give a text file or token shards", lambda folder: open_source(folder.parent, CONTEXT)),
-    ("it is empty or binary; give a text file", lambda folder: open_source(without_a_header(folder / "a.txt"), 2)),
+    ("it is empty or binary; give a text file", lambda folder: open_source(cut(folder / "a.txt", 1000), 2)),
 ]
 
 
