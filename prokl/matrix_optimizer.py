@@ -5,9 +5,11 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar, overload
 
 import torch
@@ -17,7 +19,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice
+from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice, portable
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
 from prokl.distributed.state import check_undivided
@@ -28,6 +30,9 @@ from prokl.engine.engine import Engine, Sharded
 from prokl.engine.newcomers import resolved, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
 from prokl.engine.validation import check_algorithm_named, check_keys, check_names, check_no_module, names_alike
+
+_HOOKS = threading.RLock()
+"""Held while an optimizer has a hook for the time of a call: another thread's call would find its table changed."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -155,6 +160,8 @@ class MatrixOptimizer(Optimizer):
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss
 
+    @torch.inference_mode(False)  # what is made in it can never be stepped outside
+    @torch.no_grad()
     def _step(self) -> list[str]:
         """Do the step, after the closure; return warnings."""
         if self._division is None and self._process_group is None:
@@ -166,7 +173,7 @@ class MatrixOptimizer(Optimizer):
         assert division is not None
         return division.step(self._outer)
 
-    @torch.inference_mode(False)  # of a rollout: what is made in it can never be stepped
+    @torch.inference_mode(False)
     @torch.no_grad()
     def offload(self, device: torch.device | str = "cpu") -> None:
         """Move the state to another device between steps: nothing here holds its former memory after that.
@@ -213,16 +220,18 @@ class MatrixOptimizer(Optimizer):
             named(group, index)  # raises where names no longer fit
         if self._division is not None:
             self._division.check_unbroken("state_dict()")
-        first = self.register_state_dict_post_hook(self._exported, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            first.remove()
+        with _HOOKS:
+            first = self.register_state_dict_post_hook(self._exported, prepend=True)
+            try:
+                return super().state_dict()
+            finally:
+                first.remove()
 
     def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
         settings = self.defaults.keys() | adamw.ARGUMENTS
-        groups = [resolved(group, settings) for group in packed["param_groups"]]  # schedulers set numbers of NumPy
+        groups = [resolved(group, settings) for group in packed["param_groups"]]
+        groups = [{key: portable(value) for key, value in group.items()} for group in groups]
         state = checkpoint.with_step_tensors(packed["state"])
         if self._division is not None:
             state = self._division.exported(self._outer, state)
@@ -245,12 +254,14 @@ class MatrixOptimizer(Optimizer):
                 continue
             full = {}
             for key, value in entry.items():
-                value = value.full_tensor() if is_dtensor(value) else value
+                whole = value.full_tensor() if is_dtensor(value) else value
                 if here:
-                    full[key] = value.cpu() if isinstance(value, Tensor) else value
+                    full[key] = whole.to("cpu", copy=whole is value) if isinstance(whole, Tensor) else whole
             gathered[i] = full
         return {**packed, "state": gathered} if here else {}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, whole or this rank's part; of a divided optimizer all ranks must call it.
 
@@ -263,15 +274,12 @@ class MatrixOptimizer(Optimizer):
         division = self._divided()
         if division is not None:
             division.update(self._outer)
-        last_hook = self.register_load_state_dict_pre_hook(self._prepare)
-        try:
-            if division is None:
+        with _HOOKS, nullcontext() if division is None else division.loading():
+            last_hook = self.register_load_state_dict_pre_hook(self._prepare)
+            try:
                 super().load_state_dict(state_dict)
-            else:
-                with division.loading():
-                    super().load_state_dict(state_dict)
-        finally:
-            last_hook.remove()
+            finally:
+                last_hook.remove()
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw())
@@ -284,10 +292,13 @@ class MatrixOptimizer(Optimizer):
             )
         return {**super().__getstate__(), "state": checkpoint.without_views(self.state)}
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         for key in {"state", "param_groups"} & self.__dict__.keys() - state.keys():  # as torch's: what it lacks stays
             state = {**state, key: self.__dict__[key].copy()}
-        division = self._divided() if "param_groups" in self.__dict__ else None  # none yet: it is being unpickled
+        loads = "param_groups" in self.__dict__  # else it is being unpickled or copied
+        division = self._divided() if loads else None
         if division is not None:
             shown: Any = defaultdict(dict, division.loaded(self._outer, state))
             super().__setstate__({**state, "state": shown})
@@ -295,6 +306,6 @@ class MatrixOptimizer(Optimizer):
             division.show(self._outer, state["state"])
             return
         check_undivided(state)
-        restored = checkpoint.restore(state, self.method, type(self).__name__)
+        restored = checkpoint.restore(state, self.method, type(self).__name__, check_values=loads)
         super().__setstate__(state)
         self._outer.loaded(restored)

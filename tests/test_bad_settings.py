@@ -30,7 +30,7 @@ BAD = {
     "precondition_frequency": COUNT,
     "init_eigenvalue": ((0.0, -0.1, NAN, INF, True, "0.1", "rms", None), '"auto" or a finite number above 0'),
     "clip_threshold": ((1.0, 0.5, -1, 0, INF, NAN, True, "auto"), "a finite number above 1, the usual.* or None"),
-    "state_dtype": (("float32", torch.int32, torch.complex64, 32), "one of "),
+    "state_dtype": (("fp32", torch.int32, torch.complex64, 32), "one of "),
     "bf16_weights": (("nearest", torch.bfloat16, True, None), "one of "),
     "backend": (("triton-please", 1, True), "one of "),
     "maximize": FLAG,

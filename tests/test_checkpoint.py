@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ CASES = {
     for j, (name, (dtype, state)) in enumerate(DTYPES.items())
 }
 CASES |= {variant: METHODS[variant] for variant in VARIANTS[1:]}
+CASES["Newton-Schulz in half precision"] = {"ns_dtype": torch.bfloat16}
 CASES["as published"] = {"init_eigenvalue": 0.1, "clip_threshold": None}
 CASES |= {
     f"{cls.__name__}-masters": {"cls": cls, "dtype": torch.bfloat16, "bf16_weights": "master"} for cls in (PRO, KL)
@@ -88,6 +90,7 @@ WAYS = {
     "pickle": lambda run, given, folder: pickle.loads(pickle.dumps(run)),
     "nested": lambda run, given, folder: through_a_distributed_checkpoint(run, given, "nested", folder),
     "flattened": lambda run, given, folder: through_a_distributed_checkpoint(run, given, "flattened", folder),
+    "full": lambda run, given, folder: through_a_distributed_checkpoint(run, given, "full", folder),
 }
 
 
@@ -312,3 +315,27 @@ def test_a_state_dict_of_the_same_weights_in_another_order_is_refused_and_change
     for own in nameless["param_groups"]:
         del own["param_names"]
     target.load_state_dict(nameless)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
+def test_an_optimizer_whose_adamw_is_not_finite_is_copied_as_it_is_and_not_loaded(duplicate):
+    p, bias = weight(6, 4), weight(4)
+    optimizer = PRO([{"params": [p]}, {"params": [bias], "algorithm": "adamw", "lr": 0.01}], rank=2)
+    p.grad, bias.grad = torch.ones(6, 4), torch.full((4,), torch.inf)
+    optimizer.step()
+    assert duplicate(optimizer).state_dict()["state"][1]["exp_avg"].isinf().all()
+    with refused(optimizer, "AdamW state of .* has exp_avg between inf and inf"):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_scheduler_left():
+    optimizer, file = train(PRO(named((6, 4)), rank=2), [0]), io.BytesIO()
+    optimizer.param_groups[0].update(max_lr=np.float64(0.02))
+    gathered = optimizer.gather_state_dict()
+    M = gathered["state"][0]["M"].clone()
+    torch.save(gathered, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    train(optimizer, [1])
+    assert torch.equal(gathered["state"][0]["M"], M) and torch.equal(read["state"][0]["M"], M)
+    assert read["param_groups"][0]["max_lr"] == 0.02

@@ -1,5 +1,6 @@
 """State that waits elsewhere between steps: nothing keeps the memory that it had, and the next step finds it."""
 
+import copy
 import weakref
 
 import pytest
@@ -40,13 +41,22 @@ def test_training_with_an_offload_after_every_step_has_the_same_bits(device, mak
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_offload_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can_be_stepped(device):
+@pytest.mark.parametrize(
+    "done",
+    [
+        lambda optimizer: optimizer.offload(),
+        lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+        lambda optimizer: (optimizer.engine.release(), optimizer.step()),
+    ],
+    ids=["offload", "load", "step"],
+)
+def test_what_is_done_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can_be_stepped(device, done):
     def roll_out(optimizer):
         with torch.inference_mode():
-            optimizer.offload()
+            done(optimizer)
 
-    weights, offloaded = (trained(device, prokl.ProKLShampoo, 4, *between)[0] for between in ((), (roll_out,)))
-    assert all(map(torch.equal, weights, offloaded))
+    weights, others = (trained(device, prokl.ProKLShampoo, 4, between)[0] for between in (done, roll_out))
+    assert all(map(torch.equal, weights, others))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -168,6 +168,12 @@ HEADS = {
     "after blocks and a norm": (holding(h=blocks(), norm=nn.LayerNorm(8), final=linear(8, 5)), {"final"}),
     "actor and critic": (holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)), {"policy", "value"}),
     "a list of layers": (holding(layers=nn.ModuleList([linear(9, 8), linear(8, 6), linear(6, 4)])), {"layers.2"}),
+    "hidden layers named as heads": (holding(fc=linear(12, 9), decoder=linear(9, 7), out=linear(7, 5)), {"out": LAST}),
+    "as many labels as channels": (holding(a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3), fc=linear(8, 8)), {"fc": NAMED}),
+    "a net whose outputs another takes": (
+        holding(one=holding(up=linear(5, 8), fc=linear(8, 12)), two=holding(up=linear(12, 9), head=linear(9, 1))),
+        {"one.fc": NAMED, "two.head": NAMED},
+    ),
     "wrapped": (nn.DataParallel(holding(fc1=linear(12, 9), fc2=linear(9, 5))), {"module.fc2"}),
     # None of these is the output for certain.
     "an autoencoder": (holding(fc1=linear(12, 5), fc2=linear(5, 12)), {}),

@@ -183,6 +183,7 @@ def test_a_group_may_have_advanced_settings_in_their_mapping_or_beside_the_other
     "cls, advanced, says",
     [
         (PRO, {"ns_step": 3}, r"advanced=\{'ns_step': .*no advanced setting has that name; the nearest is 'ns_steps'"),
+        (KL, {"epsilon": 3}, r"advanced=\{'epsilon': .*no advanced setting has that name; the nearest is 'eps'"),
         (KL, {"ns_steps": 3}, r"advanced=\{'ns_steps': .* of KLShampoo: no advanced setting has that name"),
         (KL, {"lr": 1e-3}, r"advanced=\{'lr': .*no advanced setting has that name; there are eps, init_eigenvalue, "),
         (PRO, "eps", r"Invalid advanced='eps' of .*must be a dict of eps, "),

@@ -201,6 +201,19 @@ def plain(value: Any) -> Any:
     return value
 
 
+def named_dtype(value: Any) -> Any:
+    """Return the dtype that a setting names, as configurations and state dicts do; anything else as it is."""
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    return found if isinstance(found, torch.dtype) else value
+
+
+def portable(value: Any) -> Any:
+    """Return what a group holds as every kind of checkpoint takes it: dtypes by name, no numbers of NumPy's."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return plain(value) if isinstance(value, Real) else value
+
+
 def apart(value: Any) -> Any:
     """Return a setting for one holder alone: a tensor, which schedulers fill in place, as a copy."""
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -270,12 +283,16 @@ def _check_not_differentiable(group: dict[str, Any]) -> None:
         raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
 
 
+ALSO_CALLED = {"learning_rate": "lr", "epsilon": "eps"}
+"""What others call a setting, where that is not spelt nearly as it is here."""
+
+
 def check_advanced(where: str, advanced: Any, known: Mapping[str, Any] = PRO_ADVANCED) -> None:
     """Raise TypeError unless ``advanced`` is a mapping of advanced settings alone."""
     if not isinstance(advanced, Mapping):
         raise TypeError(f"Invalid advanced={advanced!r} {where}: must be a dict of {', '.join(known)}.")
     for key in advanced.keys() - known.keys():
-        nearest = get_close_matches(str(key), known, n=1)
+        nearest = get_close_matches(ALSO_CALLED.get(key, str(key)), known, n=1)
         said = f"the nearest is {nearest[0]!r}" if nearest else f"there are {', '.join(known)}"
         raise TypeError(f"Invalid advanced={{{key!r}: ...}} {where}: no advanced setting has that name; {said}.")
 

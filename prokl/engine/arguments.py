@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import PRESETS, check_advanced, check_choice, plain
+from prokl.algorithm.settings import ALSO_CALLED, PRESETS, check_advanced, check_choice, plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import named
-from prokl.engine.validation import ALSO_CALLED
 
 P = ParamSpec("P")
 OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}

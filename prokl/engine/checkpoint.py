@@ -180,6 +180,8 @@ def _names(group: Group) -> list[str]:
 def _check_names(saved_names: list[str], names: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to a weight of another name; warn of new names."""
     there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
+    if len(set(there)) < len(there):  # names that differ in what a wrapper may have added
+        there, here = saved_names, names
     if len(there) != len(here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
     other = [i for i, (one, two) in enumerate(zip(there, here, strict=True)) if one != two]
@@ -205,11 +207,12 @@ def _tuples(values: list[Any], present: Any) -> Any:
     return [tuple(value) if isinstance(value, list) else value for value in values]
 
 
-def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[int]:
+def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_values: bool = True) -> set[int]:
     """Check the matrix state in what ``__setstate__`` gets, and copy it onto the weights' devices, in place.
 
     Args:
         state: see above. method: whose state it is. optimizer: name for an error.
+        check_values: whether to read the state; what is copied goes on as it is.
 
     Returns:
         The indices of the matrix groups that have state.
@@ -241,7 +244,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                 if entry := state["state"].get(p):
                     if reason := adamw.misfit(p, group, entry):
                         misfits.setdefault(p, f"{name} has {reason}")
-                    else:
+                    elif check_values:
                         adamw.check_values(name, entry)
                     state["state"][p] = {k: _lying_as(p, v) for k, v in entry.items()}  # a copy, as of the matrices'
             continue
@@ -256,7 +259,8 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str) -> set[i
                     if misfit := _misfit(entry, layout, piece, optimizer):
                         misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
                         break
-                    _check_values(entry, layout, piece)
+                    if check_values:
+                        _check_values(entry, layout, piece)
                     entry["step" + piece.suffix] = stored_clock(p, clock(piece, entry))
                 restored.add(i)
             elif foreign := OF_OTHERS & entry.keys():

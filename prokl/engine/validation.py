@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
+from prokl.algorithm.settings import ALSO_CALLED
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.engine.pieces import FLATTENED, named
 
@@ -28,8 +29,6 @@ def check_no_module(params: Any) -> None:
 
 OF_CONSTRUCTORS = ("preset", "process_group")
 """Arguments of a constructor that are no settings of groups."""
-ALSO_CALLED = {"learning_rate": "lr"}
-"""What others call a setting, where that is not spelt nearly as it is here."""
 
 
 def check_algorithm_named(group: Group) -> None:

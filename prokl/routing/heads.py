@@ -40,6 +40,7 @@ class Heads:
             o.path for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding or o.recurrent)
         )
         self._inputs = {size for p, o in held for size in _inputs(p, o)}
+        self._matrix_inputs = [(o.path, _inputs(p, o)) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]
         self._several = sum(p.ndim >= 2 for p in owners) > 1
         self._shared = len(os.path.commonprefix([o.path for _, o in held]))
         self._lists = {path: m for path, m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
@@ -130,6 +131,8 @@ class Heads:
             head = o.path[:end]
             if not _says_head(head[-1]) or not self._outside(head, p, o):
                 continue
+            if LAYER.fullmatch(head[-1]) and self._taken_later(p, o):
+                continue
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
             if WHOLE.fullmatch(head[-1]) and self._ends(o.path, head):
@@ -143,6 +146,13 @@ class Heads:
             return True
         in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
         return in_list and o.path in self._layers and _outputs(p, o) not in self._inputs
+
+    def _taken_later(self, p: Tensor, o: Owner) -> bool:
+        """Return True if a later matrix beside or below takes what this layer gives: a hidden one may be called fc."""
+        paths, beside = [path for path, _ in self._matrix_inputs], o.path[:-1]
+        later = self._matrix_inputs[paths.index(o.path) :] if o.path in paths else []
+        of_it = [inputs for path, inputs in later if path != o.path and path[: len(beside)] == beside]
+        return any(_outputs(p, o) in inputs for inputs in of_it)
 
     def _ends(self, path: Path, head: Path) -> bool:
         """Return True if ``path`` is the last layer of ``whole``, or of one of the heads that ``whole`` lists."""
