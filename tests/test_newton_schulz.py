@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import prokl
 from prokl.algorithm import settings
@@ -122,40 +122,24 @@ def test_a_half_precision_matrix_comes_without_a_scale():
         newton_schulz_factors(problem(2, 3, 4, torch.float16), torch.ones(2, device=DEVICE), 5, MUON, KERNELS)
 
 
-def calls(function):
-    """The names of PyTorch's operators that a call runs, and what it returns."""
-    with Operators() as seen:
-        result = function()
-    return seen.names, result
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("gram", [True, False])
 def test_cublas_multiplies_the_shapes_of_its_table_alone(gram, monkeypatch):
     X = problem(2, 16, 32, torch.bfloat16)
 
-    def run():
-        return newton_schulz_factors(X, inverse_norm(X).float(), 5, MUON, KERNELS, gram=gram)
+    def run(table):
+        monkeypatch.setattr(triton_ops, "CUBLAS", frozenset(table))
+        with patch("torch.baddbmm", wraps=torch.baddbmm) as added, patch("torch.bmm", wraps=torch.bmm) as plain:
+            found = newton_schulz_factors(X, inverse_norm(X).float(), 5, MUON, KERNELS, gram=gram)
+        return dense(found), (added.call_count, plain.call_count)
 
-    names, kernels = calls(run)
-    assert "baddbmm" not in names and "bmm" not in names  # nothing is in the table before a GPU has decided
-    monkeypatch.setattr(triton_ops, "CUBLAS", frozenset({(16, 16, 32)}))
-    names, cublas = calls(run)
+    assert not triton_ops.CUBLAS  # before a GPU has decided
+    kernels, none = run(triton_ops.CUBLAS)
+    cublas, calls = run({(16, 16, 32)})
     # Four updates of X have one scale for all matrices, the first has one for each; of two restarts one has.
-    assert (names.count("baddbmm"), names.count("bmm")) == ((0, 1) if gram else (4, 0))
+    assert none == (0, 0) and calls == ((0, 1) if gram else (4, 0))
     truth = exact(X, 5, MUON)
-    assert error(dense(cublas), truth) <= 1.5 * error(dense(kernels), truth)  # both round to bfloat16 once a product
-    monkeypatch.setattr(triton_ops, "CUBLAS", frozenset({(16, 16, 33)}))
-    assert torch.equal(dense(run()), dense(kernels))
+    assert error(cublas, truth) <= 1.5 * error(kernels, truth)  # both round to bfloat16 once a product
+    assert torch.equal(run({(16, 16, 33)})[0], kernels)
 
 
 # Over PyTorch, how far apart the forms are
