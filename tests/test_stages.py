@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.micro.case import FP32_POLAR, FP64, Sizes, doubled, flat, numbers
-from bench.micro.stages import SURPRISING, copied, hyper, kl_inputs, pro_inputs
+from bench.micro.stages import SURPRISING, copied, kl_inputs, noted, pro_inputs
 from prokl.algorithm.algebra import Direction
 from prokl.backends import torch_ops, torch_pairs, triton_ops, triton_pairs
 from prokl.kernels.launch import INTERPRETED
@@ -36,28 +36,13 @@ def overridden(module):
 
 @functools.cache
 def called(backend, method):
-    """(name, arguments, result) of every operation in a step with a surprising gradient and the refresh after it."""
-    module, calls = BACKENDS[backend], []
-    own = stages(module, method)
-
-    def noting(name, function):
-        def noted(*args, **kwargs):
-            given = copied((args, kwargs))  # some of it may be overwritten
-            found = function(*args, **kwargs)
-            calls.append((name, given, copied(found)))
-            return found
-
-        return noted
-
-    for name in overridden(module):
-        if hasattr(own, name):
-            setattr(own, name, noting(name, getattr(own, name)))
-    i = INPUTS[method](SIZES, FP64 if module is triton_ops else FP32_POLAR, numbers(DEVICE), SURPRISING)
-    G, state = copied((i["G"], i["state"]))
-    own.step(G, state, hyper(i), torch.ones_like(G[:, 0, 0]), None)
-    own.refresh_eigenbases(i["state"], None)
-    own.congruence(i["state"]["L"], i["state"]["Q_L"])  # of the extension's refresh
-    return calls
+    """(name, arguments, result) of every operation of a backend's in a step with a surprising gradient."""
+    module = BACKENDS[backend]
+    own, dtypes = stages(module, method), FP64 if module is triton_ops else FP32_POLAR
+    i = INPUTS[method](SIZES, dtypes, numbers(DEVICE), SURPRISING)
+    calls = noted(own, [name for name in overridden(module) if hasattr(own, name)], i)
+    L, Q_L = i["state"]["L"], i["state"]["Q_L"]
+    return [*calls, ("congruence", ((L, Q_L), {}), own.congruence(L, Q_L))]  # which is for the extension's refresh
 
 
 def off(name, found, wanted):

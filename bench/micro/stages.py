@@ -6,7 +6,8 @@ Dimension key: B matrices, m short side, n long side, r rank,
 k columns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -88,21 +89,37 @@ def copied(given: Any) -> Any:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
 
 
-def as_a_step_does(stage: str, i: Inputs, ops: Any) -> Callable[[], Any]:
-    """Return the call of a stage that a step of these stages makes, or a refresh after it."""
-    own, calls = copy(ops), []
-    owner: Any = klshampoo if stage == "decide" else own
-    function = getattr(owner, stage)
+def noted(own: Any, names: Iterable[str], i: Inputs, owner: Any = None) -> list[tuple[str, Any, Any]]:
+    """Return (name, arguments, result) of every call of these operations in a step and the refresh after it.
 
-    def noted(*given: Any) -> Any:
-        calls.append(copied(given))  # a later stage may overwrite it
-        return function(*given)
+    They are those of the stages ``own``, or of another ``owner``.
+    """
+    owner, calls = owner or own, []
 
-    with patch.object(owner, stage, noted):
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = copied((args, kwargs))  # the operation itself or a later one may overwrite it
+            found = function(*args, **kwargs)
+            calls.append((name, given, copied(found)))
+            return found
+
+        return called
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(owner, name, noting(name, getattr(owner, name))))
         G, state = copied((i["G"], i["state"]))
         own.step(G, state, hyper(i), torch.ones_like(G[:, 0, 0]), None)
         own.refresh_eigenbases(i["state"], None)
-    return partial(function, *calls[0])
+    return calls
+
+
+def as_a_step_does(stage: str, i: Inputs, ops: Any) -> Callable[[], Any]:
+    """Return the call of a stage that a step of these stages makes, or a refresh after it."""
+    own = copy(ops)
+    owner: Any = klshampoo if stage == "decide" else own
+    (_, (args, kwargs), _), *_ = noted(own, [stage], i, owner)
+    return partial(getattr(owner, stage), *args, **kwargs)
 
 
 def _bind(stage: str, method: str, kept: Callable[[Any], Any]) -> Any:
