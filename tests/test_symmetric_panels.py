@@ -26,14 +26,12 @@ def test_a_product_and_a_polynomial_are_the_full_ones_and_mirrored_beyond_the_pa
     A = drawn(2, m, PANEL + 1)
     C = A @ A.mT
     symmetric = (C + C.mT) / 2
-    for found, full in (
-        (CPU.symmetric_product(A, **given), ELSEWHERE.symmetric_product(A, **given)),
-        (CPU.symmetric_product(A, C=symmetric, **given), ELSEWHERE.symmetric_product(A, C=symmetric, **given)),
-        (
-            CPU.symmetric_polynomial(symmetric, symmetric, C=symmetric, **given),
-            ELSEWHERE.symmetric_polynomial(symmetric, symmetric, C=symmetric, **given),
-        ),
+    for operation, factors, addend in (
+        ("symmetric_product", (A,), None),
+        ("symmetric_product", (A,), symmetric),
+        ("symmetric_polynomial", (symmetric, symmetric), symmetric),
     ):
+        found, full = (getattr(ops, operation)(*factors, C=addend, **given) for ops in (CPU, ELSEWHERE))
         torch.testing.assert_close(found, full, rtol=0, atol=1e-14 * float(full.abs().max()) + 1e-300)
         assert torch.equal(found[:, PANEL:, :PANEL], found[:, :PANEL, PANEL:].mT)
     transposed = drawn(2, PANEL + 1, m).mT
