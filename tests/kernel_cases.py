@@ -42,6 +42,8 @@ SIZES = (
 )  # fmt: skip
 REFUSED = Sizes(3, 5, 9, 4)
 """At which wrong arguments are told."""
+OF_GPU = () if launch.INTERPRETED else ((BF16,) * 3,)
+"""Dtypes of products that the interpreter gets wrong."""
 ONES, MASTER = torch.ones(3), torch.ones(3, 5, 9)
 
 
@@ -58,7 +60,7 @@ class KernelCase:
         inputs: "sides" of every tensor, or a constant.
         roundings: of every result at these sizes, and how many products of factors it is made by.
         dtypes: of the tensors in the order of ``inputs`` and of C, others float32. bfloat16 only where the kernel
-            converts it: the interpreter multiplies it wrongly.
+            converts it, and on a GPU: the interpreter multiplies it wrongly.
         variants: changes of the inputs; None leaves one out.
         sizes: ragged ones first.
         tiles: those that ship, by the dtype that they are for.
@@ -252,7 +254,7 @@ PRODUCT = KernelCase(
     # The last: a half-precision gradient minus what the subspace has of it.
     dtypes=(
         (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
-        (HALF, BF16, HALF), (SINGLE, SINGLE, BF16),
+        (HALF, BF16, HALF), (SINGLE, SINGLE, BF16), *OF_GPU,
     ),
     variants=ADDENDS, tiles=OF_FACTORS, stored=wider,
     refused=(
@@ -281,7 +283,7 @@ OWN_ADDENDS = tuple({k: v.replace("r", "m") if k == "C" else v for k, v in own.i
 SYMMETRIC = KernelCase(
     "symmetric product", lambda **i: [symmetric_product.symmetric_product(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT))], {"A": "mn"}, lambda s: [(s.n + 6, 1)],
-    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE), (SINGLE, BF16), (HALF, SINGLE)),
+    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE), (SINGLE, BF16), (HALF, SINGLE), *OF_GPU),
     variants=OWN_ADDENDS, tiles=OF_SQUARE, stored=wider, symmetric=True,
     refused=(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
@@ -293,8 +295,8 @@ SYMMETRIC = KernelCase(
 POLYNOMIAL = KernelCase(
     "symmetric polynomial", lambda **i: [symmetric_product.symmetric_polynomial(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mm", "B": "mm"}, lambda s: [(s.m + 6, 1)],
-    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3), variants=OWN_ADDENDS, tiles=OF_SQUARE, stored=wider,
-    symmetric=True,
+    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *OF_GPU), variants=OWN_ADDENDS, tiles=OF_SQUARE,
+    stored=wider, symmetric=True,
     refused=(
         ({"A": torch.ones(3, 5, 6)}, r"A has shape \(3, 5, 6\); must be \(batch, m, m\) with m >= 1"),
         ({"precision": "high"}, r"Invalid precision='high'"),
@@ -334,7 +336,8 @@ COORDINATES_EMA = KernelCase(
 )  # fmt: skip
 GRAM = KernelCase(
     "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
-    {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)], dtypes=((SINGLE,), (HALF,), (DOUBLE,)),
+    {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)],
+    dtypes=((SINGLE,), (HALF,), (DOUBLE,), *(own[:1] for own in OF_GPU)),
     stored=lambda i: i["X"].dtype, symmetric=True, refused=(({"scale": torch.ones(2)}, r"scale has shape"),),
 )  # fmt: skip
 PAIRED_SYMMETRIC = replace(
