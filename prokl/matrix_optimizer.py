@@ -5,7 +5,6 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,9 +29,6 @@ from prokl.engine.engine import Engine, Sharded
 from prokl.engine.newcomers import resolved, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
 from prokl.engine.validation import check_algorithm_named, check_keys, check_names, check_no_module, names_alike
-
-_HOOKS = threading.RLock()
-"""Held while an optimizer has a hook for the time of a call: another thread's call would find its table changed."""
 
 
 class MatrixOptimizer(Optimizer):
@@ -160,10 +156,16 @@ class MatrixOptimizer(Optimizer):
             warnings.warn(message, stacklevel=6)  # past torch's wrappers of step: the caller's line
         return loss
 
-    @torch.inference_mode(False)  # what is made in it can never be stepped outside
-    @torch.no_grad()
     def _step(self) -> list[str]:
         """Do the step, after the closure; return warnings."""
+        # What is made in inference mode cannot be written outside of it, be it state or weights.
+        stays = torch.is_inference_mode_enabled() and any(
+            p.is_inference() for group in self.param_groups for p in group["params"]
+        )
+        with torch.inference_mode(stays), torch.no_grad():
+            return self._stepped()
+
+    def _stepped(self) -> list[str]:
         if self._division is None and self._process_group is None:
             try:
                 return self._outer.step()
@@ -220,18 +222,17 @@ class MatrixOptimizer(Optimizer):
             named(group, index)  # raises where names no longer fit
         if self._division is not None:
             self._division.check_unbroken("state_dict()")
-        with _HOOKS:
-            first = self.register_state_dict_post_hook(self._exported, prepend=True)
-            try:
-                return super().state_dict()
-            finally:
-                first.remove()
+        first = self.register_state_dict_post_hook(self._exported, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            first.remove()
 
     def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
         settings = self.defaults.keys() | adamw.ARGUMENTS
         groups = [resolved(group, settings) for group in packed["param_groups"]]
-        groups = [{key: portable(value) for key, value in group.items()} for group in groups]
+        groups = [{key: portable(key, value) for key, value in group.items()} for group in groups]
         state = checkpoint.with_step_tensors(packed["state"])
         if self._division is not None:
             state = self._division.exported(self._outer, state)
@@ -258,7 +259,8 @@ class MatrixOptimizer(Optimizer):
                 if here:
                     full[key] = whole.to("cpu", copy=whole is value) if isinstance(whole, Tensor) else whole
             gathered[i] = full
-        return {**packed, "state": gathered} if here else {}
+        groups = [{key: apart(value) for key, value in group.items()} for group in packed["param_groups"]]
+        return {**packed, "state": gathered, "param_groups": groups} if here else {}
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -274,7 +276,7 @@ class MatrixOptimizer(Optimizer):
         division = self._divided()
         if division is not None:
             division.update(self._outer)
-        with _HOOKS, nullcontext() if division is None else division.loading():
+        with nullcontext() if division is None else division.loading():
             last_hook = self.register_load_state_dict_pre_hook(self._prepare)
             try:
                 super().load_state_dict(state_dict)

@@ -181,7 +181,7 @@ def test_of_the_size_a_third_rate_lies_beyond_the_better_and_longer_runs_and_sec
     assert (rates["Pro-KLShampoo"], rates["Muon"]) == ([0.01333, 0.02, 0.03], [0.01333, 0.008889, 0.005926])
     assert rates["SOAP"] == [0.0045, 0.003, 0.00675]  # the higher the better
     (longer,) = [trial for trial in order if trial.longer]
-    assert (longer.case, longer.hyper.lr, longer.scale.steps) == ("Muon, momentum 0.9", 0.005926, 1120)
+    assert (longer.case, longer.hyper.lr, longer.scale.steps) == ("Muon, momentum 0.9", 0.005926, 1124)
     # of Pro-KLShampoo, Muon with 0.9 and Muon, which all have a loss of 0, the first two
     second = [(trial.case, trial.hyper.lr) for trial in order if trial.seed == 1]
     assert second == [("Pro-KLShampoo", 0.03), ("Muon, momentum 0.9", 0.005926)]

@@ -330,12 +330,30 @@ def test_an_optimizer_whose_adamw_is_not_finite_is_copied_as_it_is_and_not_loade
 
 def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_scheduler_left():
     optimizer, file = train(PRO(named((6, 4)), rank=2), [0]), io.BytesIO()
-    optimizer.param_groups[0].update(max_lr=np.float64(0.02))
+    lr = torch.tensor(0.02)
+    optimizer.param_groups[0].update(lr=lr, max_lr=np.float64(0.02))
     gathered = optimizer.gather_state_dict()
     M = gathered["state"][0]["M"].clone()
+    lr.fill_(1e-3)
     torch.save(gathered, file)
     file.seek(0)
     read = torch.load(file, weights_only=True)
     train(optimizer, [1])
     assert torch.equal(gathered["state"][0]["M"], M) and torch.equal(read["state"][0]["M"], M)
     assert read["param_groups"][0]["max_lr"] == 0.02
+    assert float(gathered["param_groups"][0]["lr"]) == pytest.approx(0.02)
+
+
+def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups():
+    """What a group has of somebody else's stays as it is."""
+    optimizer = train(PRO(named((6, 4)), rank=2, state_dtype="bfloat16", ns_dtype="float32"), [0])
+    group = optimizer.param_groups[0]
+    group["theirs"] = torch.float16
+    assert (group["state_dtype"], group["ns_dtype"]) == (torch.bfloat16, torch.float32)
+    saved = optimizer.state_dict()["param_groups"][0]
+    assert (saved["state_dtype"], saved["ns_dtype"], saved["theirs"]) == ("bfloat16", "float32", torch.float16)
+    group.update({key: value for key, value in saved.items() if key != "params"})
+    train(optimizer, [1])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    group = optimizer.param_groups[0]
+    assert (group["state_dtype"], group["ns_dtype"], group["theirs"]) == (torch.bfloat16, torch.float32, torch.float16)

@@ -59,6 +59,17 @@ def test_what_is_done_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can
     assert all(map(torch.equal, weights, others))
 
 
+def test_weights_that_were_made_in_inference_mode_are_stepped_there():
+    with torch.inference_mode():
+        weights = [torch.zeros(4, 6) for _ in range(2)]
+        optimizer = prokl.ProKLShampoo(weights, rank=2)
+        for _ in range(3):
+            for W in weights:
+                W.grad = torch.randn(4, 6)
+            optimizer.step()
+    assert all(W.any() for W in weights)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_holds_the_memory_that_the_state_had(device):
     optimizer = trained(device, prokl.ProKLShampoo, 3)[2]

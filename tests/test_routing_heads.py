@@ -169,6 +169,14 @@ HEADS = {
     "actor and critic": (holding(body=linear(5, 8), policy=linear(8, 4), value=linear(8, 1)), {"policy", "value"}),
     "a list of layers": (holding(layers=nn.ModuleList([linear(9, 8), linear(8, 6), linear(6, 4)])), {"layers.2"}),
     "hidden layers named as heads": (holding(fc=linear(12, 9), decoder=linear(9, 7), out=linear(7, 5)), {"out": LAST}),
+    "a hidden layer in a head": (
+        holding(h=blocks(), head=holding(fc=linear(8, 6), proj=linear(6, 3)), more=nn.Conv2d(3, 6, 3)),
+        {"head.proj": "last layer of head, named as output head"},
+    ),
+    "as many labels as a later map has channels": (
+        holding(a=linear(6, 8), fc=linear(8, 3), b=nn.Conv2d(3, 6, 3)),
+        {"fc"},
+    ),
     "as many labels as channels": (holding(a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 8, 3), fc=linear(8, 8)), {"fc": NAMED}),
     "a net whose outputs another takes": (
         holding(one=holding(up=linear(5, 8), fc=linear(8, 12)), two=holding(up=linear(12, 9), head=linear(9, 1))),

@@ -5,7 +5,6 @@ As :mod:`tests.test_torch_optimizers_step`.
 
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,13 +79,6 @@ def test_hooks_of_saving_see_the_state_before_and_the_dict_after(cls):
     before.remove()
     del problem.optimizer.state["mark"]
     assert not problem.optimizer.state_dict()["marked"]
-
-
-@of_all
-def test_threads_may_ask_for_the_state_at_the_same_time(cls):
-    optimizer = Problem(cls, {}).steps(2).optimizer
-    with ThreadPoolExecutor(3) as threads:
-        assert all(threads.map(lambda _: optimizer.state_dict()["state"], range(1500)))
 
 
 @of_all

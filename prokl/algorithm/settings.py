@@ -207,11 +207,15 @@ def named_dtype(value: Any) -> Any:
     return found if isinstance(found, torch.dtype) else value
 
 
-def portable(value: Any) -> Any:
-    """Return what a group holds as every kind of checkpoint takes it: dtypes by name, no numbers of NumPy's."""
-    if isinstance(value, torch.dtype):
+OF_DTYPES = ("state_dtype", "ns_dtype")
+"""Settings that are dtypes."""
+
+
+def portable(key: str, value: Any) -> Any:
+    """Return what a group holds as every kind of checkpoint takes it: our dtypes by name, no numbers of NumPy's."""
+    if key in OF_DTYPES and isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return plain(value) if isinstance(value, Real) else value
+    return plain(value) if isinstance(value, Real) and hasattr(value, "tolist") else value
 
 
 def apart(value: Any) -> Any:

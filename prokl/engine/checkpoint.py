@@ -180,8 +180,6 @@ def _names(group: Group) -> list[str]:
 def _check_names(saved_names: list[str], names: list[str]) -> None:
     """Raise ValueError where state, which goes by place, would go to a weight of another name; warn of new names."""
     there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
-    if len(set(there)) < len(there):  # names that differ in what a wrapper may have added
-        there, here = saved_names, names
     if len(there) != len(here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
     other = [i for i, (one, two) in enumerate(zip(there, here, strict=True)) if one != two]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
+from prokl.algorithm.settings import ALGORITHMS, OF_DTYPES, check_adamw, check_choice, named_dtype, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER
@@ -185,6 +185,7 @@ class Engine:
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
+            group.update({key: named_dtype(group[key]) for key in OF_DTYPES if type(group.get(key)) is str})
             self.method.check(group)
             self.signatures.check_settings(index, group, self.state)
 

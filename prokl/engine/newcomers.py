@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import check_advanced, named_dtype, plain
+from prokl.algorithm.settings import OF_DTYPES, check_advanced, named_dtype, plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import DEFAULTS
 
@@ -19,7 +19,7 @@ def resolved(group: Group, settings: Collection[str]) -> Group:
     check_advanced("of a new group", advanced)
     group = {**advanced, **{key: value for key, value in group.items() if key != "advanced"}}
     plain_group = {key: plain(value) if key in settings else value for key, value in group.items()}
-    plain_group |= {key: named_dtype(plain_group[key]) for key in ("state_dtype", "ns_dtype") if key in plain_group}
+    plain_group |= {key: named_dtype(plain_group[key]) for key in OF_DTYPES if key in plain_group}
     if "adjust_lr_fn" in settings and plain_group.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
         plain_group["adjust_lr_fn"] = "original"
     lists = [key for key in DEFAULTS if isinstance(plain_group.get(key), tuple) and not isinstance(group[key], tuple)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class Heads:
             o.path for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding or o.recurrent)
         )
         self._inputs = {size for p, o in held for size in _inputs(p, o)}
-        self._matrix_inputs = [(o.path, _inputs(p, o)) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]
+        self._hidden = _named_and_hidden(held)
         self._several = sum(p.ndim >= 2 for p in owners) > 1
         self._shared = len(os.path.commonprefix([o.path for _, o in held]))
         self._lists = {path: m for path, m in modules if isinstance(m, (nn.ModuleList, nn.ModuleDict))}
@@ -129,9 +130,7 @@ class Heads:
             return "named as output head"
         for end in range(len(o.path), 0, -1):
             head = o.path[:end]
-            if not _says_head(head[-1]) or not self._outside(head, p, o):
-                continue
-            if LAYER.fullmatch(head[-1]) and self._taken_later(p, o):
+            if not _says_head(head[-1]) or head in self._hidden or not self._outside(head, p, o):
                 continue
             if len(o.path) - end <= o.closes:  # classifier.6 of a Sequential goes by the name of the whole
                 return "named as output head"
@@ -147,19 +146,13 @@ class Heads:
         in_list = len(path) > 1 and path[-2].isdigit() and isinstance(self._lists.get(path[:-2]), nn.ModuleList)
         return in_list and o.path in self._layers and _outputs(p, o) not in self._inputs
 
-    def _taken_later(self, p: Tensor, o: Owner) -> bool:
-        """Return True if a later matrix beside or below takes what this layer gives: a hidden one may be called fc."""
-        paths, beside = [path for path, _ in self._matrix_inputs], o.path[:-1]
-        later = self._matrix_inputs[paths.index(o.path) :] if o.path in paths else []
-        of_it = [inputs for path, inputs in later if path != o.path and path[: len(beside)] == beside]
-        return any(_outputs(p, o) in inputs for inputs in of_it)
-
     def _ends(self, path: Path, head: Path) -> bool:
         """Return True if ``path`` is the last layer of ``whole``, or of one of the heads that ``whole`` lists."""
         if head in self._lists and head[-1].endswith("s"):
             head = path[: len(head) + 1]
         inside = self._inside(head)
-        if path not in inside or any(_says_head(other[-1]) for other in inside if other not in (path, head)):
+        others = {*inside} - {path, head} - self._hidden
+        if path not in inside or any(_says_head(other[-1]) for other in others):
             return False  # decode_head.linear_fuse beside decode_head.classifier
         alone = len(inside) == 1 and path != head  # a dense alone is what comes before a head that lies elsewhere
         return path == inside[-1] and not (alone and path[-1] == "dense")
@@ -181,6 +174,20 @@ def _without_index(path: Path) -> Path:
     while path and path[-1].isdigit():  # lm_heads.0
         path = path[:-1]
     return path
+
+
+def _named_and_hidden(held: Sequence[tuple[Tensor, Owner]]) -> set[Path]:
+    """Return the linear layers named as fc or decoder whose outputs the next matrix, another linear layer, takes.
+
+    It lies beside or below.
+    """
+    matrices = [(p, o) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]
+    return {
+        o.path
+        for (p, o), (q, after) in pairwise(matrices)
+        if o.linear and after.linear and LAYER.fullmatch(o.path[-1])
+        if after.path[: len(o.path) - 1] == o.path[:-1] and _outputs(p, o) in _inputs(q, after)
+    }
 
 
 def _says_head(part: str) -> bool:
