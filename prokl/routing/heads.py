@@ -177,9 +177,9 @@ def _without_index(path: Path) -> Path:
 
 
 def _named_and_hidden(held: Sequence[tuple[Tensor, Owner]]) -> set[Path]:
-    """Return the linear layers named as fc or decoder whose outputs the next matrix, another linear layer, takes.
+    """Return the linear layers named fc, output or decoder whose outputs the next matrix takes, a linear layer as well.
 
-    It lies beside or below.
+    The next one lies beside them, or below.
     """
     matrices = [(p, o) for p, o in held if p.ndim >= 2 and not (o.norm or o.embedding)]
     return {
