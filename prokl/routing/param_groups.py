@@ -73,9 +73,9 @@ def param_groups(
        ``layers.3.attention.output`` is none, or for a whole net in an ``nn.ModuleList`` (``nets.0.head``). Of
        several layers in a head, the last: ``classifier.out_proj``, ``classifier.6``. A linear layer called ``fc``,
        ``output`` or ``decoder`` is hidden where the next layer, a linear one, takes its outputs. Routers of mixtures
-       of experts are no heads. Last, where none of this finds any head: the linear layers that come after all other weights,
-       directly in the model, each taking what another gives and giving what none takes (``fc2``, ``policy`` and
-       ``value``).
+       of experts are no heads. Last, where none of this finds any head: the linear layers that come after all other
+       weights, directly in the model, each taking what another gives and giving what none takes (``fc2``, ``policy``
+       and ``value``).
     9. One row or one column per matrix, as of a layer with one output: AdamW, without weight decay where it is not the
        weight of a layer (a gain or a bias stored as a matrix).
     10. 2-D weight of ``nn.Linear`` or of a class named so: matrix.
