@@ -181,7 +181,10 @@ class Engine:
             )
 
     def check_settings(self, index: int, group: Group) -> None:
-        """Raise ValueError for settings out of bounds, or other ones than state was made with."""
+        """Raise ValueError for settings out of bounds, or other ones than state was made with.
+
+        A dtype that the group has by name, as a state dict does, becomes one.
+        """
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
