@@ -254,8 +254,8 @@ def check_rank(rank: Any, bound: str = "an integer of at least 1") -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if not any(value is choice or value == choice for choice in choices):
+    """Raise ValueError unless ``value`` is one of ``choices``; True and False are no 1 and 0."""
+    if not any(value is choice or (value == choice and not isinstance(choice, bool)) for choice in choices):
         raise _invalid(name, value, f"one of {choices}")
 
 
@@ -275,11 +275,6 @@ def check_betas(name: str, betas: Any) -> None:
     pair = plain(betas)
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in pair):
         raise _invalid(name, betas, "two numbers in [0, 1)")
-
-
-def _check_flag(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if not any(value is choice for choice in choices):  # torch's kernels take nothing that is but equal
-        raise _invalid(name, value, f"one of {choices}")
 
 
 def _check_not_differentiable(group: dict[str, Any]) -> None:
@@ -325,9 +320,8 @@ def check_common(group: dict[str, Any]) -> None:
             "Invalid precision='balanced' with backend='reference': the specification is as exact as its dtype. Use "
             "precision=None, or another backend."
         )
-    check_choice("cuda_graphs", group["cuda_graphs"], (True, False))
-    check_choice("maximize", group["maximize"], (True, False))
-    check_choice("cautious_weight_decay", group["cautious_weight_decay"], (True, False))
+    for key in ("cuda_graphs", "maximize", "cautious_weight_decay"):
+        check_choice(key, plain(group[key]), (True, False))
     check_choice("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLrFn))
 
 
@@ -366,7 +360,7 @@ def check_adamw(group: dict[str, Any]) -> None:
     check_nonnegative("eps", group["eps"])
     check_nonnegative("weight_decay", group["weight_decay"])
     for key in ("amsgrad", "maximize", "capturable"):
-        _check_flag(key, group[key], (True, False))
+        check_choice(key, group[key], (True, False))
     for key in ("foreach", "fused"):
-        _check_flag(key, group[key], (True, False, None))
+        check_choice(key, group[key], (True, False, None))
     _check_not_differentiable(group)
