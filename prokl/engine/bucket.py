@@ -52,6 +52,11 @@ def _identity(piece: Piece) -> tuple[Any, ...]:
     return id(piece.p), piece.name, piece.shape, piece.suffix, piece.first
 
 
+def _rate(lr: Any) -> float | Tensor:
+    """Return lr as a step takes it; a tensor has no dimension, so that it multiplies as a number does."""
+    return lr.reshape(()) if isinstance(lr, Tensor) else plain(lr)
+
+
 class Bucket:
     """Weights, or pieces of weights, of one oriented shape, rank, dtype and device.
 
@@ -186,7 +191,7 @@ class Bucket:
             self.rounding.locate(self.schedule.steps)
             self.h = self.method.hyper({**self.group, "lr": 0.0, "weight_decay": 0.0})
             self._rates = [
-                Rates(plain(group["lr"]), plain(group["weight_decay"]), indices) for group, indices in self._groups
+                Rates(_rate(group["lr"]), plain(group["weight_decay"]), indices) for group, indices in self._groups
             ]
             self.io.locate(self._rates)
         return plan
