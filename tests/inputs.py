@@ -12,6 +12,7 @@ import torch
 import prokl
 
 PRO, KL = prokl.ProKLShampoo, prokl.KLShampoo
+both = pytest.mark.parametrize("cls", [PRO, KL])
 NAN, INF = math.nan, math.inf
 VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
 METHODS = {

@@ -8,11 +8,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from prokl import param_groups
-from tests.inputs import KL, PRO, same_bits
+from tests.inputs import PRO, both, same_bits
 from tests.routing import RATES, holding
 from tests.training import give, refused
-
-both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 def model(frozen=("words", "layers.0")):

@@ -9,12 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from prokl import param_groups
-from tests.inputs import KL, PRO, weight
+from tests.inputs import PRO, both, weight
 from tests.routing import RATES
 from tests.test_frozen_weights import model
 from tests.training import named, refused, train, weights_of
-
-both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 def groups_of(net):

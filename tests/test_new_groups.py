@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.inputs import KL, PRO, weight
+from tests.inputs import PRO, both, weight
 from tests.training import refused, train
 
-both = pytest.mark.parametrize("cls", [PRO, KL])
 of_either = pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
 
 

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.inputs import KL, PRO, weight
+from tests.inputs import KL, PRO, both, weight
 from tests.problems import made
 from tests.training import differences, train
-
-both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 def halve(groups):

@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import prokl
-from tests.inputs import KL, PRO, weight
+from tests.inputs import PRO, both, weight
 from tests.training import refused, train
-
-both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 def groups(**options):
