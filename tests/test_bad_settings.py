@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.inputs import INF, KL, NAN, PRO, normal, step, weight
+from tests.inputs import INF, KL, NAN, PRO, both, normal, step, weight
 from tests.problems import made
 from tests.test_plain_memory import NOT_PLAIN
-from tests.training import differences, fine_and_odd, named, refused, train, weights_of
+from tests.training import differences, fine_and_odd, refused, train, weights_of
 
 AT_LEAST_0 = ((-0.1, NAN, INF, True, "0.1", None, 1j), "a finite number of at least 0")
 FRACTION = ((-0.1, 1.0, 1.5, NAN, INF, True, "0.9", None), r"in \[0, 1\)")
@@ -114,23 +114,13 @@ def test_adamw_options_that_exclude_each_other_raise_when_the_group_is_added(fla
         optimizer.add_param_group({"params": [weight(6)], "algorithm": "adamw", "lr": 0.1, **flags})
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 def test_adamw_group_without_its_own_lr_raises(cls):
     group, optimizer = {"params": [weight(6)], "algorithm": "adamw"}, cls([weight(4, 6)])
     with pytest.raises(ValueError, match=r"adamw.*\blr\b"):
         cls([{"params": [weight(4, 6)]}, group], lr=0.1)
     with refused(optimizer, r"adamw.*\blr\b"):
         optimizer.add_param_group(group)
-
-
-@pytest.mark.parametrize("start, end", [("matrix", "adamw"), ("adamw", "matrix")])
-def test_changing_the_algorithm_of_a_group_that_has_state_raises(start, end):
-    params = named((4, 6), (4, 6))
-    groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": start, "lr": 0.01}]
-    optimizer = train(PRO(groups), range(2))
-    optimizer.param_groups[1]["algorithm"] = end
-    with refused(optimizer, "algorithm"):
-        train(optimizer, [2])
 
 
 UNUSABLE = {
@@ -169,7 +159,7 @@ def parameter(tensor):
     return nn.Parameter(tensor, requires_grad=tensor.is_floating_point() or tensor.is_complex())
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 @pytest.mark.parametrize("tensor, remedy", UNUSABLE.values(), ids=UNUSABLE)
 def test_a_parameter_the_matrix_method_cannot_take_is_named_with_the_remedy(cls, tensor, remedy):
     odd = parameter(tensor)
@@ -191,7 +181,7 @@ def test_adamw_takes_no_weight_without_values_either(kind):
 
 
 @pytest.mark.parametrize("place", [1, 3], ids=["matrix", "adamw"])
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 def test_a_sparse_gradient_raises_before_anything_moves(cls, place):
     optimizer = fine_and_odd(cls)
     given = [normal(*p.shape) for p in weights_of(optimizer)]

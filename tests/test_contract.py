@@ -4,12 +4,11 @@ What PyTorch asks of every optimizer of its own, under schedulers and hooks, is 
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
 
-from tests.inputs import BACKENDS, KL, NAN, PRO, normal, same_bits, step, weight
+from tests.inputs import BACKENDS, KL, NAN, PRO, both, normal, same_bits, step, weight
 from tests.problems import made
 from tests.training import (
     OTHERS,
@@ -20,7 +19,6 @@ from tests.training import (
     gradients,
     moved,
     named,
-    refused,
     train,
     weights_of,
 )
@@ -164,7 +162,7 @@ ADAMW = {  # the dtype in turn
 }
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 @pytest.mark.parametrize("dtype, options", ADAMW.values(), ids=ADAMW)
 def test_adamw_groups_equal_torch_adamw(cls, dtype, options):
     ours, theirs = (named((5,), (6, 4), (3, 2, 2), (1,), dtype=dtype) for _ in range(2))
@@ -208,38 +206,6 @@ def test_the_backend_may_change_between_steps(method):
             train(optimizer, [call])
         runs.append(contents(optimizer))
     assert_close(*runs, [p for _, p in named(*SHAPES, dtype=torch.float64)])
-
-
-FIXED = [
-    (PRO, "rank"),
-    (PRO, "variant"),
-    *((cls, key) for cls in (PRO, KL) for key in ("state_dtype", "init_eigenvalue")),
-]
-LIVES = {
-    "after steps": lambda o: o,
-    "after load_state_dict": fresh,
-    "after deepcopy": copy.deepcopy,
-    "after unpickling": lambda o: pickle.loads(pickle.dumps(o)),
-}
-
-
-@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
-@pytest.mark.parametrize("cls, name", FIXED)
-def test_changing_what_the_state_was_made_with_raises_and_moves_nothing(cls, name, life):
-    optimizer = life(train(cls(named(*SHAPES)), range(2)))
-    before, (group,) = contents(optimizer), optimizer.param_groups
-    old, group[name] = group[name], OTHERS[name]
-    with refused(optimizer, rf"\b{name}\b"):
-        train(optimizer, [2])
-    group[name] = old
-    assert moved(before, train(optimizer, [2])) == ALL
-
-
-@pytest.mark.parametrize("cls, name", FIXED)
-def test_changing_it_before_there_is_state_is_as_good_as_passing_it(cls, name):
-    later, passed = cls(named(*SHAPES)), made(cls, named(*SHAPES), **{name: OTHERS[name]})
-    later.param_groups[0][name] = OTHERS[name]
-    assert differences(train(later, range(3)), train(passed, range(3))) == set()
 
 
 def test_grad_scaler_skips_an_overflow_and_goes_on(method):

@@ -1,20 +1,61 @@
 """What a weight's state was made with is held to wherever the weight is, and forgotten with the state."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
+import torch
 
 from tests.inputs import KL, PRO, weight
-from tests.training import OTHERS, contents, differences, named, refused, train, weights_of
+from tests.training import OTHERS, contents, differences, fresh, kept, moved, named, refused, train, weights_of
 
 SHAPE = (6, 9)
+# Settings, and other ones.
+CHANGES = [(PRO, {}, {key: OTHERS[key]}) for key in ("rank", "variant", "state_dtype", "init_eigenvalue")]
+CHANGES += [(KL, {}, {key: OTHERS[key]}) for key in ("state_dtype", "init_eigenvalue")]
+CHANGES += [(PRO, {"init_eigenvalue": 0.1}, {"init_eigenvalue": "auto"})]
+CHANGES += [(PRO, {"split": 3}, change) for change in ({"split": None}, {"split": 2}, {"transposed": True})]
+of_changes = pytest.mark.parametrize("cls, own, change", CHANGES, ids=str)
 
 
-def two_groups(first=(), second=(), calls=3):
+def two_groups(cls=PRO, first=(), second=(), calls=3, missing=()):
     a, b = ([own] for own in named(SHAPE, SHAPE))
-    groups = [{"params": a, "rank": 3, **dict(first)}, {"params": b, "rank": 3, **dict(second)}]
-    return train(PRO(groups), range(calls))
+    groups = [{"params": a, **dict(first)}, {"params": b, **dict(second)}]
+    return train(cls(groups), range(calls), missing=missing)
+
+
+def refuses(optimizer, change):
+    (name,) = change
+    return refused(optimizer, rf"^Invalid .*\b{name}=.* of w0.* made with .*\b{name}=")
+
+
+def in_a_copied_group(optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0]}
+    return optimizer
+
+
+LIVES = {
+    "after steps": lambda o: o,
+    "after load_state_dict": fresh,
+    "after deepcopy": copy.deepcopy,
+    "after unpickling": lambda o: pickle.loads(pickle.dumps(o)),
+    "in a copied group": in_a_copied_group,
+}
+
+
+@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
+@of_changes
+def test_changing_what_the_state_was_made_with_raises_and_moves_nothing(cls, own, change, life):
+    optimizer = life(two_groups(cls, own))
+    before, group = contents(optimizer), optimizer.param_groups[0]
+    former = {**group}
+    group.update(change)
+    with refuses(optimizer, change):
+        train(optimizer, [3])
+    group.update(former)
+    assert moved(before, train(optimizer, [3])) == {0, 1}
 
 
 def move(optimizer, start, end):
@@ -23,24 +64,16 @@ def move(optimizer, start, end):
         optimizer.param_groups[end][key].append(optimizer.param_groups[start][key].pop())
 
 
-MOVES = {
-    **{key: ({}, {key: OTHERS[key]}) for key in ("rank", "variant", "state_dtype", "init_eigenvalue")},
-    "a number to auto": ({"init_eigenvalue": 0.1}, {}),
-}
-
-
-@pytest.mark.parametrize("own, others", MOVES.values(), ids=MOVES)
-def test_a_weight_moved_with_its_state_to_a_group_of_other_settings_is_refused_by_name(own, others):
-    optimizer = two_groups(own, others)
+@of_changes
+def test_a_weight_moved_with_its_state_to_a_group_of_other_settings_is_refused_by_name(cls, own, change):
+    optimizer = two_groups(cls, own, {**own, **change})
     a, b = weights_of(optimizer)
     move(optimizer, 0, 1)
-    (name,) = own or others
-    with refused(optimizer, rf"^Invalid {name}=.*the state of w0 was made with {name}="):
-        train(optimizer, [4], [b, a])
+    with refuses(optimizer, change):
+        train(optimizer, [3], [b, a])
     move(optimizer, 1, 0)
     before = contents(optimizer)
-    train(optimizer, [4])  # set back, it goes on
-    assert {i for i, _ in differences(before, optimizer)} == {0, 1}
+    assert moved(before, train(optimizer, [3])) == {0, 1}
 
 
 def test_a_weight_moves_with_its_state_to_a_group_of_the_same_settings():
@@ -51,36 +84,17 @@ def test_a_weight_moves_with_its_state_to_a_group_of_the_same_settings():
     assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 3
 
 
-@pytest.mark.parametrize("key", ["rank", "variant"])
-def test_a_copied_group_is_held_to_what_the_state_was_made_with(key):
-    """Also after the one before it has gone."""
-    optimizer = two_groups()
-    optimizer.param_groups[0] = {**optimizer.param_groups[0], key: OTHERS[key]}
-    with refused(optimizer, f"Invalid {key}="):
-        train(optimizer, [3])
-    del optimizer.param_groups[0]
-    train(optimizer, [3])
-    optimizer.param_groups[0][key] = OTHERS[key]
-    with refused(optimizer, f"Invalid {key}="):
-        train(optimizer, [4])
-
-
-@pytest.mark.parametrize("cls, key", [(PRO, "rank"), (PRO, "init_eigenvalue"), (KL, "init_eigenvalue")])
-def test_settings_are_free_again_once_the_state_is_gone(cls, key):
-    optimizer, anew = train(cls(named(SHAPE)), [0]), cls([{"params": named(SHAPE), key: OTHERS[key]}])
-    optimizer.state.pop(weights_of(optimizer)[0])
-    optimizer.param_groups[0][key] = OTHERS[key]
-    assert differences(train(optimizer, range(1, 4)), train(anew, range(1, 4))) == set()
-
-
-def test_settings_of_a_weight_that_still_waits_are_free_again_once_its_state_is_gone():
-    """A weight without a gradient has a state for checkpoints, and no place in a batch that would notice."""
-    optimizer = two_groups(calls=0)
-    waiting = weights_of(train(optimizer, [0], missing={(0, 1)}))[1]
-    optimizer.state.pop(waiting)
-    optimizer.param_groups[1]["rank"] = 2
-    train(optimizer, [0])
-    assert optimizer.state[waiting]["U"].shape[-1] == 2
+@pytest.mark.parametrize("calls", [0, 6], ids=["before there is state", "once it is gone"])
+@of_changes
+def test_without_state_a_weight_begins_anew_and_all_settings_are_free(cls, own, change, calls):
+    """One that waits for its first gradient has a state for checkpoints, and no place in a batch that would notice."""
+    optimizer = two_groups(cls, own, own, calls, missing={(call, 1) for call in range(calls)})
+    optimizer.state.clear()
+    groups = [{"params": [(f"w{i}", torch.nn.Parameter(kept(p)))]} for i, p in enumerate(weights_of(optimizer))]
+    anew = cls([{**group, **own, **change} for group in groups])
+    for group in optimizer.param_groups:
+        group.update(change)
+    assert differences(train(optimizer, range(6, 9)), train(anew, range(6, 9))) == set()
 
 
 def test_a_deleted_group_leaves_nothing_to_the_groups_that_come_after_it():

@@ -1,14 +1,12 @@
 """Weights stored (in, out) and weights that hold several: the same steps as of the matrices themselves, kept apart."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 
-from tests.inputs import METHODS, NAN, PATHS, PRO, TAU, frozen, normal, same_bits, step, weight
-from tests.training import refused
+from tests.inputs import METHODS, NAN, PATHS, PRO, TAU, normal, same_bits, step, weight
+from tests.training import contents, refused, train
 
 CALLS = 5  # with a refresh among them
 
@@ -22,10 +20,6 @@ def named(weights, **keys):
     return {"params": [(str(i), p) for i, p in enumerate(weights)], **keys}
 
 
-def gradients(shapes, call, dtype=torch.float32):
-    return [normal(*shape, seed=100 * call + i, dtype=dtype) for i, shape in enumerate(shapes)]
-
-
 SHAPES = ((6, 9), (9, 6), (7, 7), (2, 5, 8), (2, 6, 6))
 
 
@@ -35,9 +29,8 @@ def test_a_weight_stored_in_out_is_stepped_as_its_transpose(method, path):
     ours = optimizer(method, path, {"params": plain})
     theirs = optimizer(method, path, {"params": stored, "transposed": True})
     for call in range(CALLS):
-        found = gradients(SHAPES, call)
-        step(ours, plain, found)
-        step(theirs, stored, [g.mT.contiguous() for g in found])
+        train(ours, [call])
+        step(theirs, stored, [p.grad.mT.contiguous() for p in plain])
     for p, q in zip(plain, stored, strict=True):
         assert same_bits(p, q.mT)
         assert all(same_bits(ours.state[p][key], theirs.state[q][key]) for key in ("M", "L", "Q_L", "clipped"))
@@ -49,9 +42,8 @@ def test_a_transposed_convolution_maps_each_input_to_a_patch():
     q = torch.nn.Parameter(p.detach().reshape(4, 72).mT.clone())
     optimizers = PRO([{"params": [p], "transposed": True}], rank=2), PRO([q], rank=2)
     for call in range(CALLS):
-        g = normal(4, 8, 3, 3, seed=call)
-        step(optimizers[0], [p], [g])
-        step(optimizers[1], [q], [g.reshape(4, 72).mT])
+        train(optimizers[0], [call])
+        step(optimizers[1], [q], [p.grad.reshape(4, 72).mT])
     assert same_bits(p.detach().reshape(4, 72).mT, q)
 
 
@@ -88,9 +80,8 @@ def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(shape, key
     )
     theirs = optimizer(method, path, {"params": [*own, other_too]})
     for call in range(CALLS):
-        g, also = gradients([shape, shapes[0]], call)
-        step(ours, [whole, other], [g, also])
-        step(theirs, [*own, other_too], [*parts(g, keys, shapes), also])
+        train(ours, [call])
+        step(theirs, [*own, other_too], [*parts(whole.grad, keys, shapes), other.grad])
     for piece, p in zip(parts(whole.detach(), keys, shapes), own, strict=True):
         assert same_bits(piece, p)
     assert same_bits(other, other_too)
@@ -101,22 +92,18 @@ def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(shape, key
 
 
 def test_a_piece_is_batched_with_other_weights_of_its_shape():
-    whole, other = weight(18, 8), weight(6, 8)
-    opt = PRO([named([whole, other], split=[3, None])], rank=3)
-    step(opt, [whole, other], [normal(18, 8), normal(6, 8)])
+    opt = train(PRO([named([weight(18, 8), weight(6, 8)], split=[3, None])], rank=3), [0])
     ((bucket,),) = opt.engine._buckets.values()
     assert bucket.layout.count == 4
 
 
 def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, path):
     p = weight(18, 8)
-    opt = optimizer(method, path, {"params": [p], "split": 3})
-    for call in range(3):
-        step(opt, [p], gradients([(18, 8)], call))
-    before, g = frozen(opt, p), normal(18, 8, seed=50)
+    opt = train(optimizer(method, path, {"params": [p], "split": 3}), range(3))
+    (before,), g = contents(opt), normal(18, 8, seed=50)
     g[7, 2] = NAN
     step(opt, [p], [g])
-    after = frozen(opt, p)
+    (after,) = contents(opt)
     assert same_bits(before["W"][6:12], after["W"][6:12]) and same_bits(before["M.1"], after["M.1"])
     assert not torch.equal(before["W"][:6], after["W"][:6]) and not torch.equal(before["W"][12:], after["W"][12:])
     assert opt.skipped() == {"parameter 0 of group 0": 1}
@@ -152,16 +139,14 @@ def test_a_list_that_two_groups_are_given_is_not_shared():
     opt = PRO([named(first, **lists)], rank=3)
     opt.add_param_group({"params": [("c", second[0]), ("d", second[1])], **lists})
     del opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0], opt.param_groups[0]["param_names"][0]
-    step(opt, [first[1], *second], [normal(6, 9), normal(18, 8), normal(6, 9)])
+    train(opt, [0])
     assert opt.param_groups[1]["split"] == lists["split"] == [3, None]
 
 
 @pytest.mark.parametrize("saved, here", [(3, None), (None, 3), (3, 2)])
 def test_the_state_of_another_split_is_refused(saved, here):
-    p, q = weight(18, 8), weight(18, 8)
-    opt, other = (PRO([{"params": [w], "split": split}], rank=3) for w, split in ((p, saved), (q, here)))
-    step(opt, [p], [normal(18, 8)])
-    state = copy.deepcopy(opt.state_dict())
+    opt, other = (PRO([{"params": [weight(18, 8)], "split": split}], rank=3) for split in (saved, here))
+    state = copy.deepcopy(train(opt, [0]).state_dict())
     state["param_groups"] = other.state_dict()["param_groups"]
     with refused(other, r"parameter 0 of group 0.*loaded state is of [13] piece"):
         other.load_state_dict(state)
@@ -169,61 +154,10 @@ def test_the_state_of_another_split_is_refused(saved, here):
 
 def test_a_weight_that_changes_its_shape_under_its_state_is_named_before_anything_moves():
     p, q = weight(8, 8), weight(8, 12, seed=1)
-    opt = PRO([p, q], rank=3)
-    for call in range(3):
-        step(opt, [p, q], gradients([(8, 8), (8, 12)], call))
+    opt = train(PRO([p, q], rank=3), range(3))
     p.data, p.grad = p.data[:4].clone(), None
     with refused(opt, r"parameter 0 .*\(4, 8\).*made with \(8, 8\).*optimizer.state.pop"):
-        step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
+        train(opt, [3])
     opt.state.pop(p)
-    step(opt, [p, q], gradients([(4, 8), (8, 12)], 3))
+    train(opt, [3])
     assert opt.state[p]["step"] == 0 and opt.state[p]["M"].shape == (4, 8)
-
-
-def test_a_weight_that_left_is_freed_and_a_reading_without_state_is_free():
-    """And its entry of a list goes with it."""
-    p, q = weight(18, 8), weight(6, 9)
-    opt = PRO([named([p, q])], rank=3)
-    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
-    del opt.state[p]
-    opt.param_groups[0]["split"] = [3, None]
-    step(opt, [p, q], [normal(18, 8), normal(6, 9)])
-    assert opt.state[p]["M.2"].shape == (6, 8)
-    del opt.state[p], opt.param_groups[0]["params"][0], opt.param_groups[0]["split"][0]
-    del opt.param_groups[0]["param_names"][0]
-    step(opt, [q], [normal(6, 9)])
-    assert opt.state[q]["step"] == 2 and p not in opt.state
-    gone = weakref.ref(p)
-    del p
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize("change", [{"split": None}, {"split": 2}, {"transposed": True, "split": (4, 4)}])
-def test_a_reading_does_not_change_under_the_state_that_was_made_with_it(change):
-    p = weight(18, 8)
-    opt = PRO([{"params": [p], "split": 3}], rank=3)
-    step(opt, [p], [normal(18, 8)])
-    opt.param_groups[0].update(change)
-    with refused(opt, "its state was made with"):
-        step(opt, [p], [normal(18, 8, seed=1)])
-
-
-@pytest.mark.slow
-def test_the_kernels_find_pieces_and_transposes_where_they_lie():
-    shapes = ((16, 6), (6, 12), (2, 6, 10))
-    keys = {"split": [(6, 10), 2, None], "transposed": [False, True, True]}
-    runs = []
-    for backend in ("triton", "torch"):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        own = [
-            torch.nn.Parameter(weight(*s, seed=i, dtype=torch.float64).detach().to(device))
-            for i, s in enumerate(shapes)
-        ]
-        opt = PRO([named(own, **keys)], rank=3, precondition_frequency=2, backend=backend)
-        for call in range(3):
-            step(opt, own, [g.to(device) for g in gradients(shapes, call, torch.float64)])
-        runs.append(own)
-    for i, (p, q) in enumerate(zip(*runs, strict=True)):
-        moved = (q - weight(*shapes[i], seed=i, dtype=torch.float64).to(q)).norm()
-        assert (p - q).norm() <= 1e-9 * moved  # as the whole step's test
