@@ -15,6 +15,7 @@ from prokl.backends.triton_ops import TritonIO
 from prokl.kernels.launch import INTERPRETED
 from tests.inputs import BACKENDS, KL, PRO, normal, same_bits, step, weight
 from tests.problems import made
+from tests.training import contents, differences, fresh, named, refused, train, weights_of
 
 BF16 = torch.bfloat16
 LARGEST = torch.finfo(BF16).max
@@ -168,67 +169,46 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
     assert 6.9 < master[1, :, 3].min() and master[1, :, 3].max() < 7.0  # its weight is (70, 37), handled turned
 
 
-@pytest.mark.parametrize("change", ["by hand", "by loading"])
-def test_a_master_counts_wherever_its_weight_has_not_been_changed(change):
-    p, other = (weight(12, 20, dtype=BF16) for _ in range(2))
-    optimizer = made(PRO, [p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32)
-    for t in range(4):
-        step(optimizer, [p], [normal(12, 20, seed=t, dtype=BF16)])
+def test_a_master_counts_wherever_its_weight_has_not_been_changed():
+    p = weight(12, 20, dtype=BF16)
+    optimizer = train(made(PRO, [p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32), range(4))
     master = optimizer.state[p]["master"]
-    before = master.clone()
-    changed = torch.zeros(12, 20, dtype=torch.bool)
-    changed[:, 5] = True
-    other.data.copy_(torch.where(changed, p + 1, p))
-    if change == "by hand":
-        p.data[:, 5] += 1
-    else:
-        p.data.copy_(other)
-    step(optimizer, [p], [normal(12, 20, seed=9, dtype=BF16)])
-    assert (master - torch.where(changed, other.detach().float(), before)).abs().max() < 1e-3
+    expected = master.clone()
+    p.data[:, 5] += 1
+    expected[:, 5] = p.data[:, 5].float()
+    train(optimizer, [4])
+    assert (master - expected).abs().max() < 1e-3
     assert same_bits(master.to(BF16), p.data)
 
 
 @pytest.mark.parametrize("saved", BF16_WEIGHTS)
 def test_a_checkpoint_of_any_mode_goes_on_in_any_other(saved):
     for wanted in BF16_WEIGHTS:
-        p = weight(12, 20, dtype=BF16)
-        optimizer = PRO([p], rank=3, bf16_weights=saved)
-        for t in range(3):
-            step(optimizer, [p], [normal(12, 20, seed=t, dtype=BF16)])
-        q = torch.nn.Parameter(p.detach().clone())
-        fresh = PRO([q], rank=3)
-        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert fresh.param_groups[0]["bf16_weights"] == saved
-        for o in (fresh, optimizer):
-            o.param_groups[0]["bf16_weights"] = wanted
-        for t in (3, 4):
-            for o, x in ((fresh, q), (optimizer, p)):
-                step(o, [x], [normal(12, 20, seed=t, dtype=BF16)])
-        assert same_bits(p.data, q.data)
-        assert ("master" in fresh.state[q]) == (wanted == "master")
+        optimizer = train(PRO(named((12, 20), dtype=BF16), rank=3, bf16_weights=saved), range(3))
+        twin = fresh(optimizer)
+        for each in (optimizer, twin):
+            each.param_groups[0]["bf16_weights"] = wanted
+            train(each, (3, 4))
+        assert differences(optimizer, twin) == set()
+        assert ("master" in contents(twin)[0]) == (wanted == "master")
 
 
 @pytest.mark.parametrize("damage", [lambda t: t[:3], lambda t: t * math.nan], ids=["shape", "not finite"])
 def test_a_master_that_cannot_be_one_is_refused(damage):
-    p = weight(12, 20, dtype=BF16)
-    optimizer = PRO([p], rank=3, bf16_weights="master")
-    step(optimizer, [p], [normal(12, 20, dtype=BF16)])
+    optimizer = train(PRO([weight(12, 20, dtype=BF16)], rank=3, bf16_weights="master"), [0])
     loaded = copy.deepcopy(optimizer.state_dict())
     loaded["state"][0]["master"] = damage(loaded["state"][0]["master"])
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*master"):
+    with refused(optimizer, r"parameter 0 of group 0.*master"):
         optimizer.load_state_dict(loaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_of_other_dtypes_are_rounded_to_nearest_in_every_mode(dtype, backend):
-    weights = [weight(12, 20, dtype=dtype) for _ in BF16_WEIGHTS]
-    for mode, p in zip(BF16_WEIGHTS, weights, strict=True):
-        optimizer = PRO([p], rank=3, backend=backend, bf16_weights=mode)
-        for t in range(3):
-            step(optimizer, [p], [normal(12, 20, seed=t, dtype=dtype)])
-        assert "master" not in optimizer.state[p]
-        assert same_bits(p.data, weights[0].data)
+    optimizers = [PRO(named((12, 20), dtype=dtype), rank=3, backend=backend, bf16_weights=m) for m in BF16_WEIGHTS]
+    *others, plain = (train(optimizer, range(3)) for optimizer in optimizers)
+    assert "master" not in contents(plain)[0]
+    assert all(differences(plain, other) == set() for other in others)
 
 
 @pytest.mark.parametrize("dtype, reload", [(torch.float32, True), (torch.float32, False), (torch.float64, True)])
@@ -238,11 +218,9 @@ def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_mas
     cls, kwargs, shape, own, dtype, reload
 ):
     p = weight(*shape, dtype=BF16)
-    optimizer = made(cls, [{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs)
-    for t in range(3):
-        step(optimizer, [p], [normal(*shape, seed=t).to(BF16)])
+    optimizer = train(made(cls, [{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs), range(3))
     assert [key for key in optimizer.state[p] if key.startswith("master")]
-    p.data = p.data.to(dtype)
+    p.grad, p.data = None, p.data.to(dtype)
     expected = p.data.clone()
     if reload:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -254,38 +232,28 @@ def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_mas
 @pytest.mark.parametrize("mode", BF16_WEIGHTS)
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(cls, kwargs, mode):
-    p, q = (weight(20, 12) for _ in range(2))
-    optimizer, fresh = (made(cls, [w], bf16_weights=mode, **kwargs) for w in (p, q))
+    p = weight(20, 12)
+    optimizer = made(cls, [p], bf16_weights=mode, **kwargs)
     theirs = optimizer.state[p]["master"] = p.detach().double()
-    for t in range(3):
-        step(optimizer, [p], [normal(20, 12, seed=t)])
-    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step(fresh, [q], [normal(20, 12)])
-    assert same_bits(fresh.state[q]["master"], theirs)
+    train(optimizer, range(3))
+    assert same_bits(contents(train(fresh(optimizer), [3]))[0]["master"], theirs)
     late = weight(20, 12)
     optimizer.add_param_group({"params": [late]})
-    step(optimizer, [p, late], [normal(20, 12)] * 2)
+    train(optimizer, [3])
     assert optimizer.state[p]["master"] is theirs and "master" not in optimizer.state[late]
 
 
-def test_a_master_that_waits_for_its_first_gradient_goes_with_its_mode():
-    early, late = (weight(12, 20, dtype=BF16) for _ in range(2))
-    optimizer = PRO([early, late], rank=3, bf16_weights="master")
-    step(optimizer, [early, late], [normal(12, 20, dtype=BF16), None])
+def test_a_master_goes_with_its_mode_and_what_a_wrapper_calls_so_later_stays():
+    """Also one that waits for its first gradient."""
+    optimizer = train(PRO(named((12, 20), (12, 20), dtype=BF16), rank=3, bf16_weights="master"), [0], missing={(0, 1)})
+    early, late = weights_of(optimizer)
     assert not optimizer.state[late]["master"].any()
     optimizer.param_groups[0]["bf16_weights"] = "plain"
-    for gradient in (None, normal(12, 20, dtype=BF16)):
-        step(optimizer, [early, late], [normal(12, 20, dtype=BF16), gradient])
+    start = late.detach().clone()
+    train(optimizer, [1, 2], missing={(1, 1)})
     assert "master" not in optimizer.state[early].keys() | optimizer.state[late].keys()
-    assert same_bits(late.data, weight(12, 20, dtype=BF16).data)
-
-
-def test_what_a_wrapper_calls_master_stays_once_ours_has_gone():
-    p = weight(12, 20, dtype=BF16)
-    optimizer, theirs = PRO([p], rank=3, bf16_weights="master"), torch.zeros(12, 20)
-    for t, mode in enumerate(("master", "master", "plain", "stochastic")):
-        optimizer.param_groups[0]["bf16_weights"] = mode
-        if mode == "stochastic":
-            optimizer.state[p]["master"] = theirs
-        step(optimizer, [p], [normal(12, 20, seed=t, dtype=BF16)])
-    assert optimizer.state[p]["master"] is theirs
+    assert same_bits(late.data, start)
+    optimizer.param_groups[0]["bf16_weights"] = "stochastic"
+    theirs = optimizer.state[early]["master"] = torch.zeros(12, 20)
+    train(optimizer, [3])
+    assert optimizer.state[early]["master"] is theirs

@@ -12,47 +12,38 @@ import pytest
 import torch
 from torch.optim import AdamW, lr_scheduler
 
-from prokl import KLShampoo, ProKLShampoo
-from tests.inputs import normal, same_bits, step, weight
-from tests.training import contents
+from tests.inputs import both, normal, step, weight
+from tests.training import contents, differences, train
 
 ROOT = Path(__file__).parent.parent
-both = pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
 
 
-def trained(cls, shape=(3, 4), calls=4, dtype=torch.float32, **settings):
-    p = weight(*shape, dtype=dtype)
-    optimizer = cls([p], **settings)
-    for call in range(calls):
-        step(optimizer, [p], [normal(*shape, seed=call, dtype=dtype)])
-    return p, optimizer
+def trained(cls, calls=4, dtype=torch.float32, **settings):
+    p = weight(3, 4, dtype=dtype)
+    return p, train(cls([p], **settings), range(calls))
 
 
-def moves(cls, gradient, calls=4, **settings):
-    """Whether one more step with this gradient changes the weight."""
-    p, optimizer = trained(cls, calls=calls, **settings)
-    before = p.detach().clone()
+def changed(cls, gradient, calls=4, **settings):
+    """What of weight and state one more step with this gradient changes."""
+    p, optimizer = trained(cls, calls, **settings)
+    before = contents(optimizer)
     step(optimizer, [p], [gradient])
-    return not same_bits(p, before)
+    return {key for _, key in differences(before, optimizer)}
 
 
 @both
 def test_the_first_gradient_only_initialises(cls):
-    assert moves(AdamW, normal(3, 4), calls=0)
-    assert not moves(cls, normal(3, 4), calls=0)
-    assert moves(cls, normal(3, 4), calls=1)
+    assert "W" in changed(AdamW, normal(3, 4), calls=0)
+    assert "W" not in changed(cls, normal(3, 4), calls=0)
+    assert "W" in changed(cls, normal(3, 4), calls=1)
 
 
 @both
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_a_gradient_that_says_nothing_leaves_weight_and_state(cls, value):
     gradient = torch.full((3, 4), value)
-    assert moves(AdamW, gradient, weight_decay=0.1)
-    p, optimizer = trained(cls, weight_decay=0.1)
-    before = {k: v for k, v in contents(optimizer)[0].items() if k not in ("step", "skipped")}
-    step(optimizer, [p], [gradient])
-    after = contents(optimizer)[0]
-    assert all(same_bits(v, after[k]) for k, v in before.items())
+    assert "W" in changed(AdamW, gradient, weight_decay=0.1)
+    assert changed(cls, gradient, weight_decay=0.1) <= {"step", "skipped"}
 
 
 @both
