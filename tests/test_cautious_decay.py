@@ -6,7 +6,6 @@ tests/test_bounded_step.py holds the reference and the batched step to the trans
 import pytest
 import torch
 
-from prokl.backends.pointers import PointerTable
 from prokl.kernels.apply import apply
 from tests.inputs import KL, PRO, normal, step, weight
 from tests.problems import made
@@ -24,31 +23,22 @@ def test_the_kernel_decays_as_written(dtype, after, cautious):
     W = bucket.dense().double()
     D = normal(*W.shape, seed=3, dtype=dtype).to(DEVICE)
     D[:, ::5] = 0  # neither sign: decays
+    live = torch.arange(len(W), device=DEVICE) != 1
+    D[~live] = torch.nan
     lr, decay = (torch.full((1,), value, dtype=torch.float64, device=DEVICE) for value in (LR, DECAY))
-    options = {"decay_after": after, "cautious_decay": cautious}
+    options = {"decay_after": after, "cautious_decay": cautious, "active": live}
     apply(bucket.table, D, dtype=dtype, lr=lr, weight_decay=decay, **options)
     D, keep = D.double(), 1 - LR * DECAY
     on = W - LR * D if after else W
     expected = torch.where(D * on >= 0, keep * on, on) if cautious else keep * on
     expected = expected if after else expected - LR * D
+    expected[~live], D[~live] = W[~live], 0.0
     # A step to about zero may come out on either side of it, where the decay is as small. Then one rounding.
     given, u = bucket.given(), torch.finfo(dtype).eps
     bound = u * expected.abs() + 4 * max(torch.finfo(torch.float64).eps, min(u, 2**-23)) * (W.abs() + D.abs())
     assert ((bucket.dense().double() - expected).abs() <= bound)[given].all()
+    assert torch.equal(bucket.dense()[~live].double(), W[~live])
     assert (bucket.outside() == GUARD).all()
-
-
-def test_the_kernel_leaves_a_weight_that_is_not_live_as_it_is():
-    W = torch.ones(2, 4, 6, device=DEVICE)
-    table = PointerTable(2, DEVICE)
-    table.update([W], [2])
-    active = torch.tensor([True, False], device=DEVICE)
-    rate = torch.full((1,), LR, dtype=torch.float64, device=DEVICE)
-    D = torch.full_like(W, torch.nan)
-    D[0] = -1
-    settings = {"decay_after": True, "cautious_decay": True, "active": active}
-    apply(table.table, D, dtype=W.dtype, lr=rate, weight_decay=rate, **settings)
-    assert torch.equal(W[1], torch.ones_like(W[1])) and torch.equal(W[0], torch.full_like(W[0], 1 + LR))
 
 
 @pytest.mark.slow
