@@ -16,7 +16,7 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.engine.graphs import Capture, record
 from tests.problems import allowed, gradient_stream, held, made, precision_of, relative, run, ways
-from tests.test_graphs import assert_same, train
+from tests.test_graphs import replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 CUDA = torch.device("cuda")
@@ -148,13 +148,12 @@ def test_graphs_change_no_bit(cls, kwargs):
             gradients[0][2, 3] = float("nan")
         given.append(gradients)  # so that the allocator cannot give the same memory again
 
-    kwargs = {**kwargs, "init_eigenvalue": "auto", "shapes": SHAPES, "device": CUDA}
-    plain, replayed = (train(cls, graphs, change, 5 * PERIOD, **kwargs) for graphs in (False, True))
-    assert_same(plain, replayed)
+    own = {"init_eigenvalue": "auto", "shapes": SHAPES, "device": CUDA}
+    optimizer = replayed((cls, kwargs), change, steps=5 * PERIOD, **own)
     # Of every shape one of ordinary and one of refresh steps, each recorded when it came up for the second time.
-    for replays in replayed[1].engine.graphs.replays.values():
+    for replays in optimizer.engine.graphs.replays.values():
         assert sum(replay is not None for replay in replays.values()) == 2
-    assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+    assert optimizer.skipped()["parameter 0 of group 0"] == 2
 
 
 def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_numbers_as_they_were():

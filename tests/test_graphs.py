@@ -24,7 +24,8 @@ from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
 from tests.inputs import HOST_READS, forbid_host_reads
-from tests.problems import gradient_stream, made, same_clocks, state_tensors
+from tests.problems import gradient_stream, made
+from tests.training import contents, differences
 
 SHAPES = [(6, 10), (10, 6), (4, 4)]
 STACK = (2, 6, 10)
@@ -98,59 +99,53 @@ def recorded(monkeypatch):
     return recordings
 
 
-def in_pytorch():
-    return {name: form(False) for name, form in STAGES.items()}
-
-
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
-    triton = select("triton", torch.device("cpu"))
-    backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True)
+    triton, in_pytorch = select("triton", torch.device("cpu")), {name: form(False) for name, form in STAGES.items()}
+    backend = replace(triton, name="few kernels", stages=in_pytorch, graphs=True)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
 
 
 def train(
-    cls,
-    graphs,
-    change=lambda t, optimizer, gradients: None,
+    method,
+    graphs=True,
+    change=None,
     steps=STEPS,
     dtype=torch.float32,
     shapes=SHAPES,
     device="cpu",
-    **kwargs,
+    **settings,
 ):
+    """Return an optimizer that stepped, with ``change`` before each step."""
+    cls, own = method
     g = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device, dtype)) for s in shapes]
     fixed = {"backend": "triton", "precondition_frequency": 3, "weight_decay": 0.1, "init_eigenvalue": 0.1}
-    kwargs = {**fixed, **kwargs}
-    optimizer = made(cls, parameters, cuda_graphs=graphs, **kwargs)
+    optimizer = made(cls, parameters, cuda_graphs=graphs, **{**fixed, **own, **settings})
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for t, gradients in enumerate(gradient_stream(shapes, steps, dtype=dtype)):
         gradients = [x.to(device, copy=True) for x in gradients]
-        change(t, optimizer, gradients)
+        if change is not None:
+            change(t, optimizer, gradients)
         for p, x in zip(parameters, gradients, strict=True):
             p.grad = x  # at another address every step
         optimizer.step()
         schedule.step()
-    return parameters, optimizer
+    return optimizer
 
 
-def assert_same(one, two):
-    for p, q in zip(one[0], two[0], strict=True):
-        assert torch.equal(p, q)
-        a, b = one[1].state[p], two[1].state[q]
-        assert same_clocks(a, b) and a["skipped"] == b["skipped"]
-        for key, value in state_tensors(a).items():
-            assert torch.equal(value, b[key]), key
+def replayed(method, change=None, **settings):
+    """Return an optimizer that trained with graphs, last, and has the weights and state of one that has none."""
+    plain, optimizer = (train(method, graphs, change, **settings) for graphs in (False, True))
+    assert differences(plain, optimizer) == set()
+    return optimizer
 
 
 @pytest.mark.slow
 def test_replayed_steps_of_all_kernels_equal_plain_ones(recorded):
-    cls, kwargs = PRO
-    kwargs = {**kwargs, "steps": 7, "precondition_frequency": 2, "precision": "balanced"}  # the third refresh replays
     # Other orientations make a difference to tables alone, which the tests below have too.
-    assert_same(train(cls, True, **kwargs, **ONE), train(cls, False, **kwargs, **ONE))
+    replayed(PRO, steps=7, precondition_frequency=2, precision="balanced", **ONE)  # the third refresh replays
     assert len(recorded) == 2
 
 
@@ -198,7 +193,7 @@ CHANGES = {
         KL, None, {"dtype": torch.bfloat16, "bf16_weights": "stochastic", "steps": 8}, range(1, 9)
     ),
     "bfloat16 has masters": (KL, None, {"dtype": torch.bfloat16, "bf16_weights": "master", "steps": 8}, range(1, 9)),
-    "the rate is a tensor": (PRO, None, {"lr": 0.02}, range(1, 9)),
+    "the rate is a tensor": (PRO, None, {"lr": torch.tensor(0.02)}, range(1, 9)),  # of which each optimizer has its own
     "a bad gradient is skipped": (PRO, spoil, {}, 2 * BUCKETS),
     "a missing gradient runs plainly and then is recorded anew": (
         PRO, withhold_one, {"steps": 14}, range(2 * BUCKETS + 1, 99)
@@ -223,63 +218,51 @@ CHANGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHANGES)
-def test_replayed_steps_equal_plain_ones_where(name, recorded, few_kernels):
-    (cls, kwargs), change, own, recordings = CHANGES[name]
-
-    def trained(graphs):
-        rate = {"lr": torch.tensor(own["lr"])} if "lr" in own else {}
-        return train(cls, graphs, *[change] * (change is not None), **{**kwargs, **own, **rate})
-
-    replayed = trained(True)
-    assert_same(replayed, trained(False))
+@pytest.mark.parametrize("method, change, own, recordings", CHANGES.values(), ids=CHANGES)
+def test_replayed_steps_equal_plain_ones_where(method, change, own, recordings, recorded, few_kernels):
+    optimizer = replayed(method, change, **own)
     assert len(recorded) in (recordings if isinstance(recordings, range) else [recordings])
     if change is spoil:
-        assert replayed[1].skipped()["parameter 0 of group 0"] == 2
+        assert optimizer.skipped()["parameter 0 of group 0"] == 2
     if change is outgrow:
-        assert min(replayed[1].clipped().values()) > 2  # not only the two that ran plainly
+        assert min(optimizer.clipped().values()) > 2  # not only the two that ran plainly
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs", [PRO, KL])
-def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(cls, kwargs, recorded, few_kernels):
-    kwargs, sizes, kept = {**kwargs, **SELDOM, **ONE, "clip_threshold": 20.0}, {6: 1e-5, 7: 1e5, 8: 0.0}, {}
+@pytest.mark.parametrize("method", [PRO, KL])
+def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(method, recorded, few_kernels):
+    sizes, kept = {6: 1e-5, 7: 1e5, 8: 0.0}, {}
 
     def change(t, optimizer, gradients):
-        p = optimizer.param_groups[0]["params"][0]
-        kept[t] = {"W": p.detach().clone(), **{k: v.clone() for k, v in state_tensors(optimizer.state[p]).items()}}
+        (kept[t],) = contents(optimizer)
         for x in gradients:
             x.mul_(sizes.get(t, 1.0))
 
-    plain = train(cls, False, change, **kwargs)
-    assert_same(train(cls, True, change, **kwargs), plain)  # last: its steps are kept
+    replayed(method, change, **SELDOM, **ONE, clip_threshold=20.0)
     assert len(recorded) == 1
 
     def moved(t):
-        return {k for k, v in kept[t].items() if not torch.equal(v, kept[t + 1][k])}
+        return {key for _, key in differences([kept[t]], [kept[t + 1]])}
 
-    assert moved(5) == {*kept[5]} - {"clipped", "lambda_0", "Q_L", "Q_R"}  # no refresh
+    assert moved(5) == {*kept[5]} - {"clipped", "skipped", "lambda_0", "Q_L", "Q_R"}  # no refresh
     assert moved(6) == moved(5) | ({"lambda_0"} & kept[5].keys())
     assert moved(7) == moved(5) | {"clipped"}
-    assert moved(8) == set()
+    assert moved(8) == {"step"}
 
 
 @pytest.mark.slow
 def test_a_bounded_number_of_graphs_is_kept_and_those_in_use_outlive_others(recorded, few_kernels, monkeypatch):
     monkeypatch.setattr(prokl.engine.graphs, "KEPT", 2)
-    (cls, kwargs), change = PRO, setting(momentum=lambda t: 0.9 if t % 2 else 0.9 + 0.001 * t)
-    replayed = train(cls, True, change, **kwargs, **SELDOM, **ONE)
-    assert_same(replayed, train(cls, False, change, **kwargs, **SELDOM, **ONE))
+    optimizer = replayed(PRO, setting(momentum=lambda t: 0.9 if t % 2 else 0.9 + 0.001 * t), **SELDOM, **ONE)
     assert len(recorded) == 1  # that of 0.9, once
-    assert [len(replays) for replays in replayed[1].engine.graphs.replays.values()] == [2]
+    assert [len(replays) for replays in optimizer.engine.graphs.replays.values()] == [2]
 
 
 @pytest.mark.slow
 def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
     others = [replace(Engine.select("triton", None)) for _ in range(2)]
     monkeypatch.setattr(Engine, "select", staticmethod(lambda name, *asked: others[name is None]))
-    (cls, kwargs), change = PRO, setting(backend=lambda t: "triton" if t < 7 or t > 9 else None)
-    assert_same(train(cls, True, change, 13, **kwargs, **ONE), train(cls, False, change, 13, **kwargs, **ONE))
+    replayed(PRO, setting(backend=lambda t: "triton" if t < 7 or t > 9 else None), steps=13, **ONE)
     assert len(recorded) > 2
 
 
@@ -311,26 +294,21 @@ def test_what_fails_is_noted_once_and_steps_run_plainly_from_then_on(what, recor
         return lambda: (fail(), replay())
 
     monkeypatch.setattr(prokl.engine.graphs, "record", failing)
-    (cls, kwargs), count = PRO, 1 if what == "recording" else 3
+    count = 1 if what == "recording" else 3
     with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: no memory to launch it") as told:
-        parameters, optimizer = replayed = train(cls, True, **kwargs, **ONE)
+        optimizer = replayed(PRO, **ONE)
     assert len(tried) == count and len([w for w in told if "CUDA graphs" in str(w.message)]) == 1
-    assert_same(replayed, train(cls, False, **kwargs, **ONE))
     optimizer.load_state_dict(optimizer.state_dict())
-    for p in parameters:
-        p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.step()
     assert len(tried) == count
 
 
 @pytest.mark.slow
-def test_refreshes_that_no_graph_can_capture_run_plainly_and_ordinary_steps_are_replayed(recorded, monkeypatch):
-    triton = select("triton", torch.device("cpu"))
-    backend = replace(triton, name="few kernels", stages=in_pytorch(), graphs=True, graphs_of_refreshes=False)
+def test_refreshes_that_no_graph_can_capture_run_plainly(recorded, few_kernels, monkeypatch):
+    backend = replace(Engine.select("triton", None), graphs_of_refreshes=False)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
-    cls, kwargs = PRO
-    assert_same(train(cls, True, **kwargs, **ONE), train(cls, False, **kwargs, **ONE))
+    replayed(PRO, **ONE)
     assert len(recorded) == 1
 
 
@@ -479,7 +457,7 @@ def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(re
     gc.disable()  # what only a collection frees is not free
     try:
         with pytest.warns(UserWarning, match="without CUDA graphs, .* failed: out of memory"):
-            train(PRO[0], True, **PRO[1])
+            train(PRO)
     finally:
         gc.enable()
     assert (BUCKETS, BUCKETS) in alive  # the ordinary steps' had been kept
@@ -495,16 +473,13 @@ def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorde
         kept.append(len(optimizer.engine.graphs.replays))
         optimizer.param_groups[0]["cuda_graphs"] = not 4 <= t < 7
 
-    cls, kwargs = PRO
-    kwargs = {**kwargs, **SELDOM, **ONE}
-    assert_same(train(cls, True, change, **kwargs), train(cls, False, **kwargs))
+    plain, optimizer = train(PRO, False, **SELDOM, **ONE), train(PRO, True, change, **SELDOM, **ONE)
+    assert differences(plain, optimizer) == set()
     assert kept[4:8] == [1, 0, 0, 0]
     assert len(recorded) == 2
 
 
 def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):
-    cls, kwargs = PRO
-
     def fail(*_):
         raise ZeroDivisionError("the step's own")
 
@@ -513,11 +488,10 @@ def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(re
             monkeypatch.setattr(TorchStages, "step", fail)
 
     with pytest.raises(ZeroDivisionError, match="the step's own"):
-        train(cls, True, change, **kwargs)
+        train(PRO, change=change)
 
 
 def test_on_a_cpu_nothing_is_recorded(monkeypatch):
     forbid_host_reads(monkeypatch)
     monkeypatch.setattr(prokl.engine.graphs, "record", None)  # which a call would show
-    cls, kwargs = PRO
-    train(cls, True, **kwargs, backend="torch")
+    train(PRO, backend="torch")
