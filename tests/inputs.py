@@ -67,19 +67,3 @@ def bits(t):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
-
-
-def frozen(optimizer, p):
-    """The weight and its state, copied."""
-    state = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
-    return {"W": p.detach().clone(), **state}
-
-
-def changed(before, after):
-    """Names of what differs, bit for bit."""
-    assert before.keys() == after.keys()
-    return {
-        k
-        for k, v in before.items()
-        if not (same_bits(v, after[k]) if torch.is_tensor(v) else type(v) is type(after[k]) and v == after[k])
-    }

@@ -12,27 +12,27 @@ from prokl.engine.bucket import NEVER_MOVED_AFTER
 from tests.inputs import (
     BACKENDS,
     INF,
-    KL,
     NAN,
     PRO,
     TAU,
     VARIANTS,
-    changed,
+    both,
     forbid_host_reads,
-    frozen,
     normal,
     same_bits,
     step,
     weight,
 )
 from tests.problems import made
+from tests.training import contents, differences, train, weights_of
 
 POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25, "sum of squares overflows": 1e19}
 # Calls of the optimizer: the initialising one is number 0 and has step 0, so that call TAU is a refresh.
 WHEN = {"first": 0, "second": 1, "at a refresh": TAU}
 SHAPE = (6, 10)
 BAD = [*POISONS, "stack"]
-NAMES = ["good 0", *BAD, "good 1"]
+GOOD = ["good 0", "good 1"]
+NAMES = [GOOD[0], *BAD, GOOD[1]]
 
 
 def poisoned(g, value):
@@ -41,14 +41,14 @@ def poisoned(g, value):
     return g
 
 
-def poison_run(method, backend, dtype, bad_call, calls):
+def poison_run(method, backend, dtype, bad_call, calls, names=NAMES):
     """Two good weights around bad ones, in one bucket: one a poison, and a stack with one in a matrix, at one call.
 
-    Yields (optimizer, weights) before every call from the poisoned one on, and once at the end.
+    Yields the optimizer before every call from the poisoned one on, and once at the end.
     """
     cls, kwargs = method
-    shapes = {name: (3, *SHAPE) if name == "stack" else SHAPE for name in NAMES}
-    weights = {name: weight(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+    shapes = {name: (3, *SHAPE) if name == "stack" else SHAPE for name in names}
+    weights = {name: weight(*shape, seed=NAMES.index(name), dtype=dtype) for name, shape in shapes.items()}
     with torch.no_grad():
         for w in weights.values():
             w.view(-1)[0] = -0.0
@@ -56,15 +56,14 @@ def poison_run(method, backend, dtype, bad_call, calls):
     groups = [{"params": list(weights.items())}, adamw]
     optimizer = made(cls, groups, backend=backend, precondition_frequency=TAU, **kwargs)
     for call in range(calls):
-        gradients = {name: normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i, name in enumerate(NAMES)}
-        gradients["stack"] = normal(3, *SHAPE, seed=100 * call + 50, dtype=dtype)
-        if call == bad_call:
-            gradients |= {name: poisoned(gradients[name], value) for name, value in POISONS.items()}
-            gradients["stack"][1] = poisoned(gradients["stack"][1], NAN)
+        given = {n: normal(*shapes[n], seed=100 * call + NAMES.index(n), dtype=dtype) for n in names}
+        if call == bad_call and names is NAMES:
+            given |= {name: poisoned(given[name], value) for name, value in POISONS.items()}
+            given["stack"][1] = poisoned(given["stack"][1], NAN)
         if call >= bad_call:
-            yield optimizer, weights
-        step(optimizer, list(weights.values()), list(gradients.values()))
-    yield optimizer, weights
+            yield optimizer
+        step(optimizer, list(weights.values()), list(given.values()))
+    yield optimizer
 
 
 # What is skipped does not depend on the dtypes: of them each step has one.
@@ -87,52 +86,41 @@ def test_a_non_finite_gradient_changes_only_step_and_skipped_and_nothing_of_its_
     kwargs = {**kwargs, "state_dtype": state_dtype}
     if cls is PRO:  # Newton-Schulz in bfloat16 would round differently in a batch of another size
         kwargs["ns_dtype"] = torch.float32
-    calls = WHEN[when] + 3
-    states = poison_run((cls, kwargs), path, dtype, WHEN[when], calls)
-    optimizer, weights = next(states)
-    before = {name: (frozen(optimizer, weights[name]), weights[name]._version) for name in BAD}
+    run = (cls, kwargs), path, dtype, WHEN[when], WHEN[when] + 3
+    states = poison_run(*run)
+    optimizer, bad = next(states), [NAMES.index(name) for name in BAD]
+    weights = weights_of(optimizer)
+    before, versions = contents(optimizer), [p._version for p in weights]
     next(states)
-    for name, (old, version) in before.items():
-        new = frozen(optimizer, weights[name])
+    after = contents(optimizer)
+    for old, new, version, p in ((before[i], after[i], versions[i], weights[i]) for i in bad):
         clock = torch.as_tensor(new["step"])
         assert int(new["skipped"]) == 1
-        assert path not in ("reference", "blind") or weights[name]._version == version
+        assert path not in ("reference", "blind") or p._version == version
         if when == "first":
             assert same_bits(old["W"], new["W"]) and (clock == -1).all()
             assert not any(v.any() for k, v in new.items() if k not in ("W", "step", "skipped"))
         else:
-            assert changed(old, new) == {"step", "skipped"}
+            assert differences([old], [new]) == {(0, "step"), (0, "skipped")}
             assert torch.equal(clock, torch.as_tensor(old["step"]) + 1)
-    assert optimizer.skipped() == {name: int(name in BAD) for name in weights}
+    assert optimizer.skipped() == {name: int(name in BAD) for name in NAMES}
     for _ in states:
         pass
-    for name, (old, _) in before.items():  # and training goes on
-        assert not same_bits(weights[name], old["W"])
-        assert all(v.isfinite().all() for k, v in frozen(optimizer, weights[name]).items() if k != "step")
-    alone = trained_alone(cls, kwargs, path, dtype, calls)
-    for name, expected in alone.items():
-        found = frozen(optimizer, weights[name])
-        if path == "reference":
-            assert changed(expected, found) == set()
-        else:  # a product may round differently in a batch of another size, and so may what a batch decides as one
-            for key in changed(expected, found) if state_dtype is None else ():
-                if expected[key].dtype == torch.bfloat16:
-                    assert int((expected[key] != found[key]).sum()) <= 1, key
-                else:
-                    assert (expected[key] - found[key]).norm() < 1e-5 * expected[key].norm(), key
-
-
-def trained_alone(cls, kwargs, backend, dtype, calls):
-    """Return the good weights with their state, of a run without the bad ones; weights are rounded alike by name."""
-    places = {name: NAMES.index(name) for name in ("good 0", "good 1")}
-    weights = {name: weight(*SHAPE, seed=i, dtype=dtype) for name, i in places.items()}
-    for w in weights.values():
-        w.data[0, 0] = -0.0
-    optimizer = made(cls, list(weights.items()), backend=backend, precondition_frequency=TAU, **kwargs)
-    for call in range(calls):
-        gradients = [normal(*SHAPE, seed=100 * call + i, dtype=dtype) for i in places.values()]
-        step(optimizer, list(weights.values()), gradients)
-    return {name: frozen(optimizer, w) for name, w in weights.items()}
+    found = contents(optimizer)
+    for i in bad:  # and training goes on
+        assert not same_bits(found[i]["W"], before[i]["W"])
+        assert all(v.isfinite().all() for k, v in found[i].items() if k != "step")
+    *_, alone = poison_run(*run, names=GOOD)
+    expected, found = contents(alone)[:2], [found[0], found[-2]]
+    if path == "reference":
+        assert differences(expected, found) == set()
+    # A product may round differently in a batch of another size, and so may what a batch decides as one.
+    for i, key in differences(expected, found) if state_dtype is None else ():
+        one, other = expected[i][key], found[i][key]
+        if one.dtype == torch.bfloat16:
+            assert int((one != other).sum()) <= 1, key
+        else:
+            assert (one - other).norm() < 1e-5 * one.norm(), key
 
 
 def test_matrices_of_a_stack_go_where_they_go_alone(method, path):
@@ -167,7 +155,7 @@ def never_moved_warnings(calls):
     return [w for w in caught if "not moved" in str(w.message)]
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls):
     """Whatever comes into its batch before and after, and not one that has moved."""
     late = {"late 0": NEVER_MOVED_AFTER // 2, "late 1": NEVER_MOVED_AFTER + 5, "late 2": NEVER_MOVED_AFTER + 10}
@@ -226,11 +214,9 @@ def test_a_gradient_inside_the_tracked_subspace_makes_no_step_of_rounding_noise(
 def test_float64_gradients_of_any_size_train_alike(method, path, scale):
     cls, kwargs = method
     final = []
-    for s in (1.0, scale):
+    for size in (1.0, scale):
         w = weight(4, 6, dtype=torch.float64)
-        optimizer = made(cls, [w], backend=path, **kwargs)
-        for t in range(8):
-            step(optimizer, [w], [s * normal(4, 6, seed=t, dtype=torch.float64)])
+        train(made(cls, [w], backend=path, **kwargs), range(8), size=size)
         final.append(w.detach())
     moved = (final[0] - weight(4, 6, dtype=torch.float64).detach()).norm()
     assert moved > 0
@@ -243,16 +229,11 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
 def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method, backend, scale, start):
     cls, kwargs = method
     w = weight(4, 6)
-    optimizer = made(cls, [w], backend=backend, init_eigenvalue=start, **kwargs)
-
-    def run(steps):
-        for t in range(steps):
-            step(optimizer, [w], [scale * normal(4, 6, seed=t)])
-
-    run(12)
-    assert all(v.isfinite().all() for k, v in frozen(optimizer, w).items() if k != "step")
+    optimizer = train(made(cls, [w], backend=backend, init_eigenvalue=start, **kwargs), range(12), size=scale)
+    assert all(v.isfinite().all() for k, v in contents(optimizer)[0].items() if k != "step")
     if optimizer.state[w]["step"] == -1:
-        assert len(never_moved_warnings(lambda: run(NEVER_MOVED_AFTER - 12))) == 1
+        rest = range(12, NEVER_MOVED_AFTER)
+        assert len(never_moved_warnings(lambda: train(optimizer, rest, size=scale))) == 1
     elif start == "auto":
         assert (w - weight(4, 6)).norm() > 1e-4
 
@@ -266,7 +247,7 @@ def test_a_complement_whose_squares_underflow_makes_no_step_of_their_rounding(pa
     )
     for t in range(8):
         before = w.detach().clone()
-        step(optimizer, [w], [3e-22 * normal(*shape, seed=t)])
+        train(optimizer, [t], size=3e-22)
         size[t] = float((w - before).detach().norm())
     assert max(size.values()) <= 1.3 * shape[0] ** 0.5, size
 
@@ -281,18 +262,16 @@ def test_a_bucket_that_cannot_be_made_is_made_at_the_next_step(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("prokl.engine.engine.Bucket", no_memory)
         with pytest.raises(MemoryError):
-            step(optimizer, [p], [normal(4, 6)])
+            train(optimizer, [0])
     before = p.detach().clone()
-    for seed in range(2):
-        step(optimizer, [p], [normal(4, 6, seed=seed)])
+    train(optimizer, range(2))
     assert not torch.equal(p, before)
 
 
 def test_the_specification_skips_a_bad_gradient_also_where_reading_the_device_waits_for_it(monkeypatch):
     forbid_host_reads(monkeypatch)
     p = weight(4, 6)
-    optimizer = PRO([p], rank=2, backend="reference")
-    step(optimizer, [p], [normal(4, 6)])
-    before = frozen(optimizer, p)
+    optimizer = train(PRO([p], rank=2, backend="reference"), [0])
+    before = contents(optimizer)
     step(optimizer, [p], [torch.full((4, 6), NAN)])
-    assert changed(before, frozen(optimizer, p)) == {"step", "skipped"}
+    assert differences(before, optimizer) == {(0, "step"), (0, "skipped")}

@@ -5,6 +5,8 @@ Two runs that do the same arithmetic on the same shapes are compared bit for bit
 
 import copy
 import io
+import pickle
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -79,9 +81,13 @@ def kept(value):
 
 
 def same(a, b):
-    """Return True if two values have the same bits; what has none must be the same thing."""
+    """Return True if two values, or nests of dicts and lists, have the same bits; what has none must be the same."""
     if is_plain(a):
         return is_plain(b) and same_bits(a.resolve_neg(), b.resolve_neg())
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and a == b)
 
 
@@ -121,6 +127,25 @@ def refused(optimizer, says, error=ValueError, weights=None):
     with pytest.raises(error, match=says):
         yield
     assert differences(before, contents(optimizer, weights)) == set() and repr(optimizer) == groups
+
+
+@contextmanager
+def silent():
+    """Make an error of any warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextmanager
+def told_once(says, file, category=UserWarning):
+    """Hold what is done to one warning in these words, at a line of the file."""
+    with pytest.warns(category, match=says) as caught:
+        yield
+    assert len(caught) == 1 and caught[0].filename == file
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}
 
 
 def fresh(optimizer, **changes):
