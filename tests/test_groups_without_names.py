@@ -12,7 +12,7 @@ from prokl import param_groups
 from tests.inputs import PRO, both, weight
 from tests.routing import RATES
 from tests.test_frozen_weights import model
-from tests.training import named, refused, train, weights_of
+from tests.training import named, refused, silent, train, weights_of
 
 
 def groups_of(net):
@@ -136,6 +136,5 @@ def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_wri
 
 def test_a_warning_that_is_turned_into_an_error_leaves_nothing_added():
     optimizer = PRO(groups_of(model(frozen=())))
-    with refused(optimizer, "below 2-D", UserWarning), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with refused(optimizer, "below 2-D", UserWarning), silent():
         optimizer.add_param_group({"params": [weight(8), weight(8, 8)]})

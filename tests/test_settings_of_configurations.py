@@ -3,7 +3,6 @@
 import enum
 import inspect
 import typing
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from prokl import param_groups
 from tests.inputs import KL, PRO, both, weight
 from tests.problems import made
 from tests.routing import holding
-from tests.training import differences, named, reloaded, train
+from tests.training import differences, named, reloaded, silent, told_once, train
 
 
 class Listed(Sequence):
@@ -149,12 +148,10 @@ def test_a_preset_beside_explicit_defaults_says_what_it_does_not_set(cls):
     said = (
         r"^preset='paper' leaves .*clip_threshold=5\.0.* as given.*the preset's are .*clip_threshold=None.*leave .* out"
     )
-    with pytest.warns(UserWarning, match=said) as caught:
+    with told_once(said, __file__):
         group = cls([weight(4, 6)], **{**defaults, "preset": "paper"}).param_groups[0]
-    assert len(caught) == 1 and caught[0].filename == __file__
     assert group["clip_threshold"] == 5.0 and group["init_eigenvalue"] == 0.1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         group = made(cls, [weight(4, 6)], clip_threshold=4.0, init_eigenvalue=0.1, preset="paper").param_groups[0]
         assert (group["clip_threshold"], group["init_eigenvalue"]) == (4.0, 0.1)
         cls([weight(4, 6)], preset="paper", lr=0.1)
@@ -163,14 +160,11 @@ def test_a_preset_beside_explicit_defaults_says_what_it_does_not_set(cls):
 
 @both
 def test_an_advanced_setting_is_given_in_its_mapping_or_by_its_old_keyword_with_one_warning(cls):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         new = cls([weight(4, 6)], advanced={"eps": 1e-4, "clip_threshold": None})
-    with pytest.warns(
-        FutureWarning, match=r"^eps=0\.0001, clip_threshold=None of .*advanced=\{'eps': 0\.0001, "
-    ) as said:
+    said = r"^eps=0\.0001, clip_threshold=None of .*advanced=\{'eps': 0\.0001, "
+    with told_once(said, __file__, FutureWarning):
         old = cls([weight(4, 6)], eps=1e-4, clip_threshold=None)
-    assert len(said) == 1 and said[0].filename == __file__
     assert new.defaults == old.defaults and (new.defaults["eps"], new.defaults["clip_threshold"]) == (1e-4, None)
     assert repr(new) == repr(old)
 

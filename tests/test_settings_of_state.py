@@ -1,15 +1,13 @@
 """What a weight's state was made with is held to wherever the weight is, and forgotten with the state."""
 
-import copy
 import gc
-import pickle
 import weakref
 
 import pytest
 import torch
 
 from tests.inputs import KL, PRO, weight
-from tests.training import OTHERS, contents, differences, fresh, kept, moved, named, refused, train, weights_of
+from tests.training import COPIES, OTHERS, contents, differences, fresh, kept, moved, named, refused, train, weights_of
 
 SHAPE = (6, 9)
 # Settings, and other ones.
@@ -37,11 +35,10 @@ def in_a_copied_group(optimizer):
 
 
 LIVES = {
-    "after steps": lambda o: o,
-    "after load_state_dict": fresh,
-    "after deepcopy": copy.deepcopy,
-    "after unpickling": lambda o: pickle.loads(pickle.dumps(o)),
-    "in a copied group": in_a_copied_group,
+    "steps": lambda optimizer: optimizer,
+    "load_state_dict": fresh,
+    **COPIES,
+    "a copied group": in_a_copied_group,
 }
 
 

@@ -1,8 +1,6 @@
 """Arguments that would be silent, or told without a remedy: each is told once, with where it belongs."""
 
 import inspect
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 
 import prokl
 from tests.inputs import PRO, both, weight
-from tests.training import refused, train
+from tests.training import refused, silent, told_once, train
 
 
 def groups(**options):
@@ -19,36 +17,21 @@ def groups(**options):
     return prokl.param_groups(model, **({"lr": 0.05, "adamw_lr": 1e-3} | options))
 
 
-@contextmanager
-def told_once(said):
-    """Hold what is done to one warning in these words, at the line that did it."""
-    with pytest.warns(UserWarning, match=said) as caught:
-        yield
-    assert len(caught) == 1 and caught[0].filename == __file__
-
-
-@contextmanager
-def silent():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 @both
 @pytest.mark.parametrize("lr", [99, torch.tensor(99.0)], ids=["number", "tensor"])
 def test_an_lr_that_every_group_overrides_is_told(cls, lr):
     said = r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
-    with told_once(said):
+    with told_once(said, __file__):
         optimizer = cls(groups(), lr=lr)
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_all_settings_that_reach_no_group_are_told_at_once():
     said = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
-    with told_once(said):
+    with told_once(said, __file__):
         PRO(groups(weight_decay=0.1, rank=2), 99, 0.5, rank=3)
     two = [{"params": [weight(4, 6)], "momentum": momentum} for momentum in (0.5, 0.6)]
-    with told_once(r"^momentum=0\.7 .*: momentum=0\.5, 0\.6\."):
+    with told_once(r"^momentum=0\.7 .*: momentum=0\.5, 0\.6\.", __file__):
         PRO(two, momentum=0.7)
     with silent(), pytest.raises(UserWarning, match="reaches no group"):
         PRO(groups(), lr=99)
@@ -87,7 +70,7 @@ def test_world_before_init_process_group_is_told(cls, monkeypatch):
     """It is None then, as the default."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     said = r"^process_group=None was given: .*WORLD is None until init_process_group\(\).*WORLD_SIZE=4 every rank"
-    with told_once(said):
+    with told_once(said, __file__):
         cls([weight(4, 6)], process_group=dist.group.WORLD)
     with silent():
         cls([weight(4, 6)])  # nothing was asked for
@@ -142,7 +125,7 @@ def test_float16_weights_are_told_once_at_construction(cls):
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 8)).half()
     model[0].bias.requires_grad_(False)
     model[2].weight.data = model[2].weight.data.float()
-    with told_once(r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32"):
+    with told_once(r"^4 of 5 weights that train are float16, .* among them.*: use bfloat16 or float32", __file__):
         cls(prokl.param_groups(model, lr=0.1, adamw_lr=0.1))
     with silent():
         cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1))
