@@ -4,7 +4,6 @@ As :mod:`tests.test_torch_optimizers_step`.
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from torch.optim import AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.inputs import weight
-from tests.torch_optimizers import Problem, equal, of_all
-from tests.training import reloaded
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer))}
+from tests.torch_optimizers import Problem, of_all
+from tests.training import COPIES, differences, reloaded, same
 
 
 @of_all
@@ -91,8 +88,8 @@ def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywher
     twin.optimizer.load_state_dict(reloaded(problem.optimizer.state_dict()))
     for other in (*(duplicate(problem.optimizer) for duplicate in COPIES.values()), twin.optimizer):
         assert other.state["mark"] == 1
-        assert equal(other.state_dict(), problem.optimizer.state_dict())
-    assert equal(problem.steps(2).contents(), twin.steps(2).contents())
+        assert same(other.state_dict(), problem.optimizer.state_dict())
+    assert differences(problem.steps(2).optimizer, twin.steps(2).optimizer) == set()
 
 
 def rate(value, returns=False):
@@ -106,33 +103,19 @@ def rate(value, returns=False):
 
 @of_all
 @pytest.mark.parametrize("returns", [False, True], ids=["in place", "returned"])
-def test_hooks_before_loading_run_in_their_order_and_what_they_say_is_loaded(cls, returns):
-    problem = Problem(cls, {}).steps(2)
-    state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
-    optimizer.register_load_state_dict_pre_hook(rate(0.5))
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.register_load_state_dict_pre_hook(rate(0.25, returns), prepend=True)
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.register_load_state_dict_pre_hook(rate(0.125, returns))
-    optimizer.load_state_dict(copy.deepcopy(state))
-    assert optimizer.param_groups[0]["lr"] == 0.125
-    problem.steps(1)
-
-
-@of_all
-def test_hooks_after_loading_see_what_was_loaded(cls):
+def test_hooks_of_loading_run_in_their_order_and_what_they_say_is_loaded(cls, returns):
     problem, seen = Problem(cls, {}).steps(2), []
+    state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
 
     def after(optimizer):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.state["ran"] = True
 
-    problem.optimizer.register_load_state_dict_pre_hook(rate(0.25, returns=True))
-    problem.optimizer.register_load_state_dict_post_hook(after)
-    problem.optimizer.load_state_dict(problem.optimizer.state_dict())
-    assert seen == [0.25] and problem.optimizer.state["ran"] is True
+    optimizer.register_load_state_dict_post_hook(after)
+    for value, returned, first in ((0.5, False, False), (0.25, returns, True), (0.125, returns, False)):
+        optimizer.register_load_state_dict_pre_hook(rate(value, returned), prepend=first)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    assert seen == [0.5, 0.5, 0.125] and optimizer.state["ran"] is True
     problem.steps(1).optimizer.state_dict()
 
 

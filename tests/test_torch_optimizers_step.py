@@ -6,7 +6,6 @@ optimizer; :mod:`tests.torch_optimizers` has the settings. What differs by desig
 
 import copy
 import gc
-import warnings
 import weakref
 from collections import namedtuple
 
@@ -20,13 +19,13 @@ from tests.torch_optimizers import (
     OURS,
     SCHEDULERS,
     Problem,
-    equal,
     errors,
     grouped,
     of_all,
     of_all_settings,
     of_our_settings,
 )
+from tests.training import contents, differences, same, silent
 
 
 @pytest.mark.parametrize("error", errors(), ids=lambda error: error.optimizer_error_input.desc)
@@ -59,8 +58,7 @@ def stepped(problem):
 
 
 def scheduled(problem):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of the order of their steps
+    with silent():  # of the order of their steps
         problem.steps(2, [lr_scheduler.StepLR(problem.optimizer, 1)])
 
 
@@ -100,7 +98,7 @@ def test_a_tensor_lr_steps_as_its_number_does_and_is_only_read(cls, settings):
     tensor = number.twin(lr=lr)
     tensor.optimizer.param_groups[0]["lr"] = lr  # the constructor's was copied
     for _ in range(6):
-        assert equal(number.steps(1).contents(), tensor.steps(1).contents())
+        assert differences(number.steps(1).optimizer, tensor.steps(1).optimizer) == set()
     assert lr.item() == 0.0625 and lr._version == 0 and lr.grad is None
     assert tensor.weight.is_leaf and tensor.weight.grad_fn is None
 
@@ -112,7 +110,7 @@ def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(
     problem = Problem(cls, settings)
     problem.steps(3 if begun else 0)
     problem.optimizer.zero_grad()
-    before, loss, enabled = problem.contents(), torch.tensor([1.0]), []
+    before, loss, enabled = contents(problem.optimizer), torch.tensor([1.0]), []
 
     def closure():
         enabled.append(torch.is_grad_enabled())
@@ -124,8 +122,8 @@ def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(
             assert torch.is_grad_enabled() == (outer is torch.enable_grad)
     assert enabled == [True, True]
     assert problem.optimizer.step(closure=lambda: 2) == 2
-    for old, new in zip(before, problem.contents(), strict=True):
-        assert equal(old, {k: new[k] for k in old})
+    for old, new in zip(before, contents(problem.optimizer), strict=True):
+        assert same(old, {k: new[k] for k in old})
 
 
 @of_our_settings

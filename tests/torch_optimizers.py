@@ -16,7 +16,6 @@ from torch.optim.swa_utils import SWALR
 
 import prokl
 from tests.inputs import normal, weight
-from tests.training import contents
 
 pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
@@ -156,17 +155,3 @@ class Problem:
             twin.weight.copy_(self.weight)
             twin.bias.copy_(self.bias)
         return twin
-
-    def contents(self):
-        return contents(self.optimizer)
-
-
-def equal(a, b):
-    """Return True if two nests of dicts, lists, tensors and numbers are the same, bit for bit."""
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(v, b[k]) for k, v in a.items())
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
-    return type(a) is type(b) and a == b
