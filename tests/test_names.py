@@ -1,6 +1,6 @@
 """Names of weights: told where they no longer fit, and the same whatever torch.compile, DDP, FSDP or others prefix."""
 
-import warnings
+import copy
 
 import pytest
 import torch
@@ -9,11 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import prokl
 from prokl import param_groups
-from tests.inputs import KL, PRO, weight
-from tests.training import differences, named, refused, train, weights_of
+from tests.inputs import PRO, both, weight
+from tests.training import differences, named, refused, silent, train, weights_of
 
 BF16 = torch.bfloat16
-both = pytest.mark.parametrize("cls", [PRO, KL])
 
 
 @both
@@ -81,20 +80,26 @@ def test_checkpoints_go_by_names_without_wrappers(wrapped):
         assert torch.equal(partly.state[p]["M"], there.state[q]["M"])
 
 
-def test_state_goes_to_no_weight_of_another_name_without_a_word():
+@pytest.mark.parametrize("apart", [False, True], ids=["", "groups"])
+@both
+def test_state_goes_to_no_weight_of_another_name_without_a_word(cls, apart):
     def build(*names):
-        return train(PRO([(name, weight(4, 6, seed=i)) for i, name in enumerate(names)]), [0])
+        params = [(name, weight(4, 6, seed=i)) for i, name in enumerate(names)]
+        return train(cls([{"params": [own]} for own in params] if apart else params), [0])
 
     there = build("a", "b", "c").state_dict()
-    for names in (("b", "d", "a"), ("x", "a", "b")):
+    for names in (("b", "d", "a"), ("x", "a", "b"), ("a", "c", "b")):
         here = build(*names)
-        with refused(here, "weights in another order: weight [01] is '[ab]' there and '[bx]' here"):
+        with refused(here, "weights in another order: weight [01] is '[ab]' there and '[bcx]' here"):
             here.load_state_dict(there)
     with pytest.warns(UserWarning, match="other names for 1 of 3 weights: weight 1 is 'b' there and 'new' here"):
         build("a", "new", "c").load_state_dict(there)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    nameless = copy.deepcopy(there)
+    for group in nameless["param_groups"]:
+        del group["param_names"]
+    with silent():
         build("a", "b", "c").load_state_dict(there)
+        build("a", "c", "b").load_state_dict(nameless)  # by place, as torch's do
 
 
 def test_a_distributed_checkpoint_of_a_compiled_model_loads_by_name():
