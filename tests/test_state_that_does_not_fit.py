@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from tests.inputs import KL, PRO
+from tests.inputs import KL, PRO, both
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
@@ -61,33 +61,14 @@ def by_hand(change):
     return lambda optimizer, weights: change([optimizer.state[p] for p in weights], optimizer.param_groups)
 
 
-def set_back(optimizer):
-    """Return a function that puts weights, state and groups back to what they are now."""
-    groups = [{k: [*v] if isinstance(v, list) else v for k, v in group.items()} for group in optimizer.param_groups]
-    held = {p: (p.data, {**own}) for p, own in optimizer.state.items()}
-    data = {p: {k: v.data for k, v in own.items() if torch.is_tensor(v)} for p, (_, own) in held.items()}
-
-    def back():
-        for p, (W, own) in held.items():
-            p.grad, p.data, optimizer.state[p] = None, W, own
-            for key, values in data[p].items():
-                own[key].data = values
-        for group, own in zip(optimizer.param_groups, groups, strict=True):
-            group.update(own)
-
-    return back
-
-
-def assert_refused_until_set_back(optimizer, change, says):
-    """The step says no and moves nothing, twice; with all as it was it goes on as if nobody had asked."""
-    twin, weights, back = copy.deepcopy(optimizer), weights_of(optimizer), set_back(optimizer)
+def assert_refused_by_hand(optimizer, change, says):
+    """The step says no and moves nothing, twice."""
+    weights = weights_of(optimizer)
     change(optimizer, weights)
     give(weights, 7)
     for _ in range(2):
         with refused(optimizer, f"(?s){says}", (ValueError, TypeError), weights):
             optimizer.step()
-    back()
-    assert differences(train(optimizer, [7]), train(twin, [7])) == set()
 
 
 def assert_refused_in_a_file(optimizer, change, says):
@@ -118,13 +99,11 @@ EITHER = {
 }
 
 
-@pytest.mark.parametrize(
-    "hold", [assert_refused_until_set_back, assert_refused_in_a_file], ids=["by hand", "in a file"]
-)
+@pytest.mark.parametrize("hold", [assert_refused_by_hand, assert_refused_in_a_file], ids=["by hand", "in a file"])
 @pytest.mark.parametrize("cls, adamw", BOTH)
 @pytest.mark.parametrize("change, says", EITHER.values(), ids=EITHER)
 def test_state_that_does_not_fit_is_told_by_name_wherever_it_comes_from(cls, adamw, change, says, hold):
-    change = by_hand(change) if hold is assert_refused_until_set_back else change
+    change = by_hand(change) if hold is assert_refused_by_hand else change
     hold(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
@@ -151,7 +130,7 @@ MATRIX += [(cls, key, [*ODD][(i + j) % len(ODD)]) for cls in KEYS for i, key in 
 def test_matrix_state_that_does_not_fit_is_told_wherever_it_comes_from(cls, key, odd):
     change, says = ODD[odd]
     change, says = entry(1, **{key: change}), rf"The (loaded )?state of odd .*({key}.*{says}|{says} {key})"
-    assert_refused_until_set_back(fine_and_odd(cls, **METHODS[cls]), by_hand(change), says)
+    assert_refused_by_hand(fine_and_odd(cls, **METHODS[cls]), by_hand(change), says)
     if (key, odd) != ("clipped", "gone"):  # as in files before 0.5
         assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, says)
 
@@ -223,10 +202,10 @@ BY_HAND = {name: (by_hand(change), says) for name, (change, says) in BY_HAND.ite
 @pytest.mark.parametrize("cls, adamw", BOTH)
 @pytest.mark.parametrize("change, says", BY_HAND.values(), ids=BY_HAND)
 def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, change, says):
-    assert_refused_until_set_back(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
+    assert_refused_by_hand(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 @pytest.mark.parametrize("clock", [6, torch.tensor([6, 5])], ids=["", "stack"])
 def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
     """As everything in the state: the next refresh comes when it says."""
@@ -260,13 +239,13 @@ def test_a_count_of_adamws_steps_that_is_filled_in_place_is_told_before_a_matrix
 def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does():
     """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
     optimizer = fine_and_odd(PRO, adamw={"fused": True})
-    turned = by_hand(entry(3, exp_avg=lambda t: t.mT.contiguous().mT))
-    assert_refused_until_set_back(optimizer, turned, r"table has exp_avg of strides \(1, 5\).*fused")
     table = weights_of(optimizer)[3]
     give(weights_of(optimizer), 8)
     table.grad = table.grad.mT.contiguous().mT
     with refused(optimizer, r"table has a gradient of strides \(1, 5\).*fused"):
         optimizer.step()
+    turned = by_hand(entry(3, exp_avg=lambda t: t.mT.contiguous().mT))
+    assert_refused_by_hand(optimizer, turned, r"table has exp_avg of strides \(1, 5\).*fused")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -305,6 +284,7 @@ OF_ADAMW = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (Tr
 WRONG = {
     "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
     "more dimensions": (PRO, made_anew(odd=(1, 6, 10)), "odd"),
+    "another algorithm": (PRO, setting(0, algorithm="adamw"), "algorithm='adamw' of loaded group 0: it is 'matrix'"),
     "another rank": (PRO, setting(0, rank=5), "odd|fine"),
     "another start value": (PRO, setting(0, init_eigenvalue=0.1), "odd|fine"),
     "of KLShampoo": (PRO, made_anew(KL), "fine .*has R, Q_R.* and no tensor U where"),
