@@ -56,35 +56,12 @@ CASES = [
 
 @pytest.mark.parametrize("cls, kwargs, start, scale", CASES)
 def test_a_batched_step_is_the_references_in_float64(cls, kwargs, start, scale):
-    assert_same_runs(cls, stream_of(scale), FLOAT64, init_eigenvalue=start, weight_decay=0.1, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [0.1, "auto"])
-def test_clipping_eigenvalues_agree_too_and_small_gradients_do_reach_the_clip(start):
-    kwargs = {"init_eigenvalue": start, "beta2": 0.3}
-    optimizer = assert_same_runs(ProKLShampoo, stream_of(CLIPPING), FLOAT64, **kwargs, rank=4)
-    assert_same_runs(KLShampoo, stream_of(CLIPPING), FLOAT64, **kwargs)
-    if start == 0.1:
+    """Small gradients reach the clip of a start at 0.1, as eigenvalues forget fast then."""
+    kwargs = {"init_eigenvalue": start, "weight_decay": 0.1, "beta2": 0.95 if scale == PLAIN else 0.3, **kwargs}
+    optimizer = assert_same_runs(cls, stream_of(scale), FLOAT64, **kwargs)
+    if (start, scale) == (0.1, CLIPPING):
         parameters = optimizer.param_groups[0]["params"][:4]
         assert all((optimizer.state[p]["inv_sqrt_lambda_L"] == 10.0).any() for p in parameters)
-
-
-@pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])
-def test_an_outgrown_auto_start_is_followed_alike_and_whatever_the_loss_scale(cls, variant):
-    """Its unit lambda_0 stays as small as it was, and only the eigenvalues grow: steps are usual ones all the same."""
-    kwargs = {"variant": variant, "rank": 4} if variant else {}
-    stream = stream_of(steps=16)
-    tiny_start = [[1e-5 * g for g in stream[0]], [1e-5 * g for g in stream[1]], *stream[2:]]
-    assert_same_runs(cls, tiny_start, FLOAT64, **kwargs)
-    plain, optimizer = run(cls, tiny_start, **kwargs)
-    small, _ = run(cls, [[1e-6 * g for g in gradients] for gradients in tiny_start], **kwargs)
-    for p, q, g in zip(plain, small, stream[2], strict=True):
-        assert relative(q, p) <= FLOAT64
-        start = optimizer.state[p]["lambda_0"].max()
-        assert start <= 1e-4 * g.square().mean().sqrt()  # the first gradient's rms was 1e-5 of that
-        grown = optimizer.state[p]["inv_sqrt_lambda_L"].min() ** -2
-        assert grown >= 1e3 * start and p.abs().max() <= 10
 
 
 @pytest.mark.parametrize("cls, variant", [(ProKLShampoo, v) for v in VARIANTS] + [(KLShampoo, None)])

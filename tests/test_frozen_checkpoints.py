@@ -3,7 +3,6 @@
 Backends are those of tests/inputs.py, so that every file meets three orders of operations.
 """
 
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests import freeze
 from tests.distributed.checkpoints import read, written
 from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.inputs import same_bits
-from tests.training import reloaded
+from tests.training import reloaded, silent
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 BEFORE_ITS_TIME = {"0.4.0": {"clip_threshold": None, "bf16_weights": "plain"}}
@@ -59,8 +58,7 @@ def loaded(file, name, **more):
     """
     version, case = frozen(file)["version"], frozen(file)["cases"][name]
     weights, optimizer = freeze.build({**case, "settings": {}}, **{**BEFORE_ITS_TIME.get(version, {}), **more})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with silent():
         optimizer.load_state_dict(case["state_dict"])
     return case, weights, optimizer
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.initial import initialise, initialise_kl
-from tests.inputs import METHODS, PRO, normal
+from tests.inputs import METHODS, PRO, both, normal
 from tests.peak import Peak
 from tests.problems import made, relative, state_tensors
 
@@ -86,21 +85,6 @@ def test_a_rank_deficient_start_and_the_steps_from_it_do_not_depend_on_the_order
     assert relative(there, moved) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_transposed_weight_starts_alike(method, dtype):
-    cls, kwargs = method
-    states = []
-    for transpose in (False, True):
-        p = torch.nn.Parameter(torch.zeros((20, 12) if transpose else (12, 20), dtype=dtype))
-        optimizer, G = made(cls, [p], **kwargs), gradients("few tokens", dtype, 0)[0]
-        p.grad = G.mT.contiguous() if transpose else G
-        optimizer.step()
-        states.append(state_tensors(optimizer.state[p]))
-    for key, value in states[0].items():
-        if key != "M":
-            assert torch.equal(states[1][key], value), key
-
-
 @pytest.mark.parametrize("case", ["few tokens", "idle rows", "two classes"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 3.0, 1e30])
 def test_bases_do_not_depend_on_the_gradients_scale_and_an_auto_start_follows_it(case, scale):
@@ -139,7 +123,7 @@ def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kw
     assert peak.extra - own <= 3 * cls.method.workspace(*shape, rank) * 8  # measured: 0.18 to 0.36 of it
 
 
-@pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
+@both
 def test_a_start_beyond_the_budget_is_made_in_parts_with_the_same_result(cls, monkeypatch):
     def state_of():
         p = torch.nn.Parameter(torch.zeros(5, 6, 10))

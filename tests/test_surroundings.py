@@ -19,7 +19,7 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.pointers import PointerTable
 from prokl.diagnostics.report import _spectrum_of
 from prokl.distributed.waves import not_finite
-from tests.inputs import KL, NAN, PRO, normal, weight
+from tests.inputs import KL, NAN, PRO, both, normal, weight
 from tests.training import differences, gradients, named, same
 
 SETTINGS = {
@@ -44,17 +44,8 @@ def default_dtype(dtype):
         torch.set_default_dtype(torch.float32)
 
 
-@contextmanager
-def default_device(device):
-    torch.set_default_device(device)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
 AROUND = {
-    "default device": lambda: default_device("meta"),
+    "default device": lambda: torch.device("meta"),
     "default dtype float64": lambda: default_dtype(torch.float64),
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -105,28 +96,25 @@ def test_what_surrounds_a_step_changes_nothing(setting, around, plain):
 def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_there():
     """Of which no step above comes by."""
     W, table, phi = normal(2, 3, 4), PointerTable(2, "cpu"), torch.full((3, 3), NAN)
-    with default_device("meta"):
+    with torch.device("meta"):
         table.update([W], [2])
         spectrum = _spectrum_of(phi, "W", 3)
     assert table.table[0].tolist() == [W.data_ptr(), W.data_ptr() + 3 * 4 * W.element_size()]
     assert spectrum.device.type == "cpu"
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_a_rank_says_of_a_gradient_that_it_lacks_is_made_where_the_weight_is(device):
-    """A copy from the host would make a divided step wait for the device."""
-    absent = SimpleNamespace(stand_in=None, shapes=[(3, 4), (3, 4)], p=torch.empty(2, 3, 4, device=device))
-    assert not_finite(absent).device.type == device
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_a_rank_says_of_a_gradient_that_it_lacks_adds_up_with_what_the_others_say(dtype):
-    """A sum over ranks of unlike dtypes hangs, or adds bits of other numbers."""
-    shape, p = MatrixShape(2, 3, 4), torch.empty(2, 3, 4)
+    """A sum over ranks of unlike dtypes hangs, or adds bits of other numbers.
+
+    It is made where the weight is: a divided step would wait for a copy from the host.
+    """
+    shape, p = MatrixShape(2, 3, 4), torch.empty(2, 3, 4, device="meta")
     with default_dtype(dtype):
         said = [not_finite(SimpleNamespace(stand_in=one, shapes=[shape], p=p)) for one in (None, weight(2, 3, 4))]
         said.append(not_finite(SimpleNamespace(stand_in=SimpleNamespace(grad=normal(2, 3, 4)), shapes=[shape], p=p)))
     assert {flags.dtype for flags in said} == {torch.float32}
+    assert [flags.device.type for flags in said] == ["meta", "meta", "cpu"]
 
 
 def small(cls):
@@ -144,7 +132,7 @@ def small(cls):
     return optimizer, loss
 
 
-@pytest.mark.parametrize("cls", [PRO, KL])
+@both
 def test_a_compiled_function_that_steps_is_exact(cls):
     """Beside an AdamW group, whose steps are tensors: Dynamo would take those of the matrices for such."""
     ends = []
