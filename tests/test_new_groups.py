@@ -38,35 +38,24 @@ def test_a_list_of_parameters_that_is_a_module_is_taken_as_pytorch_takes_it(cls)
         assert [group["params"] for group in cls(given).param_groups] == [list(weights)]
 
 
-MISSPELT = {
-    "weight_decay": ("weight_decy", "wieght_decay", "Weight_Decay", "weight_decays"),
-    "lr": ("LR", "lrs", "learning_rate"),
-    "eps": ("epss",),
-    "maximize": ("maximise",),
-    "algorithm": ("algoritm",),
-}
-OF_A_MATRIX = {
-    "momentum": ("momentun",),
-    "beta2": ("beta", "beta_2"),
-    "precondition_frequency": ("precondition_freq",),
-    "init_eigenvalue": ("init_eigenvalues",),
-    "clip_threshold": ("clip_treshold",),
-    "cautious_weight_decay": ("cautios_weight_decay",),
-    "adjust_lr_fn": ("adjust_lr",),
-    "transposed": ("transpose",),
-    "split": ("splits",),
-}
-OF_ADAMW = {"betas": ("beta", "beta1"), "amsgrad": ("amsgrd",), "foreach": ("for_each",)}
+def settings_of(cls, algorithm):
+    return cls([weight(4, 6)]).defaults if algorithm == "matrix" else torch.optim.AdamW([weight(4, 6)]).defaults
+
+
+def misspelt(setting):
+    """A letter more, a letter less, without an underscore, in capitals."""
+    found = {setting + "s", setting[:1] + setting[2:], setting.replace("_", "", 1), setting.upper()}
+    return found - {setting, "l"}
 
 
 @of_either
 @both
 def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
-    for nearest, keys in (MISSPELT | (OF_A_MATRIX if algorithm == "matrix" else OF_ADAMW)).items():
-        for key in keys:
-            says = rf"^Invalid {key}=0\.3 of a new group: .* the nearest is {nearest}\. Write '{nearest}', or"
-            group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: 0.3}
-            refused_everywhere(cls, group, says)
+    settings = settings_of(cls, algorithm)
+    pairs = [(setting, key) for setting in settings for key in misspelt(setting)]
+    for nearest, key in [*pairs, ("weight_decay", "wieght_decay"), ("lr", "learning_rate")]:
+        says = rf"^Invalid {key}=0\.3 of a new group: .* the nearest is {nearest}\. Write '{nearest}', or"
+        refused_everywhere(cls, {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: 0.3}, says)
 
 
 @of_either
@@ -99,7 +88,7 @@ NUMBERED = {"matrix": ("beta1", "beta3", "lr0", "eps2", "momentum2", "rank1"), "
 @both
 @of_either
 def test_a_key_of_a_scheduler_a_trainer_or_another_optimizer_is_kept(cls, algorithm):
-    settings = (PRO([weight(4, 6)]).defaults | torch.optim.AdamW([weight(4, 6)]).defaults).keys()
+    settings = settings_of(PRO, "matrix") | settings_of(PRO, "adamw")
     composed = [f"{word}_{key}" for word in ("initial", "max", "min", "base", "swa") for key in settings]
     composed += [f"{key}_{word}" for word in ("scale", "mult", "schedule") for key in settings]
     own = dict.fromkeys([*THEIRS, *NUMBERED[algorithm], *composed], 0.3) | {7: "any key is PyTorch's to take"}

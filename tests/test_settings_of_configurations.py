@@ -14,7 +14,7 @@ from prokl import param_groups
 from tests.inputs import KL, PRO, both, weight
 from tests.problems import made
 from tests.routing import holding
-from tests.training import differences, named, reloaded, silent, told_once, train
+from tests.training import OTHERS, differences, named, reloaded, silent, told_once, train
 
 
 class Listed(Sequence):
@@ -31,7 +31,7 @@ class Listed(Sequence):
 
 
 class Name(str, enum.Enum):
-    COMPLEMENT = "complement-only"
+    SMOK_HOP = "smok-hop"
 
 
 def is_plain(value):
@@ -46,29 +46,18 @@ def as_array(*values):
 
 LISTS = {"Listed": Listed, "list": lambda *values: [*values], "array": as_array}
 listed_in_any_way = pytest.mark.parametrize("listed", LISTS.values(), ids=LISTS)
-SETTINGS = {  # as given, and as meant
-    "lr": (np.float32(0.5), 0.5),
-    "weight_decay": (np.float64(0.25), 0.25),
-    "momentum": (np.float16(0.3), 1229 / 4096),  # of which the difference to 1 is none of float16's
-    "beta2": (np.float16(0.5), 0.5),
-    "eps": (np.float16(0.5), 0.5),
-    "rank": (np.int64(3), 3),
-    "precondition_frequency": (np.int32(2), 2),
-    "ns_steps": (np.uint8(4), 4),
-    "maximize": (np.bool_(True), True),
-    "cuda_graphs": (np.bool_(False), False),
-    "variant": (Name.COMPLEMENT, "complement-only"),
-    "backend": (np.str_("torch"), "torch"),
-    "clip_threshold": (np.float32(4.0), 4.0),
-    "init_eigenvalue": (np.float64(0.5), 0.5),
-    "alpha_kl": (np.float32(0.5), 0.5),
+KINDS = {bool: np.bool_, int: np.int64, float: np.float16, str: np.str_}
+SETTINGS = {
+    key: KINDS[type(value)](value) for key, value in OTHERS.items() if type(value) in KINDS and key != "precision"
 }
+"""As NumPy gives them, but for a precision, which the other backend does not take."""
 
 
 def by_hand(cls, given):
     optimizer = cls(named((4, 6)))
     # Such a number is as precise as its own type where a weight begins: EMAs by a float16 would be off.
-    optimizer.param_groups[0].update(given | {"beta2": np.float32(0.5)})
+    precise = {key: np.float64(given[key]) for key in ("beta2", "init_eigenvalue")}
+    optimizer.param_groups[0].update(given | precise)
     return optimizer
 
 
@@ -83,8 +72,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_settings_of_other_types_are_kept_as_pythons_own(cls, way):
     """Set by hand once they are saved."""
-    known = cls([weight(4, 6)]).defaults.keys()
-    given, meant = ({k: pair[i] for k, pair in SETTINGS.items() if k in known} for i in (0, 1))
+    given = {key: value for key, value in SETTINGS.items() if key in cls([weight(4, 6)]).defaults}
+    meant = {key: value.item() for key, value in given.items()}
+    given |= {"variant": Name.SMOK_HOP} if cls is PRO else {}
     optimizer, plain = way(cls, given), way(cls, meant)
     group = optimizer.param_groups[0]
     assert way is by_hand or all(type(group[key]) is type(v) and group[key] == v for key, v in meant.items())
@@ -94,7 +84,7 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, way):
     assert reloaded(plain.state_dict())["param_groups"] == state["param_groups"]
     again = cls(named((4, 6)))
     again.load_state_dict(state)
-    assert again.param_groups[0]["lr"] == cls([weight(4, 6)], lr=np.array(0.5)).param_groups[0]["lr"] == 0.5
+    assert again.param_groups[0]["lr"] == cls([weight(4, 6)], lr=np.array(meant["lr"])).param_groups[0]["lr"]
     group["of_the_users"] = own = ["a list"]
     assert optimizer.state_dict()["param_groups"][0]["of_the_users"] is own
 
