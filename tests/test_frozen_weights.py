@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from prokl import param_groups
-from tests.inputs import PRO, both, same_bits
+from tests.inputs import BACKENDS, PRO, both, same_bits
 from tests.routing import RATES, holding
-from tests.training import give, refused
+from tests.training import differences, give, named, refused, train, weights_of
 
 
 def model(frozen=("words", "layers.0")):
@@ -143,3 +143,25 @@ def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen
     loader.load_state_dict(saver.state_dict())
     resumed.requires_grad_(True)
     assert trained(loader, resumed) == {name for name, _ in resumed.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, "plain"), (torch.bfloat16, "master")])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tall_weight_without_memory_waits_in_its_batch(backend, dtype, rounding):
+    """Such is the stand-in of a frozen weight that lies on other ranks, where a load or offload() makes batches anew."""
+    settings = {"backend": backend, "bf16_weights": rounding}
+    one, twin = (train(PRO(named((9, 5), (9, 5), dtype=dtype), **settings), range(3)) for _ in range(2))
+    waiting = weights_of(one)[1]
+    kept = waiting.detach().clone()
+    waiting.untyped_storage().resize_(0)
+    still = {(call, 1) for call in range(3, 6)}
+    for optimizer in (one, twin):
+        weights_of(optimizer)[1].requires_grad_(False)
+        optimizer.offload()
+        train(optimizer, range(3, 6), missing=still)
+    waiting.untyped_storage().resize_(kept.nbytes)
+    waiting.data.copy_(kept)
+    assert differences(one, twin) == set()
+    for optimizer in (one, twin):
+        weights_of(optimizer)[1].requires_grad_(True)
+    assert differences(train(one, range(6, 9)), train(twin, range(6, 9))) == set()

@@ -42,8 +42,17 @@ class Member:
         return None if g is None else self.shape.oriented(g.detach().to(self.p.dtype).resolve_neg())
 
     def weight(self) -> Tensor:
-        """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it."""
-        return self.shape.oriented(self.p.detach())
+        """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it.
+
+        Of one that lies nowhere it is zeros.
+        """
+        W = self.p.detach()
+        return self.shape.oriented(W if self.lies_somewhere else W.new_zeros(()).expand(W.shape))
+
+    @property
+    def lies_somewhere(self) -> bool:
+        """False for what stands in for a frozen weight on other ranks: it has no memory until it may move."""
+        return self.p.untyped_storage().nbytes() > 0
 
     def write(self, weight: Tensor) -> None:
         """Copy an oriented weight (c,m,n) into the parameter, unless it is a view of it."""
@@ -52,8 +61,8 @@ class Member:
             region.copy_(self.shape.restored(weight, region))
 
     def is_copy(self, weight: Tensor) -> bool:
-        """Return True if an oriented weight does not lie in the parameter's memory."""
-        return weight.data_ptr() != self.shape.region(self.p).data_ptr()
+        """Return True if an oriented weight does not lie in the parameter's memory, where there is any."""
+        return self.lies_somewhere and weight.data_ptr() != self.shape.region(self.p).data_ptr()
 
 
 @dataclass(frozen=True)

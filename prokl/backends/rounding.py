@@ -62,11 +62,6 @@ def stochastic(x: Tensor, keys: Tensor) -> Tensor:
     return torch.where(x.abs() < LARGEST, up, x).to(torch.bfloat16)
 
 
-def has_memory(W: Tensor) -> bool:
-    """Return False for what stands in for a frozen weight that lies on other ranks: it is nowhere until it may move."""
-    return W.untyped_storage().nbytes() > 0
-
-
 class Rounding:
     """What a bucket's weights are stepped from and how they are written.
 
@@ -74,8 +69,8 @@ class Rounding:
         mode: "stochastic", "master" or "plain".
         names: one of each matrix; without wrappers and with its number of steps it is the key of its random numbers,
             whatever else is stepped beside it.
-        weights: the bucket's, oriented (c,m,n) each; masters start as they are, or as zeros without memory: where a
-            master is not its weight's rounding the weight counts.
+        weights: the bucket's, oriented (c,m,n) each; masters start as they are. Where a master is not its weight's
+            rounding the weight counts, so one that lies nowhere so far may be zeros.
 
     Attributes:
         keys: (B,) int64 on the weights' device, of the next step; None unless stochastic.
@@ -91,8 +86,7 @@ class Rounding:
             self._start = torch.tensor([int.from_bytes(h, "little", signed=True) for h in hashes], device="cpu")
             self.keys = torch.zeros_like(self._start, device=weights[0].device)
         elif mode == "master":
-            starts = [W if has_memory(W) else torch.zeros_like(W) for W in weights]
-            self.master = torch.cat([W.float() for W in starts])
+            self.master = torch.cat([W.float() for W in weights])
 
     def locate(self, steps: Sequence[int]) -> None:
         """Write the keys of the next step, ``steps`` (B) of each matrix being behind it; nothing waits for the device.

@@ -250,7 +250,7 @@ class Division:
         for unit in units(outer.groups):
             p, weight = unit.p, self.weights[unit.p]
             entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
-            entered = unit.matrix and (p.requires_grad or p in loaded)
+            entered = unit.matrix and (may_move(p) or p in loaded)
             if entered and isinstance(weight, Divided) and not entry:
                 if weight.stand_in is not None:
                     entry = self.engine.begin(unit._replace(p=weight.stand_in))

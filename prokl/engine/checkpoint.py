@@ -387,7 +387,7 @@ def _of_today(piece: Piece, entry: dict[str, Any], needed: StateLayout) -> dict[
     clipped = "clipped" + piece.suffix
     shape, dtype = needed[clipped]
     kept = {key: value for key, value in entry.items() if key not in {former + piece.suffix for former in FORMER}}
-    return {clipped: torch.zeros(shape, dtype=dtype), **kept}
+    return {clipped: torch.zeros(shape, dtype=dtype, device="cpu"), **kept}
 
 
 def _has_clock(piece: Piece, entry: dict[str, Any]) -> bool:

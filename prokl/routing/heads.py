@@ -24,6 +24,8 @@ WHOLE = re.compile(r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits
 LAYER = re.compile(
     r"outputs?|output_(layer|proj|projection)|fc|fc_out|decoder|seq_relationship|proj_out(_\d+)?|conv_out|last_linear"
 )
+# Of attention, in which heads are hidden: sa_heads.heads.0.value, cross_attn.fc.
+ATTENTION = re.compile(r"(\w+_)?(sa|attn|attention|mha)(_heads?)?")
 ROUTER = re.compile(r"(\w+_)?(router|gate)")
 ASKED = ("get_output_embeddings", "get_classifier")
 COUNTS = ("vocab_size", "num_labels", "num_classes")
@@ -122,7 +124,7 @@ class Heads:
         return closing if any(choose(p, of_p, None).algorithm == "matrix" for p, of_p in others) else {}
 
     def _named(self, p: Tensor, o: Owner) -> str | None:
-        if any(ROUTER.fullmatch(part) for part in o.path):
+        if any(ROUTER.fullmatch(part) or ATTENTION.fullmatch(part) for part in o.path):
             return None
         if any(ANYWHERE.fullmatch(part) for part in (*_without_index(o.path)[-1:], o.attr)):
             return "named as output head"
