@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.distributed.placements import (
     assert_close,
+    assert_same,
     give,
     here,
     message,
@@ -142,28 +143,32 @@ def test_a_weight_that_is_unfrozen_later_trains_as_in_one_process_and_takes_no_m
 
 
 def widened(how):
-    """Make float32 of bfloat16 weights that have masters."""
-    weights = weights_of(how, TWO, dtype=torch.bfloat16)
+    """Make float32 of bfloat16 weights that have masters; they before that, after a step without a rate, and later."""
+    weights = weights_of(how, TWO | {"stack": (5, 8, 12)}, dtype=torch.bfloat16)
     optimizer = optimizer_of(how, weights, bf16_weights="master")
+    (group,) = optimizer.param_groups
     train(weights, optimizer, 0, 5)
+    found = [whole(weights)]
     for p in weights.values():
         p.grad = None
     nn.ParameterDict(weights).float()
-    train(weights, optimizer, 5, 6)
-    kept = {key for own in optimizer.engine.state.values() for key in own}
-    return whole(weights), "master" in kept
+    for rate, call in ((0.0, 5), (group["lr"], 6)):
+        group["lr"] = rate
+        train(weights, optimizer, call, call + 1)
+        found.append(whole(weights))
+    return found, {key for own in optimizer.engine.state.values() for key in own}
 
 
 @HOWS
-def test_masters_are_given_up_by_weights_that_became_float32(how, pools):  # noqa: F811
-    alone, kept = widened("alone")
-    assert not kept
-    # Arithmetic is in float32, of another batch; of shards the weight counts, which was the master's rounding.
-    rounding = 2**-8 if how == "fsdp" else 1e-5
-    for found, kept in pools[2].run(widened, how):
-        assert not kept
-        for name in TWO:
-            np.testing.assert_allclose(found[name], alone[name], rtol=rounding, atol=rounding)
+def test_weights_with_masters_that_become_float32_go_on_from_their_own_bits_alike_on_all_ranks(how, pools):  # noqa: F811
+    alone, _ = widened("alone")
+    ranks = pools[2].run(widened, how)
+    for (before, resting, after), kept in ranks:
+        assert "master" not in kept
+        assert_same(resting, before)
+        assert_same(after, ranks[0][0][2])
+        for name, weight in alone[2].items():  # arithmetic is in float32, of other batches
+            np.testing.assert_allclose(after[name], weight, rtol=1e-5, atol=1e-5)
 
 
 def resumed_frozen(how, dtype, backend):
