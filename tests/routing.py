@@ -9,12 +9,17 @@ RATES = {"lr": 0.02, "adamw_lr": 1e-3}
 HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
 
 
+def of_class(name, module="", /, **parts):
+    """A module of a class of this name, from a file of that name, with these children and parameters."""
+    built = type(name, (nn.Module,), {"__module__": module})()
+    for attribute, part in parts.items():
+        setattr(built, attribute, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+    return built
+
+
 def holding(**parts):
     """A module whose children and parameters are ``parts``."""
-    module = nn.Module()
-    for name, part in parts.items():
-        setattr(module, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-    return module
+    return of_class("Module", "", **parts)
 
 
 def linear(inputs, outputs):
@@ -34,14 +39,6 @@ def at(path, module):
     for part in reversed(path.split(".")):
         module = holding(**{part: module})
     return module
-
-
-def of_class(name, module="", **parts):
-    """A module of a class of this name, from a file of that name, with these parts."""
-    built = type(name, (nn.Module,), {"__module__": module})()
-    for attribute, part in parts.items():
-        setattr(built, attribute, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-    return built
 
 
 class Conv1D(nn.Module):

@@ -125,6 +125,8 @@ def test_raw_tables_by_name_go_to_adamw_and_what_only_looks_like_one_is_a_matrix
         assert routes(holding(**{name: nn.ParameterList([torch.zeros(5, 16)])}))[f"{name}.0"].algorithm == "adamw"
     for name in ("decomposition", "post", "tokamak", "weights", "compose"):
         assert destination(torch.zeros(5, 16), name) == ("matrix", f"2-D, {name} of Module")
+    words = routes(of_class("VocabParallelEmbedding", weight=torch.zeros(6, 8), up=torch.zeros(4, 8)))
+    assert (words["weight"].algorithm, words["up"].algorithm) == ("adamw", "matrix")
     for name in ("pos_attn", "token_mixer", "attn"):  # of what is in it, nothing is said
         qkv = holding(**{f"weight_{key}": torch.zeros(8, 8) for key in "qkv"})
         found = param_groups(holding(**{name: qkv}), **RATES).routes
@@ -167,11 +169,6 @@ KINDS = [
 @pytest.mark.parametrize("part, algorithm, reason", KINDS, ids=lambda v: v[:40] if isinstance(v, str) else "")
 def test_each_kind_of_parameter_goes_where_its_module_says(part, algorithm, reason):
     assert destination(part) == (algorithm, reason)
-
-
-def test_only_the_weight_of_a_class_named_embedding_is_a_table():
-    found = routes(of_class("VocabParallelEmbedding", weight=torch.zeros(6, 8), up=torch.zeros(4, 8)))
-    assert (found["weight"].algorithm, found["up"].algorithm) == ("adamw", "matrix")
 
 
 def test_parametrized_modules_are_read_through():
@@ -291,10 +288,20 @@ def test_bad_arguments_raise_with_name_value_and_remedy(options, error, message)
         param_groups(GPT(), **RATES, **options)
 
 
-@pytest.mark.parametrize("bad", [list(nn.Linear(2, 3).parameters()), GPT, None])
-def test_what_is_no_module_raises(bad):
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
-        param_groups(bad, **RATES)
+NO_MODULE = r"model must be a torch\.nn\.Module, got"
+NOTHING = r"^No parameter of model \({}\) requires grad, .*: unfreeze .* before making the groups\.$"
+BAD_MODELS = [
+    *((bad, TypeError, NO_MODULE) for bad in (list(nn.Linear(2, 3).parameters()), GPT, None)),
+    (holding(part=nn.LazyLinear(8, bias=False)), ValueError, "'part.weight' has no shape yet; run one forward pass"),
+    (GPT().requires_grad_(False), ValueError, NOTHING.format("GPT")),
+    (nn.LayerNorm(4).requires_grad_(False), ValueError, NOTHING.format("LayerNorm")),
+]
+
+
+@pytest.mark.parametrize("model, error, message", BAD_MODELS)
+def test_what_is_no_model_or_has_nothing_to_train_is_told_so(model, error, message):
+    with pytest.raises(error, match=message):
+        param_groups(model, **RATES)
 
 
 UNTRAINABLE = {  # with what is said of it unless it is frozen; None where that is no error
@@ -325,21 +332,6 @@ def test_what_no_method_trains_is_refused_or_frozen_stays_outside_whatever_patte
         (route,) = [r for r in groups.routes if r.names[0].startswith("odd")]
         assert route.algorithm == "frozen"
         train(PRO(groups), [0], [model.body.weight])
-
-
-def test_a_lazy_weight_has_no_shape_yet():
-    with pytest.raises(ValueError, match=r"'it.part.weight' has no shape yet; run one forward pass"):
-        destination(nn.LazyLinear(8, bias=False))
-
-
-@pytest.mark.parametrize("model", [GPT(), nn.LayerNorm(4)], ids=["matrices", "none"])
-def test_a_model_of_which_nothing_trains_is_told_so(model):
-    model.requires_grad_(False)
-    says = (
-        rf"^No parameter of model \({type(model).__name__}\) requires grad, .*: unfreeze .* before making the groups\.$"
-    )
-    with pytest.raises(ValueError, match=says):
-        param_groups(model, **RATES)
 
 
 def test_a_model_of_which_only_the_head_trains_so_far_is_no_error():
