@@ -9,6 +9,7 @@ from prokl.algorithm.settings import ProHyper
 from tests.theory import (
     Restricted,
     covariance,
+    inverse_root,
     left_moment,
     next_state,
     normal,
@@ -30,6 +31,22 @@ def fixed_point(seed=0):
     G = population(wishart(M * N, seed), M, N)
     U = torch.linalg.qr(normal(N, R, seed=seed + 50))[0]
     return G, restricted_optimum(G, U)
+
+
+LEFT, RIGHT = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
+SPIKE = torch.linalg.eigh(RIGHT)[1][:, -R:]
+
+
+def sampled(*count):
+    """Gradients N(0, LEFT x RIGHT)."""
+    left, right = (torch.linalg.cholesky(t) for t in (LEFT, RIGHT))
+    return left @ normal(*count, M, N, seed=3) @ right.mT
+
+
+def hyper(beta2):
+    return ProHyper(
+        0.0, 0.0, 0.0, beta2, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo"
+    )
 
 
 def state_at(point):
@@ -102,12 +119,6 @@ def test_claim_2_algorithm_2_rests_there_as_the_ema_weight_goes_to_one():
     """Its mu, L and S use eigenvalues that have moved already: the drift is of the order of 1 - beta2, not zero."""
     G, point = fixed_point()
     _, state = state_at(point)
-
-    def hyper(beta2):
-        return ProHyper(
-            0.0, 0.0, 0.0, beta2, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo"
-        )
-
     coarse, fine = (drift(state, G, hyper(1 - step)) for step in (1e-3, 1e-5))
     for key in ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S"):
         assert fine[key] < 1e-9  # no such lag; rounding of 1e-15 over 1 - beta2
@@ -139,26 +150,22 @@ def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_thre
     Its statistical error is that of as many samples, sqrt(2 p / 8000) = 0.05 for the p = 9 parameters of L and S, and
     its bias of the order of 1 - beta2 = 0.005. Measured: 0.009 to 0.011.
     """
-    left, right = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
-    h = ProHyper(0.0, 0.0, 0.0, 0.995, 0.0, None, False, "original", 0.01, 5, (1.5, -0.5, 0.0), None, "pro-klshampoo")
-    U = torch.linalg.eigh(right)[1][:, -R:]
-    one = torch.ones((), dtype=torch.float64)
-    state = state_at(Restricted(torch.eye(M, dtype=torch.float64), U, torch.eye(R, dtype=torch.float64), one))[1]
-    roots = [torch.linalg.cholesky(t) for t in (left, right)]
+    h, one = hyper(0.995), torch.ones((), dtype=torch.float64)
+    state = state_at(Restricted(torch.eye(M, dtype=torch.float64), SPIKE, torch.eye(R, dtype=torch.float64), one))[1]
     sums, count = {}, 0
-    for step, Z in enumerate(normal(10_000, M, N, seed=3)):
-        state |= reference.statistics(roots[0] @ Z @ roots[1].mT, state, h)
+    for step, G in enumerate(sampled(10_000)):
+        state |= reference.statistics(G, state, h)
         if step % 10 == 0:
             state |= reference.refresh_eigenbases(state)
         if step >= 2000:
             now = {"L": state["L"], "S": state["S"], "mu": state["inv_sqrt_mu"] ** -2}
             sums, count = {key: sums.get(key, 0) + value for key, value in now.items()}, count + 1
-    found = Restricted(sums["L"] / count, U, sums["S"] / count, sums["mu"] / count)
-    assert max(residuals(found, left, right).values()) < 0.053  # the two together
+    found = Restricted(sums["L"] / count, SPIKE, sums["S"] / count, sums["mu"] / count)
+    assert max(residuals(found, LEFT, RIGHT).values()) < 0.053  # the two together
     # Not those of another covariance, nor another state's.
-    assert residuals(found, left, covariance([9.0, 8.0, 0.5, 0.5, 0.5], seed=2))["S"] > 0.2
+    assert residuals(found, LEFT, covariance([9.0, 8.0, 0.5, 0.5, 0.5], seed=2))["S"] > 0.2
     for key in ("L", "S", "mu"):
-        assert max(residuals(found._replace(**{key: 1.5 * getattr(found, key)}), left, right).values()) > 0.2
+        assert max(residuals(found._replace(**{key: 1.5 * getattr(found, key)}), LEFT, RIGHT).values()) > 0.2
 
 
 def test_claim_2_a_sampled_fixed_point_estimates_a_known_kronecker_covariance():
@@ -167,17 +174,13 @@ def test_claim_2_a_sampled_fixed_point_estimates_a_known_kronecker_covariance():
     With p parameters E ||S^-1/2 (S^ - S) S^-1/2||_F^2 = 2 p / samples, as chi-squared with p degrees of freedom over
     samples / 2.
     """
-    left, right = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
     samples = 20000
-    roots = [torch.linalg.cholesky(t) for t in (left, right)]
-    G = roots[0] @ normal(samples, M, N, seed=3) @ roots[1].mT
-    U = torch.linalg.eigh(right)[1][:, -R:]
-    point = restricted_optimum(G, U)
+    point = restricted_optimum(sampled(samples), SPIKE)
     parameters = M * (M + 1) / 2 + R * (R + 1) / 2 + 1 - 1  # L, S and mu up to their common gauge
     bound = 2 * (parameters + 4 * (2 * parameters) ** 0.5) / samples  # four standard deviations
-    assert whitened_error(torch.kron(point.L, point.R), torch.kron(left, right)) ** 2 < bound
+    assert whitened_error(torch.kron(point.L, point.R), torch.kron(LEFT, RIGHT)) ** 2 < bound
     # Gradients of another covariance do not pass.
-    other = torch.kron(1.05 * left, right)
+    other = torch.kron(1.05 * LEFT, RIGHT)
     assert whitened_error(torch.kron(point.L, point.R), other) ** 2 > bound
 
 
@@ -196,20 +199,18 @@ def test_claim_2_the_optimizers_state_estimates_a_known_kronecker_covariance():
     sqrt(2 p / 2000) = 0.1, and a bias of the order of what one window of the EMA leaves, 1 / 200 times the number of
     parameters. Measured 0.11.
     """
-    left, right = wishart(M, seed=1), covariance([9.0, 4.0, 0.5, 0.5, 0.5], seed=2)
-    roots = [torch.linalg.cholesky(t) for t in (left, right)]
     p = torch.nn.Parameter(torch.zeros(8, M, N, dtype=torch.float64))
     optimizer = prokl.ProKLShampoo([p], lr=0.0, rank=R, beta2=0.99, precondition_frequency=1)
     seen = []
-    for step, Z in enumerate(normal(850, 8, M, N, seed=3)):
-        p.grad = roots[0] @ Z @ roots[1].mT
+    for step, G in enumerate(sampled(850, 8)):
+        p.grad = G
         optimizer.step()
         if step >= 600 and step % 10 == 0:
             state = optimizer.state[p]
             seen += [state_covariance({key: value[b] for key, value in state.items() if value.ndim}) for b in range(8)]
     mean = torch.stack(seen).mean(dim=0)
-    assert whitened_error(mean, torch.kron(left, right)) < 0.25
-    assert whitened_error(mean, torch.kron(left, torch.eye(N, dtype=torch.float64))) > 1
+    assert whitened_error(mean, torch.kron(LEFT, RIGHT)) < 0.25
+    assert whitened_error(mean, torch.kron(LEFT, torch.eye(N, dtype=torch.float64))) > 1
 
 
 def state_covariance(state):
@@ -227,12 +228,7 @@ def test_claim_2_expected_sizes_of_the_update_at_the_fixed_point(seed):
     These are the reference values of sigma_P^2 and sigma_kl^2, and eq. naive_frob_exp.
     """
     G, point = fixed_point(seed)
-    values, Q = torch.linalg.eigh(point.L)
-    root_L = Q @ values.rsqrt().diag() @ Q.mT
-    values, Q = torch.linalg.eigh(point.R)
-    root_R = Q @ values.rsqrt().diag() @ Q.mT
-    values, Q = torch.linalg.eigh(point.S)
-    root_S = Q @ values.rsqrt().diag() @ Q.mT
+    root_L, root_R, root_S = map(inverse_root, (point.L, point.R, point.S))
     complement = torch.eye(N, dtype=torch.float64) - point.U @ point.U.mT
 
     def size(X):

@@ -4,18 +4,11 @@ import pytest
 import torch
 
 from prokl.algorithm import reference
-from tests.theory import covariance, full_optimum, normal, orthogonal, population, wishart
+from tests.theory import covariance, full_optimum, inverse_root, normal, orthogonal, population, wishart
 
 SHAPES = [(4, 9, 3), (4, 7, 3), (6, 8, 5), (5, 5, 2), (1, 4, 2)]  # m, n, r: n - r above, at and below m
 EXACT = 1e-11
 """Condition numbers of the whitened complements are at most 133; measured: at most 8e-13."""
-
-
-def inverse_root(A, cut=1e-10):
-    """Pseudo-inverse of the square root of a positive semidefinite matrix."""
-    values, Q = torch.linalg.eigh(A)
-    kept = values > cut * values.max()
-    return Q[:, kept] @ values[kept].rsqrt().diag() @ Q[:, kept].mT
 
 
 def problem(m, n, r):

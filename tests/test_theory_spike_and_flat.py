@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.theory import (
-    Restricted,
     covariance,
     full_optimum,
+    largest_kept,
     normal,
     objective,
     population,
@@ -50,8 +50,7 @@ def test_spike_and_flat_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(s
 def test_spike_and_flat_corollary_the_restriction_costs_nothing_from_rho_on(r):
     G = signal_plus_noise(0)
     L, R = full_optimum(G)
-    values, Q = torch.linalg.eigh(R)
-    start = Restricted(L, Q[:, -r:], values[-r:].diag(), values[:-r].mean())
+    start = largest_kept(L, R, r)
     best = restricted_minimum(G, start, steps=100)
     gap = float(objective(best.L, best.R, G) - objective(L, R, G))
     if r >= RHO:

@@ -56,6 +56,13 @@ def wishart(size: int, seed: int) -> Tensor:
     return X @ X.mT / (3 * size)
 
 
+def inverse_root(A: Tensor, cut: float = 1e-10) -> Tensor:
+    """Pseudo-inverse of the square root of a positive semidefinite matrix."""
+    values, Q = torch.linalg.eigh(A)
+    kept = values > cut * values.max()
+    return Q[:, kept] @ values[kept].rsqrt().diag() @ Q[:, kept].mT
+
+
 def population(second_moment: Tensor, m: int, n: int) -> Tensor:
     """m n gradients (mn,m,n) with E[vec(G) vec(G)^T] = ``second_moment`` (mn,mn)."""
     root = torch.linalg.cholesky(second_moment)
@@ -109,6 +116,12 @@ def restricted_optimum(G: Tensor, U: Tensor, steps: int = 2000) -> Restricted:
         if done:
             break
     return point
+
+
+def largest_kept(L: Tensor, R: Tensor, r: int) -> Restricted:
+    """The point with R's r largest eigenvalues, and their mean in the place of the others."""
+    values, Q = torch.linalg.eigh(R)
+    return Restricted(L, Q[:, -r:], values[-r:].diag(), values[:-r].mean())
 
 
 def complement_ratio(values: Tensor, chosen: tuple[int, ...]) -> float:
