@@ -9,38 +9,15 @@ import math
 
 import torch
 
-from tests.transcription import Guard, ceiling, qr_q, shrunk
+from tests.transcription import Transcription, ceiling, qr_q, shrunk
 
 
-class KLTranscription:
+class KLTranscription(Transcription):
     """KL-Shampoo for one weight as its authors implemented it; nothing is oriented.
 
     The eigenbases are those of the thin SVD of the first gradient. The longer side's is completed to a basis
     of the whole space, in a way that they leave open: `initialise` can take the completed one from its caller.
     """
-
-    def __init__(
-        self,
-        W,
-        *,
-        lr,
-        weight_decay=0.0,
-        momentum=0.95,
-        beta2=0.95,
-        eps=1e-8,
-        precondition_frequency=10,
-        init_eigenvalue=0.1,
-        clip_threshold=None,
-        cautious_weight_decay=False,
-        adjust_lr_fn="original",
-    ):
-        self.W = W.to(torch.float64).clone()
-        self.rows, self.cols = self.W.shape
-        self.lr, self.weight_decay, self.momentum, self.beta2 = lr, weight_decay, momentum, beta2
-        self.eps, self.tau, self.init_eigenvalue = eps, precondition_frequency, init_eigenvalue
-        self.guard = Guard(clip_threshold, beta2, 1.0)
-        self.cautious, self.matched = cautious_weight_decay, adjust_lr_fn == "match_rms_adamw"
-        self.t = None
 
     def _measure_in(self, lambda_0):
         """Take the start value as the unit of ceilings and damping; 1 for a number."""
@@ -124,7 +101,4 @@ class KLTranscription:
         if self.rows > self.cols:
             state = {key[:-1] + {"L": "R", "R": "L"}[key[-1]]: value for key, value in sides.items()}
             state["M"] = self.M.T
-        state["clipped"] = torch.tensor(float(self.guard.count), dtype=torch.float64)
-        if self.init_eigenvalue == "auto":
-            state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)
-        return state
+        return state | self.counts()

@@ -7,18 +7,11 @@ The facts hold to 5e-6 in the authors' code in float32, which is the float32 tol
 import pytest
 import torch
 
-import prokl
-from tests.kl_transcription import KLTranscription
+from tests.following import follow
+from tests.inputs import BACKENDS, KL
 from tests.problems import made
-from tests.transcription import (
-    column_signs,
-    low_rank_plus_noise,
-    qr_q,
-    relative_error,
-    with_signs,
-)
+from tests.transcription import low_rank_plus_noise, qr_q, relative_error
 
-BACKENDS = ("reference", "torch")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
 # The defaults of the authors' code.
 OFFICIAL = {
@@ -46,7 +39,7 @@ class Run:
 
     def __init__(self, shape, dtype, backend, **hyperparameters):
         self.p = torch.nn.Parameter(torch.zeros(*shape, dtype=dtype))
-        self.optimizer = made(prokl.KLShampoo, [self.p], backend=backend, **{"lr": 1.0, **OFFICIAL, **hyperparameters})
+        self.optimizer = made(KL, [self.p], backend=backend, **{"lr": 1.0, **OFFICIAL, **hyperparameters})
 
     def step(self, G):
         self.p.grad = G.clone()
@@ -198,7 +191,6 @@ def test_fixed_start_value_is_a_warm_up_that_depends_on_the_gradient_scale(backe
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("shape", [(10, 10), (8, 20), (20, 8), (7, 9), (1, 6), (6, 1)], ids=str)
 def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
-    """The completion of the long side's basis is free: the transcription starts from the optimizer's own."""
     settings = {
         "lr": 0.05,
         "weight_decay": 0.1,
@@ -207,28 +199,7 @@ def test_25_steps_beside_the_transcription(backend, start_value, scale, shape):
         "eps": 1e-2,
         "precondition_frequency": 10,
     }
-    W = 0.1 * gaussian(1, shape, torch.float64, seed=7)[0]
-    paper, p = KLTranscription(W, **settings, init_eigenvalue=start_value), torch.nn.Parameter(W.clone())
-    form = {"preset": "paper"} if start_value == 0.1 else {"init_eigenvalue": start_value, "clip_threshold": None}
-    optimizer = made(prokl.KLShampoo, [p], backend=backend, **settings, **form)
-    for t, G in enumerate(low_rank_plus_noise(shape, 26, scale=scale)):
-        p.grad = G.clone()
-        optimizer.step()
-        if t == 0:
-            completed = optimizer.state[p]["Q_R"]
-            assert relative_error(completed.T @ completed, torch.eye(max(shape))) < 1e-13
-            paper.initialise(G, long_basis=completed)
-        else:
-            paper.step(G)
-            assert relative_error(p.detach() - W, paper.W - W) < 1e-9
-        expected = paper.oriented_state()
-        if t == 0:
-            signs = column_signs(optimizer.state[p], expected)
-        state = with_signs({key: optimizer.state[p][key] for key in expected}, signs)
-        assert int(optimizer.state[p]["step"]) == paper.t
-        for key, value in expected.items():
-            assert state[key].shape == value.shape and state[key].dtype == torch.float64
-            if value.any():
-                assert relative_error(state[key], value) < 1e-9, (key, t)
+    settings |= {"preset": "paper"} if start_value == 0.1 else {"init_eigenvalue": "auto", "clip_threshold": None}
+    (paper,), _ = follow(KL, backend, [low_rank_plus_noise(shape, 26, scale=scale)], **settings)
     clipped = bool((paper.s_L == paper.C_L).any() or (paper.s_R == paper.C_R).any())
     assert clipped == (start_value == 0.1 and scale == 1e-4)

@@ -94,8 +94,8 @@ class Guard:
         self.count += self.acted
 
 
-class ProTranscription:
-    """Algorithm 2 (practical) for one weight; `step(G)` is one call of the optimizer with gradient G."""
+class Transcription:
+    """What both methods have of one weight: settings, of which the defaults are the paper's, and the guard."""
 
     def __init__(
         self,
@@ -104,33 +104,53 @@ class ProTranscription:
         lr,
         weight_decay=0.0,
         momentum=0.95,
-        rank=128,
         beta2=0.95,
-        alpha_kl=0.01,
         eps=1e-8,
         precondition_frequency=10,
-        ns_steps=5,
-        ns_coefficients=(3.4445, -4.7750, 2.0315),
         init_eigenvalue=0.1,
-        variant="pro-klshampoo",
         clip_threshold=None,
         cautious_weight_decay=False,
         adjust_lr_fn="original",
     ):
         self.W = W.to(torch.float64).clone()
         self.rows, self.cols = self.W.shape
+        self.lr, self.weight_decay, self.momentum, self.beta2 = lr, weight_decay, momentum, beta2
+        self.eps, self.tau, self.init_eigenvalue = eps, precondition_frequency, init_eigenvalue
+        self.cautious, self.matched = cautious_weight_decay, adjust_lr_fn == "match_rms_adamw"
+        self.guard = Guard(clip_threshold, beta2, 1.0)
+        self.t = None
+
+    def counts(self):
+        """The state's scalars under the optimizer's keys."""
+        scalars = {"clipped": float(self.guard.count)}
+        if self.init_eigenvalue == "auto":
+            scalars["lambda_0"] = self.lambda_0
+        return {key: torch.tensor(value, dtype=torch.float64) for key, value in scalars.items()}
+
+
+class ProTranscription(Transcription):
+    """Algorithm 2 (practical) for one weight; `step(G)` is one call of the optimizer with gradient G."""
+
+    def __init__(
+        self,
+        W,
+        *,
+        rank=128,
+        alpha_kl=0.01,
+        ns_steps=5,
+        ns_coefficients=(3.4445, -4.7750, 2.0315),
+        variant="pro-klshampoo",
+        **settings,
+    ):
+        super().__init__(W, **settings)
         self.m, self.n = min(self.W.shape), max(self.W.shape)
         self.r = min(rank, self.m, self.n - 1)
-        self.lr, self.weight_decay, self.mu, self.beta2 = lr, weight_decay, momentum, beta2
-        self.eps, self.tau = eps, precondition_frequency
         if alpha_kl == "auto":  # sqrt(low high), low = 1/sqrt(m (n - r)) and high = sqrt(k) low
             alpha_kl = min(self.m, self.n - self.r) ** 0.25 / (self.m * (self.n - self.r)) ** 0.5
         self.alpha = 1.0 if variant == "smok-hop" else alpha_kl
-        self.ns_steps, self.ns_coefficients = ns_steps, ns_coefficients
-        self.init_eigenvalue, self.variant = init_eigenvalue, variant
-        self.cautious, self.matched = cautious_weight_decay, adjust_lr_fn == "match_rms_adamw"
-        self.guard = Guard(clip_threshold, beta2, 1.0 if variant == "smok-hop" else 1 / (1 - momentum))
-        self.t = None
+        self.ns_steps, self.ns_coefficients, self.variant = ns_steps, ns_coefficients, variant
+        if variant != "smok-hop":
+            self.guard.gain = 1 / (1 - self.momentum)
 
     def step(self, G):
         G = G.to(torch.float64)
@@ -215,10 +235,10 @@ class ProTranscription:
     def _look_ahead(self, G):
         """Line 1; Smok-Hop: the EMA in place of Nesterov."""
         if self.variant == "smok-hop":
-            self.M = self.mu * self.M + (1 - self.mu) * G
+            self.M = self.momentum * self.M + (1 - self.momentum) * G
             return self.M
-        self.M = self.mu * self.M + G
-        return G + self.mu * self.M
+        self.M = self.momentum * self.M + G
+        return G + self.momentum * self.M
 
     def _residual_direction(self, G_hat, G_hat_perp, whitened):
         """Line 4, and what Smok-Hop and the subspace-only ablation put in its place."""
@@ -239,7 +259,7 @@ class ProTranscription:
         )
         self.direction = D_res + self.alpha * D_sub
         if self.matched:  # an EMA of independent gradients of size 1, or torch's factor of an orthogonal update
-            ema = math.sqrt((1 - self.mu) / (1 + self.mu))
+            ema = math.sqrt((1 - self.momentum) / (1 + self.momentum))
             self.direction *= 0.2 / ema if self.variant == "smok-hop" else 0.2 * math.sqrt(max(self.rows, self.cols))
         self.W = shrunk(self.W, self.direction, self.lr * self.weight_decay, self.cautious)
         self.W = self.W - self.lr * self.direction
@@ -320,7 +340,7 @@ class ProTranscription:
 
     def oriented_state(self):
         """The state under the optimizer's keys, short side first."""
-        state = {
+        return {
             "M": self.M if self.rows <= self.cols else self.M.T,
             "U": self.U,
             "L": self.short,
@@ -330,11 +350,8 @@ class ProTranscription:
             "inv_sqrt_lambda_L": self.s_short,
             "inv_sqrt_lambda_S": self.s_S,
             "inv_sqrt_mu": self.s_mu,
-            "clipped": torch.tensor(float(self.guard.count), dtype=torch.float64),
+            **self.counts(),
         }
-        if self.init_eigenvalue == "auto":
-            state["lambda_0"] = torch.tensor(self.lambda_0, dtype=torch.float64)
-        return state
 
 
 def idealised_step(W, G, state, *, lr, beta2, alpha_kl, c_a, refresh):
