@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.host_extension import extension_on_cpu, host_module  # noqa: F401  (fixtures)
 from tests.inputs import method, path  # noqa: F401  (fixtures)
 from tests.interpreter import quicken

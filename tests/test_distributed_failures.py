@@ -10,11 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.checkpoints import contents, load, save
-from tests.distributed.placements import Run, assert_close, give, here, message, whole
-from tests.distributed.pool import (
-    Ranks,
-    pools,  # noqa: F401  (a fixture)
-)
+from tests.distributed.placements import Run, assert_close, everything, give, here, message, whole
+from tests.distributed.pool import Ranks
 
 GOOD, DIED, END = 4, 6, 9  # steps done at the last good checkpoint, when a rank dies, and at the end
 DEAD = 2
@@ -74,11 +71,7 @@ def restart(how, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_rank_dies_before_a_step_which_ends_with_an_error_and_the_checkpoint_goes_on(
-    how,
-    ranks,
-    pools,  # noqa: F811
-    alone,
-    tmp_path,
+    how, ranks, pools, alone, tmp_path
 ):
     old, new, end = alone
     values, errors = ranks.attempt(step_without, how, tmp_path, grace=30)
@@ -109,14 +102,12 @@ def rows(value, rank):
 def save_without(how, folder):
     """Save while a rank dies; return torch's error, and whether weights and state are as they were."""
     run = begun(how, folder)
-    before, state = local_weights(run), list(run.optimizer.state_dict()["state"])
+    before = everything(run)
     found = contents(run, "nested")
     if dist.get_rank() == DEAD:
         dcp.FileSystemWriter.write_data = lambda *_: die()
     kind, _ = message(dcp.save, found, checkpoint_id=folder / "bad")
-    after = local_weights(run)
-    same = all(before[name].tobytes() == after[name].tobytes() for name in before)
-    return kind, same and list(run.optimizer.state_dict()["state"]) == state
+    return kind, everything(run) == before
 
 
 @pytest.mark.slow

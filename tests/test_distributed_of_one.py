@@ -10,10 +10,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import prokl
-from tests.distributed.checkpoints import END, SAVED, load, options, save
+from tests.distributed.checkpoints import END, SAVED, load, save
 from tests.distributed.placements import BEGINS, SHAPES, Run, assert_same, value, whole
 from tests.inputs import KL, PRO, normal, same_bits
 from tests.training import contents, differences, fine_and_odd, train, weights_of
@@ -63,15 +62,6 @@ def test_what_hooks_keep_beside_the_weights_goes_along(device):
     del optimizer.state["mark"]
     optimizer.load_state_dict(saved)
     assert optimizer.state["mark"] == 1 and optimizer.state[run.weights["square"]].keys() == saved["state"][0].keys()
-
-
-def test_an_offload_between_steps_leaves_the_bits_and_frees_what_the_rank_has(device):
-    run = Run("ddp", device=device)
-    for call in range(3):
-        run.train(call, call + 1).optimizer.offload()
-        own = [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        assert own and not any(v._is_view() for v in own)
-    assert_same(whole(run.weights), whole(Run("ddp", device=device).train(0, 3).weights))
 
 
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp"])
@@ -126,22 +116,16 @@ def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_bat
 
 
 @pytest.mark.parametrize("split", [(4, 8), [None, (4, 8)]], ids=["of all", "of each"])
-def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tuples(split):
-    def fused(*given):
-        net = torch.nn.ParameterDict({"first": normal(12, 5), "fused": normal(12, 7)})
-        optimizer = PRO([{"params": list(net.named_parameters()), "split": split}], rank=3)
-        for p, g in zip(net.parameters(), given, strict=False):
-            p.grad = g
-        optimizer.step()
-        return net, optimizer
-
-    net, optimizer = fused(normal(12, 5, seed=1), normal(12, 7, seed=2))
-    whole = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options("full")))
-    other, resumed = fused()
-    set_optimizer_state_dict(other, resumed, whole, options=options("full"))
-    group = resumed.param_groups[0]
+def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tuples(split, tmp_path):
+    given = {"shapes": {"first": (12, 5), "fused": (12, 7)}}
+    given["groups"] = lambda weights: [{"params": [*weights.items()], "split": split}]
+    run, resumed = Run(**given).train(0, 1), Run(**given)
+    save(run, tmp_path / "full", "full")
+    load(resumed, tmp_path / "full", "full")
+    group = resumed.optimizer.param_groups[0]
     assert group["split"] == split and group["ns_coefficients"] == (3.4445, -4.775, 2.0315)
-    assert same_bits(resumed.state[other["fused"]]["M.1"], optimizer.state[net["fused"]]["M.1"])
+    (one, other) = (each.optimizer.state[each.weights["fused"]]["M.1"] for each in (run, resumed))
+    assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("route", ["nested", "flattened"])

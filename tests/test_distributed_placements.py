@@ -27,19 +27,18 @@ from tests.distributed.placements import (
     assert_close,
     assert_same,
     give,
+    group_each,
     here,
+    matrices_and_vectors,
     mesh_of,
     message,
-    optimizer_of,
-    train,
+    trained,
     value,
-    weights_of,
     whole,
 )
-from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.distributed.traffic import Traffic
 from tests.inputs import KL, PRO
-from tests.problems import FACTOR, largest
+from tests.problems import largest
 
 
 @cache
@@ -77,7 +76,7 @@ def on_ranks(cls, how):
         (4, PRO, "rows of rows"),
     ],
 )
-def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how, pools):  # noqa: F811
+def test_weights_placed_in_any_way_are_stepped_as_in_one_process(world, cls, how, pools):
     """All owners of a stack skip a gradient that is not finite, and leave it as it is."""
     expected, skipped = alone(cls)
     assert skipped["square3"] == skipped["experts2"] == len(BAD)
@@ -119,37 +118,29 @@ def wrapped(how):
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (2, "fsdp"), (2, "fsdp, kept"), (4, "hsdp")])
-def test_a_model_under_ddp_or_fsdp2_trains_as_in_one_process_on_the_whole_batch(world, how, pools):  # noqa: F811
+def test_a_model_under_ddp_or_fsdp2_trains_as_in_one_process_on_the_whole_batch(world, how, pools):
     expected, found = wrapped("alone"), pools[world].run(wrapped, how)
     for weights in found:
         assert_close(weights, expected)
         assert_same(weights, found[0])
 
 
-def apart(how):
-    """Train with a group a matrix, no two with one lr."""
-    weights = weights_of(how)
-    matrices = [name for name in weights if name in MATRICES]
+def rates_of_their_own(weights):
+    """Return a group a matrix, no two with one lr."""
     groups = [
-        {
-            "params": [(name, weights[name])],
-            "split": SPLIT.get(name),
-            "lr": 0.02 / (1 + i / 4),
-            "weight_decay": 0.05 * i,
-        }
-        for i, name in enumerate(matrices)
+        {**group, "split": SPLIT.get(name), "lr": 0.02 / (1 + i / 4), "weight_decay": 0.05 * i}
+        for i, (name, group) in enumerate(zip(weights, group_each(weights), strict=True))
+        if name in MATRICES
     ]
-    vectors = [(name, p) for name, p in weights.items() if name in VECTORS]
-    groups.append({"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True})
-    train(weights, optimizer_of(how, groups), 0, STEPS)
-    return whole(weights)
+    return [*groups, matrices_and_vectors(weights)[1]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
-def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, pools):  # noqa: F811
-    expected, found = apart("alone"), pools[world].run(apart, how)
+def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, pools):
+    expected = trained("alone", groups=rates_of_their_own)
     assert farthest(expected, alone(PRO)[0]) > 1e-3  # the rates count
+    found = pools[world].run(trained, how, groups=rates_of_their_own)
     for weights in found:
         assert_close(weights, expected)
         assert_same(weights, found[0])
@@ -160,26 +151,12 @@ def farthest(one, other):
     return largest(np.abs(one[name] - weight).max() / np.abs(weight).max() for name, weight in other.items())
 
 
-def trained_in(how, dtype, steps, **settings):
-    return whole(Run(how, dtype=dtype, **settings).train(0, steps).weights)
-
-
-@pytest.mark.slow
-def test_float32_weights_err_no_more_than_in_one_process(pools):  # noqa: F811
-    """But for batches of other sizes, whose sums round otherwise."""
-    exact, single = alone(PRO)[0], trained_in("alone", torch.float32, STEPS)
-    found = pools[4].run(trained_in, "ddp", torch.float32, STEPS)
-    for weights in found:
-        assert 0 < farthest(weights, exact) <= FACTOR * farthest(single, exact)
-        assert_same(weights, found[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "how"), [("stochastic", "ddp"), ("stochastic", "fsdp"), ("master", "fsdp")])
-def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # noqa: F811
-    steps = 8
-    expected, before = (trained_in("alone", torch.bfloat16, steps - i, bf16_weights=mode) for i in range(2))
-    found = pools[4].run(trained_in, how, torch.bfloat16, steps, bf16_weights=mode)
+def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):
+    steps, given = 8, {"dtype": torch.bfloat16, "bf16_weights": mode}
+    expected, before = (trained("alone", steps - i, **given) for i in range(2))
+    found = pools[4].run(trained, how, steps, **given)
     for weights in found:
         assert_same(weights, found[0])
     # Batches of other sizes may round float32 otherwise, by 2^-22 or so. That carries an element over the threshold of
@@ -192,11 +169,8 @@ def test_bfloat16_weights_are_rounded_as_in_one_process(mode, how, pools):  # no
 
 def state_of_ranks(how):
     """Return the elements of state that this rank has, by key; but no counts, which several ranks may have."""
-    weights = weights_of(how)
-    optimizer = optimizer_of(how, weights)
-    train(weights, optimizer, 0, 1)
-    found = {}
-    for own in optimizer.engine.state.values():
+    run, found = Run(how).train(0, 1), {}
+    for own in run.optimizer.engine.state.values():
         for key, t in own.items():
             if isinstance(t, torch.Tensor) and key.partition(".")[0] not in ("step", "skipped"):
                 found[key] = found.get(key, 0) + t.numel()
@@ -205,7 +179,7 @@ def state_of_ranks(how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, pools):  # noqa: F811
+def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, pools):
     every = state_of_ranks("alone")
     found = pools[4].run(state_of_ranks, how)
     for key, elements in every.items():
@@ -218,54 +192,36 @@ def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, pools): 
 
 def keys_shown(own):
     """Return the keys of every weight's state after a step, before which it held what is somebody's own."""
-    weights = weights_of("ddp")
-    optimizer = optimizer_of("ddp", weights)
-    for p in weights.values():
-        optimizer.state[p].update(own)
-    train(weights, optimizer, 0, 1)
-    return {name: set(optimizer.state[weights[name]]) - own.keys() for name in MATRICES}
+    run = Run("ddp")
+    for p in run.weights.values():
+        run.optimizer.state[p].update(own)
+    run.train(0, 1)
+    return {name: set(run.optimizer.state[run.weights[name]]) - own.keys() for name in MATRICES}
 
 
-def test_a_state_that_was_looked_up_or_written_to_before_the_first_step_is_shown_on_every_rank(pools):  # noqa: F811
+def test_a_state_that_was_looked_up_or_written_to_before_the_first_step_is_shown_on_every_rank(pools):
     shown = pools[2].run(keys_shown, {})
     assert all(shown[0].values()) and shown[0] == shown[1]
     assert pools[2].run(keys_shown, {"mark": 1}) == shown
 
 
 @pytest.mark.slow
-def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools):  # noqa: F811
+def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools):
     for weights, _, received, _ in pools[2].run(on_ranks, PRO, "plain"):
         assert received == 0
         assert_same(weights, alone(PRO)[0])
 
 
 def gradients_placed_otherwise():
-    weights = weights_of("fsdp")
-    optimizer = optimizer_of("fsdp", weights)
+    run = Run("fsdp")
     for call in range(STEPS):
-        give(weights, call, place=[Replicate()] if call % 2 else None)
-        optimizer.step()
-    return whole(weights)
+        run.step(call, place=[Replicate()] if call % 2 else None)
+    return whole(run.weights)
 
 
-def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools):  # noqa: F811
+def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools):
     for weights in pools[2].run(gradients_placed_otherwise):
         assert_close(weights, alone(PRO)[0])
-
-
-def experts_at_home():
-    """Return the bytes that come where each rank has whole experts, and the shape of what it owns."""
-    experts = weights_of("fsdp", {"experts": MATRICES["experts"]})
-    optimizer = optimizer_of("fsdp", experts)
-    train(experts, optimizer, 0, 2)
-    with Traffic() as traffic:
-        train(experts, optimizer, 2, 3)
-    (state,) = optimizer.engine.state.values()
-    return traffic.received, tuple(state["M"].shape)
-
-
-def test_experts_that_lie_on_their_ranks_are_owned_there_and_nothing_is_sent(pools):  # noqa: F811
-    assert pools[2].run(experts_at_home) == [(0, (3, 8, 10))] * 2
 
 
 # On two ranks, and of whole 16 bytes on each.
@@ -273,26 +229,28 @@ EVEN = {"square": (8, 8), "square2": (8, 8), "wide": (8, 20), "table": (12, 4), 
 BYTES = {name: 8 * math.prod(shape) for name, shape in EVEN.items()}
 
 
-def step_bytes(how):
+def step_bytes(how, shapes):
     """Return what this rank sends and receives in a step, and the bytes of the weights that it owns."""
-    weights = weights_of(how, EVEN)
-    optimizer = optimizer_of(how, weights)
-    train(weights, optimizer, 0, 1)  # which divides the weights
+    run = Run(how, shapes=shapes).train(0, 2)  # which divides the weights
     with Traffic() as traffic:
-        train(weights, optimizer, 1, 2)
-    owned = sum(w.stand_in.nbytes for w in optimizer._division.divided() if w.stand_in is not None)
+        run.train(2, 3)
+    owned = sum(w.stand_in.nbytes for w in run.optimizer._division.divided() if w.stand_in is not None)
     return traffic.sent, traffic.received, owned
 
 
-def test_each_plain_weight_goes_once_to_every_rank_that_does_not_own_it(pools):  # noqa: F811
-    found = pools[2].run(step_bytes, "ddp")
+def test_experts_that_lie_on_their_ranks_are_owned_there_and_nothing_is_sent(pools):
+    assert pools[2].run(step_bytes, "fsdp", {"experts": MATRICES["experts"]}) == [(0, 0, 8 * 3 * 8 * 10)] * 2
+
+
+def test_each_plain_weight_goes_once_to_every_rank_that_does_not_own_it(pools):
+    found = pools[2].run(step_bytes, "ddp", EVEN)
     every = sum(BYTES.values())
     assert sum(owned for *_, owned in found) == every
     assert [(sent, received) for sent, received, _ in found] == [(owned, every - owned) for *_, owned in found]
 
 
-def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pools):  # noqa: F811
-    found = pools[2].run(step_bytes, "fsdp")  # a gradient and a weight come, the stepped weight goes back
+def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pools):
+    found = pools[2].run(step_bytes, "fsdp", EVEN)  # a gradient and a weight come, the stepped weight goes back
     matrices = sum(BYTES[name] for name in EVEN if name in MATRICES)
     assert sum(owned for *_, owned in found) == matrices
     assert sum(sent for sent, *_ in found) == sum(received for _, received, _ in found) == 3 * matrices / 2
@@ -300,44 +258,20 @@ def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pool
 
 def asked_of_one_rank():
     """Ask the first rank alone, while the others wait for nothing; return what it said."""
-    weights = weights_of("mixed, divided")
-    optimizer = optimizer_of("mixed, divided", weights)
-    train(weights, optimizer, 0, 3)
+    optimizer = Run("mixed, divided").train(0, 3).optimizer
     if dist.get_rank():
         return None
     found = [optimizer.state_dict(), optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer)]
     return [len(found[0]["state"]), *found[1:]]
 
 
-def test_one_rank_may_be_asked_alone(pools):  # noqa: F811
+def test_one_rank_may_be_asked_alone(pools):
     first, second = pools[2].run(asked_of_one_rank)
     entries, skipped, clipped, scalars = first
     assert second is None
     assert entries == len(MATRICES) + len(VECTORS)
     assert skipped and not any(skipped.values()) and clipped.keys() == skipped.keys()
     assert scalars and all(np.isfinite(figure) for figure in scalars.values())
-
-
-def sharded_model_with_ignored():
-    """Train an FSDP2 model of which one weight is ignored, so plain: without a group, and divided."""
-    found = []
-    for group in (None, dist.group.WORLD):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).double()
-        fully_shard(net, ignored_params={net[1].weight})
-        weights = dict(net.named_parameters())
-        assert [isinstance(p, DTensor) for p in weights.values()] == [True, False]
-        train(weights, PRO(weights.items(), rank=3, process_group=group), 0, 4)
-        found.append(whole(weights))
-    return found
-
-
-def test_plain_weights_in_a_sharded_model_are_stepped_by_all_or_divided(pools):  # noqa: F811
-    first, second = pools[2].run(sharded_model_with_ignored)
-    for every, divided in (first, second):
-        assert_close(divided, every)
-    for one, other in zip(first, second, strict=True):
-        assert_same(one, other)
 
 
 def refusals():
@@ -348,7 +282,6 @@ def refusals():
     plain = nn.Parameter(value((4, 6), 1))
     adamw = {"params": [partial], "algorithm": "adamw", "lr": 0.1}
     found["partial of AdamW"] = message(PRO, [{"params": [plain]}, adamw])
-    found["group"] = message(PRO, [plain], process_group=4)
     divided = PRO([plain], rank=2, process_group=world)
     found["copy"] = message(copy.deepcopy, divided)
     found["pickle"] = message(pickle.dumps, divided)
@@ -372,11 +305,10 @@ def refusals():
     return found
 
 
-def test_what_cannot_be_divided_is_refused_with_the_remedy(pools):  # noqa: F811
+def test_what_cannot_be_divided_is_refused_with_the_remedy(pools):
     expected = {
         "partial": ("ValueError", "placement Partial(sum)", "redistribute"),
         "partial of AdamW": ("ValueError", "placement Partial(sum)", "redistribute"),
-        "group": ("TypeError", "got int", "torch.distributed.group.WORLD"),
         "copy": ("RuntimeError", "state_dict()"),
         "pickle": ("RuntimeError", "state_dict()"),
         "ZeRO": ("RuntimeError", "ZeroRedundancyOptimizer", "without process_group="),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests import freeze
 from tests.distributed.checkpoints import read, written
-from tests.distributed.pool import pools  # noqa: F401  (a fixture)
 from tests.inputs import same_bits
 from tests.training import reloaded, silent
 
@@ -162,7 +161,7 @@ def go_on_divided(file, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file, name", [case for case in CASES if case[1] in freeze.EVERY])
-def test_an_old_checkpoint_goes_on_divided(file, name, pools):  # noqa: F811
+def test_an_old_checkpoint_goes_on_divided(file, name, pools):
     """One that was saved divided, and those of one process."""
     found = read(pools[2].run(go_on_divided, file, name)[0])
     assert_goes_on(found, file, frozen(file)["cases"][name])

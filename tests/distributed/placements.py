@@ -3,6 +3,8 @@
 Some weights come late, are missing in some steps or get gradients that are not finite, by the step.
 """
 
+import io
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -73,31 +75,18 @@ def placed(t, mesh, placements):
     return t if placements is None else distribute_tensor(t, mesh, placements, src_data_rank=None)
 
 
-def weights_of(how, shapes=SHAPES, dtype=torch.float64, device="cpu"):
-    """Return a weight of every shape, by its name."""
-    dimensions, place = PLACED[how]
-    mesh, found = mesh_of(dimensions, device), {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        placements = None if shape == () else place(name, len(shape))
-        found[name] = nn.Parameter(placed(value(shape, i).to(device, dtype), mesh, placements))
-    return found
+def matrices_and_vectors(weights, cls=PRO):
+    """Return a group of the matrices and one of AdamW's of the others, where there are any."""
+    to_adamw = {*VECTORS, *(("row", "conv") if cls is KL else ())}  # no start of KL's follows from fewer rows
+    vectors = [(name, p) for name, p in weights.items() if name in to_adamw]
+    matrices = [(name, p) for name, p in weights.items() if name not in to_adamw]
+    groups = [{"params": matrices, "split": [SPLIT.get(name) for name, _ in matrices]}] if matrices else []
+    return groups + ([{"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True}] if vectors else [])
 
 
-def optimizer_of(how, groups, cls=PRO, **settings):
-    """Return an optimizer of groups, or of weights by their names."""
-    if isinstance(groups, dict):
-        vectors = [(name, p) for name, p in groups.items() if name in VECTORS]
-        matrices = [(name, p) for name, p in groups.items() if name not in VECTORS]
-        if cls is KL:  # whose start is determined by no gradient of fewer rows than columns
-            vectors += [(name, p) for name, p in matrices if name in ("row", "conv")]
-            matrices = [(name, p) for name, p in matrices if name not in ("row", "conv")]
-        groups = [{"params": matrices, "split": [SPLIT.get(name) for name, _ in matrices]}]
-        if vectors:
-            groups.append({"params": vectors, "algorithm": "adamw", "lr": 0.01, "amsgrad": True})
-    if cls is PRO:
-        settings = {"rank": 3, **settings}
-    group = dist.group.WORLD if how in DIVIDED else None
-    return made(cls, groups, precondition_frequency=PERIOD, process_group=group, **settings)
+def group_each(weights):
+    """Return a group of every weight."""
+    return [{"params": [entry]} for entry in weights.items()]
 
 
 def give(weights, call, but=(), place=None):
@@ -115,29 +104,37 @@ def give(weights, call, but=(), place=None):
         p.grad = None if absent else placed(G, mesh, placements if place is None or mesh is None else place)
 
 
-def train(weights, optimizer, first, last):
-    """Do steps ``first`` to ``last``."""
-    for call in range(first, last):
-        give(weights, call)
-        optimizer.step()
-
-
 class Run:
     """Weights and their optimizer, in the middle of training.
 
     Args:
         how: the weights are placed. cls: of the optimizer. shapes, dtype, device: of the weights.
+        groups: makes groups of them; None makes two, of the matrices and the others.
         settings: of the optimizer.
     """
 
-    def __init__(self, how="alone", cls=PRO, shapes=SHAPES, dtype=torch.float64, device="cpu", **settings):
-        self.weights = weights_of(how, shapes, dtype, device)
+    def __init__(self, how="alone", cls=PRO, shapes=SHAPES, dtype=torch.float64, device="cpu", groups=None, **settings):
+        dimensions, place = PLACED[how]
+        mesh = mesh_of(dimensions, device)
+        self.weights = {}
+        for i, (name, shape) in enumerate(shapes.items()):
+            placements = None if shape == () else place(name, len(shape))
+            self.weights[name] = nn.Parameter(placed(value(shape, i).to(device, dtype), mesh, placements))
         self.net = nn.ParameterDict(self.weights)
-        self.optimizer = optimizer_of(how, self.weights, cls, **settings)
+        made_groups = groups(self.weights) if groups else matrices_and_vectors(self.weights, cls)
+        settings = {"rank": 3, **settings} if cls is PRO else settings
+        group = dist.group.WORLD if how in DIVIDED else None
+        self.optimizer = made(cls, made_groups, precondition_frequency=PERIOD, process_group=group, **settings)
+
+    def step(self, call, **given):
+        """Do one step; what is given is for :func:`give`."""
+        give(self.weights, call, **given)
+        self.optimizer.step()
 
     def train(self, first, last):
         """Do steps ``first`` to ``last``; return the run."""
-        train(self.weights, self.optimizer, first, last)
+        for call in range(first, last):
+            self.step(call)
         return self
 
 
@@ -153,6 +150,26 @@ def whole(weights):
         t = p.detach()
         found[name] = (t.full_tensor() if isinstance(t, DTensor) else t).double().cpu().numpy().copy()
     return found
+
+
+def trained(how, steps=STEPS, **given):
+    """Train; return all weights, whole."""
+    return whole(Run(how, **given).train(0, steps).weights)
+
+
+def written(value):
+    """Return what torch.save writes, as bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def everything(run):
+    """Return the bits of all that this rank has of weights and state."""
+    found = {f"weight {name}": here(p) for name, p in run.weights.items()}
+    for i, own in run.optimizer.state_dict()["state"].items():
+        found |= {f"state {i} {key}": here(value) if torch.is_tensor(value) else value for key, value in own.items()}
+    return {k: written(v.clone().contiguous()) if torch.is_tensor(v) else v for k, v in found.items()}
 
 
 def assert_same(found, expected):
@@ -172,6 +189,13 @@ def message(function, *args, **kwargs):
     """Return the type and text of the error that a call raises."""
     try:
         function(*args, **kwargs)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         return type(error).__name__, str(error)
     return None, ""
+
+
+def refusal(run, function, *args, **kwargs):
+    """Return the type and text of the error that a call raises, and what of a run's weights and state it changes."""
+    before = everything(run)
+    said, after = message(function, *args, **kwargs), everything(run)
+    return *said, [key for key in before if before[key] != after.get(key)]

@@ -31,19 +31,7 @@ GRACE = 5.0  # seconds that ranks get to end once one of them has failed
 
 
 class RanksFailed(Exception):
-    """What went wrong on which ranks.
-
-    Attributes:
-        errors: the exception of every rank that raised one, by rank.
-    """
-
-    def __init__(self, what, errors, world):
-        lines = [what]
-        for rank in range(world):
-            if rank in errors:
-                lines += [f"--- rank {rank} ---", "".join(traceback.format_exception(errors[rank])).rstrip()]
-        super().__init__("\n".join(lines))
-        self.errors = errors
+    """What went wrong on which ranks, with their tracebacks."""
 
 
 def join(rank, world, store, timeout):
@@ -111,18 +99,17 @@ class Ranks:
         """
         values, errors = self.attempt(function, *args, **kwargs)
         if errors:
-            raise RanksFailed(f"{function.__module__}.{function.__qualname__} failed.", errors, self.world)
+            lines = [f"{function.__module__}.{function.__qualname__} failed."]
+            for rank, error in sorted(errors.items()):
+                lines += [f"--- rank {rank} ---", "".join(traceback.format_exception(error)).rstrip()]
+            raise RanksFailed("\n".join(lines))
         return [values[rank] for rank in range(self.world)]
 
     def kill(self):
-        """End the processes at once."""
+        """End the processes at once, and remove their folder."""
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.close()
-
-    def close(self):
-        """End the processes and remove their folder."""
         executors, self._executors, self._pids = self._executors, [], []
         for executor in executors:
             executor.shutdown(wait=True, cancel_futures=True)
@@ -130,24 +117,10 @@ class Ranks:
             self._removed()
 
 
-class Pools:
-    """The pool of every number of ranks that a test has asked for."""
-
-    def __init__(self):
-        self._pools = {}
-
-    def __getitem__(self, world):
-        return self._pools.setdefault(world, Ranks(world))
-
-    def close(self):
-        """End all of them."""
-        for pool in self._pools.values():
-            pool.kill()
-
-
 @pytest.fixture(scope="session")
 def pools():
     """Pools by number of ranks, for the whole session: ``pools[4].run(function, argument)``."""
-    made = Pools()
+    made = {world: Ranks(world) for world in (2, 4)}
     yield made
-    made.close()
+    for pool in made.values():
+        pool.kill()
