@@ -1,4 +1,4 @@
-"""Some 55 architectures as their libraries build them, with random weights and small sizes; where their weights go.
+"""Some 50 architectures as their libraries build them, with random weights and small sizes; where their weights go.
 
 No hidden size is a vocabulary's (97) or a number of labels (3, of images 5), but where the architecture's name says so.
 As a command, ``python -m tests.integrations.architectures``, this writes the table anew; read every line that changed.
@@ -23,38 +23,17 @@ TABLE = Path(__file__).parent.parent / "data" / "architectures.csv"
 COLUMNS = ("architecture", "weight", "algorithm", "reason")
 
 TEXT = {"vocab_size": 97, "num_labels": 3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = TEXT | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-ENCODER = TEXT | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER = TEXT | SIZES | {"max_position_embeddings": 64}
+DECODER = ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
 GPT2 = TEXT | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-BART = TEXT | {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-}
+PAIR = {f"{part}_{key}": v for part in ("encoder", "decoder") for key, v in (("attention_heads", 4), ("ffn_dim", 48))}
+PAIR |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+BART = TEXT | PAIR | {"max_position_embeddings": 64}
 T5 = TEXT | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-VISION |= {"image_size": 32, "patch_size": 8}
+VISION = SIZES | {"image_size": 32, "patch_size": 8}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 UNET = {
     "sample_size": 8,
@@ -94,10 +73,8 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": GPT2_LM,
     "gpt2-double-heads": hf("GPT2DoubleHeadsModel", **GPT2),
     "gpt2-cross-attention": hf("GPT2LMHeadModel", **GPT2, add_cross_attention=True),
-    "openai-gpt": hf("OpenAIGPTLMHeadModel", **GPT2),
     "gpt-neox": hf("GPTNeoXForCausalLM", **ENCODER),
     "gpt-bigcode": hf("GPTBigCodeForCausalLM", **GPT2),
-    "bloom": hf("BloomForCausalLM", **TEXT, hidden_size=32, n_layer=2, n_head=4),
     "opt": hf("OPTForCausalLM", **ENCODER, ffn_dim=48, word_embed_proj_dim=16),
     "dbrx": hf(
         "DbrxForCausalLM",
@@ -113,7 +90,6 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama-labels": LLAMA_LABELS,
     "phi3": hf("Phi3ForCausalLM", **DECODER),
     "mixtral": hf("MixtralForCausalLM", **DECODER, **EXPERTS),
-    "qwen3-moe": hf("Qwen3MoeForCausalLM", **DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
     "gpt-oss": hf("GptOssForCausalLM", **DECODER, **EXPERTS),
     "llama4": hf(
         "Llama4ForCausalLM",
@@ -125,7 +101,8 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     "deepseek-v3": hf(
         "DeepseekV3ForCausalLM",
-        **{k: v for k, v in DECODER.items() if k != "head_dim"},
+        **ENCODER,
+        num_key_value_heads=2,
         moe_intermediate_size=24,
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -139,17 +116,6 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
         v_head_dim=8,
     ),
     "mamba": hf("MambaForCausalLM", **TEXT, hidden_size=32, state_size=8, num_hidden_layers=2),
-    "jamba": hf(
-        "JambaForCausalLM",
-        **DECODER,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-        num_experts=4,
-        attn_layer_offset=1,
-        attn_layer_period=2,
-        expert_layer_offset=1,
-        expert_layer_period=2,
-    ),
     "rwkv": hf("RwkvForCausalLM", **TEXT, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
     # encoders
     "bert-pretraining": hf("BertForPreTraining", **ENCODER),
@@ -224,14 +190,8 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     "detr": lambda: transformers.DetrForObjectDetection(
         transformers.DetrConfig(
+            **PAIR,
             num_labels=5,
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
             num_queries=7,
             use_timm_backbone=False,
             use_pretrained_backbone=False,
@@ -241,11 +201,6 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     ),
     "clip": lambda: transformers.CLIPModel(
         transformers.CLIPConfig(text_config=ENCODER, vision_config=VISION, projection_dim=24)
-    ),
-    "llava": lambda: transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**DECODER), vision_config=transformers.CLIPVisionConfig(**VISION)
-        )
     ),
     # adapters
     "lora-gpt2": lora(GPT2_LM, target_modules=["c_attn", "lm_head"], fan_in_fan_out=True),
