@@ -9,11 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def run_python(*arguments, **variables):
+def run_python(*arguments, cwd=None, **variables):
     """Run Python with these environment variables; TRITON_INTERPRET only if it is among them, and no GPU."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
 
 
 def read(path):

@@ -1,16 +1,14 @@
 """The scripts of docs/examples, run as they stand by torchrun, and what their checkpoints hold."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.commands import ROOT
+from tests.commands import ROOT, run_python
 
 EXAMPLES = ROOT / "docs" / "examples"
 
@@ -45,11 +43,9 @@ def torchrun(folder, *runs, **settings):
         for (processes, script, arguments), port in zip(runs, ports, strict=True)
     ]
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(ROOT / "tests" / "distributed_run.py"), "plan.json"]
-    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | more
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    ended = run_python(*command, cwd=folder, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "FutureWarning" not in ended.stderr  # of what a later torch refuses
     return ended.stdout.splitlines()
@@ -61,12 +57,9 @@ def checkpoint(folder):
     return torch.load(folder / "whole.pt", weights_only=False)
 
 
-def flat(value, name=""):
+def flat(value):
     """Return the tensors and numbers of nested dicts and lists by their paths."""
-    if isinstance(value, (dict, list, tuple)):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: found for key, own in entries for path, found in flat(own, f"{name}/{key}").items()}
-    return {name: value}
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(value)[0]}
 
 
 def apart(one, other, before):
