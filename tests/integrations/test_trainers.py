@@ -1,9 +1,11 @@
 """What users set in trainers beside the recipes of docs/integrations.md, and what they resume from."""
 
+import re
 import shutil
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import prokl
 from tests.integrations.models import (
@@ -16,6 +18,7 @@ from tests.integrations.models import (
     llama,
     loader,
 )
+from tests.test_examples import run
 
 
 def groups_of(model):
@@ -32,55 +35,72 @@ def trainer_of(model, optimizer=prokl.ProKLShampoo, **settings):
     return Trainer(model, arguments, **data, optimizer_cls_and_kwargs=by_class)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
-        {"torch_compile": True, "torch_compile_backend": "eager", "lr_scheduler_type": "polynomial"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4},
-        {"optimizer": prokl.KLShampoo},
-    ],
-    ids=lambda settings: next(iter(settings)) + "=" + str(next(iter(settings.values()))),
-)
-def test_trainer_resumes_exactly_whatever_its_settings(settings):
-    pytest.importorskip("transformers")
-    whole = trainer_of(llama(seed=0), **settings)
-    whole.train()
-    assert_trained_by_prokl(whole.optimizer)
-    shutil.rmtree("runs/checkpoint-8")
-    resumed = trainer_of(llama(seed=1), **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_weights(whole.model, resumed.model)
+def mixture(seed):
+    """Its experts are stored otherwise than they are trained; the resumed one comes from the checkpoint."""
+    from transformers import MixtralConfig, MixtralForCausalLM
 
-
-def test_trainer_with_a_mixture_resumes_exactly_where_the_model_comes_from_the_checkpoint():
-    transformers = pytest.importorskip("transformers")
+    if seed:
+        return MixtralForCausalLM.from_pretrained("runs/checkpoint-4")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, num_key_value_heads=2, **sizes)
-    whole = trainer_of(transformers.MixtralForCausalLM(config))
-    whole.train()
-    shutil.rmtree("runs/checkpoint-8")
-    resumed = trainer_of(transformers.MixtralForCausalLM.from_pretrained("runs/checkpoint-4"))
-    resumed.train(resume_from_checkpoint=True)
-    assert_same_weights(whole.model, resumed.model)
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, num_local_experts=4, num_key_value_heads=2, **sizes))
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}], ids=str
-)
-def test_trainer_resumes_adapters_exactly(options):
-    peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
-    whole = trainer_of(peft.get_peft_model(llama(seed=0), adapters))
+def adapters(**options):
+    """Return what makes a model with adapters, which alone are saved."""
+
+    def make(seed):
+        peft = pytest.importorskip("peft")
+        model = llama(seed=0)
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+        return peft.get_peft_model(model, config)
+
+    return make
+
+
+EVERY_2, EVERY_4 = ({"eval_strategy": "steps", "eval_steps": steps} for steps in (2, 4))
+RESUMED = {
+    "bf16": (
+        llama,
+        {"bf16": True, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "lr_scheduler_type": "cosine"},
+    ),
+    "compiled": (
+        llama,
+        {"torch_compile": True, "torch_compile_backend": "eager", "lr_scheduler_type": "polynomial"},
+    ),
+    "plateau": (llama, {"lr_scheduler_type": "reduce_lr_on_plateau", **EVERY_2}),
+    "best model": (llama, {"load_best_model_at_end": True, **EVERY_4}),
+    "KLShampoo": (llama, {"optimizer": prokl.KLShampoo}),
+    "mixture": (mixture, {}),
+    "DoRA": (adapters(use_dora=True), {}),
+    "rsLoRA": (adapters(use_rslora=True), {}),
+    "adapters and a head": (adapters(modules_to_save=["lm_head"]), {}),
+}
+
+
+@pytest.mark.parametrize(("make", "settings"), RESUMED.values(), ids=RESUMED)
+def test_trainer_resumes_exactly_whatever_its_settings_and_its_model(make, settings):
+    pytest.importorskip("transformers")
+    whole = trainer_of(make(seed=0), **settings)
     whole.train()
     assert_trained_by_prokl(whole.optimizer)
     shutil.rmtree("runs/checkpoint-8")
-    resumed = llama(seed=0)
-    torch.manual_seed(1)  # the adapters, which alone are saved
-    resumed = trainer_of(peft.get_peft_model(resumed, adapters))
+    resumed = trainer_of(make(seed=1), **settings)
     resumed.train(resume_from_checkpoint=True)
     assert_same_weights(whole.model, resumed.model)
+
+
+@pytest.mark.slow
+def test_the_example_of_trainer_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    pytest.importorskip("transformers")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    tiny = ("--width", "32", "--steps", "20", "--save-every", "10")
+    said = run(tmp_path, "train_hf.py", *tiny, "--folder", "whole")
+    first, last = map(float, re.search(r"loss ([\d.]+) at first, ([\d.]+) at last", said).groups())
+    assert last < first - 0.3 and "transformer.h.{0..3}.attn.c_attn.weight" in said and "split into 3" in said
+    run(tmp_path, "train_hf.py", *tiny, "--folder", "parts", "--resume", "whole/checkpoint-10")
+    whole, parts = (load_file(tmp_path / name / "checkpoint-20" / "model.safetensors") for name in ("whole", "parts"))
+    assert_close(whole, parts, rtol=0, atol=0)
 
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
