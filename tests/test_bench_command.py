@@ -22,7 +22,7 @@ WRONG = [
     ("study size --jobs 0", "--jobs 0: must be a whole number >= 1"),
     ("tables --steps none.csv", "--steps none.csv has no timed step"),
     ("timing steps --sets bert", "argument --sets: invalid choice: 'bert'.*; see --help"),
-    ("timing kernels --out .", "--out . is a folder; name a file in it"),
+    ("timing steps --out .", "--out . is a folder; name a file in it"),
 ]
 if not torch.cuda.is_available():
     WRONG += [

@@ -9,7 +9,7 @@ import torch
 from bench import rows
 from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
-from bench.timing import entries, kernels, steps
+from bench.timing import entries, steps
 from bench.timing.entries import EAGER, PERIOD, Float32Muon, kl, model_entries, muon, pro
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, failure
@@ -177,19 +177,6 @@ def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, t
         assert len([r for r in found if r["metric"] == metric]) == len(ours)
     assert timing.main(arguments) == 0 and read(out) == found
     assert capsys.readouterr().out.splitlines()[-1].startswith("tiny: in ")
-
-
-@pytest.mark.slow
-def test_kernels_are_listed_by_their_share(tiny, tmp_path):
-    out = tmp_path / "rows.csv"
-    assert timing.main(["kernels", "--sets", "tiny", "--out", str(out)]) == 0
-    whole, total, calls, *own = read(out)
-    assert [r["metric"] for r in (whole, total, calls)] == ["step", "kernel time", "kernel calls"]
-    assert float(total["ratio"]) == pytest.approx(float(total["median"]) / float(whole["median"]), rel=1e-5)
-    medians = [float(r["median"]) for r in own]
-    assert len(own) == kernels.TOP and medians == sorted(medians, reverse=True)
-    assert 0 < sum(medians) <= float(total["median"]) * (1 + 1e-6) and float(calls["median"]) > kernels.TOP
-    assert any("calls a step: aten::bmm" in r["note"] for r in own) and whole["rank"] == "4"
 
 
 def test_the_extra_has_every_peer():

@@ -58,7 +58,6 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     assert status == 0 and [*micro, *step] == [
         "-m pytest bench -q --benchmark-only --benchmark-quiet --device cuda --rows /elsewhere/rows/micro-gpu.csv",
         "-m bench.timing steps --device cuda --out /elsewhere/rows/step-gpu.csv",
-        "-m bench.timing kernels --device cuda --out /elsewhere/rows/step-kernels-gpu.csv",
     ]
     prepare = "-m bench.compile_report pack --only wheels --arch 80"
     assert script("prepare", "--only", "wheels", "--arch", "80") == (0, [prepare], "")  # the interpreter as it is

@@ -1,1 +1,1 @@
-"""What steps take: time beside other packages', and kernels."""
+"""What steps take: time beside other packages'."""
