@@ -67,7 +67,8 @@ def run(o: Options) -> str:
     scale, selected = replace(DEMO, steps=o.steps), o.selected
     source, here = open_data(scale, o.data), rows.environment(torch.device("cpu"))
     made_of = runs.of_scale(scale, source.vocabulary, "cpu")
-    print(f"Trains on {source.name}, {source.train_tokens:,} tokens; results go to {o.out}", flush=True)
+    tokens = sum(map(len, source.train))
+    print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}", flush=True)
     own: list[rows.Row] = []
     along: list[rows.Row] = []
     ended: list[Path] = []

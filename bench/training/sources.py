@@ -74,11 +74,6 @@ class Source:
         """What rows say of it."""
         return {"data": self.name, "data_sha256": self.sha256}
 
-    @property
-    def train_tokens(self) -> int:
-        """Tokens to train on."""
-        return sum(map(len, self.train))
-
     def training_batch(self, seed: int, step: int, batch: int, context: int) -> Batch:
         """Return the inputs and targets of one step, (batch, context) int64 each."""
         windows = Windows(self.train, context, context if self.epochs else 1)
