@@ -111,12 +111,6 @@ def test_a_run_on_a_gpu_knows_its_peak_of_memory(tmp_path, text):
 # From runs to rows and tables
 
 
-def test_where_a_loss_is_reached_is_interpolated():
-    losses, at = [5.0, 3.0, 2.0], [0.0, 3.0, 6.0]
-    assert [tables.reached(losses, at, loss) for loss in (3.0, 2.5, 5.0, 6.0)] == [3.0, 4.5, 0.0, 0.0]
-    assert math.isnan(tables.reached(losses, at, 1.9)) and math.isnan(tables.reached(losses, at, math.nan))
-
-
 def test_figures_are_without_the_first_step_of_an_optimizer_and_curves_have_the_seconds_of_training():
     record = Record([5.0, 3.0, 2.0], [9.0, 1.0, 2.0], [8.0, 3.0, 5.0], [(0, 9.0), (3, 2.0)], state_bytes=5_000_000)
     own = {"validation_loss": 2.0, "model_ms": 4000.0, "optimizer_ms": 4000.0, "state_mb": 5.0, "diverged_at": None}
