@@ -17,12 +17,11 @@ from pandas import DataFrame
 
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
-from bench.rows import RESULTS, frame
+from bench.rows import RESULTS, ROOT, frame
 from bench.study import figures, size
 from bench.study import lengths_tables as lengths
 from bench.timing import tables as timing
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "experiments", "findings", "results")),
@@ -84,18 +83,17 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"--steps {o.steps} has no timed step; give what bench.timing steps wrote with --out")
         print(timing.costs(found))
         return 0
-    check = o.check
     differ = False
     for document in DOCUMENTS:
         before = document.read_text(encoding="utf-8")
         after = rendered(before)
-        if check:
+        if o.check:
             lines = before.splitlines(True), after.splitlines(True)
             sys.stdout.writelines(difflib.unified_diff(*lines, document.name, "rows"))
             differ |= before != after
         elif before != after:
             document.write_text(after, encoding="utf-8")
-    if not check:
+    if not o.check:
         draw()
     return int(differ)
 

@@ -1,4 +1,4 @@
-"""What travels to a GPU machine: its parts are made within a limit, and taken up there as far as they fit."""
+"""What travels to a GPU machine: its parts are made, and taken up there as far as they fit."""
 
 import shutil
 import subprocess
@@ -40,7 +40,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked, monkeypatch, capsys):
+def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked, capsys):
     (folder / "wheels").mkdir(parents=True)
     (folder / "wheels" / "old.whl").touch()
     assert compile_report.main(["pack", "--arch", "80"]) == 0
@@ -52,10 +52,7 @@ def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked
     assert (folder / "extension" / pack.SOURCES).read_text() == pack.fingerprint()
     assert ahead == ["-m", "bench.compile_report.ahead", "80"] and "TRITON_INTERPRET" not in compiled_with
     assert [path.name for path in (folder / "triton" / "KEY").iterdir()] == ["some_kernel.cubin"]
-    assert capsys.readouterr().out.endswith(" MiB of at most 40\n")
-    monkeypatch.setattr(pack, "LIMIT", 12)
-    assert compile_report.main(["pack", "--only", "extension"]) == 2 and len(asked) == 4
-    assert capsys.readouterr().err.startswith(f"error: {folder} has 0.0 MiB of at most ")
+    assert capsys.readouterr().out.endswith(" MiB\n")
 
 
 @pytest.fixture

@@ -34,8 +34,6 @@ PLACED = "placed"
 """Beside the extension once it is in its place, so that it need not be built."""
 GROUP = "__grp__"
 """What the names of those files of Triton's cache begin with that say where the files of an entry are."""
-LIMIT = 40 * 2**20
-"""Bytes that the folder may have, so that it travels with a working tree."""
 
 
 def run(what: str, arguments: Sequence[str], **variables: str) -> None:
@@ -83,7 +81,7 @@ def pack(parts: Sequence[str], arch: int) -> None:
     """Make parts anew.
 
     Raises:
-        UsageError: a part fails, or the folder has more than LIMIT.
+        UsageError: a part fails.
     """
     print(f"for Python {platform.python_version()} of {sys.executable}, sm_{arch}, in {FOLDER}", flush=True)
     for name in parts:
@@ -91,10 +89,7 @@ def pack(parts: Sequence[str], arch: int) -> None:
         (FOLDER / name).mkdir(parents=True)
         PARTS[name](FOLDER / name, arch)
     total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
-    said = f"{total / 2**20:.1f} MiB of at most {LIMIT / 2**20:g}"
-    if total > LIMIT:
-        raise UsageError(f"{FOLDER} has {said}: remove what need not travel")
-    print(said)
+    print(f"{total / 2**20:.1f} MiB")
 
 
 def fingerprint() -> str:

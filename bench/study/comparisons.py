@@ -58,14 +58,13 @@ class Options(runs.Options):
     seeds: tuple[int, ...] = (0, 1, 2)
     data: Path | None = None  # Token shards
     model: str = ""  # Only models whose name begins so: gpt2, llama, gpt2-350m
-    steps: int | None = None  # Of every run, in place of the model's
     micro_batch: int | None = None  # Sequences in one forward pass, in place of the model's
     device: Literal["cpu", "cuda"] = "cuda"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, seeds=self.seeds)
-        at_least(1, steps=self.steps, micro_batch=self.micro_batch)
+        at_least(1, micro_batch=self.micro_batch)
         some(seeds=self.seeds)
         if len({scale.config.family for scale in self.scales}) > 1:
             raise UsageError("the paper has other data for each family; give --model gpt2 or llama, with its --data")
@@ -80,10 +79,8 @@ class Options(runs.Options):
         Raises:
             UsageError: no model's name begins as was asked.
         """
-        given = {"steps": self.steps, "micro_batch": self.micro_batch}
-        given = {name: value for name, value in given.items() if value is not None}
         if chosen := [scale for scale in PAPER if scale.name.startswith(self.model)]:
-            return tuple(replace(scale, **given) for scale in chosen)
+            return tuple(replace(scale, micro_batch=self.micro_batch or scale.micro_batch) for scale in chosen)
         names = ", ".join(scale.name for scale in PAPER)
         raise UsageError(f"--model {self.model} is the beginning of no model; there are {names}")
 

@@ -71,21 +71,20 @@ APART = 0.06
 """Least distance of two names at the ends of lines, as a share of the height."""
 
 
-def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", steps: int = STEPS) -> None:
+def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") -> None:
     """Draw the main methods' loss, each tuned, a panel per model; bands are one standard error.
 
     Args:
         path: of the file.
-        found: the rows. curves: their losses along the way.
+        found: the rows of runs of STEPS steps, and others. curves: their losses along the way.
         x: "step", or "seconds": steps times what one takes, as in the table of shares.
-        steps: length of the runs.
     """
     every, every_ms = compared(found), step_ms(found)
     models = list(dict.fromkeys(model for model, _ in every))
     figure = Figure((5.5 * len(models), 3.8), layout="constrained")
     panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
-        runs = every.get((model, steps), {})
+        runs = every.get((model, STEPS), {})
         best = {form: unit for form in MAIN if form in runs and (unit := runs[form].unit)}
         seeds = judged(set.intersection(*(set(runs[form].best.index) for form in best)) if best else ())
         ends = {}
@@ -98,7 +97,7 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step", st
             if drawn := axes.get_lines():
                 ends[form] = drawn[-1].get_xydata()[-1], colour
         of = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-        axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per byte", title=f"{model}, {steps:,} steps, {of}")
+        axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per byte", title=f"{model}, {STEPS:,} steps, {of}")
         fit(axes)
         if x == "step":
             _name_ends(axes, ends)

@@ -173,7 +173,7 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
         adamw_lr = first.unit.lr
     unit = Unit(model, steps, form, own.default.lr, adamw_lr, own.default.alpha_kl, FIRST_SEED)
     start, alpha = own.centre[model.partition("-")[0]], 1
-    if before := _shorter(model, steps, form, losses):
+    if before := next(_shorter(model, steps, form, losses), None):
         start = power(before.lr, own.default.lr)
         if own.alpha:
             unit = replace(unit, alpha_kl=before.alpha_kl)
@@ -190,12 +190,7 @@ def tuned(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     return Tuned(min(unit, *others, key=lambda one: losses[one]))
 
 
-def _shorter(model: str, steps: int, form: str, losses: Losses) -> Unit | None:
-    """Return the best of the longest shorter runs whose search has ended."""
-    return next(_all_shorter(model, steps, form, losses), None)
-
-
-def _all_shorter(model: str, steps: int, form: str, losses: Losses) -> Iterator[Unit]:
+def _shorter(model: str, steps: int, form: str, losses: Losses) -> Iterator[Unit]:
     """Yield the best of every shorter length whose search has ended, the longest first."""
     lengths = {one.steps for one in losses if one.model == model and one.form == form and one.steps < steps}
     units = (tuned(model, length, form, losses).unit for length in sorted(lengths, reverse=True))
@@ -205,7 +200,7 @@ def _all_shorter(model: str, steps: int, form: str, losses: Losses) -> Iterator[
 def _by_trend(model: str, steps: int, form: str, losses: Losses) -> Tuned:
     """Return the best of the defaults, the trend's rate, at most one power from that of the longest, and the next."""
     default = at_default(model, steps, form, FIRST_SEED)
-    known = list(islice(_all_shorter(model, steps, form, losses), 2))
+    known = list(islice(_shorter(model, steps, form, losses), 2))
     base = FORMS[form].default.lr
     k = power(known[0].lr, base) if known else FORMS[form].centre[model.partition("-")[0]]
     if len(known) == 2:
