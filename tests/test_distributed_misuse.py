@@ -78,6 +78,16 @@ def offload(run, call):
     return ()
 
 
+def freeze_and_offload(run, call):
+    """Freeze a weight that is taller than wide, and offload before a later step."""
+    late = run.weights["late"]
+    late.requires_grad_(call < 8)
+    if call < 8:
+        return ()
+    late.grad = None
+    return ("late", *offload(run, call)) if call == 9 else ("late",)
+
+
 def lose_state_outside(run, call):
     """Take matrices out for two steps, and the state of one of them meanwhile, of another in the end."""
     take_group_out(run, call, 0)
@@ -87,7 +97,13 @@ def lose_state_outside(run, call):
 
 
 BETWEEN = {f"frozen, gradient {gradient}": partial(freeze, gradient=gradient) for gradient in ("kept", "zero", "none")}
-BETWEEN |= {"released": release, "added": add, "state taken out": take_state_out, "offloaded": offload}
+BETWEEN |= {
+    "frozen and offloaded": freeze_and_offload,
+    "released": release,
+    "added": add,
+    "state taken out": take_state_out,
+    "offloaded": offload,
+}
 BETWEEN |= {f"{what} taken out": partial(take_group_out, place=i) for i, what in enumerate(("matrices", "vectors"))}
 BETWEEN["matrices and state taken out"] = lose_state_outside
 
@@ -192,8 +208,11 @@ def test_a_run_with_masters_is_resumed_with_a_frozen_weight(backend, dtype, how,
 def gathered_after(what):
     """Return the keys that a gathered state has after something was done."""
     run = Run("ddp", shapes=TWO, dtype=torch.float32, bf16_weights="master")
+    run.weights["a"].requires_grad_(what != FIRST)
     if what != "loading a fresh state":
         run.train(0, 1)
+    if what == FIRST:
+        return keys_to_gather(run)
     saved = run.optimizer.state_dict()
     run.optimizer.zero_grad()
     if what == "a cast":
@@ -202,11 +221,18 @@ def gathered_after(what):
     else:
         run.weights["a"].requires_grad_(what != "freezing and loading")
         run.optimizer.load_state_dict(saved)
+    return keys_to_gather(run)
+
+
+def keys_to_gather(run):
     found = run.optimizer.gather_state_dict()
     return sorted((i, key) for i, own in found.get("state", {}).items() for key in own)
 
 
-@pytest.mark.parametrize("what", ["loading a fresh state", "a cast", "freezing and loading"])
+FIRST = "a first step of a frozen weight with a gradient"
+
+
+@pytest.mark.parametrize("what", ["loading a fresh state", "a cast", "freezing and loading", FIRST])
 def test_all_ranks_have_the_same_to_gather_after(what, pools):
     first, second = pools[2].run(gathered_after, what)
     keys = {key for _, key in first}

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, "plain"), (torch.bfloat16, "master")])
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
 def test_a_tall_weight_without_memory_waits_in_its_batch(backend, dtype, rounding):
-    """Such is the stand-in of a frozen weight that lies on other ranks, where a load or offload() makes batches anew."""
+    """Such is the stand-in of a frozen weight on other ranks, where a load or offload() makes batches anew."""
     settings = {"backend": backend, "bf16_weights": rounding}
     one, twin = (train(PRO(named((9, 5), (9, 5), dtype=dtype), **settings), range(3)) for _ in range(2))
     waiting = weights_of(one)[1]

@@ -165,6 +165,17 @@ HEADS = {
     "one layer": (holding(own=linear(3, 5)), {}),
     "one that takes what no other gives": (holding(it=linear(4, 8), own=linear(3, 5)), {}),
     "attention": (holding(q=linear(8, 8), k=linear(8, 4), v=linear(8, 4), out=linear(8, 8)), {}),
+    "heads of attention": (
+        holding(
+            words=nn.Embedding(9, 8),
+            sa_heads=holding(
+                heads=nn.ModuleList(holding(k=linear(8, 4), v=linear(8, 4)) for _ in "ab"), proj=linear(8, 8)
+            ),
+            cross_attn=holding(fc=linear(8, 8)),
+            lm_head=linear(8, 9),
+        ),
+        {"words", "lm_head"},
+    ),
     "a router": (holding(up=linear(8, 9), router=linear(8, 4)), {}),
     "deeper in": (holding(up=linear(8, 9), inner=holding(fc2=linear(9, 5))), {}),
     "not the last": (holding(up=linear(8, 9), side=linear(9, 5), back=linear(9, 8)), {}),

@@ -71,6 +71,9 @@ def trained(setting, around):
             if t == 4:
                 loaded = copy.deepcopy(optimizer.state_dict())
                 assert all(t.device.type == "cpu" for own in loaded["state"].values() for t in own.values())
+                for own in loaded["state"].values():
+                    for key in [key for key in own if key.startswith("clipped")]:
+                        del own[key]  # which files before 0.5 lack
                 optimizer.load_state_dict(loaded)
         seen = [optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer), diagnostics.phi(optimizer)]
     return optimizer, seen

@@ -55,6 +55,16 @@ def test_the_constructor_has_no_choice_of_pytorchs_implementations(cls, flag):
 
 
 @both
+def test_a_group_that_was_given_stays_the_callers(cls):
+    """Two optimizers can take the same groups: neither sees what the other, or the caller, makes of them."""
+    for optimizer, theirs in ((AdamW, True), (cls, False)):
+        given = {"params": [weight(3, 4)], "lr": torch.tensor(0.1)}
+        (group,) = optimizer([given]).param_groups
+        assert (group is given, group["lr"] is given["lr"]) == (theirs, theirs)
+        assert (given.keys() == {"params", "lr"}) != theirs
+
+
+@both
 @pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
 def test_no_step_is_differentiable(cls, algorithm):
     group = {"params": [weight(3, 4)], "algorithm": algorithm, "lr": 0.1}
