@@ -211,11 +211,18 @@ OF_DTYPES = ("state_dtype", "ns_dtype")
 """Settings that are dtypes."""
 
 
+def native(key: str, value: Any) -> Any:
+    """Return what a group holds as a step takes it: our dtypes themselves, no numbers of NumPy's."""
+    if key in OF_DTYPES:
+        return named_dtype(value)
+    return plain(value) if isinstance(value, Real) and hasattr(value, "tolist") else value
+
+
 def portable(key: str, value: Any) -> Any:
-    """Return what a group holds as every kind of checkpoint takes it: our dtypes by name, no numbers of NumPy's."""
+    """Return what a group holds as every kind of checkpoint takes it: as :func:`native`, but our dtypes by name."""
     if key in OF_DTYPES and isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return plain(value) if isinstance(value, Real) and hasattr(value, "tolist") else value
+    return native(key, value)
 
 
 def apart(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, OF_DTYPES, check_adamw, check_choice, named_dtype, plain
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, native, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER
@@ -183,12 +183,12 @@ class Engine:
     def check_settings(self, index: int, group: Group) -> None:
         """Raise ValueError for settings out of bounds, or other ones than state was made with.
 
-        A dtype that the group has by name, as a state dict does, becomes one.
+        A dtype that the group has by name, as a state dict does, becomes one, and a number of NumPy's Python's own.
         """
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
-            group.update({key: named_dtype(group[key]) for key in OF_DTYPES if type(group.get(key)) is str})
+            group.update({key: native(key, value) for key, value in group.items()})
             self.method.check(group)
             self.signatures.check_settings(index, group, self.state)
 
