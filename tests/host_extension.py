@@ -28,7 +28,6 @@ COMPILER = "g++"
 # -O3 unrolls and vectorises the loops over tiles, which makes QR two to three times as fast as -O2.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")  # GCC has another spelling for CUDA's `#pragma unroll`
-ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 
 
 @pytest.fixture(scope="session")
@@ -114,15 +113,15 @@ def cache_folder():
 
 
 @contextlib.contextmanager
-def order(library, threads="forward", blocks="forward", seed=0):
-    """Run threads between barriers, and blocks, in this order: "forward", "reversed" or "shuffled" by the seed."""
-    set_order = ctypes.CDLL(library.__file__).host_cuda_order
-    set_order.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong)
-    set_order(ORDERS[threads], ORDERS[blocks], seed)
+def shuffled(library, seed):
+    """Run threads between barriers, and blocks, in an order shuffled by the seed, which is not 0."""
+    shuffle = ctypes.CDLL(library.__file__).host_cuda_shuffle
+    shuffle.argtypes = (ctypes.c_ulonglong,)
+    shuffle(seed)
     try:
         yield
     finally:
-        set_order(ORDERS["forward"], ORDERS["forward"], 0)
+        shuffle(0)
 
 
 @contextlib.contextmanager
@@ -137,14 +136,8 @@ def shared_limit(library, limit):
         set_limit(0)
 
 
-@contextlib.contextmanager
-def counting(library):
-    """Run nothing and count the launches."""
-    count = ctypes.CDLL(library.__file__).host_cuda_count
-    counted = ctypes.c_ulonglong()
-    count.argtypes = (ctypes.c_void_p,)
-    count(ctypes.addressof(counted))
-    try:
-        yield counted
-    finally:
-        count(None)
+def launches(library):
+    """How many there have been of the extension's kernels."""
+    count = ctypes.CDLL(library.__file__).host_cuda_launches
+    count.restype = ctypes.c_ulonglong
+    return count()

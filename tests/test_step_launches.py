@@ -16,8 +16,8 @@ from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.cuda_qr import Kind
 from prokl.kernels import launch
+from tests import host_extension
 from tests.commands import ROOT
-from tests.host_extension import counting
 from tests.inputs import forbid_host_reads, normal, weight
 from tests.problems import made
 
@@ -93,7 +93,7 @@ def test_what_pytorch_launches_is_counted_and_views_and_new_memory_are_not(run, 
     assert len(events) == launches
 
 
-@pytest.mark.parametrize("k", [16, 37, 128, 129, 200, 768, 1024])
+@pytest.mark.parametrize("k", [16, 128, 129, 300])
 def test_launches_of_the_extension_are_its_own(extension_on_cpu, k):
     N, A, used = torch.empty(2, k, k), torch.empty(2, k + 100, k), torch.zeros(2, dtype=torch.int32)
     operators = torch.ops.prokl
@@ -106,8 +106,8 @@ def test_launches_of_the_extension_are_its_own(extension_on_cpu, k):
         lambda: operators.finish(A, A, N, None, None),
         lambda: operators.finish(A, A, None, None, None),
     ):
-        events = []
-        with counting(extension_on_cpu) as counted, trace.Operators(events):
+        events, before = [], host_extension.launches(extension_on_cpu)
+        with trace.Operators(events):
             call()
         own = [e for e in events if e.kernel.startswith(trace.EXTENSION)]
-        assert counted.value == len(own)
+        assert host_extension.launches(extension_on_cpu) - before == len(own)

@@ -1,7 +1,6 @@
 #include "block.h"
 
 #include <exception>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -48,7 +47,6 @@ Context home;
 struct Block {
     void (*work)(void*);
     void* call;
-    Order order;
     Random* random;
 
     int threads = 0;
@@ -68,25 +66,7 @@ std::string in_brackets(Triple t) {
     return "(" + std::to_string(t.x) + ", " + std::to_string(t.y) + ", " + std::to_string(t.z) + ")";
 }
 
-std::string describe(const Thread& thread) {
-    if (thread.wait == Wait::RETURNED) return "returned";
-    if (thread.wait == Wait::WARP) return "at a shuffle";
-    return "at __syncthreads in " + std::string(thread.where) + ":" + std::to_string(thread.line);
-}
-
-std::runtime_error divergence() {
-    std::map<std::string, int> groups;
-    for (int id = 0; id < block.threads; ++id) {
-        if (pool[id]->wait != Wait::NOTHING) ++groups[describe(*pool[id])];
-    }
-    std::string text = "Divergent threads: ";
-    const char* separator = "";
-    for (const auto& [place, count] : groups) {
-        text += separator + std::to_string(count) + " " + place;
-        separator = ", ";
-    }
-    return error(text);
-}
+std::runtime_error divergence() { return error("Threads diverged: some wait for others that do not come"); }
 
 void resume(Context& from, Thread* thread) {
     block.current = thread;
@@ -107,7 +87,7 @@ void release(int first, int count) {
     for (int id = first; id < first + count; ++id) {
         if (pool[id]->wait != Wait::RETURNED) *end++ = id;
     }
-    arrange(block.turns.begin(), end, block.order, *block.random);
+    arrange(block.turns.begin(), end, *block.random);
     for (auto id = block.turns.begin(); id != end; ++id) {
         pool[*id]->wait = Wait::NOTHING;
         block.ready.push(pool[*id].get());
@@ -187,7 +167,7 @@ void prepare_threads() {
     for (int id = 0; id < block.threads; ++id) pool[id]->index = unravel(id, blockDim);
 }
 
-void run_block(void (*work)(void*), void* call, Order order, Random& random) {
+void run_block(void (*work)(void*), void* call, Random& random) {
     for (int id = 0; id < block.threads; ++id) {
         Thread& thread = *pool[id];
         thread.wait = Wait::NOTHING;
@@ -198,7 +178,6 @@ void run_block(void (*work)(void*), void* call, Order order, Random& random) {
     }
     block.work = work;
     block.call = call;
-    block.order = order;
     block.random = &random;
     block.ready = {};
     block.returned = 0;

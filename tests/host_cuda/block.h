@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -16,16 +17,13 @@ constexpr unsigned MOST_THREADS = 1024;
 // What is read before it was written is NaN in float and in double, and -1 in int.
 constexpr unsigned char UNWRITTEN = 0xff;
 
-// Orders in which things happen that a GPU does in any order.
-enum class Order : int { FORWARD, REVERSED, SHUFFLED };
-
-using Random = std::mt19937_64;  // gives the same numbers wherever it runs
+// What a GPU does in any order happens here in a shuffled one, or in order without random numbers.
+using Random = std::optional<std::mt19937_64>;  // gives the same numbers wherever it runs
 
 template <class Iterator>
-void arrange(Iterator begin, Iterator end, Order order, Random& random) {
-    if (order == Order::REVERSED) std::reverse(begin, end);
-    if (order != Order::SHUFFLED) return;
-    for (auto left = end - begin; left > 1; --left) std::iter_swap(begin + left - 1, begin + random() % left);
+void arrange(Iterator begin, Iterator end, Random& random) {
+    if (!random) return;
+    for (auto left = end - begin; left > 1; --left) std::iter_swap(begin + left - 1, begin + (*random)() % left);
 }
 
 // What a kernel did wrong in the current block.
@@ -35,7 +33,7 @@ std::runtime_error error(const std::string& what);
 void prepare_threads();
 
 // Run thread(call) as every thread of block blockIdx. Throws what a thread throws, and where threads diverge.
-void run_block(void (*thread)(void*), void* call, Order order, Random& random);
+void run_block(void (*thread)(void*), void* call, Random& random);
 
 inline uint3 unravel(std::uint64_t index, dim3 size) {
     return {unsigned(index % size.x), unsigned(index / size.x % size.y), unsigned(index / size.x / size.y)};

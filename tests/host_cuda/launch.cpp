@@ -16,34 +16,18 @@ alignas(16) unsigned char prokl_shared[host_cuda::SHARED_LIMIT + GUARD];
 namespace host_cuda {
 namespace {
 
-constexpr std::uint32_t CANARY = 0x7ff5a5a5;  // NaN in float and in double
-
 std::mutex one_launch_at_a_time;
 size_t smaller_limit = 0;
-unsigned long long* counter = nullptr;  // of launches; nothing runs while it is there
+unsigned long long launches = 0;  // since the library was loaded
 std::map<const void*, size_t> allowed;  // bytes of shared memory that kernels may have
-Order thread_order = Order::FORWARD, block_order = Order::FORWARD;
-Random random_numbers(0);
+Random random_numbers;
 
-const std::vector<unsigned char>& canary() {
-    static const std::vector<unsigned char> bytes = [] {
-        std::vector<unsigned char> filled(sizeof prokl_shared);
-        for (size_t at = 0; at < filled.size(); at += sizeof CANARY) std::memcpy(&filled[at], &CANARY, sizeof CANARY);
-        return filled;
-    }();
-    return bytes;
-}
-
-void write_canary(size_t shared) {
-    std::memcpy(prokl_shared + shared, canary().data() + shared, canary().size() - shared);
-}
+const std::vector<unsigned char> canary(sizeof prokl_shared, UNWRITTEN);
 
 void check_canary(size_t shared) {
-    const unsigned char *expected = canary().data() + shared, *end = canary().data() + canary().size();
-    if (std::memcmp(expected, prokl_shared + shared, end - expected) == 0) return;
-    const size_t byte = std::mismatch(expected, end, prokl_shared + shared).first - canary().data();
-    throw error("Shared memory was written at byte " + std::to_string(byte) +
-                ", beyond dynamicSmemBytes=" + std::to_string(shared));
+    if (std::memcmp(canary.data(), prokl_shared + shared, canary.size() - shared) != 0) {
+        throw error("Shared memory was written beyond dynamicSmemBytes=" + std::to_string(shared));
+    }
 }
 
 bool valid(dim3 grid, dim3 block) {
@@ -56,7 +40,7 @@ bool valid(dim3 grid, dim3 block) {
 std::vector<std::uint64_t> blocks_in_order() {
     std::vector<std::uint64_t> blocks(std::uint64_t(gridDim.x) * gridDim.y * gridDim.z);
     std::iota(blocks.begin(), blocks.end(), 0);
-    arrange(blocks.begin(), blocks.end(), block_order, random_numbers);
+    arrange(blocks.begin(), blocks.end(), random_numbers);
     return blocks;
 }
 
@@ -76,19 +60,15 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
     if (!valid(config.gridDim, config.blockDim)) return cudaErrorInvalidConfiguration;
     const size_t shared = config.dynamicSmemBytes, asked = allowed.count(kernel) ? allowed[kernel] : 0;
     if (shared > std::max(asked, SHARED_UNASKED) || config.numAttrs != 0) return cudaErrorInvalidValue;
-    if (counter != nullptr) {
-        *counter += 1;
-        return cudaSuccess;
-    }
+    ++launches;
 
     gridDim = config.gridDim;
     blockDim = config.blockDim;
     prepare_threads();
-    write_canary(shared);
     for (const std::uint64_t block : blocks_in_order()) {
         blockIdx = unravel(block, gridDim);
-        std::memset(prokl_shared, UNWRITTEN, shared);
-        run_block(thread, call, thread_order, random_numbers);
+        std::memset(prokl_shared, UNWRITTEN, sizeof prokl_shared);
+        run_block(thread, call, random_numbers);
         check_canary(shared);
     }
     return cudaSuccess;
@@ -96,18 +76,13 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
 
 }  // namespace host_cuda
 
-void host_cuda_count(unsigned long long* counted) {
-    using namespace host_cuda;
-    const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
-    counter = counted;
-}
+unsigned long long host_cuda_launches() { return host_cuda::launches; }
 
-void host_cuda_order(int threads, int blocks, unsigned long long seed) {
+void host_cuda_shuffle(unsigned long long seed) {
     using namespace host_cuda;
     const std::lock_guard<std::mutex> lock(one_launch_at_a_time);
-    thread_order = static_cast<Order>(threads);
-    block_order = static_cast<Order>(blocks);
-    random_numbers = Random(seed);
+    random_numbers.reset();
+    if (seed != 0) random_numbers.emplace(seed);
 }
 
 void host_cuda_shared_limit(size_t bytes) {

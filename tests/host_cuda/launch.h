@@ -19,13 +19,11 @@ cudaError_t launch(const void* kernel, const cudaLaunchConfig_t& config, void (*
 
 #pragma GCC visibility pop
 
-// From the next launch on: the order in which a block's threads run between barriers, and the order of the blocks, as
-// numbers of block.h's Order. A result that changes with either was not synchronised.
-extern "C" __attribute__((visibility("default"))) void host_cuda_order(int threads, int blocks,
-                                                                       unsigned long long seed);
+// From the next launch on a block's threads run between barriers, and the blocks, in an order shuffled by the seed; 0: as
+// they are numbered. A result that changes with it was not synchronised.
+extern "C" __attribute__((visibility("default"))) void host_cuda_shuffle(unsigned long long seed);
 
 // From the next launch on: bytes of shared memory that a block may have, as on a smaller device; 0: SHARED_LIMIT.
 extern "C" __attribute__((visibility("default"))) void host_cuda_shared_limit(size_t bytes);
 
-// Between counted = a zero and counted = null nothing runs: launches add up there.
-extern "C" __attribute__((visibility("default"))) void host_cuda_count(unsigned long long* counted);
+extern "C" __attribute__((visibility("default"))) unsigned long long host_cuda_launches();
