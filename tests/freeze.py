@@ -6,9 +6,8 @@ Run for a release before anything of it is rebuilt, with the release in a checko
     PYTHONPATH=../released python tests/freeze.py tests/data/frozen/RELEASE.pt
     git worktree remove ../released
 
-tests/test_frozen_checkpoints.py takes every file of that folder. This script is the same for all versions: it asks the
-one that it imports what it has, and leaves out the cases whose settings it does not know. A file is read by
-``torch.load(weights_only=True)``, and has:
+tests/test_frozen_checkpoints.py takes every file of that folder. A file is read by ``torch.load(weights_only=True)``,
+and has:
 
     version         prokl.__version__
     cases           by name:
@@ -36,7 +35,7 @@ CALLS, NEXT = 7, 3
 """Steps before the state dict and after it. A weight's first one initialises its state."""
 MATRICES = {"wide": (4, 7), "tall": (7, 4), "stack": (2, 3, 5), "conv": (3, 2, 1, 2), "late": (4, 4)}
 READ = {"fused": {"shape": (6, 4), "split": (2, 4)}, "stored": {"shape": (5, 3), "transposed": True}}
-"""Weights of versions that can be told how to read them."""
+"""Weights that are told how to read them."""
 VECTORS = {"table": (2, 3), "bias": (3,)}
 """AdamW's."""
 SHAPES = {**MATRICES, **{name: own["shape"] for name, own in READ.items()}, **VECTORS}
@@ -101,9 +100,8 @@ def build(case, **more):
     weights = {name: torch.nn.Parameter(W.clone()) for name, W in case["weights"].items()}
     groups = [{**group, "params": [(name, weights[name]) for name in group["params"]]} for group in case["groups"]]
     make, settings = getattr(prokl, case["method"]), {**case["settings"], **more}
-    arguments = inspect.signature(make).parameters
-    if "advanced" in arguments:  # from 0.5 on
-        settings["advanced"] = {key: settings.pop(key) for key in settings.keys() - arguments.keys()}
+    plain = inspect.signature(make).parameters
+    settings["advanced"] = {key: settings.pop(key) for key in settings.keys() - plain.keys()}
     return weights, make(groups, **settings)
 
 
@@ -124,28 +122,18 @@ def contents(weights, optimizer):
     return {"weights": {name: p.detach() for name, p in weights.items()}, "state": state_dict(optimizer).get("state")}
 
 
-def known(kind):
-    """Return the settings of a class, in whichever argument."""
-    return inspect.signature(kind).parameters.keys() | kind([torch.nn.Parameter(torch.ones(2, 3))]).defaults.keys()
-
-
 def begun(name):
-    """Return a case as it begins; None where the version lacks what the case is about."""
+    """Return a case as it begins."""
     method, dtype, settings = CASES[name]
-    made = getattr(prokl, method)
-    if not settings.keys() <= known(made):
-        return None
     settings = {"lr": 0.02 if method == PRO else 0.005, "weight_decay": 0.1, "precondition_frequency": 2, **settings}
     settings.pop("process_group", None)
     if method == PRO:  # products in bfloat16, Newton-Schulz's default, differ between machines
         settings |= {"rank": 2, "ns_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
-    reads = "split" in made([torch.nn.Parameter(torch.ones(2, 3))]).defaults
-    names = [n for n in SHAPES if (n in FEW or name in EVERY) and (n not in READ or reads)]
+    names = [n for n in SHAPES if n in FEW or name in EVERY]
     matrices, vectors = ([n for n in names if (n in VECTORS) == kind] for kind in (False, True))
     groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw", "lr": 0.01, "weight_decay": 0.1}]
-    if reads:
-        for key, usual in (("split", None), ("transposed", False)):
-            groups[0][key] = [READ.get(n, {}).get(key, usual) for n in matrices]
+    for key, usual in (("split", None), ("transposed", False)):
+        groups[0][key] = [READ.get(n, {}).get(key, usual) for n in matrices]
     weights = {n: normal(*SHAPES[n], seed=10_000 + i).to(dtype) for i, n in enumerate(names)}
     return {"method": method, "settings": settings, "groups": groups, "weights": weights}
 
@@ -208,13 +196,12 @@ def divided(rank, folder):
 
 
 def main(out):
-    """Freeze every case that the version has."""
+    """Freeze every case."""
     torch.set_num_threads(1)
-    cases = {name: frozen(name) for name in CASES if name != "divided" and begun(name) is not None}
-    if begun("divided") is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(divided, (folder,), nprocs=2)
-            cases["divided"] = torch.load(f"{folder}/case.pt", weights_only=True)
+    cases = {name: frozen(name) for name in CASES if name != "divided"}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(divided, (folder,), nprocs=2)
+        cases["divided"] = torch.load(f"{folder}/case.pt", weights_only=True)
     torch.save(packed({"version": prokl.__version__, "cases": cases}), out)
     print(f"{out}: {Path(out).stat().st_size} bytes of {prokl.__file__}, {len(cases)} cases: {', '.join(cases)}")
 

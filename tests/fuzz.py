@@ -12,58 +12,40 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.fuzz_cases import Case, draw, gradients
-from tests.fuzz_checks import Finding, check, snapshot
+from tests.fuzz_checks import History, check, snapshot
 from tests.inputs import forbid_host_reads
 from tests.problems import made
 
 
-class Run(NamedTuple):
-    """One run of a case: what every weight was, step by step, and its gradients."""
-
-    weights: list[Tensor]
-    optimizer: torch.optim.Optimizer
-    snapshots: list[list[dict[str, Tensor]]]
-    """By weight, then by step; the first before any."""
-    gradients: list[list[Tensor | None]]
-    """By weight, then by step."""
-
-
-def run(case: Case) -> Run:
-    """Step a case to its end."""
+def histories(case: Case) -> list[History]:
+    """Step a case to its end; return what became of every weight."""
     with ExitStack() as stack:
         if case.path == "blind":
             forbid_host_reads(stack.enter_context(pytest.MonkeyPatch.context()))
         weights = case.weights()
         backend = "torch" if case.path == "blind" else case.path
         optimizer = made(case.optimizer, weights, backend=backend, **case.settings)
-        found = Run(weights, optimizer, [[snapshot(p, {})] for p in weights], [[] for _ in weights])
-        for step in gradients(case):
-            for p, g, given in zip(weights, step, found.gradients, strict=True):
-                given.append(g)
+        snapshots, steps = [[snapshot(p, {}) for p in weights]], list(gradients(case))
+        for step in steps:
+            for p, g in zip(weights, step, strict=True):
                 p.grad = None if g is None else g.clone()
             optimizer.step()
-            for p, own in zip(weights, found.snapshots, strict=True):
-                own.append(snapshot(p, optimizer.state.get(p, {})))
-    return found
+            snapshots.append([snapshot(p, optimizer.state.get(p, {})) for p in weights])
+    h = optimizer.method.hyper(optimizer.param_groups[0])
+    by_weight = zip(zip(*snapshots, strict=True), zip(*steps, strict=True), strict=True)
+    return [History(case, h, i, own, grads) for i, (own, grads) in enumerate(by_weight)]
 
 
 def examine(seed: int) -> list[str]:
     """Return a line for everything that fails in the case of a seed."""
-    case = draw(seed)
     try:
-        done = run(case)
-        h = done.optimizer.method.hyper(done.optimizer.param_groups[0])
-        found: list[Finding] = []
-        for i, (snapshots, grads) in enumerate(zip(done.snapshots, done.gradients, strict=True)):
-            found += check(case, h, i, snapshots, grads)
-        return [str(finding) for finding in found]
+        return [line for history in histories(draw(seed)) for line in check(history)]
     except Exception as error:  # whatever it is, the case failed
         return [f"raised {type(error).__name__}: {error}"]
 

@@ -6,8 +6,8 @@ Dimension key: T steps, c matrices of a weight, m short side, n long side, r ran
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +27,6 @@ FACTORS = ("L", "S", "R")
 ROOTS = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
 
 
-class Finding(NamedTuple):
-    """One bound that was broken."""
-
-    check: str
-    weight: int
-    matrix: int
-    step: int
-    measured: float
-    bound: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.check}: weight {self.weight} matrix {self.matrix} step {self.step}: "
-            f"{self.measured:.4g} is beyond {self.bound:.4g}"
-        )
-
-
 def snapshot(p: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
     """Return copies of a weight and its state by key, each (c, ...), the weight oriented."""
     shape = MatrixShape.of(p)
@@ -60,7 +43,12 @@ class History:
     """A weight's snapshots, the one before the first step included, and its gradients."""
 
     def __init__(
-        self, case: Case, h: Hyper, index: int, snapshots: list[dict[str, Tensor]], grads: list[Tensor | None]
+        self,
+        case: Case,
+        h: Hyper,
+        index: int,
+        snapshots: Sequence[dict[str, Tensor]],
+        grads: Sequence[Tensor | None],
     ) -> None:
         self.case, self.h, self.index = case, h, index
         last = snapshots[-1]
@@ -78,27 +66,26 @@ class History:
         self.unit = torch.finfo(self.values["M"].dtype).eps / 2 if "M" in last else 0.0
         self.rounding = torch.finfo(self.arithmetic).eps / 2
 
-    def broken(
-        self, check: str, measured: Tensor, bound: Tensor | float, where: Tensor | None = None
-    ) -> Iterator[Finding]:
-        """Yield the first place (T, c) at which ``measured`` is not within ``bound``, of those that count."""
+    def broken(self, check: str, measured: Tensor, bound: Tensor | float, where: Tensor | None = None) -> Iterator[str]:
+        """Yield a line on the first place (T, c) at which ``measured`` is not within ``bound``, of those that count."""
         bound = torch.as_tensor(bound, dtype=torch.float64).expand(measured.shape)
         bad = ~(measured <= bound)  # NaN is bad
         if where is not None:
             bad &= where
         if bad.any():
             t, b = bad.nonzero()[0].tolist()
-            yield Finding(check, self.index, b, t, float(measured[t, b]), float(bound[t, b]))
+            place = f"weight {self.index} matrix {b} step {t}"
+            yield f"{check}: {place}: {float(measured[t, b]):.4g} is beyond {float(bound[t, b]):.4g}"
 
 
-def check_finite(a: History) -> Iterator[Finding]:
+def check_finite(a: History) -> Iterator[str]:
     """Weight and state are finite."""
     for key, value in a.values.items():
         bad = (~value[1:].isfinite()).double()
         yield from a.broken(f"{key} not finite, entries", bad.flatten(2).sum(-1) if bad.ndim > 2 else bad, 0.0)
 
 
-def check_still(a: History) -> Iterator[Finding]:
+def check_still(a: History) -> Iterator[str]:
     """A missing gradient changes nothing; a zero one clocks and bases; one that is not finite only clocks and counters.
 
     Sums of squares near float32's largest and near the arithmetic's smallest may fall on either side.
@@ -141,7 +128,7 @@ def orthonormality(a: History, columns: int) -> float:
     return 2.02 * a.unit * columns**0.5 + 20 * a.shape.n * a.rounding * columns**0.5
 
 
-def check_bases(a: History) -> Iterator[Finding]:
+def check_bases(a: History) -> Iterator[str]:
     """Bases are orthonormal; Q_S is one at a refresh that took place."""
     for key in BASES:
         if key not in a.values:
@@ -157,7 +144,7 @@ def check_bases(a: History) -> Iterator[Finding]:
         yield from a.broken(f"{key} not orthonormal", error, orthonormality(a, k), where)
 
 
-def check_factors(a: History) -> Iterator[Finding]:
+def check_factors(a: History) -> Iterator[str]:
     """L, S and R are symmetric and positive semi-definite to rounding.
 
     Every step rounds a factor in storage (unit roundoff times its norm) and in the product (m or n operations). With
@@ -196,7 +183,7 @@ def smallest(dtype: torch.dtype) -> float:
     return limits.smallest_normal * limits.eps
 
 
-def check_roots(a: History) -> Iterator[Finding]:
+def check_roots(a: History) -> Iterator[str]:
     """Inverse roots are positive, and beyond their ceilings, which follow lambda_0, none grows."""
     for key in ROOTS:
         if key not in a.values:
@@ -212,7 +199,7 @@ def check_roots(a: History) -> Iterator[Finding]:
         yield from a.broken(f"{key} above its ceiling", s[1:].amax(dim=-1), limit, a.begun)
 
 
-def check_counters(a: History) -> Iterator[Finding]:
+def check_counters(a: History) -> Iterator[str]:
     """The count of bounded steps grows; lambda_0 falls, by beta2 a step at most."""
     counted = a.values["clipped"].double()
     yield from a.broken("clipped shrinks by", counted[:-1] - counted[1:], 0.0)
@@ -249,7 +236,7 @@ def longest_direction(a: History) -> float:
     return total * h.direction_scale(n)
 
 
-def check_moves(a: History) -> Iterator[Finding]:
+def check_moves(a: History) -> Iterator[str]:
     """A step moves a weight by lr times the direction and the decay at most, and its rounding."""
     lr, decay = float(a.h.lr), float(a.h.lr) * a.h.weight_decay
     W = a.values["W"].double()
@@ -262,11 +249,8 @@ def check_moves(a: History) -> Iterator[Finding]:
     yield from a.broken("moved", moved, most + decay * size[:-1] + noise)
 
 
-def check(
-    case: Case, h: Hyper, index: int, snapshots: list[dict[str, Tensor]], grads: list[Tensor | None]
-) -> list[Finding]:
-    """Return the bounds that one weight broke, each check's first."""
-    a = History(case, h, index, snapshots, grads)
+def check(a: History) -> list[str]:
+    """Return a line for every bound that a weight broke, each check's first."""
     found = [*check_finite(a), *check_still(a)]
     if "M" in a.values:
         for one in (check_bases, check_factors, check_roots, check_counters, check_moves):
