@@ -99,6 +99,20 @@ def _with_zero_column(g: Generator, B: int, n: int, k: int) -> Inputs:
     return (A,)
 
 
+def _late_rows(g: Generator, B: int, n: int, k: int) -> Inputs:
+    """Columns whose largest element is in no row of the first warp's; the Cholesky passes give up on one of zeros."""
+    A = 1e25 * normal(g, B, n, k)
+    A[:, ::8] *= 1e-45
+    A[:, :, k // 2] = 0
+    return (A,)
+
+
+def _nearly_unit(g: Generator, B: int, n: int, k: int) -> Inputs:
+    """Columns from whose first element subtracting their length would cancel all but a digit."""
+    A = normal(g, B, n, k)
+    return (1e-4 * A / A.abs().max() + torch.eye(n, k, dtype=torch.float64),)
+
+
 PLAIN: dict[str, Draw] = {
     "random": lambda g, B, n, k: (normal(g, B, n, k),),
     **{name: _with_spectrum(values) for name, values in SPECTRA.items()},
@@ -106,10 +120,10 @@ PLAIN: dict[str, Draw] = {
     "row scales": lambda g, B, n, k: (unequal_rows(g, B, n, k),),
     "column scales": lambda g, B, n, k: (unequal_columns(g, B, n, k),),
     "zero column": _with_zero_column,
+    "late rows": _late_rows,
+    "nearly unit": _nearly_unit,
     "zero": lambda g, B, n, k: (torch.zeros(B, n, k, dtype=torch.float64),),
     "identity": lambda g, B, n, k: (torch.eye(n, k, dtype=torch.float64).repeat(B, 1, 1),),
-    "one column": lambda g, B, n, k: (normal(g, B, n, 1),),
-    "square": lambda g, B, n, k: (normal(g, B, k, k),),
 }
 
 
@@ -194,13 +208,10 @@ def _refresh_with_zero_row(g: Generator, B: int, n: int, k: int) -> Inputs:
 TRACKING: dict[str, Draw] = {
     **{name: lambda g, B, n, k, of=of: tracked(*of(g, B, n, k)) for name, of in SEMIDEFINITE.items()},
     "zero column": _tracking_with_zero_column,
-    "one column": lambda g, B, n, k: tracked(*SEMIDEFINITE["random"](g, B, n, 1)),
-    "square": lambda g, B, n, k: tracked(*SEMIDEFINITE["random"](g, B, k, k)),
 }
 REFRESH: dict[str, Draw] = {
     **{name: lambda g, B, n, k, of=of: refreshed(*of(g, B, k, k)) for name, of in SEMIDEFINITE.items()},
     "zero row": _refresh_with_zero_row,
-    "one column": lambda g, B, n, k: refreshed(*SEMIDEFINITE["random"](g, B, 1, 1)),
 }
 
 
@@ -213,7 +224,6 @@ SKEWS = {"contracted": 2.0, "skewed 1e2": 1e2, "skewed 1e4": 1e4}
 def _skewed(draw: Draw, skew: float) -> Draw:
     def skewed(g: Generator, B: int, n: int, k: int) -> Inputs:
         S, Q = draw(g, B, n, k)
-        k = S.shape[-1]
         (turn,) = _with_spectrum(lambda k: log_spaced(k, skew))(g, B, k, k)
         return S, Q @ turn * log_spaced(k, 1e2)
 
@@ -245,17 +255,13 @@ BASIS = {"tracking": 2, "refresh": 1, "coordinates": 1}
 """The input that is a basis, and does not scale with the others."""
 
 
-def _rounded(draw: Draw) -> Make:
-    return lambda B, n, k, dtype, g: tuple(t.to(dtype).contiguous() for t in draw(g, B, n, k))
+def _make(operation: str, draw: Draw, extreme: str | None = None) -> Make:
+    """Draw, take all but the basis to an extreme size, and round."""
 
-
-def _extreme(operation: str, draw: Draw, extreme: str) -> Make:
     def make(B: int, n: int, k: int, dtype: torch.dtype, g: Generator) -> Inputs:
-        scale = EXTREMES[dtype][extreme]
-        inputs = draw(g, B, n, k)
-        return tuple(
-            (t if i == BASIS.get(operation) else scale * t).to(dtype).contiguous() for i, t in enumerate(inputs)
-        )
+        scale = 1.0 if extreme is None else EXTREMES[dtype][extreme]
+        drawn = enumerate(draw(g, B, n, k))
+        return tuple((t if i == BASIS.get(operation) else scale * t).to(dtype).contiguous() for i, t in drawn)
 
     return make
 
@@ -270,9 +276,9 @@ def _mixture(draws: list[Draw]) -> Draw:
 
 def _classes(operation: str, draws: dict[str, Draw]) -> dict[str, Make]:
     return {
-        **{name: _rounded(draw) for name, draw in draws.items()},
-        **{extreme: _extreme(operation, draws[SCALED[operation]], extreme) for extreme in ("tiny", "huge")},
-        "mixed": _rounded(_mixture([draws[name] for name in MIXED[operation]])),
+        **{name: _make(operation, draw) for name, draw in draws.items()},
+        **{extreme: _make(operation, draws[SCALED[operation]], extreme) for extreme in ("tiny", "huge")},
+        "mixed": _make(operation, _mixture([draws[name] for name in MIXED[operation]])),
     }
 
 
@@ -282,6 +288,11 @@ CLASSES: dict[str, dict[str, Make]] = {
     "refresh": _classes("refresh", REFRESH),
     "coordinates": _classes("coordinates", COORDINATES),
 }
+
+
+def draw(operation: str, name: str, size: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> Inputs:
+    """The inputs of a class, of (B, n, k)."""
+    return CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
 
 
 def poisoned(operation: str, index: int, value: float, inputs: Inputs) -> Inputs:

@@ -10,7 +10,7 @@ from prokl.backends import cuda_qr
 from prokl.backends.torch_ops import TorchStages
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces
-from tests.qr_problems import CLASSES
+from tests.qr_problems import draw
 
 CALLS = [
     ("qr", "random", (2, 60, 20)),
@@ -36,7 +36,7 @@ FUNCTIONS = {
 def main(device: str = "cuda") -> None:
     for dtype in (torch.float32, torch.float64):
         for operation, name, size in CALLS:
-            inputs = CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
+            inputs = draw(operation, name, size, dtype)
             function = FUNCTIONS[operation]
             Q = function(*(t.to(device) for t in inputs)).Q
             assert_is_qr(operation, inputs, Q.cpu())

@@ -1,13 +1,14 @@
 """The CUDA extension's QR beyond what tests/test_qr_problems.py asks of every form: its sources run on the CPU here."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from prokl import ProKLShampoo, ops
-from prokl.backends import cuda_qr, extension, qr
-from prokl.backends.select import select
+from prokl import ProKLShampoo
+from prokl.backends import cuda_qr, extension
 from prokl.backends.torch_ops import TorchStages
 from prokl.cuda_qr import Used
 from tests import sanitize_qr
@@ -16,7 +17,7 @@ from tests.inputs import same_bits
 from tests.problems import assert_runs_agree, gradient_stream, held, run, ways
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, track
-from tests.qr_problems import CLASSES
+from tests.qr_problems import draw
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -26,20 +27,19 @@ def test_the_sources_compile_without_warnings(host_module):
     assert (Path(host_module.__file__).parent / "warnings.txt").read_text() == ""
 
 
-def draw(operation, name, size, dtype=torch.float32):
-    return CLASSES[operation][name](*size, dtype, torch.Generator().manual_seed(0))
-
-
 # Sizes on either side of what a kernel handles at once: a tile, a block of columns (128; 64 in float64), what is small
 # (128 x 128), rows of a Gram matrix that are summed as one (1024) and the number of such sums.
 EDGES = [(1, 1), (2, 1), (9, 8), (128, 128), (129, 128), (129, 129), (257, 3), (300, 130), (1100, 100), (17000, 1)]
 
 
+AT_EDGES = ["random", "rank-deficient", "zero", "late rows", "row scales", "condition 1e+08", "dominated"]
+
+
 @pytest.mark.parametrize(  # every edge in both dtypes, and every class in turn
     "n, k, dtype, name",
     [
-        (*edge, dtype, ("random", "rank-deficient", "zero")[(i + j + d) % 3])
-        for i, edge in enumerate(EDGES) for d, dtype in enumerate(DTYPES) for j in range(2 - d)
+        (*edge, dtype, AT_EDGES[(3 * i + 2 * j + d) % len(AT_EDGES)])
+        for i, edge in enumerate(EDGES) for d, dtype in enumerate(DTYPES) for j in range(2)
     ],
 )  # fmt: skip
 def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k):
@@ -56,15 +56,6 @@ def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
         assert_is_qr(of, inputs, Q)
         # A wrong block of the Cholesky factor would send all of these to Householder, which hides it.
         assert k == 1 or not (used & Used.HOUSEHOLDER).any()
-
-
-@pytest.mark.parametrize("name", ["row scales", "dominated", "condition 1e+08", "rank-deficient", "zero column"])
-def test_singular_and_nearly_singular_ones_stay_within_the_bounds_over_many_draws(extension_on_cpu, name):
-    # Largest backward error of 2496 such matrices: 4.5 k eps. An explicit inverse of unbounded norm gave up to 6000.
-    for seed in range(6):
-        for dtype in DTYPES:
-            inputs = CLASSES["qr"][name](4, 100, 20, dtype, torch.Generator().manual_seed(seed))
-            assert_is_qr("qr", inputs, cuda_qr.qr(*inputs).Q)
 
 
 def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
@@ -125,24 +116,17 @@ def test_the_verdict_says_what_was_done_to_each_matrix(extension_on_cpu):
     assert nan == Used.NONFINITE and Q[5].isnan().all()
 
 
-def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_nan(extension_on_cpu):
-    V, K, U = draw("tracking", "condition 1e+04, settled", (3, 60, 12))
+def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_what_is_not_finite(extension_on_cpu):
+    V, K, U = draw("tracking", "condition 1e+04, settled", (6, 60, 12))
     V[1] = K[1] = 0
     V[2, 0, 0] = float("inf")
-    Q, used = track(V, K, U)
-    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.NONFINITE]
-    assert same_bits(Q[2], U[2])
+    G_perp, Y, *_ = pieces(V, K, U)
+    K[3, 0, 0], K[4, 2, 2] = float("nan"), float("inf")
+    K[5, 3, 1] = K[5, 1, 3] = float("nan")
+    Q, used = cuda_qr.track(TorchStages(host_readable=False), G_perp, Y, K, U, 1.0)
+    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, *[Used.NONFINITE] * 4]
+    assert same_bits(Q[2:], U[2:])
     assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
-
-
-def test_a_shift_takes_the_other_columns_from_u(extension_on_cpu):
-    V, K, U = draw("tracking", "rank-deficient, moving", (2, 60, 12), torch.float64)
-    rank = int(torch.linalg.matrix_rank(V[0], rtol=1e-10))
-    Q, used = track(V, K, U)
-    assert 0 < rank < 12 and (used & Used.SHIFTED).all()
-    kept, _ = torch.linalg.qr(torch.cat([V[..., :rank], U], dim=-1))
-    outside = torch.linalg.matrix_norm(Q - kept @ (kept.mT @ Q)) / 12**0.5
-    assert (outside <= 0.05).all()  # rounding noise would have nearly all of its length outside
 
 
 def test_rows_and_matrices_may_lie_apart(extension_on_cpu):
@@ -206,40 +190,19 @@ def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu, k):
         torch.library.opcheck(operator.default, inputs)
 
 
-def test_triton_steps_take_the_extension_where_it_runs_and_say_so(extension_on_cpu, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    called = []
-    A = torch.ones(1, 2, 2)
-
-    def noted(name):
-        called.append(name)
-        return cuda_qr.Factorisation(A, A)
-
-    for name in ("track", "refresh_basis", "refresh_coordinates"):
-        monkeypatch.setattr(cuda_qr, name, lambda *args, name=name: noted(name))
-    monkeypatch.setattr(qr, "householder_qr", lambda A: called.append("householder"))
-
-    def factorise(stages):
-        stages.track(A, A, A, A, 1.0)
-        stages.refresh_basis(A, A)
-        stages.refresh_coordinates(A, A)
-
-    factorise(select("triton", torch.device("cpu")).stages["pro-klshampoo"])
-    assert called == ["track", "refresh_basis", "refresh_coordinates"]
-    assert ops.explain_qr("cpu", "triton") == "CUDA extension: it runs on cpu"
-    assert ops.explain_qr("cpu") == "PyTorch: the torch backend calls no kernels"
-    monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
-    factorise(select("triton", torch.device("cpu")).stages["pro-klshampoo"])
-    assert called[3:] == ["householder"] * 3
-    assert ops.explain_qr("cpu", "triton") == "PyTorch: it was left out"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels; a GPU has tests/test_gpu.py")
 def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
     stream = gradient_stream([(6, 10), (10, 6)], 5, dtype=torch.float64)
     settings = {"rank": 4, "precondition_frequency": 2, "dtype": torch.float64, "ns_dtype": torch.float64}
-    reference, triton = (run(ProKLShampoo, stream, backend=backend, **settings) for backend in ("reference", "triton"))
+    reference = run(ProKLShampoo, stream, backend="reference", **settings)
+    with ExitStack() as stack:
+        of_the_extension = [
+            stack.enter_context(patch.object(cuda_qr, name, wraps=getattr(cuda_qr, name)))
+            for name in ("track", "refresh_basis", "refresh_coordinates")
+        ]
+        triton = run(ProKLShampoo, stream, backend="triton", **settings)
+    assert all(operation.called for operation in of_the_extension)
     assert_runs_agree(triton, reference, 1e-9)  # as the PyTorch table
 
 
@@ -270,17 +233,6 @@ def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, n
         found = cuda_qr.qr(*inputs)
     assert_is_qr("qr", inputs, found.Q)
     assert (found.used == wanted.used).all()
-
-
-@pytest.mark.parametrize("value, place", [(float("nan"), (0, 0)), (float("inf"), (2, 2)), (float("nan"), (3, 1))])
-def test_a_k_that_is_not_finite_keeps_u(extension_on_cpu, value, place):
-    V, K, U = draw("tracking", "condition 1e+04, settled", (2, 60, 12))
-    products, (G_perp, Y, *_) = TorchStages(host_readable=False), pieces(V, K, U)
-    wanted = track(V, K, U)
-    K[1, place[0], place[1]] = K[1, place[1], place[0]] = value
-    Q, used = cuda_qr.track(products, G_perp, Y, K, U, 1.0)
-    assert same_bits(Q[0], wanted.Q[0]) and same_bits(Q[1], U[1])
-    assert used[1] & Used.NONFINITE and not used[0]
 
 
 def test_squares_that_overflow_are_factored_all_the_same(extension_on_cpu):

@@ -11,8 +11,8 @@ from tests import test_qr_problems
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import FORMS, pieces, products_on, refresh_basis, track, words
-from tests.qr_problems import CLASSES, poisoned
-from tests.test_cuda_qr import draw, mixture
+from tests.qr_problems import CLASSES, draw, poisoned
+from tests.test_cuda_qr import mixture
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

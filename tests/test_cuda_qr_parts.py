@@ -8,9 +8,9 @@ from prokl.cuda_qr import Used
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces, refresh_basis, track
-from tests.qr_problems import CLASSES
+from tests.qr_problems import CLASSES, draw
 from tests.tensor_cores import TensorCores
-from tests.test_cuda_qr import DTYPES, draw
+from tests.test_cuda_qr import DTYPES
 
 
 @pytest.mark.parametrize("k", [12, 150])
@@ -140,26 +140,3 @@ def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cp
     for name in CLASSES[operation]:
         used = function(*draw(operation, name, size, dtype)).used
         assert not (used & Used.HOUSEHOLDER).any(), name
-
-
-def scaled(size):
-    """Columns whose largest element is in no row of the first warp's; the Cholesky passes give up on one of zeros."""
-    (A,) = draw("qr", "random", size)
-    A *= 1e25
-    A[:, ::8] *= 1e-45
-    A[:, :, 1] = 0
-    return A
-
-
-def nearly_unit(size):
-    """Columns from whose first element subtracting their length would cancel all but a digit."""
-    (A,) = draw("qr", "random", size)
-    return 1e-4 * A / A.abs().max() + torch.eye(*size[1:])
-
-
-@pytest.mark.parametrize("made, size", [(scaled, (2, 40, 3)), (scaled, (2, 300, 100)), (nearly_unit, (2, 40, 3))])
-def test_householder_keeps_the_digits_of_a_columns_length(extension_on_cpu, made, size):
-    A = made(size)
-    Q, used = cuda_qr.qr(A)
-    assert (used & Used.HOUSEHOLDER).all()
-    assert_is_qr("qr", (A,), Q)

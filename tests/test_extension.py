@@ -171,6 +171,8 @@ def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_
 def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cpu, untried):
     assert selection.select("triton", CPU).stages["pro-klshampoo"].use_cuda_qr
     assert extension._failure.cache_info().misses == 1
+    assert selection.explain_qr(CPU, "triton") == "CUDA extension: it runs on cpu"
+    assert selection.explain_qr(CPU) == "PyTorch: the torch backend calls no kernels"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

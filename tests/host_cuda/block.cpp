@@ -1,5 +1,6 @@
 #include "block.h"
 
+#include <deque>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -29,18 +30,6 @@ struct Thread {
     std::uint64_t result = 0;
 };
 
-// First come, first served; no thread is in it twice.
-class Queue {
-public:
-    bool empty() const { return head == tail; }
-    void push(Thread* thread) { threads[tail++ % MOST_THREADS] = thread; }
-    Thread* pop() { return threads[head++ % MOST_THREADS]; }
-
-private:
-    Thread* threads[MOST_THREADS];
-    unsigned head = 0, tail = 0;
-};
-
 std::vector<std::unique_ptr<Thread>> pool;  // kept from block to block and from launch to launch
 Context home;
 
@@ -51,7 +40,7 @@ struct Block {
 
     int threads = 0;
     Thread* current = nullptr;
-    Queue ready;
+    std::deque<Thread*> ready;  // first come, first served
     int arrived = 0;  // at the block's barrier
     const Thread* first_arrived = nullptr;
     int returned = 0;
@@ -74,10 +63,16 @@ void resume(Context& from, Thread* thread) {
     change(from, thread->context);
 }
 
+Thread* next_thread() {
+    Thread* next = block.ready.front();
+    block.ready.pop_front();
+    return next;
+}
+
 // Give way to the next thread; without one, what the others wait for never comes.
 void give_way(Thread& self) {
     if (block.ready.empty()) throw divergence();
-    Thread* next = block.ready.pop();
+    Thread* next = next_thread();
     if (next != &self) resume(self.context, next);
 }
 
@@ -90,7 +85,7 @@ void release(int first, int count) {
     arrange(block.turns.begin(), end, *block.random);
     for (auto id = block.turns.begin(); id != end; ++id) {
         pool[*id]->wait = Wait::NOTHING;
-        block.ready.push(pool[*id].get());
+        block.ready.push_back(pool[*id].get());
     }
 }
 
@@ -146,7 +141,7 @@ void live() {
         if (block.failure || block.returned == block.threads) {
             change(self.context, home);
         } else {
-            resume(self.context, block.ready.pop());
+            resume(self.context, next_thread());
         }
     }
 }
@@ -183,7 +178,7 @@ void run_block(void (*work)(void*), void* call, Random& random) {
     block.returned = 0;
     block.failure = nullptr;
     release_all();
-    resume(home, block.ready.pop());
+    resume(home, next_thread());
     if (block.failure) std::rethrow_exception(block.failure);
 }
 
