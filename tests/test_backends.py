@@ -1,5 +1,7 @@
 """Which backend runs where, and what is said when the one asked for cannot."""
 
+import re
+
 import pytest
 import torch
 
@@ -16,9 +18,33 @@ def weight():
     return torch.nn.Parameter(torch.ones(4, 6))
 
 
-def test_a_cpu_gets_the_pytorch_table_unless_told_otherwise():
-    assert select(None, CPU) is select("torch", CPU) and select("torch", CPU).name == "torch"
-    assert select("reference", CPU).name == "reference"
+@pytest.mark.parametrize(
+    "backend, device, surroundings, said",
+    [
+        ("reference", "cpu", {}, r"reference: asked for$"),
+        ("torch", "cpu", {}, r"torch: asked for$"),
+        (None, "cpu", {}, r"torch: a CPU takes the PyTorch form; the kernels are for CUDA devices$"),
+        (None, "cpu", {"interpret": "1"}, r"torch: a CPU .*; the kernels would be interpreted by backend='triton'$"),
+        (None, "cuda", {}, r"torch: torch sees no CUDA device$"),
+        (None, "cuda", {"capability": (7, 5)}, r"torch: .*compute capability 7\.5; must be at least 8\.0"),
+        (None, "cuda", {"capability": (8, 0)}, r"triton: cuda runs the kernels$"),
+        (None, "cuda", {"capability": (9, 0)}, r"triton: cuda runs the kernels$"),
+        (None, "cuda", {"capability": (9, 0), "triton": None}, r"torch: Triton is not installed: pip install triton"),
+    ],
+)
+def test_what_runs_is_told_with_the_reason_for_which_asking_for_the_kernels_raises(
+    backend, device, surroundings, said, monkeypatch
+):
+    capability, device = surroundings.get("capability"), torch.device(device)
+    monkeypatch.setenv("TRITON_INTERPRET", surroundings.get("interpret", "0"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda name: surroundings.get("triton", name))
+    name, _, why = explain(backend, device).partition(": ")
+    assert re.match(said, f"{name}: {why}") and select(backend, device).name == name
+    if device.type == "cuda" and name == "torch":
+        with pytest.raises(ValueError, match=re.escape(why)):
+            select("triton", device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA the tests run in the interpreter")
@@ -52,38 +78,11 @@ def test_triton_on_a_cpu_raises_without_the_interpreter_and_leaves_no_group_behi
     assert not torch.equal(train(optimizer, [2]).param_groups[0]["params"][0], before)
 
 
-def test_without_triton_cuda_gets_pytorch_and_asking_raises(monkeypatch):
-    monkeypatch.setattr(selection.importlib.util, "find_spec", lambda name: None)
-    assert select(None, torch.device("cuda")).name == "torch"
-    assert explain(None, "cuda").startswith("torch: Triton is not installed")
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        select("triton", torch.device("cuda"))
-
-
-@pytest.mark.parametrize("capability, name", [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
-def test_cuda_chooses_by_compute_capability(capability, name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    device = torch.device("cuda")
-    assert select(None, device).name == name
-    assert explain(None, device).startswith(f"{name}: ")
-    if name == "torch":
-        with pytest.raises(ValueError, match=r"compute capability 7\.5; must be at least 8\.0"):
-            select("triton", device)
-
-
 @pytest.mark.parametrize("old, extension, captured", [(True, False, False), (True, True, True), (False, False, True)])
 def test_graphs_leave_out_refreshes_in_pytorch_where_torch_solves_by_magma(old, extension, captured, monkeypatch):
     monkeypatch.setattr(selection, "MAGMA", old)
     made = selection._triton_backend.__wrapped__(extension, False, True, True)
     assert (made.graphs, made.graphs_of_refreshes) == (True, captured)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_explain_names_a_missing_gpu():
-    assert explain(None, "cuda") == "torch: torch sees no CUDA device"
-    with pytest.raises(ValueError, match="torch sees no CUDA device"):
-        explain("triton", "cuda")
 
 
 @pytest.mark.parametrize("backend", ["cuda", "Triton", ""])
@@ -96,16 +95,3 @@ def test_the_interpreter_switched_on_too_late_is_named(monkeypatch):
     monkeypatch.setattr(selection, "_interpreted", lambda: False)
     with pytest.raises(ValueError, match="was set after the kernels were loaded. Set it before Python starts"):
         select("triton", CPU)
-
-
-def test_explain_says_what_was_asked_for():
-    assert explain("reference", "cpu") == "reference: asked for"
-    assert explain("torch", "cpu") == "torch: asked for"
-
-
-@pytest.mark.parametrize(
-    "interpret, kernels", [("0", "are for CUDA devices"), ("1", "would be interpreted by backend='triton'")]
-)
-def test_explain_says_of_a_cpu_what_it_takes_and_not_what_it_lacks(interpret, kernels, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    assert explain(None, "cpu") == f"torch: a CPU takes the PyTorch form; the kernels {kernels}"
