@@ -40,14 +40,6 @@ class Case:
     jumps: tuple[float, float]
     """Probability and size, log10, of a lasting change of scale."""
 
-    def __str__(self) -> str:
-        settings = ", ".join(f"{k}={v!r}" for k, v in self.settings.items())
-        return (
-            f"seed {self.seed}: {self.optimizer.__name__}({settings}) on {self.path}, {self.dtype} weights "
-            f"{self.shapes}, {self.steps} steps of {sorted(set(self.kinds))}, size 1e{self.scale:.1f}, "
-            f"jumps {self.jumps}"
-        )
-
     def weights(self) -> list[torch.nn.Parameter]:
         """Return the weights as they are at the start."""
         g = torch.Generator().manual_seed(self.seed)

@@ -33,7 +33,7 @@ elif {status!r}:
     sys.exit("the stand-in fails")
 else:
     Path(words[words.index("-o") + 1]).write_text("made")
-    if "-MF" in words:
+    if "-MD" in words:
         source = words[words.index("-c") + 1]
         made = words[words.index("-o") + 1]
         header = Path(source).with_name("common.cuh")
