@@ -159,7 +159,7 @@ def test_the_gradient_is_let_go_after_the_step():
     optimizer = made(ProKLShampoo, [p], rank=2, ns_dtype=torch.float32, backend="triton")
     for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
         p.grad = g.to(DEVICE, copy=True)
-        gone = weakref.ref(p.grad)
+        gone = weakref.ref(p.grad.untyped_storage())
         optimizer.step()
         p.grad = g = None
         assert gone() is None
