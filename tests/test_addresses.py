@@ -103,46 +103,36 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
     assert torch.equal(table, expected([t], [1]))
 
 
-def test_a_number_of_each_matrix_is_written_when_it_changes():
-    rates = RateTable(5, DEVICE)
-    table, pointer, written = rates.table, rates.table.data_ptr(), []
-    for values, ends in (
-        ([0.5], [5]),
-        ([0.5, 0.5], [2, 5]),
-        ([0.1, 1e-9, 0.3], [1, 3, 5]),
-        ([0.1, 1e-9, 0.3], [1, 3, 5]),
-        ([0.1, 1e-9, 0.3], [1, 4, 5]),
-        ([torch.tensor(0.1), torch.tensor([0.25])], [3, 5]),
-        ([0.0], [5]),
-    ):
-        before = table._version
-        rates.update(values, ends)
-        written.append(table._version - before)
-        held = [
-            float(value) for value, start, end in zip(values, [0, *ends], ends, strict=False) for _ in range(start, end)
-        ]
-        assert rates.table is table and table.data_ptr() == pointer and table.tolist() == held
-    assert written == [1, 1, 1, 0, 1, 1, 1]
-
-
-def test_a_tensor_on_the_device_is_read_there_in_every_step(monkeypatch):
-    """On a CPU those in float32 stand for it."""
+def test_a_number_of_each_matrix_is_written_when_it_changes_and_one_on_the_device_is_read_in_every_step(monkeypatch):
+    """On a CPU tensors in float32 stand for those on the device."""
     on_device = lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32  # noqa: E731
     monkeypatch.setattr("prokl.backends.pointers._on_device", on_device)
     rates, shared, own = RateTable(6, DEVICE), torch.tensor(0.5, device=DEVICE), torch.tensor([0.25], device=DEVICE)
-    for values in (
-        [shared, shared, 0.125],
-        [0.0, own, own],
-        [shared, 0.125, own],
-        [shared] * 3,
-        [own, 0.0, 0.0],
-        [0.0] * 3,
+    table, pointer, written = rates.table, rates.table.data_ptr(), []
+    on_host = torch.tensor(0.1, dtype=torch.float64)
+    for values, ends in (
+        ([0.5], [6]),
+        ([0.5, 0.5], [2, 6]),
+        ([0.1, 1e-9, 0.3], [1, 3, 6]),
+        ([0.1, 1e-9, 0.3], [1, 4, 6]),
+        ([on_host, on_host[None] / 3], [3, 6]),
+        ([shared, shared, 0.125], [1, 4, 6]),
+        ([0.0, own, own], [1, 4, 6]),
+        ([shared, 0.125, own], [1, 4, 6]),
+        ([shared] * 3, [1, 4, 6]),
+        ([own, 0.0, 0.0], [1, 4, 6]),
+        ([0.0], [6]),
     ):
         for _ in range(2):
             shared.mul_(0.5)
             own.mul_(0.5)
-            rates.update(values, [1, 4, 6])
-            assert rates.table.tolist() == [float(values[i]) for i in (0, 1, 1, 1, 2, 2)]
+            before = table._version
+            rates.update(values, ends)
+            written.append(table._version - before)
+            runs = zip(values, [0, *ends], ends, strict=False)
+            held = [float(value) for value, start, end in runs for _ in range(start, end)]
+            assert rates.table is table and table.data_ptr() == pointer and table.tolist() == held
+    assert written[:10] == [1, 0] * 5 and written[-2:] == [1, 0]
 
 
 def oriented(gradients, shapes):
