@@ -13,7 +13,6 @@ import os
 import shutil
 import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,23 +73,12 @@ def compiled_extension():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 whole = Path(scratch) / "whole"  # moved when it is complete: a build that was cut short is never found
                 whole.mkdir()
-                (whole / "warnings.txt").write_text(link(flags, Path(scratch), whole / library.name))
+                said = run(COMPILER, *flags, "-shared", "-x", "c++", *SOURCES, "-o", whole / library.name, cwd=ROOT)
+                (whole / "warnings.txt").write_text(said)
                 if fingerprint(flags) != state:
                     raise RuntimeError("The sources changed while they were compiled: run again.")
                 whole.rename(built)
     return library
-
-
-def link(flags, scratch, library):
-    """Compile the sources side by side and link them; give what the compiler said."""
-    objects = [scratch / f"{source.name}.o" for source in SOURCES]
-
-    def compiled(source, target):
-        return run(COMPILER, *flags, "-x", "c++", "-c", source, "-o", target, cwd=ROOT)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = list(pool.map(compiled, SOURCES, objects))
-    return "".join(said) + run(COMPILER, "-shared", *objects, "-o", library, cwd=ROOT)
 
 
 def fingerprint(flags):
