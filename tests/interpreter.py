@@ -18,7 +18,6 @@ def quicken() -> None:
     interpreter.GridExecutor._restore_args_dev = lambda self, *copies: None
     _language(interpreter)
     _types(interpreter)
-    _halves(interpreter)
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)  # it is frozen
 
 
@@ -103,17 +102,3 @@ def _types(interpreter: Any) -> None:
     interpreter._get_np_dtype = numpys_dtype
     core.tensor.__init__, core.block_type.__init__, core.dtype.__eq__ = new_tensor, new_block, same
     core._unwrap_if_constexpr = unwrapped
-
-
-def _halves(interpreter: Any) -> None:
-    """Convert between float32 and bfloat16, its upper half, by these bits; the lower ones are cut off there, too."""
-    convert = interpreter._convert_float
-
-    def converted(data: Any, old: Any, new: Any, rounding: Any) -> Any:
-        if rounding is None and (old.name, new.name) == ("bf16", "fp32"):
-            return data.astype("uint32") << 16
-        if rounding is None and (old.name, new.name) == ("fp32", "bf16"):
-            return (data.view("uint32") >> 16).astype("uint16")
-        return convert(data, old, new, rounding)
-
-    interpreter._convert_float = converted
