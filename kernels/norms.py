@@ -67,8 +67,9 @@ def inverse_norm_kernel(
     for first in range(0, NORMS, TILE):
         size += tl.load(size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
         full_size += tl.load(full_size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
-    total = tl.sum(energy)
-    vanishes = (tl.sum(size) <= tl.full((), noise, DTYPE) * tl.sum(full_size)) | (total < tl.full((), tiny, DTYPE))
+    total, full = tl.sum(energy), tl.sum(full_size)
+    negligible = (tl.sum(size) <= tl.full((), noise, DTYPE) * full) & (full < float("inf"))
+    vanishes = negligible | (total < tl.full((), tiny, DTYPE))
     one = tl.full((), 1.0, DTYPE)
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
 
@@ -113,7 +114,7 @@ def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) 
         energy: parts (B,k) of the squared norm of X.
         size: parts (B,l) of the squared norm of what X was made from.
         full_size: parts (B,l) of the squared norm of which that is a residual.
-        noise: ratio of the last two up to which it is negligible.
+        noise: ratio of the last two up to which it is negligible; nothing is where the last overflows.
 
     Returns:
         (B,) in float64 where one of them is, else in float32.

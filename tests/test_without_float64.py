@@ -60,7 +60,7 @@ def trained(cls, stream, mode, monkeypatch, dtype=torch.float32, **settings):
     start = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(G.shape, generator=start).to(dtype)) for G in stream[0]]
     ns = {"ns_dtype": dtype} if cls is ProKLShampoo else {}
-    optimizer = made(cls, weights, backend="torch", precondition_frequency=3, **ns, **settings)
+    optimizer = made(cls, weights, precondition_frequency=3, **ns, **{"backend": "torch", **settings})
     for gradients in stream:
         for W, G in zip(weights, gradients, strict=True):
             W.grad = G.to(dtype, copy=True)
@@ -105,12 +105,16 @@ def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
         torch.testing.assert_close(ours["lambda_0"], theirs["lambda_0"], rtol=1e-5, atol=0)
 
 
-def test_a_momentum_whose_squares_float32_cannot_hold_keeps_its_complement(refuses, monkeypatch):
+@pytest.mark.parametrize(
+    "backend, has_float64", [("torch", False), ("torch", True), pytest.param("triton", True, marks=pytest.mark.slow)]
+)
+def test_a_momentum_whose_squares_float32_cannot_hold_keeps_its_complement(backend, has_float64, refuses, monkeypatch):
     drawn = gradient_stream(SHAPES, 6, signal_rank=1)
     turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
     stream = [[(8e18 * G / G.norm()).float() for G in each] for each in turned]
     exact, _ = trained(ProKLShampoo, stream, None, monkeypatch, torch.float64, rank=3)
-    own, _ = trained(ProKLShampoo, stream, refuses, monkeypatch, rank=3)
+    mode = None if has_float64 else refuses
+    own, _ = trained(ProKLShampoo, stream, mode, monkeypatch, rank=3, backend=backend)
     for p, q in zip(exact, own, strict=True):
         assert relative(q, p) <= 5e-6
 
