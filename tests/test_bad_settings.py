@@ -16,7 +16,7 @@ from tests.training import differences, fine_and_odd, refused, train, weights_of
 AT_LEAST_0 = ((-0.1, NAN, INF, True, "0.1", None, 1j), "a finite number of at least 0")
 FRACTION = ((-0.1, 1.0, 1.5, NAN, INF, True, "0.9", None), r"in \[0, 1\)")
 COUNT = ((0, -1, 2.5, NAN, INF, True, "3", None), "an integer of at least 1")
-FLAG = (("yes", None, NAN, 1, 0), r"one of \(True, False\)")
+FLAG = (("yes", None, NAN, 2), r"one of \(True, False\)")
 BETAS = ((0.9,), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (True, 0.9), (False, 0.9), ("0.9", 0.9), 0.9, None)
 RATES = (torch.tensor([0.1, 0.1]), torch.tensor(-0.1), torch.tensor(NAN), torch.tensor([[0.1]]))
 LR = ((*AT_LEAST_0[0], *RATES), "a finite number of at least 0, or a tensor with one such element, of at most one dim")

@@ -14,7 +14,7 @@ from prokl.algorithm.settings import ProHyper
 from tests.following import follow
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
 from tests.problems import made
-from tests.training import train
+from tests.training import contents, differences, train
 from tests.transcription import VARIANTS, low_rank_plus_noise
 
 SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps": 1e-2, "precondition_frequency": 4}
@@ -93,6 +93,19 @@ def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
     """A weight that has trained on ordinary gradients."""
     p = weight(*shape, dtype=dtype)
     return p, train(made(cls, [p], lr=0.1, backend=backend, **kw), range(steps))
+
+
+def test_of_an_idle_weight_only_the_bases_go_on(method):
+    """A refresh takes the factors as they are, however often."""
+    cls, kw = method
+    p, optimizer = grown(cls, {"precondition_frequency": 2, "weight_decay": 0.1, **kw}, None)
+    before = contents(optimizer)
+    for _ in range(20):
+        step(optimizer, [p], [torch.zeros(6, 10)])
+    bases = {"Q_L", "Q_S", "Q_R"} & before[0].keys()
+    assert {key for _, key in differences(before, optimizer)} == {"step"} | bases
+    for Q in (optimizer.state[p][key] for key in bases):
+        assert float((Q.mT @ Q - torch.eye(len(Q))).norm()) < 1e-4
 
 
 def test_a_start_out_of_proportion_falls_as_the_papers(method):

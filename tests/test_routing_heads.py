@@ -165,16 +165,30 @@ HEADS = {
     "one layer": (holding(own=linear(3, 5)), {}),
     "one that takes what no other gives": (holding(it=linear(4, 8), own=linear(3, 5)), {}),
     "attention": (holding(q=linear(8, 8), k=linear(8, 4), v=linear(8, 4), out=linear(8, 8)), {}),
+    "a recurrent decoder": (
+        holding(words=nn.Embedding(9, 8), decoder=nn.GRUCell(8, 8), generator=linear(8, 7)),
+        {"words": "embedding (Embedding)", "generator": LAST},
+    ),
+    "an attention as decoder": (
+        holding(decoder=nn.MultiheadAttention(8, 2, bias=False), generator=linear(8, 7)),
+        {"generator": LAST},
+    ),
     "heads of attention": (
         holding(
             words=nn.Embedding(9, 8),
             sa_heads=holding(
                 heads=nn.ModuleList(holding(k=linear(8, 4), v=linear(8, 4)) for _ in "ab"), proj=linear(8, 8)
             ),
-            cross_attn=holding(fc=linear(8, 8)),
+            cross_attn=holding(to_k=linear(8, 8), fc=linear(8, 8)),
             lm_head=linear(8, 9),
         ),
         {"words", "lm_head"},
+    ),
+    "heads named as attention is": (
+        holding(
+            h=blocks(), heads=nn.ModuleDict({"sa": linear(8, 3)}), attention=holding(up=linear(8, 8), fc=linear(8, 2))
+        ),
+        {"heads.sa", "attention.fc"},
     ),
     "a router": (holding(up=linear(8, 9), router=linear(8, 4)), {}),
     "deeper in": (holding(up=linear(8, 9), inner=holding(fc2=linear(9, 5))), {}),
@@ -318,12 +332,12 @@ def test_whatever_get_classifier_returns_is_a_head(answer, hidden):
         (
             holding(fc1=linear(12, 5), fc2=linear(5, 12)),
             {},
-            'head: none found; if a layer gives the outputs, name it, as in adamw=["fc2.*"]',
+            'head: none found; if a layer gives the outputs, name it: adamw=["NAME.*"]',
         ),
         (
             holding(fc1=linear(12, 5), fc2=linear(5, 12)),
             {"adamw": ["fc2.*"]},
-            'head: none found beside what adamw= names; if a layer gives the outputs, name it, as in adamw=["fc2.*"]',
+            'head: none found beside what adamw= names; if a layer gives the outputs, name it: adamw=["NAME.*"]',
         ),
         (holding(h=blocks(), head=linear(8, 31)), {"adamw": ["head.*"]}, "head: head.weight (adamw='head.*')"),
         (tied(), {}, "head: words.weight (back.weight tied to embedding words.weight)"),

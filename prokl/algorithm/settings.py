@@ -261,8 +261,8 @@ def check_rank(rank: Any, bound: str = "an integer of at least 1") -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``; True and False are no 1 and 0."""
-    if not any(value is choice or (value == choice and not isinstance(choice, bool)) for choice in choices):
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if not any(value is choice or value == choice for choice in choices):
         raise _invalid(name, value, f"one of {choices}")
 
 
@@ -282,6 +282,11 @@ def check_betas(name: str, betas: Any) -> None:
     pair = plain(betas)
     if not isinstance(pair, tuple) or len(pair) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in pair):
         raise _invalid(name, betas, "two numbers in [0, 1)")
+
+
+def _check_flag(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not any(value is choice for choice in choices):  # torch's kernels take nothing that is but equal
+        raise _invalid(name, value, f"one of {choices}")
 
 
 def _check_not_differentiable(group: dict[str, Any]) -> None:
@@ -328,7 +333,7 @@ def check_common(group: dict[str, Any]) -> None:
             "precision=None, or another backend."
         )
     for key in ("cuda_graphs", "maximize", "cautious_weight_decay"):
-        check_choice(key, plain(group[key]), (True, False))
+        check_choice(key, group[key], (True, False))
     check_choice("adjust_lr_fn", group["adjust_lr_fn"], get_args(AdjustLrFn))
 
 
@@ -367,7 +372,7 @@ def check_adamw(group: dict[str, Any]) -> None:
     check_nonnegative("eps", group["eps"])
     check_nonnegative("weight_decay", group["weight_decay"])
     for key in ("amsgrad", "maximize", "capturable"):
-        check_choice(key, group[key], (True, False))
+        _check_flag(key, group[key], (True, False))
     for key in ("foreach", "fused"):
-        check_choice(key, group[key], (True, False, None))
+        _check_flag(key, group[key], (True, False, None))
     _check_not_differentiable(group)

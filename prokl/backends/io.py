@@ -61,8 +61,8 @@ class Member:
             region.copy_(self.shape.restored(weight, region))
 
     def is_copy(self, weight: Tensor) -> bool:
-        """Return True if an oriented weight does not lie in the parameter's memory, where there is any."""
-        return self.lies_somewhere and weight.data_ptr() != self.shape.region(self.p).data_ptr()
+        """Return True if an oriented weight does not lie in the parameter's memory."""
+        return weight.data_ptr() != self.shape.region(self.p).data_ptr()
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class Engine:
     def check_settings(self, index: int, group: Group) -> None:
         """Raise ValueError for settings out of bounds, or other ones than state was made with.
 
-        A dtype that the group has by name, as a state dict does, becomes one, and a number of NumPy's Python's own.
+        A dtype that a matrix group has by name becomes one, and a number of NumPy's becomes Python's own.
         """
         if group["algorithm"] == "adamw":
             check_adamw(group)

@@ -24,8 +24,9 @@ WHOLE = re.compile(r"(\w+_)?(heads?|classifiers?|predictions?|predictors?|logits
 LAYER = re.compile(
     r"outputs?|output_(layer|proj|projection)|fc|fc_out|decoder|seq_relationship|proj_out(_\d+)?|conv_out|last_linear"
 )
-# Of attention, in which heads are hidden: sa_heads.heads.0.value, cross_attn.fc.
-ATTENTION = re.compile(r"(\w+_)?(sa|attn|attention|mha)(_heads?)?")
+# Attention, where it holds keys: sa_heads.heads.0.value and cross_attn.fc are hidden.
+ATTENTION = re.compile(r"(\w+_)?(sa|attn|attention|mha)(_heads)?")
+KEYS = re.compile(r"(to_)?(k|key|keys|qkv|kv)(_proj|_linear)?")
 ROUTER = re.compile(r"(\w+_)?(router|gate)")
 ASKED = ("get_output_embeddings", "get_classifier")
 COUNTS = ("vocab_size", "num_labels", "num_classes")
@@ -124,7 +125,7 @@ class Heads:
         return closing if any(choose(p, of_p, None).algorithm == "matrix" for p, of_p in others) else {}
 
     def _named(self, p: Tensor, o: Owner) -> str | None:
-        if any(ROUTER.fullmatch(part) or ATTENTION.fullmatch(part) for part in o.path):
+        if o.recurrent or o.in_proj or any(map(ROUTER.fullmatch, o.path)) or self._in_attention(o.path):
             return None
         if any(ANYWHERE.fullmatch(part) for part in (*_without_index(o.path)[-1:], o.attr)):
             return "named as output head"
@@ -140,6 +141,10 @@ class Heads:
                 written = unwrapped_name(o.name).split(".")[end - 1]
                 return f"last layer of {written}, named as output head"
         return None
+
+    def _in_attention(self, path: Path) -> bool:
+        inside = (self._inside(path[:end]) for end in range(1, len(path)) if ATTENTION.fullmatch(path[end - 1]))
+        return any(KEYS.fullmatch(layer[-1]) for layers in inside for layer in layers)
 
     def _outside(self, path: Path, p: Tensor, o: Owner) -> bool:
         """Return True if a module lies outside repeated blocks, or gives the output of a whole net in a list."""

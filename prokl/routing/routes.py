@@ -142,4 +142,4 @@ def _heads(routes: Sequence[Route]) -> str:
         more = f", and {len(heads) - 3} more" if len(heads) > 3 else ""
         return f"output head{'s' * (len(heads) > 1)}: {', '.join(heads[:3])}{more}"
     beside = " beside what adamw= names" if any(route.reason.startswith("adamw=") for route in routes) else ""
-    return f'output head: none found{beside}; if a layer gives the outputs, name it, as in adamw=["fc2.*"]'
+    return f'output head: none found{beside}; if a layer gives the outputs, name it: adamw=["NAME.*"]'
