@@ -33,6 +33,7 @@ from prokl.algorithm import admission, evidence
 from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, Scale, State, refreshed
 from prokl.algorithm.newton_schulz import Polynomials, newton_schulz_factors
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.shapes import widest
 
 
 class Projected(NamedTuple):
@@ -358,8 +359,10 @@ class ProKLShampooStages(Polynomials):
 
 
 def squared_norms(G_hat_perp: Tensor, G_par: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the squared norms (B,1) of G^_perp, and of it with G^par, in units of the larger: they may overflow."""
+    """Return the squared norms (B,1) of G^_perp, and of it with G^par, in units of the larger without float64."""
     norms = [evidence.norm(t) for t in (G_hat_perp, G_par)]
-    unit = torch.maximum(*norms).clamp_min(torch.finfo(G_par.dtype).tiny)
-    size, captured = ((t / unit).square()[:, None] for t in norms)
+    if widest(G_par.device) != torch.float64:  # squares may overflow
+        unit = torch.maximum(*norms).clamp_min(torch.finfo(G_par.dtype).tiny)
+        norms = [t / unit for t in norms]
+    size, captured = (t.square()[:, None] for t in norms)
     return size, size + captured
