@@ -85,6 +85,9 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, way):
     assert again.param_groups[0]["lr"] == cls([weight(4, 6)], lr=np.array(meant["lr"])).param_groups[0]["lr"]
     group["of_the_users"] = own = ["a list"]
     assert optimizer.state_dict()["param_groups"][0]["of_the_users"] is own
+    group["a_count_of_the_users"], group["eps"] = count, _ = np.int64(1), 1e-9  # all is looked at anew
+    train(optimizer, range(3, 4))
+    assert group["a_count_of_the_users"] is count
 
 
 @listed_in_any_way

@@ -188,7 +188,7 @@ class Engine:
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
-            group.update({key: native(key, value) for key, value in group.items()})
+            group.update({key: native(key, group[key]) for key in self.defaults.keys() & group.keys()})
             self.method.check(group)
             self.signatures.check_settings(index, group, self.state)
 
