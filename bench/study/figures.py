@@ -93,6 +93,7 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             colour = OPTIMIZERS[unit.hyper().method].colour
             style = {"lw": 2.4} if form == PRO else {"lw": 1.3, "alpha": 0.6}
+            style["ls"] = "--" if colour in {its for _, its in ends.values()} else "-"  # one method in two forms
             curve(axes, its, x, label=FORMS[form].label, color=colour, **style)
             if drawn := axes.get_lines():
                 ends[form] = drawn[-1].get_xydata()[-1], colour

@@ -14,7 +14,7 @@ from bench.study.tables import reached
 
 REFERENCE = "muon"
 """Whose final loss the others' steps are counted to."""
-MAIN = ("adamw", "muon", "soap", "kl-shampoo", "pro-klshampoo")
+MAIN = ("adamw", "muon", "muon-0.9", "soap", "kl-shampoo", "pro-klshampoo")
 """The methods that are shown first."""
 AS_QUICK = 1.5
 """Of two runs on one machine one may be so much slower; the machines differ by two."""

@@ -6,10 +6,10 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 
 * Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
   then takes c G for G. Every eigenvalue mean grows by at most beta2 + (1 - beta2) kappa^2 a step, both factors' product
-  by its square: 2.2 in units of the gradient with the defaults, so that 1e4 times larger ones are followed in some 12
-  steps.
+  by its square: 3.4 in units of the gradient with the defaults, so that 1e4 times larger ones are followed in some
+  eight steps.
   A lone gradient of size kappa among independent ones of size 1 makes the whitened momentum
-  sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 2.9 times.
+  sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 3.6 times.
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
   step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
 * The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to.
