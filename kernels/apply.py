@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.split import converted
 from prokl.kernels.stack import check_addresses, pointers, vectorised
 
 LARGEST: tl.constexpr = tl.constexpr(torch.finfo(torch.bfloat16).max)
@@ -46,14 +47,14 @@ def _update(
     W = tl.load(at, mask, 0.0).to(D.dtype)
     if HAS_MASTER:
         master = tl.load(master_ptr + index, mask, 0.0)
-        W = tl.where(master.to(DTYPE).to(D.dtype) == W, master.to(D.dtype), W)
+        W = tl.where(converted(master, DTYPE).to(D.dtype) == W, master.to(D.dtype), W)
     W = _stepped(W, D, decay, lr, AFTER, CAUTIOUS)
     if HAS_KEYS:
         W = _stochastic(W.to(tl.float32), key, index)
     if HAS_MASTER:
         W = W.to(tl.float32)  # first, so that the weight is its master's rounding
         tl.store(master_ptr + index, W, mask)
-    tl.store(at, W.to(DTYPE), mask)
+    tl.store(at, converted(W, DTYPE), mask)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
 from prokl.kernels.operands import add_product, aligned, check_operands, operand_dtypes, store_result, stored
-from prokl.kernels.split import empty_pair
+from prokl.kernels.split import converted, empty_pair
 from prokl.pair import Operand, Pair
 
 
@@ -103,7 +103,7 @@ def momentum_kernel(
         x = x * tl.load(scale_ptr + i_b * stride_scale_b).to(DTYPE)
     y = tl.load(M_at, mask, 0.0).to(DTYPE)
     y = tl.full((), momentum, DTYPE) * y + tl.full((), g, DTYPE) * x
-    tl.store(M_at, y.to(M_ptr.dtype.element_ty), m_active)
+    tl.store(M_at, converted(y, M_ptr.dtype.element_ty), m_active)
     if HAT:
         y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
         tl.store(whole2_ptr + i, tl.sum(y * y))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prokl.kernels import launch
-from prokl.kernels.split import halves
+from prokl.kernels.split import converted, halves
 from prokl.pair import Operand, Pair
 
 PROGRAMS = 132  # processors of an H100 or H200; fewer programs than this leave some of them idle
@@ -101,7 +101,7 @@ def store_result(D_ptr, stride_lo, offsets, d, mask, LO: tl.constexpr):
         tl.store(D_ptr + offsets, hi, mask)
         tl.store(D_ptr + stride_lo + offsets, lo, mask)
     else:
-        tl.store(D_ptr + offsets, d.to(D_ptr.dtype.element_ty), mask)
+        tl.store(D_ptr + offsets, converted(d, D_ptr.dtype.element_ty), mask)
 
 
 def aligned(*tensors: Tensor) -> bool:

@@ -174,8 +174,8 @@ def test_balanced_steps_are_those_of_pytorchs_halves_and_err_as_pairs_may(cls, k
     """Both multiply the same halves, where they come from the same numbers.
 
     Sums in another order, which is the CPU's, may round a factor to another pair, 2^-16 of it away. Measured:
-    at most 5.6e-5 of the distance moved, and 1.3e-4 on another CPU; with one half alone 1.1e-3 and more, and over what
-    a balanced step may be off by (tests/test_batched_step.py).
+    at most 5.6e-5, 1.3e-4 and 2.4e-4 of the distance moved on three CPUs; with one half alone 1.1e-3 and more, and over
+    what a balanced step may be off by (tests/test_batched_step.py).
     """
     stream = on_device(gradient_stream(shapes, 4, dtype=torch.float32))
     stream[3][-1] *= 1e4
@@ -185,7 +185,7 @@ def test_balanced_steps_are_those_of_pytorchs_halves_and_err_as_pairs_may(cls, k
     if cls is ProKLShampoo:
         kwargs["ns_dtype"] = torch.float32
     torch_, triton = (ways(cls, stream, backend=b, precision="balanced", **kwargs) for b in ("torch", "triton"))
-    assert all(relative(q, p) <= 2**-12 for p, q in zip(torch_[-1], triton[-1], strict=True))
+    assert all(relative(q, p) <= 2**-11 for p, q in zip(torch_[-1], triton[-1], strict=True))
     assert held(triton, cls, stream, "balanced", **kwargs) <= 1
 
 
@@ -197,6 +197,25 @@ def test_weights_of_half_precision_take_balanced_products(cls, kwargs, dtype):
     (p,), _ = run(cls, stream, backend="triton", precision="balanced", **kwargs)
     (q,), _ = run(cls, stream, backend="torch", precision="balanced", **kwargs)
     assert p.isfinite().all() and (p - q).abs().max() <= 2 * torch.finfo(dtype).eps * q.abs().max()
+
+
+@pytest.mark.parametrize(
+    "cls, dtype, given",
+    [
+        (ProKLShampoo, torch.float64, {"state_dtype": torch.bfloat16}),
+        (ProKLShampoo, torch.float64, {"ns_dtype": torch.bfloat16}),
+        (ProKLShampoo, torch.bfloat16, {"state_dtype": torch.float64, "bf16_weights": "plain"}),
+        (ProKLShampoo, torch.bfloat16, {"state_dtype": torch.float64, "bf16_weights": "master"}),
+        (KLShampoo, torch.float64, {"state_dtype": torch.bfloat16}),
+        (KLShampoo, torch.bfloat16, {"bf16_weights": "plain"}),
+    ],
+)
+def test_what_is_stored_in_bfloat16_is_rounded_as_pytorch_rounds_it(cls, dtype, given):
+    """Triton's interpreter converts to bfloat16 from float32 alone, and cuts off instead."""
+    stream = on_device(gradient_stream([(6, 10)], 3))
+    (p,), _ = run(cls, stream, backend="triton", dtype=dtype, **given)
+    (q,), _ = run(cls, stream, backend="torch", dtype=dtype, **given)
+    assert relative(p, q) <= torch.finfo(torch.bfloat16).eps / 2  # a unit of rounding; cut off, 8e-3 is off
 
 
 @pytest.mark.slow
