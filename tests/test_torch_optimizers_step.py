@@ -62,6 +62,16 @@ def scheduled(problem):
         problem.steps(2, [lr_scheduler.StepLR(problem.optimizer, 1)])
 
 
+@of_all
+def test_a_rate_that_a_scheduler_takes_to_zero_may_end_below_it_by_rounding(cls):
+    problem = Problem(cls, {})
+    problem.steps(9, [lr_scheduler.LinearLR(problem.optimizer, end_factor=0.0, total_iters=7)])
+    assert -1e-17 < problem.optimizer.param_groups[0]["lr"] < 0
+    copied = Problem(cls, {})
+    copied.optimizer.load_state_dict(problem.optimizer.state_dict())
+    copied.steps(1)
+
+
 def loaded(problem):
     problem.steps(2).optimizer.load_state_dict(copy.deepcopy(problem.optimizer.state_dict()))
     problem.steps(2)

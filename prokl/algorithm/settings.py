@@ -71,6 +71,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What arguments are by default under a ``preset``. "paper": the step as printed, without a bound, lambda_0 of its
 experiments, and the alpha_kl that it selected for three of its four models."""
+LEFT_BY_SCHEDULERS = -1e-9
+"""Least learning rate. A scheduler that multiplies one down to zero, as LinearLR does, leaves n eps of the first after n
+steps, of either sign: 2e-10 after a million."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over lr, as torch.optim.Muon takes it: independent gradients give
 sqrt((1 - beta_1) / (1 + beta_1)), 0.23 with beta_1 = 0.9 and 0.16 with 0.95."""
@@ -267,13 +270,14 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 
 def check_learning_rate(name: str, lr: Any) -> None:
-    """Raise ValueError unless ``lr`` is a finite number of at least 0 or a tensor that holds one."""
+    """Raise ValueError unless ``lr`` is a finite number of at least 0, but for rounding, or a tensor that holds one."""
     bound = "a finite number of at least 0, or a tensor with one such element, of at most one dimension"
-    if not isinstance(lr, Tensor):
-        _number(name, lr, bound)
-    elif lr.numel() != 1 or lr.ndim > 1 or not lr.is_floating_point() or lr.device.type == "meta":
-        raise _invalid(name, lr, bound)
-    elif lr.device.type == "cpu" and not 0 <= lr.item() < math.inf:  # elsewhere reading it could wait for the device
+    value = lr
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1 or lr.ndim > 1 or not lr.is_floating_point() or lr.device.type == "meta":
+            raise _invalid(name, lr, bound)
+        value = lr.item() if lr.device.type == "cpu" else 0.0  # elsewhere reading it could wait for the device
+    if not _is_number(value) or not LEFT_BY_SCHEDULERS <= value < math.inf:
         raise _invalid(name, lr, bound)
 
 

@@ -72,6 +72,7 @@ def _device_of_steps(p: Tensor, group: Group) -> torch.device | str:
 def _check_options(group: Group) -> None:
     """Raise what PyTorch says of options that do not go together, or not with these weights."""
     options = {key: plain(group[key]) for key in ARGUMENTS & group.keys()}
+    options["lr"] = 0.0 * group["lr"]  # checked elsewhere: a scheduler may leave it below zero by rounding
     AdamW([{"params": [*dict.fromkeys(group["params"])]}], **options)
 
 
