@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.flop_counter import FlopCounterMode
 
 from prokl import param_groups
 from tests.inputs import BACKENDS, PRO, both, same_bits
+from tests.problems import relative
 from tests.routing import RATES, holding
 from tests.training import differences, give, named, refused, train, weights_of
 
@@ -143,6 +145,29 @@ def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen
     loader.load_state_dict(saver.state_dict())
     resumed.requires_grad_(True)
     assert trained(loader, resumed) == {name for name, _ in resumed.named_parameters()}
+
+
+@both
+def test_weights_that_are_frozen_by_and_by_cost_a_step_nothing_and_go_on_once_they_are_unfrozen(cls):
+    def operations(optimizer, call, still):
+        with FlopCounterMode(display=False) as counter:
+            train(optimizer, [call], missing={(call, i) for i in still})
+        return counter.get_total_flops()
+
+    frozen, twin, alone = (train(cls(named(*[(9, 5)] * count)), range(3)) for count in (5, 5, 2))
+    for p in weights_of(frozen)[2:]:
+        p.requires_grad_(False)
+    for call in range(3, 6):
+        assert operations(frozen, call, range(2, 5)) == operations(alone, call, ()) > 0
+        train(twin, [call], missing={(call, i) for i in range(2, 5)})
+    for p in weights_of(frozen)[2:]:
+        p.requires_grad_(True)
+    assert operations(frozen, 6, ()) == operations(twin, 6, ())
+    for (name, p), q in zip(zip("abcde", weights_of(frozen), strict=True), weights_of(twin), strict=True):
+        assert relative(p, q) < 1e-5, name  # batches of other sizes may round in another way
+    p = weights_of(frozen)[3].requires_grad_(False)
+    before = p.detach().clone()
+    assert not torch.equal(weights_of(train(frozen, [7]))[3], before)  # with a gradient it moves all the same
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, "plain"), (torch.bfloat16, "master")])

@@ -6,8 +6,9 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
 
 * Beyond kappa the gradient is scaled down to it, c = kappa / size, before momentum and statistics see it: Algorithm 2
   then takes c G for G. The ratios by which a factor's eigenvalues grow in a step have a mean of at most beta2 +
-  (1 - beta2) kappa^2, both factors' product at most its square. In units of the gradient that is 3.4 with the defaults,
-  and some 2.3 for Pro-KLShampoo, whose mu_perp takes the new lambda_L: it follows 1e4 times larger ones in some 12 steps.
+  (1 - beta2) kappa^2, both factors' product at most its square. In units of the gradient that is 3.4 with the
+  defaults, and some 2.3 for Pro-KLShampoo, whose mu_perp takes the new lambda_L: it follows 1e4 times larger ones in
+  some 12 steps.
   A lone gradient of size kappa among independent ones of size 1 makes the whitened momentum
   sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 3.6 times.
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
@@ -103,20 +104,10 @@ def clip_factor(norm: Tensor, largest: float) -> Tensor:
 
 def norm(t: Tensor, dim: int | tuple[int, ...] = (-2, -1)) -> Tensor:
     """Return norms, Frobenius ones (B,) by default, in the widest dtype: squares of whitened float32 may overflow."""
-    if widest(t.device) != torch.float64:
-        unit = t.abs().amax(dim, keepdim=True).clamp(torch.finfo(t.dtype).tiny, torch.finfo(t.dtype).max)
-        return torch.linalg.vector_norm(t / unit, dim=dim) * unit.squeeze(dim)
-
-    def in_float64() -> Tensor:
+    if widest(t.device) == torch.float64:
         return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64)
-
-    if t.device.type != "cpu" or t.dtype == torch.float64:
-        return in_float64()
-    # A CPU would write t once more in float64: it does so where squares overflow in float32, or many vanish.
-    own, info = torch.linalg.vector_norm(t, dim=dim).double(), torch.finfo(t.dtype)
-    vanished = t.numel() / max(own.numel(), 1) * info.tiny
-    holds = own.isfinite() & (own.square() * info.eps > vanished)
-    return own if holds.all() else torch.where(holds, own, in_float64())
+    unit = t.abs().amax(dim, keepdim=True).clamp(torch.finfo(t.dtype).tiny, torch.finfo(t.dtype).max)
+    return torch.linalg.vector_norm(t / unit, dim=dim) * unit.squeeze(dim)
 
 
 def in_range(roots: Iterable[Tensor], n: int, dtype: torch.dtype) -> Tensor:

@@ -72,8 +72,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What arguments are by default under a ``preset``. "paper": the step as printed, without a bound, lambda_0 of its
 experiments, and the alpha_kl that it selected for three of its four models."""
 LEFT_BY_SCHEDULERS = -1e-9
-"""Least learning rate. A scheduler that multiplies one down to zero, as LinearLR does, leaves n eps of the first after n
-steps, of either sign: 2e-10 after a million."""
+"""Least learning rate. A scheduler that multiplies one down to zero, as LinearLR does, leaves n eps of the first after
+n steps, of either sign: 2e-10 after a million."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates over lr, as torch.optim.Muon takes it: independent gradients give
 sqrt((1 - beta_1) / (1 + beta_1)), 0.23 with beta_1 = 0.9 and 0.16 with 0.95."""

@@ -163,7 +163,21 @@ class ProKLShampooStages(Polynomials):
     def residual(self, G_hat: Tensor, G_par: Tensor, U: Factor, stored: torch.dtype) -> Residual:
         """Return G^ - G^par U^T, in the memory of G^, and how much of G^ it is; ``stored`` is the state's dtype."""
         G_hat_perp = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
-        return Residual(G_hat_perp, *squared_norms(G_hat_perp, G_par), self.noise(U.shape[-2], G_par.dtype, stored))
+        sizes = self.squared_norms(G_hat_perp, G_par)
+        return Residual(G_hat_perp, *sizes, self.noise(U.shape[-2], G_par.dtype, stored))
+
+    def norm(self, t: Tensor) -> Tensor:
+        """Return Frobenius norms (B,) in the widest dtype."""
+        return evidence.norm(t)
+
+    def squared_norms(self, G_hat_perp: Tensor, G_par: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the squared norms (B,1) of G^_perp, and of it with G^par, in units of the larger without float64."""
+        norms = [self.norm(t) for t in (G_hat_perp, G_par)]
+        if widest(G_par.device) != torch.float64:  # squares may overflow
+            unit = torch.maximum(*norms).clamp_min(torch.finfo(G_par.dtype).tiny)
+            norms = [t / unit for t in norms]
+        size, captured = (t.square()[:, None] for t in norms)
+        return size, size + captured
 
     def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
         """Return the squared size of X - (X U) U^T, over that of X, up to which it may be rounding alone.
@@ -212,7 +226,7 @@ class ProKLShampooStages(Polynomials):
                 (direction_scale * roots.mu).masked_fill(residual.negligible(), 0.0),
             )
             if bounded is not None:
-                beside = evidence.clip_factor(evidence.norm(X) * scale, usual * direction_scale * (m * (n - r)) ** 0.5)
+                beside = evidence.clip_factor(self.norm(X) * scale, usual * direction_scale * (m * (n - r)) ** 0.5)
                 scale, bounded = scale * beside.to(scale.dtype), bounded | (beside < 1)
         clipped = None
         if h.variant in SUBSPACE_VARIANTS:
@@ -356,13 +370,3 @@ class ProKLShampooStages(Polynomials):
         if clipped is not None:
             new["clipped"] = clipped
         return delta, new, admitted.evident
-
-
-def squared_norms(G_hat_perp: Tensor, G_par: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the squared norms (B,1) of G^_perp, and of it with G^par, in units of the larger without float64."""
-    norms = [evidence.norm(t) for t in (G_hat_perp, G_par)]
-    if widest(G_par.device) != torch.float64:  # squares may overflow
-        unit = torch.maximum(*norms).clamp_min(torch.finfo(G_par.dtype).tiny)
-        norms = [t / unit for t in norms]
-    size, captured = (t.square()[:, None] for t in norms)
-    return size, size + captured

@@ -44,15 +44,10 @@ class Member:
     def weight(self) -> Tensor:
         """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it.
 
-        Of one that lies nowhere it is zeros.
+        Of what stands in for a frozen one on other ranks, without memory until it may move, it is zeros.
         """
         W = self.p.detach()
-        return self.shape.oriented(W if self.lies_somewhere else W.new_zeros(()).expand(W.shape))
-
-    @property
-    def lies_somewhere(self) -> bool:
-        """False for what stands in for a frozen weight on other ranks: it has no memory until it may move."""
-        return self.p.untyped_storage().nbytes() > 0
+        return self.shape.oriented(W if W.untyped_storage().nbytes() else W.new_zeros(()).expand(W.shape))
 
     def write(self, weight: Tensor) -> None:
         """Copy an oriented weight (c,m,n) into the parameter, unless it is a view of it."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def _lies_in(matrix: Tensor | None, tensor: Tensor) -> bool:
-    """Return True if a matrix is a view of a tensor, or is absent as the tensor lies nowhere."""
-    return (0 if matrix is None else matrix.untyped_storage().data_ptr()) == tensor.untyped_storage().data_ptr()
+    """Return True if a matrix is a view of a tensor."""
+    return matrix is not None and matrix.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 class PointerTable:
@@ -46,8 +46,7 @@ class PointerTable:
             tensors: as in the last :meth:`update`. forms: likewise.
 
         Returns:
-            False where the forms are others, a matrix was a copy, or a tensor has memory now: nothing is done, and it
-            takes an update.
+            False where the forms are others, or a matrix was a copy: nothing is done, and it takes an update.
 
         Raises:
             RuntimeError: the table would change during the capture of a CUDA graph.
@@ -56,8 +55,6 @@ class PointerTable:
             return False
         starts = [t.data_ptr() for t in tensors]
         if starts != self._starts:
-            if list(map(bool, starts)) != list(map(bool, self._starts)):
-                return False  # one lies somewhere now, and so has strides
             pointers = [starts[i] + offset for i, offset in self._within]
             self._write(self.table[0], pointers)
             self._held, self._starts = [pointers, *self._held[1:]], starts

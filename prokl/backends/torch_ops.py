@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.algorithm import evidence
 from prokl.algorithm.algebra import Algebra, Factor, Scale
 from prokl.algorithm.klshampoo import KLShampooStages
 from prokl.algorithm.method import Batched
+from prokl.algorithm.shapes import widest
 from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends import qr
 
@@ -98,6 +100,18 @@ class TorchAlgebra(Algebra):
         """Return Q^T L Q, symmetric to rounding, and L Q."""
         A = L @ Q
         return Q.mT @ A, A
+
+    def norm(self, t: Tensor) -> Tensor:
+        """Return Frobenius norms in the widest dtype: on a CPU in that of t, unless their squares leave its range.
+
+        PyTorch would write t once more in the wider dtype there.
+        """
+        if self.host_readable and t.dtype == torch.float32:
+            norms, info = torch.linalg.vector_norm(t, dim=(-2, -1)), torch.finfo(t.dtype)
+            least = (t[0].numel() * info.tiny / info.eps) ** 0.5  # what vanished is nothing beside it
+            if bool(((norms > least) & norms.isfinite()).all()):
+                return norms.to(widest(t.device))
+        return evidence.norm(t)
 
     def diagonal(self, Q: Tensor, E: Tensor) -> Tensor:
         """Return the diagonal of Q^T E Q."""

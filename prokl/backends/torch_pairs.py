@@ -15,7 +15,7 @@ from prokl.algorithm.algebra import Scale, State
 from prokl.algorithm.klshampoo import KLShampooStages, Operands, Whitening
 from prokl.algorithm.method import Batched
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
-from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual, squared_norms
+from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual
 from prokl.backends.torch_ops import TorchAlgebra, per_matrix
 from prokl.pair import RESIDUAL, Operand, Pair, parts
 
@@ -72,7 +72,7 @@ class PairedStages(PairedAlgebra, ProKLShampooStages):
     def residual(self, G_hat: Tensor, G_par: Tensor, U: Pair, stored: torch.dtype) -> Residual:
         """Return G^ - G^par U^T, split."""
         G_hat_perp = G_hat.sub_(self.product(G_par, U.mT))
-        sizes = squared_norms(G_hat_perp, G_par)
+        sizes = self.squared_norms(G_hat_perp, G_par)
         return Residual(Pair.split(G_hat_perp), *sizes, self.noise(U.shape[-2], G_par.dtype, stored))
 
     def rounding(self, dtype: torch.dtype) -> float:

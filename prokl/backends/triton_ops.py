@@ -251,9 +251,9 @@ class TritonIO:
             p.stride() for p in self._parameters
         ]  # of another shape, dtype or device they would have another I/O
         if not self.weight_table.follow(self._parameters, strides):
-            weights = [member.weight() if member.lies_somewhere else None for member in self.members]
+            weights = [member.weight() for member in self.members]
             pairs = zip(self.members, weights, strict=True)
-            self._copied = [(member, W) for member, W in pairs if W is not None and member.is_copy(W)]
+            self._copied = [(member, W) for member, W in pairs if member.is_copy(W)]
             self.weight_table.update(weights, self.counts, self._parameters, strides)
         ends = [self.members[each.members[-1]].rows.stop for each in rates]
         self.lr.update([each.lr for each in rates], ends)

@@ -9,8 +9,8 @@ from itertools import zip_longest
 from torch import Tensor
 
 from prokl.distributed.team import Team, Teams
-from prokl.distributed.weights import Divided, Undivided, may_move
-from prokl.engine.pieces import Unit
+from prokl.distributed.weights import Divided, Undivided
+from prokl.engine.pieces import Unit, may_move
 
 
 def compare(

@@ -21,10 +21,10 @@ from prokl.distributed.blocks import blocks, check_placements, chunk, homes, who
 from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
-from prokl.distributed.weights import Divided, Undivided, is_dtensor, may_move
+from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine import checkpoint
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, Unit, check_reading, units
+from prokl.engine.pieces import DEFAULTS, Piece, Reading, Unit, check_reading, may_move, units
 from prokl.engine.validation import check_gradient, check_names
 
 

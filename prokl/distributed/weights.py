@@ -17,6 +17,7 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.distributed.blocks import Block, holders, rows, whole_block
 from prokl.distributed.ownership import Part
 from prokl.distributed.team import Team
+from prokl.engine.pieces import may_move
 
 
 def is_dtensor(t: Any) -> bool:
@@ -29,11 +30,6 @@ def local(t: Tensor) -> Tensor:
     there: Tensor = t.detach()
     mine: Tensor = there._local_tensor if is_dtensor(there) else there  # type: ignore[attr-defined]
     return mine.trigger_wait() if hasattr(mine, "trigger_wait") else mine  # still on its way, in nobody's memory
-
-
-def may_move(p: Tensor) -> bool:
-    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
-    return p.requires_grad or p.grad is not None
 
 
 class BlockRoute(NamedTuple):

@@ -23,7 +23,7 @@ from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
-from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, runs, units
+from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, may_move, runs, units
 from prokl.engine.schedule import Plan
 from prokl.engine.seen import Seen
 from prokl.engine.signatures import Signatures
@@ -42,8 +42,8 @@ from prokl.engine.validation import (
 
 Shape = tuple[int, int, int, torch.dtype, torch.device]
 """(m, n, rank, dtype, device)."""
-BucketKey = tuple[Shape, tuple[Any, ...]]
-"""A shape, and all settings but lr and weight decay."""
+BucketKey = tuple[Shape, tuple[Any, ...], bool]
+"""A shape, all settings but lr and weight decay, and whether weights may move: frozen ones cost no step anything."""
 
 
 class Sharded(Exception):
@@ -245,7 +245,7 @@ class Engine:
             parts = self.pieces(unit)
             if any(map(self._takes_part, parts)):
                 for piece in parts:
-                    key = self.shape(unit.group, piece), settings[unit.group_index]
+                    key = self.shape(unit.group, piece), settings[unit.group_index], may_move(unit.p)
                     placed.setdefault(key, []).append((piece, unit.group))
                 continue
             waiting.append(unit.p)

@@ -43,6 +43,11 @@ class Piece:
     """Number of its first matrix, where the parameter is part of a stack."""
 
 
+def may_move(p: Tensor) -> bool:
+    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
+    return p.requires_grad or p.grad is not None
+
+
 def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
     """Return the weights of group ``index``, each with its name, or its place where it has none.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import check_learning_rate, check_nonnegative
 from prokl.engine.adamw import look
+from prokl.engine.pieces import may_move
 from prokl.engine.validation import in_order
 
 
@@ -93,6 +94,7 @@ class Seen:
         return objects
 
     def _forms(self, state: dict[Tensor, dict[str, Any]]) -> tuple[list[Any], ...]:
-        """Return what the weights are, and how many entries each state has."""
+        """Return what the weights are, which may move, and how many entries each state has."""
         weights, sizes = self.weights, [len(entry) for entry in state.values() if isinstance(entry, dict)]
-        return [p.dtype for p in weights], [p.device for p in weights], [p.shape for p in weights], sizes
+        moving = list(map(may_move, weights))
+        return [p.dtype for p in weights], [p.device for p in weights], [p.shape for p in weights], moving, sizes
