@@ -10,6 +10,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.inputs import BACKENDS, KL, PRO, both, normal, same_bits, step, weight
+from tests.problems import relative
 from tests.training import differences, fine_and_odd, give, gradients, refused, train, weights_of
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the weights are on the CPU")
@@ -154,6 +155,25 @@ def test_a_gradient_of_another_real_dtype_is_taken_in_the_weights_and_a_complex_
     twins[1].grad = torch.complex(twins[1].grad, twins[1].grad)
     with refused(two, "^odd .* its gradient torch.complex64|^odd .* its gradient torch.complex128"):
         two.step()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_a_gradient_of_more_digits_than_its_weight_is_not_rounded_to_it(backend):
+    """A flat part below the rounding of a large one is what a step whitens."""
+
+    def moved(dtype, kept):
+        p = torch.nn.Parameter(torch.zeros(6, 10, dtype=dtype))
+        p.grad_dtype = None
+        optimizer = PRO([p], rank=2, backend=backend, bf16_weights="master", advanced={"ns_dtype": torch.float32})
+        for call in range(4):
+            G = 10 * normal(6, 1) @ normal(1, 10, seed=1) + 0.01 * normal(6, 10, seed=2 + call)
+            p.grad = G.to(kept)
+            optimizer.step()
+        return optimizer.state[p]["master"] if dtype == torch.bfloat16 else p.detach()
+
+    wide = moved(torch.float32, torch.float32)
+    assert relative(moved(torch.bfloat16, torch.float32), wide) < 1e-4
+    assert relative(moved(torch.bfloat16, torch.bfloat16), wide) > 0.1
 
 
 def test_a_wrapper_in_an_adamw_group_steps_as_under_torchs():

@@ -36,10 +36,10 @@ class Member:
         """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
         return stack[self.rows.start : self.rows.stop] if self.p.ndim == 3 else stack[self.rows.start]
 
-    def gradient(self) -> Tensor | None:
-        """Return the gradient, oriented (c,m,n), in the weight's dtype; None where there is none."""
+    def gradient(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Return the gradient, oriented (c,m,n), in ``dtype`` or its own; None where there is none."""
         g = self.p.grad  # lazily negated, as imaginary parts are: kernels go by its address
-        return None if g is None else self.shape.oriented(g.detach().to(self.p.dtype).resolve_neg())
+        return None if g is None else self.shape.oriented(g.detach().to(dtype or g.dtype).resolve_neg())
 
     def weight(self) -> Tensor:
         """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it.

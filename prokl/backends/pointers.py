@@ -100,7 +100,7 @@ class PointerTable:
         row_strides: list[int] = []
         column_strides: list[int] = []
         for i, (t, count) in enumerate(zip(matrices, counts, strict=True)):
-            # Plain memory in the weight's dtype: the optimizer has checked it, and Member.gradient makes it so.
+            # Plain memory in one dtype: the optimizer has checked it, and Member.gradient makes it so.
             if t is None:
                 pointer = step = row = column = 0
             elif t.ndim != 3 or t.shape[0] != count:

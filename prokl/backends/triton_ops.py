@@ -222,16 +222,18 @@ class TritonIO:
         self.lr = RateTable(layout.count, layout.device)
         self.weight_decay = RateTable(layout.count, layout.device)
         self._gradients: Sequence[Tensor | None] = []
+        self._gradient_dtype = layout.weight_dtype
         self._copied: list[tuple[Member, Tensor]] = []
 
     @property
     def capturable(self) -> bool:
-        """True unless a weight had to be copied: its copy would be another one at every step."""
-        return not self._copied
+        """True unless a weight had to be copied, whose copy is another one at every step, or gradients be converted."""
+        return not self._copied and self._gradient_dtype == self.layout.weight_dtype
 
     def locate(self, rates: Sequence[Rates]) -> None:
         """Write into the tables what has changed since the last call."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        a, gradients = self.layout, [p.grad for p in self._parameters if p.grad is not None]
+        self._gradient_dtype = a.weight_dtype if all(g.dtype == a.weight_dtype for g in gradients) else a.dtype
         # What is lazily negated lies nowhere: Member.gradient copies it.
         complete = (
             gradients if len(gradients) == len(self._parameters) and not any(map(Tensor.is_neg, gradients)) else []
@@ -245,7 +247,7 @@ class TritonIO:
         if complete and self.gradient_table.follow(complete, forms):
             self._gradients = complete
         else:
-            self._gradients = [member.gradient() for member in self.members]
+            self._gradients = [member.gradient(self._gradient_dtype) for member in self.members]
             self.gradient_table.update(self._gradients, self.counts, complete, forms)
         strides = [
             p.stride() for p in self._parameters
@@ -260,9 +262,9 @@ class TritonIO:
         self.weight_decay.update([each.weight_decay for each in rates], ends)
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Read the gradients in the weights' dtype in one launch, and judge them in another."""
+        """Read the gradients in one launch, and judge them in another."""
         a = self.layout
-        G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=a.weight_dtype, negate=negate)
+        G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=self._gradient_dtype, negate=negate)
         return Gathered(G, *usable(energy, self.starts, max(self.counts), skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:

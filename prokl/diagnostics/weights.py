@@ -155,8 +155,7 @@ def _batch(
         if p.grad is None:
             gradients.append(torch.zeros(len(begun), shape.m, shape.n, dtype=arithmetic, device=p.device))
         else:
-            # As the step reads it: in the weight's dtype first.
-            G = shape.oriented(p.grad.detach().to(p.dtype)).to(arithmetic)
+            G = shape.oriented(p.grad.detach()).to(arithmetic)
             squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
             gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
     gradient = torch.cat(gradients) if with_gradients and any(has_gradient) else None
