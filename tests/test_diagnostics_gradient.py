@@ -48,6 +48,20 @@ def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
         assert all(math.isfinite(value) for value in found.values())
 
 
+def test_a_gradient_of_more_digits_than_its_weight_is_judged_as_it_is():
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = torch.nn.Parameter(torch.zeros(6, 10, dtype=dtype))
+        p.grad_dtype, optimizer = None, PRO([p], rank=2)
+        for call in range(4):
+            p.grad = 10 * normal(6, 1) @ normal(1, 10, seed=1) + 0.01 * normal(6, 10, seed=2 + call)
+            if call < 3:
+                optimizer.step()
+        found.append(diagnostics.scalars(optimizer))
+    sizes = [own["prokl/group0.0/whitened_size"] for own in found]
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-3)
+
+
 SMALL_SQUARES = (1.0, 1.0, 1.0, 1.0, 1e-26)  # of the last one no float32
 
 

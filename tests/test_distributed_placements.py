@@ -32,6 +32,7 @@ from tests.distributed.placements import (
     matrices_and_vectors,
     mesh_of,
     message,
+    placed,
     trained,
     value,
     whole,
@@ -222,6 +223,26 @@ def gradients_placed_otherwise():
 def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools):
     for weights in pools[2].run(gradients_placed_otherwise):
         assert_close(weights, alone(PRO)[0])
+
+
+def with_wide_gradients(how):
+    shapes = {name: MATRICES[name] for name in ("square", "experts", "experts2")}
+    run = Run(how, shapes=shapes, dtype=torch.bfloat16, bf16_weights="plain", ns_dtype=torch.float32)
+    for call in range(4):
+        for i, p in enumerate(run.weights.values()):
+            rows, columns = value((p.shape[-2], 1), i), value((1, p.shape[-1]), i)
+            G = (10 * rows @ columns + 0.01 * value(p.shape, 10 * call + i)).float()
+            p.grad_dtype = None
+            p.grad = placed(G, getattr(p, "device_mesh", None), getattr(p, "placements", None))
+        run.optimizer.step()
+    return whole(run.weights)
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicas"])
+def test_gradients_of_more_digits_than_their_weights_are_taken_as_in_one_process(how, pools):
+    expected = with_wide_gradients("alone")
+    for weights in pools[2].run(with_wide_gradients, how):
+        assert farthest(weights, expected) <= 2**-7  # one unit of the last place
 
 
 # On two ranks, and of whole 16 bytes on each.

@@ -144,7 +144,7 @@ def test_a_gradient_left_from_another_shape_of_its_weight_is_told_before_anythin
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_of_another_real_dtype_is_taken_in_the_weights_and_a_complex_one_is_not(backend):
+def test_a_gradient_of_another_real_dtype_is_taken_and_a_complex_one_is_not(backend):
     (one, weights), (two, twins) = (built(PRO, backend) for _ in range(2))
     for p, q, G in zip(weights[:2], twins[:2], gradients(weights, 5), strict=False):
         p.grad, q.grad_dtype = G, None

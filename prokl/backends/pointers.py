@@ -125,7 +125,7 @@ class PointerTable:
 
 
 READ_THERE = -1.0
-"""In the place of a number that is on the device; none of those that are written is below 0."""
+"""In the place of a number that is on the device; none of those that are written is as low."""
 
 
 class RateTable:

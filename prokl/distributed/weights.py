@@ -25,6 +25,13 @@ def is_dtensor(t: Any) -> bool:
     return hasattr(t, "device_mesh")
 
 
+def lend(stand_in: Tensor, gradient: Tensor | None) -> None:
+    """Give a stand-in a gradient, which may be of another dtype."""
+    if gradient is not None and gradient.dtype != stand_in.dtype:
+        stand_in.grad_dtype = gradient.dtype  # a torch without it has no such gradients
+    stand_in.grad = gradient
+
+
 def local(t: Tensor) -> Tensor:
     """Return what of a tensor is on this rank, in its own memory."""
     there: Tensor = t.detach()
@@ -62,7 +69,7 @@ class Undivided:
         if self.stand_in is not self.p:
             self.stand_in.data = local(self.p)
             self.stand_in.requires_grad_(self.p.requires_grad)
-            self.stand_in.grad = None if self.p.grad is None else local(aligned_gradient(self.p))
+            lend(self.stand_in, None if self.p.grad is None else local(aligned_gradient(self.p)))
 
     def release(self) -> None:
         """Keep no gradient alive."""
@@ -105,7 +112,7 @@ class Divided:
     """True if the stand-in is no view of the weight."""
     stand_in: Tensor | None = field(init=False, default=None)
     gradient: Tensor | None = field(init=False, default=None)
-    """What of the gradient is on this rank, in the weight's dtype, while it is lent."""
+    """What of the gradient is on this rank while it is lent; in the weight's dtype where parts of it are sent."""
 
     def __post_init__(self) -> None:
         self.places = holders(self.held)
@@ -165,7 +172,8 @@ class Divided:
         """Give the stand-in what the weight is now, and what of its gradient is here; the rest comes by a message."""
         stand_in, mine = self.stand_in, self.mine
         if self.p.grad is not None:  # once a step: of a DTensor it may take all of its ranks
-            self.gradient = local(aligned_gradient(self.p) if is_dtensor(self.p) else self.p.grad).to(self.p.dtype)
+            gradient = local(aligned_gradient(self.p) if is_dtensor(self.p) else self.p.grad)
+            self.gradient = gradient if self.replicated else gradient.to(self.p.dtype)
         if stand_in is None or mine is None or stand_in is self.p:
             return
         stand_in.requires_grad_(self.p.requires_grad)
@@ -177,7 +185,7 @@ class Divided:
         elif self.here:
             gradient = self.view(self.gradient, self.block(mine))
             # A copy where agreeing may write into it: the gradient is the caller's.
-            stand_in.grad = gradient.clone() if self.stacked and len(self.parts) > 1 else gradient
+            lend(stand_in, gradient.clone() if self.stacked and len(self.parts) > 1 else gradient)
         else:
             stand_in.grad = torch.empty_like(stand_in)
         if not self.own_memory:

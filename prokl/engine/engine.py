@@ -43,7 +43,7 @@ from prokl.engine.validation import (
 Shape = tuple[int, int, int, torch.dtype, torch.device]
 """(m, n, rank, dtype, device)."""
 BucketKey = tuple[Shape, tuple[Any, ...], bool]
-"""A shape, all settings but lr and weight decay, and whether weights may move: frozen ones cost no step anything."""
+"""A shape, all settings but lr and weight decay, and whether weights may move: with frozen ones nothing is computed."""
 
 
 class Sharded(Exception):
@@ -287,12 +287,11 @@ class Engine:
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(_no_room(run, error)) from error
                 filled[key].append(bucket)
-        before, self._buckets = [*self.buckets()], filled
+        self._buckets = filled
         for bucket in self.buckets():
             for record in bucket.records:
                 record.own_master = MASTER in bucket.stacks
-        if {*before} != {*self.buckets()}:
-            self.graphs = self.graphs.anew()  # the old ones hold buckets that are no more
+        self.graphs.keep(self.buckets())
 
     def _takes_part(self, piece: Piece) -> bool:
         """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""

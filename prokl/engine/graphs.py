@@ -8,7 +8,7 @@ bucket's alone, so that its work can be waited for by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,6 +135,11 @@ class Graphs:
     def anew(self) -> Graphs:
         """Return the same without any graph."""
         return Graphs(self.refused)
+
+    def keep(self, buckets: Iterable[Bucket]) -> None:
+        """Give up the graphs of all other buckets."""
+        for bucket in self.replays.keys() - {*buckets}:
+            self._drop(bucket)
 
     def execute(self, bucket: Bucket, plan: Plan) -> tuple[tuple[int, ...], list[str]]:
         """Do the device's work of a bucket's step, from a graph where one can capture it.

@@ -36,9 +36,10 @@ class Seen:
     ) -> None:
         self.keys = ["params", *({*keys} - {"lr", "weight_decay"})]
         self.weights = [p for group in groups for p in group["params"]]
+        self.matrices = [p for group in groups if group["algorithm"] == "matrix" for p in group["params"]]
         self.rates = self._rates(groups)
         self.objects, self.forms = self._objects(groups, state), self._forms(state)
-        self.waiting = [(p, p.requires_grad) for p in waiting]
+        self.waiting = waiting
         self.adamw = [group for group in groups if group["algorithm"] == "adamw"]
         self.looks = [look(group, state) for group in self.adamw]
 
@@ -66,7 +67,7 @@ class Seen:
 
     def _begins(self) -> bool:
         """Return True if a weight that was in no bucket may have to be in one, or to have a state."""
-        return any(p.grad is not None or p.requires_grad is not trained for p, trained in self.waiting)
+        return any(p.grad is not None for p in self.waiting)
 
     def _adamw_fits(self, state: dict[Tensor, dict[str, Any]]) -> bool:
         """Return True if the state of every AdamW weight with a gradient is what it was, where it was."""
@@ -94,7 +95,7 @@ class Seen:
         return objects
 
     def _forms(self, state: dict[Tensor, dict[str, Any]]) -> tuple[list[Any], ...]:
-        """Return what the weights are, which may move, and how many entries each state has."""
+        """Return what the weights are, which matrices may move, and how many entries each state has."""
         weights, sizes = self.weights, [len(entry) for entry in state.values() if isinstance(entry, dict)]
-        moving = list(map(may_move, weights))
+        moving = list(map(may_move, self.matrices))
         return [p.dtype for p in weights], [p.device for p in weights], [p.shape for p in weights], moving, sizes

@@ -20,7 +20,7 @@ class SpecifiedBucket(Bucket):
         state, some, moved = self._arithmetic("M"), self.rows.of(moving), set(moving)
         of_member = [group_rates for group_rates in self._rates for _ in group_rates.members]
         for member, rates in zip(self.members, of_member, strict=True):
-            if moved.isdisjoint(member.rows):  # a frozen weight may have no memory
+            if moved.isdisjoint(member.rows):
                 continue
             weight, rows = member.weight(), slice(member.rows.start, member.rows.stop)
             W = self.rounding.exact(weight, rows).to(self.dtype, copy=True)
