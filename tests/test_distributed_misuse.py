@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import prokl
 from tests.distributed.placements import (
     Run,
     assert_close,
@@ -96,6 +97,29 @@ def lose_state_outside(run, call):
     return ()
 
 
+def change_algorithm(run, call, name):
+    """Take a weight's state out, and put it into a group of the other algorithm."""
+    if call == 3:
+        p = run.weights[name]
+        run.optimizer.state.pop(p)
+        group = next(g for g in run.optimizer.param_groups if name in g["param_names"])
+        at = group["param_names"].index(name)
+        for key in ("params", "param_names", *(["split"] if isinstance(group.get("split"), list) else [])):
+            del group[key][at]
+        other = {"matrix": "adamw", "adamw": "matrix"}[group["algorithm"]]
+        run.optimizer.add_param_group({"params": [(name, p)], "algorithm": other, "lr": 0.01})
+    return ()
+
+
+def grow(run, call):
+    """Add rows to a matrix and to a weight of AdamW's, whose state is taken out."""
+    for name in ("square", "table") if call == 3 else ():
+        p = run.weights[name]
+        p.data = torch.cat([p.data, value((3, p.shape[1]), 7)])
+        run.optimizer.state.pop(p)
+    return ()
+
+
 BETWEEN = {f"frozen, gradient {gradient}": partial(freeze, gradient=gradient) for gradient in ("kept", "zero", "none")}
 BETWEEN |= {
     "frozen and offloaded": freeze_and_offload,
@@ -106,6 +130,8 @@ BETWEEN |= {
 }
 BETWEEN |= {f"{what} taken out": partial(take_group_out, place=i) for i, what in enumerate(("matrices", "vectors"))}
 BETWEEN["matrices and state taken out"] = lose_state_outside
+BETWEEN |= {f"{name} to the other algorithm": partial(change_algorithm, name=name) for name in ("square", "table")}
+BETWEEN["grown"] = grow
 
 
 def with_something_between(how, what):
@@ -116,12 +142,78 @@ def with_something_between(how, what):
     return whole(run.weights)
 
 
-@HOWS
-@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("what, how", [(what, how) for what in BETWEEN for how in ("ddp", "fsdp")][:-1])  # none grows
 def test_what_is_done_between_steps_has_the_effect_that_it_has_in_one_process(what, how, pools):
     expected = with_something_between("alone", what)
     for weights in pools[2].run(with_something_between, how, what):
         assert_close(weights, expected)
+
+
+def grown_with_its_state():
+    run = Run("ddp", shapes=TWO).train(0, 3)
+    p = run.weights["a"]
+    p.data = torch.cat([p.data, value((3, 12), 7)])
+    said = message(run.step, 3)
+    p.data = p.data[:8].clone()
+    run.step(3)
+    return said
+
+
+def test_a_weight_that_has_grown_beside_its_state_is_refused_on_every_rank(pools):
+    for kind, text in pools[2].run(grown_with_its_state):
+        assert kind == "ValueError"
+        assert text.startswith("Invalid shape=(11, 12) of a: its work was divided with shape=(8, 12). Set it back, or")
+
+
+def with_a_late_shard(how):
+    """Train plain weights alone, and then beside a first one that may be sharded; the weights, and their clocks."""
+    run = Run(how, shapes={"a": (8, 12), "bias": (5,)}).train(0, 3)
+    late = Run(how.replace("alone", "fsdp") if dist.is_initialized() else how, shapes=TWO).weights["b"]
+    run.weights["late"] = late
+    run.optimizer.add_param_group({"params": [("late", late)]})
+    run.train(3, 6)
+    return whole(run.weights), [int(run.optimizer.state[run.weights[name]]["step"]) for name in ("a", "bias")]
+
+
+def test_plain_weights_keep_their_state_when_the_first_shard_comes(pools):
+    expected, clocks = with_a_late_shard("alone")
+    assert clocks == [5, 6]
+    for found, kept in pools[2].run(with_a_late_shard, "alone"):
+        assert kept == clocks
+        assert_close(found, expected)
+
+
+def channels_last(group):
+    weight = value((6, 3, 2, 2), 1).contiguous(memory_format=torch.channels_last)
+    p, q = nn.Parameter(weight), nn.Parameter(value((8, 12), 2))
+    own = {"params": [("p", p)], "algorithm": "adamw", "lr": 0.01, "fused": True}
+    optimizer = prokl.ProKLShampoo([{"params": [("q", q)]}, own], process_group=dist.group.WORLD if group else None)
+    for call in range(3):
+        for t in (p, q):
+            t.grad = torch.empty_like(t).copy_(value(t.shape, call))
+        optimizer.step()
+    return whole({"p": p, "q": q}), p.stride()
+
+
+def test_fused_adamw_takes_weights_in_channels_last_as_in_one_process(pools):
+    expected, stride = channels_last(False)
+    for found, its in pools[2].run(channels_last, True):
+        assert its == stride
+        assert_same(found, expected)
+
+
+def without_a_setting():
+    run = Run("ddp", shapes=TWO).train(0, 3)
+    del run.optimizer.param_groups[0]["momentum"]
+    return message(run.step, 3)
+
+
+def test_a_group_that_was_robbed_of_a_setting_is_told_as_in_one_process(pools):
+    for said in pools[2].run(without_a_setting):
+        assert said == (
+            "ValueError",
+            "Group 0 has no momentum, which algorithm='matrix' needs: set it back, to 0.9 for what it is by default.",
+        )
 
 
 def unfrozen(how):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
+from prokl.algorithm.shapes import Split
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole_block
@@ -22,10 +23,24 @@ from prokl.distributed.ownership import Part, Weight, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
-from prokl.engine import checkpoint
+from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import DEFAULTS, Piece, Reading, Unit, check_reading, may_move, units
+from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, may_move, units
 from prokl.engine.validation import check_gradient, check_names
+
+
+class Kind(NamedTuple):
+    """What must stay as it is for a weight to go on with the state that it has."""
+
+    algorithm: str
+    shape: tuple[int, ...]
+    transposed: bool
+    split: Split
+
+    @classmethod
+    def of(cls, unit: Unit) -> Kind:
+        """Return what a weight is today."""
+        return cls(unit.group["algorithm"], tuple(unit.p.shape), *unit.how)
 
 
 class Division:
@@ -42,17 +57,20 @@ class Division:
         self.engine = Engine(outer.method, outer.defaults, outer.title)
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
-        self.readings: dict[Tensor, Reading] = {}
+        self.kinds: dict[Tensor, Kind] = {}
         self.broken: str | None = None
         self._layout: Any = None
-        self._exposed: dict[Tensor, dict[str, Any]] = {}  # by weight, the entry of this rank's own state
+        # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
+        self._exposed: dict[Tensor, dict[str, Any] | None] = dict.fromkeys(
+            p for p in outer.state if process_group is None and isinstance(p, Tensor) and not is_dtensor(p)
+        )
         self._peers_notified = False  # True while a state is loaded once all ranks know whether each of them can
 
     def update(self, outer: Engine) -> None:
         """Follow the optimizer's groups and settings; where weights are new, all ranks compare what they have."""
         layout = [
-            [_plain(group.get(key)) for key in DEFAULTS]
-            + [(id(p), may_move(p), p.dtype, p.device) for p in group["params"]]
+            [_plain(group.get(key)) for key in ("algorithm", *DEFAULTS)]
+            + [(id(p), may_move(p), p.dtype, p.device, p.shape) for p in group["params"]]
             for group in outer.groups
         ]
         if layout != self._layout:
@@ -64,11 +82,11 @@ class Division:
 
     def _divide(self, outer: Engine) -> None:
         all_units = [*units(outer.groups)]
-        present = {unit.p for unit in all_units}
-        for p in [p for p in self.weights if p not in present and not outer.state.get(p)]:
+        present = {unit.p: Kind.of(unit) for unit in all_units}
+        for p in [p for p in self.weights if present.get(p) != self.kinds[p] and not outer.state.get(p)]:
             self._drop(p)
         outer.signatures.keep(outer.state)
-        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.readings)
+        before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.kinds)
         for weight in self.divided():
             weight.follow()
         for unit in all_units:
@@ -76,7 +94,7 @@ class Division:
         failure = None
         try:
             for unit in all_units:
-                self._check_reading(unit)
+                self._check_kind(unit)
             for index in range(len(outer.groups)):
                 self._assign([unit for unit in all_units if unit.group_index == index], outer.method)
             self._make_local_groups(outer)
@@ -85,26 +103,29 @@ class Division:
         try:
             compare(self.teams, all_units, self.weights, failure)
         except Exception:
-            self.weights, self.loads, self.readings = before
+            self.weights, self.loads, self.kinds = before
             raise
         self._make_waves(all_units)
 
     def _drop(self, p: Tensor) -> None:
-        """Forget a weight that is in no group any more, nor has state with which it could come back."""
+        """Forget a weight without state that is in no group any more, or is another one by now."""
         stand_in = self.weights.pop(p).stand_in
-        self.readings.pop(p, None)
+        self.kinds.pop(p, None)
         self._exposed.pop(p, None)
         if stand_in is not None:
             self.engine.state.pop(stand_in, None)
             self.engine.first.pop(stand_in, None)
 
-    def _check_reading(self, unit: Unit) -> None:
-        """Raise ValueError where matrices are not read as they were when owners were found."""
-        how = unit.how
-        if how != (reading := self.readings.setdefault(unit.p, how)):
+    def _check_kind(self, unit: Unit) -> None:
+        """Raise ValueError where a weight with state is not what it was when its owners were found."""
+        now = Kind.of(unit)
+        before = self.kinds.setdefault(unit.p, now)
+        changed = [key for key, value in now._asdict().items() if value != getattr(before, key)]
+        if changed:
+            is_now, was = (", ".join(f"{key}={getattr(kind, key)!r}" for key in changed) for kind in (now, before))
             raise ValueError(
-                f"Invalid transposed={how.transposed!r}, split={how.split!r} of {unit.name}: its work was divided with "
-                f"transposed={reading.transposed!r}, split={reading.split!r}. Set them back, or start a new optimizer."
+                f"Invalid {is_now} of {unit.name}: its work was divided with {was}. Set it back, or remove its state, "
+                "optimizer.state.pop(p) on all ranks, to begin anew."
             )
 
     def tell(self, failure: Exception | None) -> Exception | None:
@@ -198,7 +219,10 @@ class Division:
         """Step everything; return warnings."""
         for unit in units(outer.groups):  # what all ranks refuse alike, and before any waits
             check_gradient(unit.p, unit.name)
+            if not unit.matrix:
+                adamw.check_dtype(unit.p, unit.name)
         for index, group in enumerate(outer.groups):
+            outer.check_complete(index, group)
             outer.check_settings(index, group)
         self.check_unbroken("step")
         self.update(outer)

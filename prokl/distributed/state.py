@@ -138,9 +138,10 @@ def partial_message(name: str, value: Any) -> str:
     owners = sorted({part.owner for part in value.parts}) if hasattr(value, "parts") else []
     whose = f"is held by rank {', '.join(map(str, owners))} of its process group" if owners else "is one rank's part"
     return (
-        f"The loaded state of {name} {whose}, and what was loaded is the part of another rank or of another number of "
-        "ranks. Save with torch.distributed.checkpoint, which can be loaded on any number of ranks, or save "
-        "optimizer.gather_state_dict(), which all ranks must call."
+        f"The loaded state of {name} {whose}, and what was loaded is the part of another rank, of another number of "
+        "ranks, or of owners found with other settings or frozen weights: freeze what was frozen at the first step, "
+        "load, and unfreeze it then. Save with torch.distributed.checkpoint, which can be loaded on any number of "
+        "ranks, or save optimizer.gather_state_dict(), which all ranks must call."
     )
 
 

@@ -121,7 +121,11 @@ class Divided:
             block, self.here = self.block(self.mine), self.whole_at(self.mine, self.team.index)
             self.own_memory = self.apart(self.mine)
             if self.own_memory:
-                self.stand_in = nn.Parameter(torch.zeros(block.shape, dtype=self.p.dtype, device=self.p.device))
+                if is_dtensor(self.p):
+                    own = torch.zeros(block.shape, dtype=self.p.dtype, device=self.p.device)
+                else:  # in the weight's strides, which fused kernels ask of a gradient
+                    own = torch.zeros_like(self.view(local(self.p), block))
+                self.stand_in = nn.Parameter(own)
                 if not may_move(self.p):
                     self.free()
             elif is_dtensor(self.p) or block != whole_block(self.p.shape):

@@ -122,10 +122,15 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
         raise ValueError(
             f"The AdamW state of {name} has {reason}. Set it back, or remove it, optimizer.state.pop(p), to begin anew."
         )
-    if p.grad.dtype != p.dtype:
-        raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
+    check_dtype(p, name)
     for key, value in [("a gradient", p.grad), *held] if group["fused"] else ():
         _check_lies_alike(p, name, key, value)
+
+
+def check_dtype(p: Tensor, name: str) -> None:
+    """Raise ValueError for a gradient of another dtype than its weight."""
+    if p.grad is not None and p.grad.dtype != p.dtype:
+        raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
 
 
 def _check_lies_alike(p: Tensor, name: str, what: str, t: Tensor | None) -> None:

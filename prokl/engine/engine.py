@@ -133,7 +133,7 @@ class Engine:
         check_forms(self.groups, self.state)
         check_names(self.groups)
         for index, group in enumerate(self.groups):
-            self._check_complete(index, group)
+            self.check_complete(index, group)
             if group["algorithm"] == "adamw":
                 adamw.bring_home(group, self.state)
         all_units = [*units(self.groups)]
@@ -154,7 +154,7 @@ class Engine:
         keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
         return Seen(self.groups, self.state, keys, waiting)
 
-    def _check_complete(self, index: int, group: Group) -> None:
+    def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
         check_choice("algorithm", group.get("algorithm"), ALGORITHMS)
         ours, foreign = self.defaults, {"differentiable"}  # torch's own: into every optimizer that is copied
