@@ -169,26 +169,32 @@ def cost(record: Record) -> float | None:
 
 
 def size_table(found: DataFrame) -> str:
-    """Return what is known of the larger model's grid, of the first seed: losses by rate, differences, and times.
+    """Return what is known of the larger model's grid: losses by rate, differences of the first seed's, and times.
 
-    The lowest loss is compared with KL-Shampoo's lowest, that of a longer run with Pro-KLShampoo's, and a change of
-    Pro-KLShampoo with that at the same rate.
+    A second seed's loss stands after a stroke. The lowest loss is compared with KL-Shampoo's lowest, that of a longer
+    run with Pro-KLShampoo's, and a change of Pro-KLShampoo with that at the same rate.
     """
     losses: dict[str, dict[float, float]] = {}
+    seconds: dict[tuple[str, float], float] = {}
     times: dict[str, float] = {}
     for row in found.to_dict("records"):
-        if row["seed"] == FIRST_SEED:
+        if row["seed"] != FIRST_SEED:
+            seconds[row["case"], row["lr"]] = row["validation_loss"]
+        else:
             case, loss = row["case"], row["validation_loss"]
             if row["steps"] > LARGER.steps:
                 case += f", {row['steps']:,} steps"
             losses.setdefault(case, {})[row["lr"]] = math.inf if math.isnan(loss) else loss
-            times[case] = row["optimizer_per_model"]
+            times.setdefault(case, row["optimizer_per_model"])
     lowest = {case: min(by_rate.values()) for case, by_rate in losses.items()}
     rival, pro = (FORMS[form].label for form in ("kl-shampoo", PRO))
     lines = []
 
     def add(case: str, rates: Collection[float], beside: str, apart: float, label: str = "") -> None:
-        shown = ", ".join(f"{lr:.3g}: {figure(losses[case].get(lr), 3)}" for lr in sorted({*rates, *losses[case]}))
+        each = {lr: [losses[case].get(lr)] for lr in sorted({*rates, *losses[case]})}
+        for lr, both in each.items():
+            both += [seconds[case, lr]] if (case, lr) in seconds else []
+        shown = ", ".join(f"{lr:.3g}: {' / '.join(figure(loss, 3) for loss in both)}" for lr, both in each.items())
         line = {"case": label or case, "validation loss by lr": shown, f"lowest − {rival}'s": "", f"− {pro}": ""}
         lines.append(line | {beside: figure(apart, 3, "+"), "optimizer / model, seconds": figure(times[case], 2)})
 
