@@ -62,19 +62,6 @@ def test_what_had_to_be_copied_is_not_followed():
         assert not addresses.follow(tensors, "form")
 
 
-def test_what_lies_nowhere_is_followed_until_it_has_memory():
-    tensors = [torch.zeros(4, 6, device=DEVICE), torch.zeros(4, 6, device=DEVICE)]
-    nowhere = tensors[1].untyped_storage()
-    nowhere.resize_(0)
-    addresses = PointerTable(2, DEVICE)
-    addresses.update([tensors[0][None], None], [1, 1], tensors, "form")
-    tensors[0] = torch.ones(4, 6, device=DEVICE)
-    assert addresses.follow(tensors, "form")
-    assert torch.equal(addresses.table.cpu(), expected([tensors[0][None], None], [1, 1]))
-    nowhere.resize_(4 * 6 * 4)
-    assert not addresses.follow(tensors, "form")
-
-
 @pytest.mark.parametrize(
     "change, counts, message",
     [

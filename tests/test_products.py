@@ -49,8 +49,6 @@ def test_grouped_and_triangular_orders_visit_every_tile_once(case, rows, columns
 @pytest.mark.parametrize("out", [HALF, BF16, SINGLE, DOUBLE], ids=str)
 @pytest.mark.parametrize("operands", [HALF, SINGLE, DOUBLE], ids=str)
 def test_a_result_is_rounded_once_to_the_dtype_asked_for_and_its_energy_is_of_it_before(case, operands, out):
-    if launch.INTERPRETED and (operands, out) == (DOUBLE, BF16):
-        pytest.skip("the interpreter converts float64 to bfloat16 wrongly")
     dtypes = [*[operands] * (len(case.dtypes[0]) - 1), SINGLE]
     i = case.make(Sizes(2, 33, 40, 50), dtypes, variant=2)
     found = case.run(**i, out_dtype=out)
