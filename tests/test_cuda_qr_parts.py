@@ -13,6 +13,11 @@ from tests.tensor_cores import TensorCores
 from tests.test_cuda_qr import DTYPES
 
 
+def test_the_host_allocates_for_as_many_columns_as_a_launch_factors(extension_on_cpu):
+    found = {dtype: getattr(extension_on_cpu, name).block for dtype, name in cuda_qr.DTYPES.items()}
+    assert found == cuda_qr.BLOCK
+
+
 @pytest.mark.parametrize("k", [12, 150])
 def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extension_on_cpu, k):
     (A,) = draw("qr", "random", (3, 150, k))
