@@ -112,6 +112,21 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
     assert optimizer.state[p]["Q_L"].any()
 
 
+@pytest.mark.parametrize("init_eigenvalue", ["auto", 0.1])
+def test_the_factors_of_a_start_in_float32_are_products_in_float64_rounded(init_eigenvalue):
+    """torch's TF32 switches leave them alone therefore; products in float32 are off by some 1e-6."""
+    G = normal(24, 3000)
+    found = [initialise(G, 8, 0.95, init_eigenvalue), initialise_kl(G, 0.95, init_eigenvalue)]
+    unit = found[0]["lambda_0"].double() if init_eigenvalue == "auto" else 1.0
+    Gt = G.double() @ found[0]["U"].double()
+    wanted = [Gt @ Gt.mT / 8, Gt.mT @ Gt / 24, G.double() @ G.double().mT / 3000, G.double().mT @ G.double() / 24]
+    for x, exact in zip((found[0]["L"], found[0]["S"], found[1]["L"], found[1]["R"]), wanted, strict=True):
+        exact = 0.05 * exact / unit
+        assert x.dtype == torch.float32
+        # A rounding, of the root of lambda_0 one more, twice.
+        assert ((x.double() - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact.abs()).all()
+
+
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kwargs):
     group = made(cls, [torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prokl.algorithm.directions import singular_directions
 from prokl.algorithm.settings import InitEigenvalue
-from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.shapes import ceiling, widest
 
 
 def start_eigenvalue(G: Tensor, init_eigenvalue: InitEigenvalue) -> Tensor:
@@ -32,6 +32,11 @@ def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
     """Return lambda_0^-1/2 (B, width), clipped at the ceiling of a factor of size ``dim``."""
     s = torch.minimum(lambda_0.rsqrt(), ceiling(dim) * (lambda_0.rsqrt() if auto else torch.ones_like(lambda_0)))
     return s.unsqueeze(-1).expand(*s.shape, width).clone()
+
+
+def _wide(t: Tensor) -> Tensor:
+    """Return t in the widest dtype of its device, whose products torch's TF32 switches leave alone."""
+    return t.to(widest(t.device))
 
 
 def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenvalue) -> dict[str, Tensor]:
@@ -56,14 +61,14 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
-    Gt = G @ U
+    Gt = _wide(G) @ _wide(U)
     if auto:
         Gt = Gt * lambda_0.rsqrt()[..., None, None]
     state |= {
         "M": torch.zeros_like(G),
         "U": U,
-        "L": (1 - beta2) / rank * (Gt @ Gt.mT),
-        "S": (1 - beta2) / m * (Gt.mT @ Gt),
+        "L": ((1 - beta2) / rank * (Gt @ Gt.mT)).to(G.dtype),
+        "S": ((1 - beta2) / m * (Gt.mT @ Gt)).to(G.dtype),
         "Q_L": X,
         "Q_S": torch.eye(rank, dtype=G.dtype, device=G.device).expand(*G.shape[:-2], rank, rank).clone(),
         "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),
@@ -87,11 +92,11 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
-    Gs = G * lambda_0.rsqrt()[..., None, None] if auto else G
+    Gs = _wide(G) * lambda_0.rsqrt()[..., None, None] if auto else _wide(G)
     state |= {
         "M": torch.zeros_like(G),
-        "L": (1 - beta2) / n * (Gs @ Gs.mT),
-        "R": (1 - beta2) / m * (Gs.mT @ Gs),
+        "L": ((1 - beta2) / n * (Gs @ Gs.mT)).to(G.dtype),
+        "R": ((1 - beta2) / m * (Gs.mT @ Gs)).to(G.dtype),
         "Q_L": X,
         "Q_R": Y,
         "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),
