@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from prokl.engine.checkpoint import with_step_tensors
 from tests.distributed.checkpoints import load, save
 from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES
 from tests.distributed.placements import Run as AnyRun
@@ -293,6 +294,14 @@ def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_sch
     assert torch.equal(gathered["state"][0]["M"], M) and torch.equal(read["state"][0]["M"], M)
     assert read["param_groups"][0]["max_lr"] == 0.02
     assert float(gathered["param_groups"][0]["lr"]) == pytest.approx(0.02)
+
+
+def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
+    """As torch.distributed.checkpoint needs, which loads a whole state dict onto one device."""
+    live = {"M": torch.empty(2, 3, 4, device="meta"), "step": torch.tensor([5, 7])}
+    saved = with_step_tensors({0: live, 1: {"M": torch.empty(3, 4, device="meta"), "step": 5}})
+    assert saved[0]["step"].is_meta and live["step"].is_cpu
+    assert saved[1]["step"].is_cpu and saved[1]["step"].ndim == 0
 
 
 def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups():

@@ -50,7 +50,7 @@ def parts_of_state(weight: Divided, entry: dict[str, Any], layout: StateLayout) 
         stacked = _stacked(weight, key)
         parts = weight.parts if stacked else (Part(0, 1, weight.parts[0].owner),)
         mine = None if weight.mine is None else (weight.mine.start, weight.mine.stop) if stacked else (0, 1)
-        device = weight.p.device if key.partition(".")[0] != "step" else "cpu"
+        device = "cpu" if key.partition(".")[0] == "step" and not shape else weight.p.device
         held = entry[key] if mine is not None else torch.empty((0, *shape[1:]), dtype=dtype, device=device)
         exported[key] = PartOfState.make(held, parts, mine, stacked, shape, mesh)
     return exported | {key: value for key, value in entry.items() if key not in layout}

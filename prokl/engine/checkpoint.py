@@ -58,12 +58,18 @@ def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, di
 def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return a state dict's state with counts of steps, integers while they are live, as int64 tensors.
 
-    What hooks keep there under names instead of weights' numbers is taken as it is.
+    Those of a stack, which are live on the CPU, lie beside the rest of its state: torch.distributed.checkpoint loads a
+    full state dict onto the one device that all tensors with a dimension share. What hooks keep there under names
+    instead of weights' numbers is taken as it is.
     """
 
     def exported(entry: dict[Any, Any]) -> dict[Any, Any]:
-        steps = {k: v for k, v in entry.items() if isinstance(k, str) and k.startswith("step") and type(v) is int}
-        return {**entry, **{k: torch.tensor(v, device="cpu") for k, v in steps.items()}}
+        steps = {k: v for k, v in entry.items() if isinstance(k, str) and k.startswith("step")}
+        counts = {k: torch.tensor(v, device="cpu") for k, v in steps.items() if type(v) is int}
+        beside = [v.device for k, v in entry.items() if k not in steps and isinstance(v, Tensor) and v.ndim]
+        of_stacks = {k: v for k, v in steps.items() if isinstance(v, Tensor) and v.ndim}
+        counts |= {k: v.to(beside[0]) for k, v in of_stacks.items() if beside}
+        return {**entry, **counts}
 
     return {i: exported(entry) if isinstance(i, int) else entry for i, entry in state.items()}
 
