@@ -77,7 +77,6 @@ def _update_rows(
 def apply_kernel(
     addresses_ptr,
     X_ptr,
-    Q_ptr,
     left_ptr,
     right_ptr,
     scale_ptr,
@@ -94,9 +93,6 @@ def apply_kernel(
     stride_X_b,
     stride_X_m,
     stride_X_n,
-    stride_Q_b,
-    stride_Q_m,
-    stride_Q_k,
     stride_left_b,
     stride_left_m,
     stride_left_r,
@@ -109,7 +105,6 @@ def apply_kernel(
     stride_lr_b,
     stride_weight_decay_b,
     HAS_X: tl.constexpr,
-    HAS_Q: tl.constexpr,
     HAS_LOW_RANK: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
@@ -120,19 +115,16 @@ def apply_kernel(
     DTYPE: tl.constexpr,
     ITEM: tl.constexpr,
     OPERAND: tl.constexpr,
-    OPERAND_LOW_RANK: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
-    PRECISION_LOW_RANK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
     TILE_R: tl.constexpr,
 ):
-    """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), a (TILE_M, TILE_N) tile of W a program.
+    """Do W <- (1 - lr weight_decay) W - lr (scale X + left right^T), a (TILE_M, TILE_N) tile of W a program.
 
-    addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. X (M, N) and Q (M, M) are multiplied
-    as OPERAND, left (M, R) and right (N, R) as OPERAND_LOW_RANK; the rest is done in SUM. lr and weight_decay (B).
+    addresses (3, B): address, row stride, column stride of W (M, N) of DTYPE. left (M, R) and right (N, R) are
+    multiplied as OPERAND; the rest, with X (M, N), is done in SUM. lr and weight_decay (B).
     AFTER: W is multiplied by 1 - lr weight_decay after the step; CAUTIOUS: only its elements that do not differ in
     sign from D's. keys (B) rounds W at random; master (B, M, N), contiguous, is what W is stepped from where it is its
     rounding.
@@ -159,19 +151,7 @@ def apply_kernel(
     m_m = o_m < M
     m_n = o_n < N
     D = tl.zeros((TILE_M, TILE_N), SUM)
-    if HAS_Q:
-        o_k = tl.arange(0, TILE_K).to(tl.int64)
-        step = tl.full((), TILE_K, tl.int64)
-        Q_at = Q_ptr + i_b * stride_Q_b + o_m[:, None] * stride_Q_m + o_k[None, :] * stride_Q_k
-        X_at = X_ptr + i_b * stride_X_b + o_k[:, None] * stride_X_m + o_n[None, :] * stride_X_n
-        for k in range(0, M, TILE_K):
-            m_k = o_k < M - k
-            q = tl.load(Q_at, m_m[:, None] & m_k[None, :], 0.0).to(OPERAND)
-            x = tl.load(X_at, m_k[:, None] & m_n[None, :], 0.0).to(OPERAND)
-            D = tl.dot(q, x, D, input_precision=PRECISION, out_dtype=SUM)
-            Q_at += step * stride_Q_k
-            X_at += step * stride_X_m
-    elif HAS_X:
+    if HAS_X:
         X_at = X_ptr + i_b * stride_X_b + o_m[:, None] * stride_X_m + o_n[None, :] * stride_X_n
         D = tl.load(X_at, m_m[:, None] & m_n[None, :], 0.0).to(SUM)
     if HAS_SCALE:
@@ -183,9 +163,9 @@ def apply_kernel(
         right_at = right_ptr + i_b * stride_right_b + o_r[:, None] * stride_right_r + o_n[None, :] * stride_right_n
         for k in range(0, R, TILE_R):
             m_r = o_r < R - k
-            b = tl.load(left_at, m_m[:, None] & m_r[None, :], 0.0).to(OPERAND_LOW_RANK)
-            u = tl.load(right_at, m_r[:, None] & m_n[None, :], 0.0).to(OPERAND_LOW_RANK)
-            D = tl.dot(b, u, D, input_precision=PRECISION_LOW_RANK, out_dtype=SUM)
+            b = tl.load(left_at, m_m[:, None] & m_r[None, :], 0.0).to(OPERAND)
+            u = tl.load(right_at, m_r[:, None] & m_n[None, :], 0.0).to(OPERAND)
+            D = tl.dot(b, u, D, input_precision=PRECISION, out_dtype=SUM)
             left_at += step_r * stride_left_r
             right_at += step_r * stride_right_r
 
@@ -206,26 +186,23 @@ def apply_kernel(
         )  # fmt: skip
 
 
-# m, n: block of W; k: how much of m is added at a time, and of r up to DEPTH_R, beyond which float32 spills.
+# m, n: block of W; k: how much of r is added at a time, beyond which float32 spills.
 # Of products of parts, which follow one another, a warp takes 16 rows: eight would compute all of 64 rows twice.
 TILES_FP32: tuple[Tile, ...] = (Tile(64, 64, 32, 4, 3), Tile(64, 32, 16, 4, 3))
-TILES_HALF: tuple[Tile, ...] = (Tile(128, 64, 64, 8, 3), TILES_FP32[0], Tile(64, 16, 16, 4, 3))
+TILES_HALF: tuple[Tile, ...] = (TILES_FP32[0], Tile(64, 16, 16, 4, 3))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
-DEPTH_R = 32
 
 
 def choose_tile(m: int, n: int, r: int, operand: torch.dtype) -> Tile:
-    """Return the tile for these sizes (r is 0 without left and right) and the dtype that Q and X are multiplied in.
+    """Return the tile for these sizes (r is 0 without left and right), and the dtype that these are multiplied in.
 
-    The largest that the matrix fills and registers hold: float32 needs more of them than half, and sizes that are no
-    multiples of 16 need an address for every element: 64 columns spill in Triton 3.6, on sm_80. Chosen by registers and
-    shared memory, not measured.
+    Sizes that are no multiples of 16 need an address for every element, and take smaller ones. On an H200 the fastest
+    of eight, which spills, was 6 % faster than 64 x 64.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
-    if m % 16 or n % 16 or r % 16:
-        return TILES_FP32[1] if operand == torch.float32 else TILES_HALF[2]  # 32 columns spill in Triton 3.9, on sm_80
-    return TILES_HALF[0] if operand != torch.float32 and m > 64 else TILES_FP32[0]
+    tiles = TILES_FP32 if operand == torch.float32 else TILES_HALF
+    return tiles[1] if m % 16 or n % 16 or r % 16 else tiles[0]
 
 
 def apply(
@@ -236,7 +213,6 @@ def apply(
     lr: Tensor,
     weight_decay: Tensor,
     scale: Tensor | None = None,
-    Q: Tensor | None = None,
     left: Tensor | None = None,
     right: Tensor | None = None,
     active: Tensor | None = None,
@@ -247,10 +223,10 @@ def apply(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
-    """Do W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T) for the weights that ``addresses`` point at.
+    """Do W <- (1 - lr weight_decay) W - lr (scale X + left right^T) for the weights that ``addresses`` point at.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
-    is in float64 where X, Q, left, right, scale or the weights are, else in float32, and W is rounded once. Two half
+    is in float64 where X, left, right, scale or the weights are, else in float32, and W is rounded once. Two half
     factors of one dtype are multiplied as they are.
 
     Args:
@@ -261,7 +237,6 @@ def apply(
         lr: learning rate, one float32 or float64 element, or one a weight (B,), read on the device.
         weight_decay: likewise.
         scale: (B,); None is 1.
-        Q: (B,m,m); None is the identity.
         left: (B,m,r); None is zero.
         right: (B,n,r), with left.
         active: (B,) bool; where False, the weight keeps its bits. None: all step.
@@ -281,9 +256,8 @@ def apply(
     if X is None:
         if left is None or right is None:
             raise ValueError("Neither X nor left and right were given: pass X, or both left and right.")
-        for name, t in (("Q", Q), ("scale", scale)):
-            if t is not None:
-                raise ValueError(f"{name} was given without X, which it multiplies: pass X too.")
+        if scale is not None:
+            raise ValueError("scale was given without X, which it multiplies: pass X too.")
         if left.ndim != 3 or 0 in left.shape[1:]:
             raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with m, r >= 1.")
         if right.ndim != 3 or right.shape[1] == 0:
@@ -298,19 +272,19 @@ def apply(
     r = 0 if left is None else left.shape[2]
     launch.check_precision(precision)
     check_addresses(addresses, count, dtype)
-    shapes = {"X": (count, m, n), "Q": (count, m, m), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
-    present = {name: t for name, t in zip(shapes, (X, Q, left, right, scale), strict=True) if t is not None}
-    for name, t in present.items():
-        launch.check(name, t, shapes[name], addresses.device, like="addresses")
+    shapes = {"X": (count, m, n), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
+    present = {name: t for name, t in zip(shapes, (X, left, right, scale), strict=True) if t is not None}
+    for name, given in present.items():
+        launch.check(name, given, shapes[name], addresses.device, like="addresses")
     for name, t in (("lr", lr), ("weight_decay", weight_decay)):
         shape = () if t.ndim == 0 else (1 if len(t) == 1 else count,)
         launch.check(name, t, shape, addresses.device, (torch.float32, torch.float64), like="addresses")
     if active is not None:
         launch.check("active", active, (count,), addresses.device, (torch.bool,), like="addresses")
     kept = {"keys": (keys, (count,), torch.int64), "master": (master, (count, m, n), torch.float32)}
-    for name, (t, wanted, kind) in kept.items():
-        if t is not None:
-            launch.check(name, t, wanted, addresses.device, (kind,), like="addresses")
+    for name, (kept_t, wanted, kind) in kept.items():
+        if kept_t is not None:
+            launch.check(name, kept_t, wanted, addresses.device, (kind,), like="addresses")
             if dtype != torch.bfloat16:
                 raise ValueError(f"{name} was given for weights of {dtype}; must be torch.bfloat16: leave {name} out.")
     if keys is not None and master is not None:
@@ -321,26 +295,27 @@ def apply(
         return
 
     total = torch.float64 if dtype == torch.float64 else launch.arithmetic_dtype(*present.values())
-    operand = total if X is None or Q is None else launch.operand_dtype(total, X, Q)
-    operand_low_rank = total if left is None or right is None else launch.operand_dtype(total, left, right)
+    operand = total
+    if left is not None and right is not None:
+        operand = launch.operand_dtype(total, left, right)
+        left, right = (launch.multiplicable(t, total) for t in (left, right))
     tile = tile or choose_tile(m, n, r, operand)
     launch.start(
         apply_kernel,
         (count * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),),
         addresses.device,
         addresses,
-        *(lr if t is None else t for t in (X, Q, left, right, scale, active, keys, master)),  # lr: not read as such
+        *(lr if t is None else t for t in (X, left, right, scale, active, keys, master)),  # lr: not read as such
         lr,
         weight_decay,
         m,
         n,
         r,
         *addresses.stride(),
-        *(stride for t in (X, Q, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
+        *(stride for t in (X, left, right) for stride in ((0, 0, 0) if t is None else t.stride())),
         *(0 if t is None else t.stride(0) for t in (scale, active, keys)),
         *(t.expand(count).stride(0) for t in (lr, weight_decay)),
         HAS_X=X is not None,
-        HAS_Q=Q is not None,
         HAS_LOW_RANK=left is not None,
         HAS_SCALE=scale is not None,
         HAS_ACTIVE=active is not None,
@@ -351,14 +326,11 @@ def apply(
         DTYPE=TRITON_DTYPES[dtype],
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],
-        OPERAND_LOW_RANK=TRITON_DTYPES[operand_low_rank],
         SUM=TRITON_DTYPES[total],
         PRECISION=precision if operand == torch.float32 else "ieee",
-        PRECISION_LOW_RANK=precision if operand_low_rank == torch.float32 else "ieee",
         TILE_M=tile.m,
         TILE_N=tile.n,
-        TILE_K=tile.k,
-        TILE_R=min(tile.k, DEPTH_R),
+        TILE_R=tile.k,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

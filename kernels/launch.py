@@ -57,6 +57,14 @@ def operand_dtype(sum_dtype: torch.dtype, *tensors: Tensor) -> torch.dtype:
     )
 
 
+def multiplicable(t: Tensor, sum_dtype: torch.dtype) -> Tensor:
+    """Return a factor as a kernel multiplies it: one of half precision in float32 where the sum is in float64.
+
+    Triton 3.6 compiles no product of float64 with what it converts from half precision.
+    """
+    return t.float() if sum_dtype == torch.float64 and t.dtype.itemsize == 2 else t
+
+
 def check(
     name: str,
     t: Tensor,

@@ -152,6 +152,7 @@ def precondition(
     if tile is None or tile.n < r:
         most = (TILES_FP64 if dtype == torch.float64 else TILES)[0].n if tile is None else tile.n
         raise ValueError(f"G_par has r={r}; must be at most {most} in {dtype}: use the PyTorch form beyond.")
+    P, G_par, Q_S = (launch.multiplicable(t, dtype) for t in (P, G_par, Q_S))
     out = torch.empty((B, m, r), dtype=dtype, device=P.device)
     if B > 0:
         launch.start(

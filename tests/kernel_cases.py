@@ -417,7 +417,7 @@ MOMENTUM = KernelCase(
     tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, t.k + 2), written="M", unread=("G",),
     refused=(
         *OF_BUCKET,
-        ({"M": torch.ones(3, 5, 1).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
+        ({"M": torch.ones(3, 5, 1, device=DEVICE).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
     ),
 )  # fmt: skip
 PAIRED_MOMENTUM = replace(
@@ -465,8 +465,8 @@ def _apply(W: Tensor, X: Tensor | None = None, **i: Any) -> list[Tensor | Pair]:
 
 
 def _stepped(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    lr, X, Q, left = column(i["lr"]), i.get("X"), i.get("Q"), i.get("left")
-    D = 0.0 if X is None else X if Q is None else Q @ X
+    lr, X, left = column(i["lr"]), i.get("X"), i.get("left")
+    D = 0.0 if X is None else X
     D = D if i.get("scale") is None else column(i["scale"]) * D
     D = D if left is None else D + left @ i["right"].mT
     new = (1 + minus * lr * column(i["weight_decay"])) * i["W"] + minus * lr * D
@@ -479,28 +479,27 @@ STACK = KernelCase(
     variants=({}, {"negate": True}), tiles={DOUBLE: (*TILES_OF_STACK, Tile(16, 32, 1, 4, 1), Tile(128, 16, 1, 4, 1))},
     tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, 1), stored=lambda i: i["W"].dtype,
 )  # fmt: skip
-ALL = {"X": "mn", "Q": "mm", "scale": ".", "left": "mr", "right": "nr"}
+ALL = {"X": "mn", "scale": ".", "left": "mr", "right": "nr"}
 NONE = dict.fromkeys(ALL)
 APPLY = KernelCase(
     "apply", _apply, _stepped, {"W": "mn", **ALL, "lr": ".+", "weight_decay": ".+"},
-    # Sums of m and of r products, and 10 roundings of scale, lr, decay and the last sum.
-    lambda s: [(s.m + s.r + 10, 2)],
+    # A sum of r products, and 10 roundings of scale, lr, decay and the last sum.
+    lambda s: [(s.r + 10, 1)],
     dtypes=(
-        (SINGLE,) * 6, (HALF, HALF, HALF, SINGLE, SINGLE, SINGLE), (DOUBLE,) * 8, (BF16,) + (SINGLE,) * 5,
-        (DOUBLE, HALF, HALF, SINGLE, SINGLE, SINGLE), (HALF, DOUBLE, DOUBLE, SINGLE, SINGLE, SINGLE),
-        (SINGLE, SINGLE, SINGLE, DOUBLE, DOUBLE, DOUBLE), (SINGLE,) + (HALF,) * 5,
-        (DOUBLE, SINGLE, SINGLE, BF16, BF16, BF16), (SINGLE, HALF, BF16, SINGLE, SINGLE, HALF),
+        (SINGLE,) * 5, (HALF, HALF, SINGLE, SINGLE, SINGLE), (DOUBLE,) * 7, (BF16,) + (SINGLE,) * 4,
+        (DOUBLE, HALF, SINGLE, SINGLE, SINGLE), (HALF, DOUBLE, SINGLE, SINGLE, SINGLE),
+        (SINGLE, SINGLE, DOUBLE, DOUBLE, DOUBLE), (SINGLE,) + (HALF,) * 4,
+        (DOUBLE, SINGLE, BF16, BF16, BF16), (SINGLE, HALF, SINGLE, SINGLE, HALF),
     ),
-    variants=({}, {"active": "?"}, {"scale": None}, {"Q": None}, NONE | {"X": "mn"}, {"left": None, "right": None},
-              {"X": None, "Q": None, "scale": None}),
-    tiles={HALF: (*apply.TILES_HALF, apply.TILES_FP32[1]), DOUBLE: apply.TILES_FP64},
+    variants=({}, {"active": "?"}, {"scale": None}, NONE | {"X": "mn"}, {"left": None, "right": None},
+              {"X": None, "scale": None}),
+    tiles={HALF: apply.TILES_HALF, SINGLE: apply.TILES_FP32, DOUBLE: apply.TILES_FP64},
     tile_of=lambda t: Sizes(2, t.m + 6, t.n + 3, t.k + 5), stored=lambda i: i["W"].dtype, written="W",
     unread=(*ALL,),
     refused=(
         ({"right": None}, r"^Only one of left and right was given"),
         (NONE, r"^Neither X nor left and right were given"),
-        ({"X": None, "scale": None}, r"^Q was given without X"),
-        ({"X": None, "Q": None}, r"^scale was given without X"),
+        ({"X": None}, r"^scale was given without X"),
         ({"X": torch.ones(3, 0, 9)}, r"^X has shape \(3, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
         ({"X": torch.ones(2, 5, 9)}, r"^addresses has shape \(3, 3\); must be \(3, 2\)"),
         ({"left": torch.ones(3, 5, 0)}, r"^left has shape \(3, 5, 0\); must be \(B, m, r\) with r >= 1"),

@@ -159,7 +159,7 @@ def test_polar_error_is_the_distance_from_the_exact_polar_factor(ns_dtype, toler
         before = {key: value.clone() for key, value in batch.state.items()}
         usable = torch.ones(len(batch.names), dtype=torch.bool)
         direction = measures.coming_direction(batch, batch.gradient.clone(), usable)
-        outputs = direction.X if direction.Q is None else direction.Q @ direction.X
+        outputs = direction.X
         for b, name in enumerate(batch.names):
             state = {key: value[b] for key, value in before.items()}
             _, _, G_perp = reference.momentum_and_projection(batch.gradient[b], state, h)

@@ -126,7 +126,7 @@ CHOICES = [
     (momentum, (OPERANDS, EITHER)),
     (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), launch.PRECISIONS, EITHER, EITHER)),
     (product, (BATCHES, SIDES, SIDES, OPERANDS, launch.PRECISIONS, EITHER)),
-    (symmetric_product, (BATCHES, SIDES, OPERANDS, launch.PRECISIONS, EITHER, EITHER)),
+    (symmetric_product, (BATCHES, SIDES, OPERANDS, launch.PRECISIONS, EITHER, EITHER, EITHER)),
 ]
 
 

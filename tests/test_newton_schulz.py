@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import prokl
+from prokl.algorithm import newton_schulz as forms
 from prokl.algorithm import settings
-from prokl.algorithm.newton_schulz import newton_schulz_factors, use_gram
+from prokl.algorithm.newton_schulz import use_gram
 from prokl.algorithm.reference import newton_schulz
-from prokl.backends import triton_ops
 from prokl.backends.torch_ops import TorchStages
 from prokl.backends.triton_ops import TritonStages
 
@@ -35,10 +35,10 @@ def inverse_norm(X):
     return 1 / torch.linalg.vector_norm(X.double(), dim=(-2, -1))
 
 
-def dense(factors):
-    Q, Y, scale = factors
-    D = Y.double() if Q is None else Q.double() @ Y.double()
-    return D if scale is None else D * scale.double()[:, None, None]
+def batched(X, scale, steps, coefficients, stages, gram=None):
+    """The result in float64."""
+    Y = forms.newton_schulz(X, scale, steps, coefficients, stages, gram=gram).double()
+    return Y if scale is None else Y * scale.double()[:, None, None]
 
 
 def normalised(X):
@@ -77,7 +77,7 @@ def test_both_forms_equal_the_reference(stages, size, steps, coefficients, gram)
     X = problem(*size)
     truth = exact(X, steps, coefficients)
     for given, scale in ((X, inverse_norm(X)), (normalised(X), None)):
-        found = dense(newton_schulz_factors(given, scale, steps, coefficients, stages, gram=gram))
+        found = batched(given, scale, steps, coefficients, stages, gram)
         assert error(found, truth) <= 1e-10  # rounding, times a = 3.4445 at most per iteration
 
 
@@ -92,18 +92,18 @@ def test_low_precision_error_is_at_most_twice_the_torch_forms(dtype, size, gram)
     X = problem(*size, dtype=dtype)
     truth = exact(X, 5, MUON)
     rounded = (X * inverse_norm(X)[:, None, None]).to(dtype)
-    plain = error(dense(newton_schulz_factors(rounded, None, 5, MUON, TORCH, gram=gram)), truth)
+    plain = error(batched(rounded, None, 5, MUON, TORCH, gram), truth)
     given = (rounded, None) if dtype == torch.float16 else (X, inverse_norm(X).float())
-    assert error(dense(newton_schulz_factors(*given, 5, MUON, KERNELS, gram=gram)), truth) <= 2 * plain
+    assert error(batched(*given, 5, MUON, KERNELS, gram), truth) <= 2 * plain
 
 
 @pytest.mark.parametrize("gram", [True, False])
 def test_an_inverse_norm_of_zero_gives_zero_and_leaves_the_others_alone(gram):
     X = problem(3, 24, 40, torch.float32)
     inverse = inverse_norm(X).float()
-    good = dense(newton_schulz_factors(X, inverse, 5, MUON, KERNELS, gram=gram))
+    good = batched(X, inverse, 5, MUON, KERNELS, gram)
     inverse[1] = 0
-    found = dense(newton_schulz_factors(X, inverse, 5, MUON, KERNELS, gram=gram))
+    found = batched(X, inverse, 5, MUON, KERNELS, gram)
     assert not found[1].any()
     assert torch.equal(found[0], good[0]) and torch.equal(found[2], good[2])
 
@@ -111,35 +111,26 @@ def test_an_inverse_norm_of_zero_gives_zero_and_leaves_the_others_alone(gram):
 @pytest.mark.parametrize("m, n", [(16, 16), (16, 23), (16, 24), (16, 64)])
 def test_the_form_is_chosen_by_aspect_and_can_be_asked_for(m, n):
     X = problem(1, m, n)
-    Q, Y, _ = newton_schulz_factors(X, inverse_norm(X), 5, MUON, KERNELS)
-    assert (Q is not None) == use_gram(m, n) == (n >= 1.5 * m)
-    assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, KERNELS, gram=False)[0] is None
-    assert newton_schulz_factors(X, inverse_norm(X), 5, MUON, KERNELS, gram=True)[0] is not None
+    for gram, wanted in ((None, use_gram(m, n)), (True, True), (False, False)):
+        with patch.object(forms, "standard", wraps=forms.standard) as standard:
+            batched(X, inverse_norm(X), 5, MUON, KERNELS, gram)
+        assert standard.called != wanted
+    assert use_gram(m, n) == (n >= 1.5 * m)
 
 
 def test_a_half_precision_matrix_comes_without_a_scale():
     with pytest.raises(ValueError, match="A float16 X came with a scale"):
-        newton_schulz_factors(problem(2, 3, 4, torch.float16), torch.ones(2, device=DEVICE), 5, MUON, KERNELS)
+        batched(problem(2, 3, 4, torch.float16), torch.ones(2, device=DEVICE), 5, MUON, KERNELS)
 
 
-@pytest.mark.parametrize("gram", [True, False])
-def test_cublas_multiplies_the_shapes_of_its_table_alone(gram, monkeypatch):
-    X = problem(2, 16, 32, torch.bfloat16)
-
-    def run(table):
-        monkeypatch.setattr(triton_ops, "CUBLAS", frozenset(table))
-        with patch("torch.baddbmm", wraps=torch.baddbmm) as added, patch("torch.bmm", wraps=torch.bmm) as plain:
-            found = newton_schulz_factors(X, inverse_norm(X).float(), 5, MUON, KERNELS, gram=gram)
-        return dense(found), (added.call_count, plain.call_count)
-
-    assert not triton_ops.CUBLAS  # before a GPU has decided
-    kernels, none = run(triton_ops.CUBLAS)
-    cublas, calls = run({(16, 16, 32)})
-    # Four updates of X have one scale for all matrices, the first has one for each; of two restarts one has.
-    assert none == (0, 0) and calls == ((0, 1) if gram else (4, 0))
-    truth = exact(X, 5, MUON)
-    assert error(cublas, truth) <= 1.5 * error(kernels, truth)  # both round to bfloat16 once a product
-    assert torch.equal(run({(16, 16, 33)})[0], kernels)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_plain_products_of_bfloat16_matrices_are_torchs(dtype):
+    """The three of the Gram form; those of the standard form have an addend."""
+    X = problem(2, 16, 32, dtype)
+    for gram, products in ((True, 3 * (dtype == torch.bfloat16)), (False, 0)):
+        with patch("torch.bmm", wraps=torch.bmm) as plain:
+            batched(X, inverse_norm(X).float(), 5, MUON, KERNELS, gram)
+        assert plain.call_count == products
 
 
 # Over PyTorch, how far apart the forms are
@@ -147,9 +138,7 @@ def test_cublas_multiplies_the_shapes_of_its_table_alone(gram, monkeypatch):
 
 def off(X, dtype, gram):
     """By how much a form in ``dtype`` is off for each matrix."""
-    found, exact = (
-        dense(newton_schulz_factors(x, None, 5, MUON, TORCH, gram=g)) for x, g in ((X.to(dtype), gram), (X, False))
-    )
+    found, exact = (batched(x, None, 5, MUON, TORCH, g) for x, g in ((X.to(dtype), gram), (X, False)))
     return torch.linalg.matrix_norm(found - exact)
 
 

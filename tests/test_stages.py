@@ -48,7 +48,7 @@ def called(backend, method):
 def off(name, found, wanted):
     """By how much results are off by norm; what comes in parts is added up before."""
     if name == "whiten":  # the factor is left to the next operation, or not
-        found, wanted = (Direction(X, None, scale).dense() for X, scale in (found, wanted))
+        found, wanted = (Direction(X, scale).dense() for X, scale in (found, wanted))
     errors = []
     for x, y in zip(flat(found), flat(wanted), strict=True):
         x = x if x.shape == y.shape else x.sum(1, keepdim=x.ndim == y.ndim)

@@ -21,7 +21,7 @@ from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import apply, stack, store, usable
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
-FACTORS = ("X mn polar", "Q mm polar", "scale .", "left mr", "right nr", "active .?")
+FACTORS = ("X mn polar", "scale .", "left mr", "right nr", "active .?")
 """Of a direction, and which matrices step."""
 STATE = {"U": "nr", "L": "mm", "S": "rr", "Q_L": "mm", "Q_S": "rr"}
 STATE |= {"M": "mn", "R": "nn", "inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
@@ -112,7 +112,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
 
 def _apply(mode: str = "plain", **decay: bool) -> Bind:
     def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
-        own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:5]), **decay)
+        own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:4]), **decay)
 
         def run() -> list[Tensor]:
             own.apply(direction, range(len(i["weights"])), i.get("active"))
@@ -127,8 +127,8 @@ def _apply(mode: str = "plain", **decay: bool) -> Bind:
 def apply_case(
     factors: str, mode: str = "plain", after: bool = False, cautious: bool = False, half: bool = False, **fields: Any
 ) -> Case:
-    """Return W <- (1 - lr weight_decay) W - lr (scale Q X + left right^T), with those of the factors that are named."""
+    """Return W <- (1 - lr weight_decay) W - lr (scale X + left right^T), with those of the factors that are named."""
     name = f"apply {factors}" + " decay after" * after + " cautiously" * cautious
     name += f" {mode}" * (mode != "plain") + " low rank in half" * half
     bind = _apply(mode, decay_after=after, cautious_decay=cautious)
-    return Case(name, matrices(factors, half), bind, polar="Q" in factors, module=apply, **fields)
+    return Case(name, matrices(factors, half), bind, module=apply, **fields)

@@ -29,7 +29,7 @@ from bench.micro.case import (
 from bench.micro.io import KL_STEPPED, LR, STEPPED, WEIGHT_DECAY, apply_case, stack_case, store_case, usable_case
 from bench.micro.stages import NS_COEFFICIENTS, NS_STEPS, H
 from prokl.algorithm.algebra import Admitted, Direction, Roots
-from prokl.algorithm.newton_schulz import newton_schulz_factors
+from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.stages import Projected, ProKLShampooStages, Residual
 from prokl.kernels import (
@@ -76,8 +76,7 @@ def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
             X, scale = X * scale.to(X.dtype)[:, None, None], None
 
         def run() -> Direction:
-            Q, Y, left = newton_schulz_factors(X, scale, NS_STEPS, NS_COEFFICIENTS, ops, gram=gram)
-            return Direction(Y, Q, left)
+            return Direction(newton_schulz(X, scale, NS_STEPS, NS_COEFFICIENTS, ops, gram=gram), scale)
 
         return run
 
@@ -93,7 +92,7 @@ def _whiten(
     ops: ProKLShampooStages, P: Operand, G_perp: Operand, size: Tensor, whole: Tensor, dtype: torch.dtype
 ) -> Direction:
     X, scale = ops.whiten(P, Residual(G_perp, size, whole, 0.0), dtype)
-    return Direction(X, None, scale)
+    return Direction(X, scale)
 
 
 def _polynomial(ops: ProKLShampooStages, R: Tensor) -> Tensor:
@@ -229,14 +228,13 @@ KERNELS: tuple[Case, ...] = (
     Case("shifted polynomial", tensors("R mm~ polar"), over(_shifted_polynomial), **GRAM),
     newton_schulz_case(False, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
     newton_schulz_case(True, dtypes=(FP32, FP32_POLAR), module=symmetric_product),
-    apply_case("X Q scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="polar"),
-    apply_case("X Q scale left right active"),
-    apply_case("X Q scale left right", "stochastic", dtypes=(BF16,), operand="polar"),
-    apply_case("X Q scale left right", "master", dtypes=(BF16,), operand="polar"),
-    apply_case("X Q scale"),
-    apply_case("X scale left right"),
+    apply_case("X scale left right", dtypes=(FP32, BF16, FP32_POLAR, FP64), timed=BOTH, operand="arithmetic"),
+    apply_case("X scale left right active"),
+    apply_case("X scale left right", "stochastic", dtypes=(BF16,), operand="arithmetic"),
+    apply_case("X scale left right", "master", dtypes=(BF16,), operand="arithmetic"),
+    apply_case("X scale"),
     apply_case("left right"),
-    apply_case("X Q scale left right", cautious=True, dtypes=(FP32, BF16, FP32_POLAR, FP64)),
+    apply_case("X scale left right", cautious=True, dtypes=(FP32, BF16, FP32_POLAR, FP64)),
     apply_case("X", after=True, dtypes=(FP32_POLAR, BF16, FP64)),
     apply_case("X", after=True, cautious=True, dtypes=(FP32_POLAR, BF16, FP64)),
     # What lies between the products.
@@ -298,9 +296,7 @@ KERNELS: tuple[Case, ...] = (
         "whiten of pairs", tensors("P mm pair", "G_perp mn pair", *WHITENED, **POLAR), over(_whiten),
         dtypes=(FP32, FP32_POLAR), timed=(FP32,), module=product,
     ),
-    apply_case("X Q scale left right active", half=True),
-    apply_case("X Q scale left right active", "stochastic", half=True, dtypes=(BF16,)),
-    apply_case("X scale left right active", half=True),
+    apply_case("X scale left right active", half=True, timed=(FP32,), operand="polar"),
     apply_case("X scale left right active", "stochastic", half=True, dtypes=(BF16,)),
     product_case("product of pairs", "mm pair, mr pair", timed=(FP32,), operand="pair"),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr", "alpha ."), timed=(FP32,), operand="pair"),

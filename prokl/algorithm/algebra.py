@@ -56,12 +56,10 @@ class Admitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Direction:
-    """The direction D = scale Q X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
+    """The direction D = scale X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
 
     X: Tensor | None
     """(B,m,n) in any floating dtype; None when the direction is left right^T alone."""
-    Q: Tensor | None = None
-    """(B,m,m) in the dtype of X; None is the identity."""
     scale: Tensor | None = None
     """(B,); None is 1."""
     left: Tensor | None = None
@@ -79,11 +77,10 @@ class Direction:
             assert self.left is not None and self.right is not None
             dtype = torch.promote_types(self.left.dtype, torch.float32)
             return self.left.to(dtype) @ self.right.to(dtype).mT
-        D = self.X if self.Q is None else self.Q @ self.X
+        D = self.X
         if self.scale is not None:
-            fresh = D is not self.X or D.dtype != self.scale.dtype
-            D = D.to(self.scale.dtype)  # the arithmetic dtype
-            D = D.mul_(self.scale[:, None, None]) if fresh else D * self.scale[:, None, None]
+            wide = D.to(self.scale.dtype)  # the arithmetic dtype
+            D = wide * self.scale[:, None, None] if wide is D else wide.mul_(self.scale[:, None, None])
         if self.left is None:
             return D
         assert self.right is not None

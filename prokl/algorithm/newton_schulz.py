@@ -52,16 +52,15 @@ def use_gram(m: int, n: int) -> bool:
 
 
 def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Polynomials) -> Tensor:
-    """Iterate X <- aX + (bA + cA^2)X with A = XX^T, ``steps`` times from scale X (B,m,n) of norm at most 1."""
+    """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, ``steps`` times, from scale X (B,m,n) of norm at most 1.
+
+    A scale stays beside X: what comes out is multiplied by it as well.
+    """
     a, b, c = coefficients
     for _ in range(steps):
         A = ops.gram(X, scale)
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
-        if scale is None:
-            X = ops.product(Z, X, C=X, beta=a)
-        else:
-            X = ops.product(Z, X, C=X, alpha=scale, beta=a * scale)
-        scale = None
+        X = ops.product(Z, X, C=X, beta=a)
     return X
 
 
@@ -86,7 +85,7 @@ def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Polynomi
     return Q
 
 
-def newton_schulz_factors(
+def newton_schulz(
     X: Tensor,
     scale: Tensor | None,
     steps: int,
@@ -94,11 +93,8 @@ def newton_schulz_factors(
     ops: Polynomials,
     *,
     gram: bool | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Compute the Newton-Schulz result of scale X as factors (Q, Y, scale): the result is scale Q Y.
-
-    Leaving the last product to the caller lets it be fused with the subspace term of the update; folding the
-    normalisation into the first products spares a pass over X.
+) -> Tensor:
+    """Return Y with scale Y the Newton-Schulz result of scale X: leaving the scale beside them spares a pass over X.
 
     Args:
         X: (B,m,n), m <= n, in the dtype of the products.
@@ -110,7 +106,7 @@ def newton_schulz_factors(
         gram: form to use; None chooses by :func:`use_gram`.
 
     Returns:
-        Q (B,m,m) or None for the identity, Y (B,m,n), scale (B,) or None for 1.
+        Y (B,m,n).
 
     Raises:
         ValueError: a float16 X that is not normalised.
@@ -120,12 +116,8 @@ def newton_schulz_factors(
     if gram is None:
         gram = use_gram(X.shape[-2], X.shape[-1])
     if not gram:
-        return None, standard(X, scale, steps, coefficients, ops), None
-    while True:
+        return standard(X, scale, steps, coefficients, ops)
+    for done in range(0, steps, GRAM_RUN):
         R = ops.gram(X, scale)
-        Q = gram_factor(R, min(steps, GRAM_RUN), coefficients, ops)
-        if steps <= GRAM_RUN:
-            return Q, X, scale
-        X = ops.product(Q, X, alpha=1.0 if scale is None else scale)
-        scale = None
-        steps -= GRAM_RUN
+        X = ops.product(gram_factor(R, min(steps - done, GRAM_RUN), coefficients, ops), X)
+    return X

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from prokl.algorithm import admission, evidence
 from prokl.algorithm.algebra import Admitted, Direction, Factor, Roots, Scale, State, refreshed
-from prokl.algorithm.newton_schulz import Polynomials, newton_schulz_factors
+from prokl.algorithm.newton_schulz import Polynomials, newton_schulz
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import widest
 
@@ -212,10 +212,10 @@ class ProKLShampooStages(Polynomials):
         direction_scale = h.direction_scale(n)
         weight = direction_scale * h.subspace_weight(m, n, r)
         P = self.spectral(state["Q_L"], roots.L)
-        X = Q = scale = left = right = None
+        X = scale = left = right = None
         if residual is not None and h.variant in POLAR_VARIANTS:
             X, scale = self.whiten(P, residual, h.polar_dtype(roots.L))
-            Q, X, scale = newton_schulz_factors(X, scale, h.ns_steps, h.ns_coefficients, self)
+            X = newton_schulz(X, scale, h.ns_steps, h.ns_coefficients, self)
             if h.adjust_lr_fn == "original":
                 scale = aspect_scale if scale is None else scale * aspect_scale
             else:
@@ -238,7 +238,7 @@ class ProKLShampooStages(Polynomials):
             left = left.to(right.dtype)
         elif bounded is not None:
             clipped = state["clipped"] + bounded
-        return Direction(X, Q, scale, left, right, cautious_decay=h.cautious_weight_decay), clipped
+        return Direction(X, scale, left, right, cautious_decay=h.cautious_weight_decay), clipped
 
     def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
