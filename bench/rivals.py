@@ -77,6 +77,30 @@ def emulated(device: torch.device) -> bool:
     return device.type == "cpu" and not cpu_has_bfloat16()
 
 
+class CapturedMuon(torch.optim.Muon):
+    """torch's Muon whose step is replayed from one CUDA graph: what it costs without the host, which launches a lot.
+
+    Gradients must stay where they are, and settings as they are.
+    """
+
+    PLAIN = 2
+    """Steps before the capture, which make the momentum and the libraries' workspaces."""
+
+    def __init__(self, weights: list[Tensor], **settings: Any) -> None:
+        super().__init__(weights, **settings)
+        self._taken, self._graph = 0, torch.cuda.CUDAGraph()
+
+    def step(self) -> None:  # type: ignore[override]
+        if self._taken < self.PLAIN:
+            super().step()
+        elif self._taken == self.PLAIN:
+            with torch.cuda.graph(self._graph):
+                super().step()
+        if self._taken >= self.PLAIN:
+            self._graph.replay()
+        self._taken += 1
+
+
 class Float32Muon(torch.optim.Muon):
     """torch's Muon with its Newton-Schulz in float32: torch has it in bfloat16 and no setting."""
 

@@ -54,7 +54,7 @@ def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
     }
     weights = {}
     for backend in ("reference", "triton"):
-        p = weight(10, 6, dtype=torch.float64).to(DEVICE)
+        p = torch.nn.Parameter(weight(10, 6, dtype=torch.float64).detach().to(DEVICE))
         optimizer = made(cls, [p], backend=backend, **settings)
         for t in range(5):
             step(optimizer, [p], [normal(10, 6, seed=t, dtype=torch.float64).to(DEVICE)])

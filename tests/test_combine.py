@@ -21,10 +21,9 @@ def randn(*shape, dtype=torch.float32, seed=0):
 
 def test_c_comes_twice_and_not_as_its_square():
     """Of c = 1e-25 the square is zero in float32."""
-    size = torch.tensor([1e-25])
-    a = torch.ones(1, 2)
-    X, Z, whitened = samples(torch.full((1, 2, 3), 1e25), torch.full((1, 2, 3), 1e25), a, torch.ones(1, 3), size, 0.5)
-    assert torch.allclose(X, torch.ones(1, 2, 3)) and torch.allclose(Z, X) and torch.allclose(whitened, 0.5 * X)
+    size, one = torch.tensor([1e-25], device=DEVICE), torch.ones(1, 2, 3, device=DEVICE)
+    X, Z, whitened = samples(1e25 * one, 1e25 * one, one[..., 0], one[:, 0], size, 0.5)
+    assert torch.allclose(X, one) and torch.allclose(Z, X) and torch.allclose(whitened, 0.5 * X)
 
 
 @pytest.mark.parametrize("size", [(2, 5, 7), (1, 33, TILE // 8)])

@@ -160,8 +160,9 @@ def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
     assert torch.equal(pair.both, pair.mT.both)
     GU, _, both = project(A.whole(), A.whole(), B, tile=tile)
     assert torch.equal(both.both, Pair.split(GU).both)
-    sum_of = combine(whole, 0.3, C, -1.7, torch.ones(2, device=DEVICE), pair=True)
-    assert torch.equal(sum_of.both, Pair.split(combine(whole, 0.3, C, -1.7)).both)
+    one = torch.ones(2, device=DEVICE)
+    sum_of = combine(whole, 0.3, C, -1.7, one, pair=True)
+    assert torch.equal(sum_of.both, Pair.split(combine(whole, 0.3, C, -1.7, one)).both)
     for call in (lambda: product_pair(C.double(), C.mT), lambda: combine(C.double(), 0.3, C, -1.7, pair=True)):
         with pytest.raises(ValueError, match="float64 was to be split"):
             call()
