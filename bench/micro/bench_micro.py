@@ -46,6 +46,8 @@ CACHE = 256 * 2**20
 """Bytes that are written before a call, more than any L2 cache holds."""
 CYCLES = 2e9
 """Of a GPU's clock in a second, at most."""
+LAUNCHING = 0.01
+"""Seconds of launching that the device waits for; a call that takes longer is bound by the host anyway."""
 
 
 def device_seconds(run: Callable[[], object], seconds: float) -> list[float]:
@@ -62,7 +64,7 @@ def device_seconds(run: Callable[[], object], seconds: float) -> list[float]:
     for _ in range(max(FEWEST, min(MOST, int(seconds / took)))):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cache.zero_()
-        torch.cuda._sleep(int(2 * launched * CYCLES))
+        torch.cuda._sleep(int(2 * min(launched, LAUNCHING) * CYCLES))
         start.record()
         run()
         end.record()
