@@ -114,8 +114,8 @@ def project_kernel(
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
 # No tile is 128 wide, though two programs then share the rows of G and M, in L2, at rank 128: two accumulators of that
 # width in TF32 parts compile to nothing but a trap on sm_100 in Triton 3.6. Deeper tiles spill on sm_80. A warp takes
-# 16 rows: eight would compute every product of 64 rows twice where one is added to another, as those of parts are. On an
-# H200 64 x 64 x 64 in three stages took 0.85 to 0.98 of the time of 64 x 64 x 32; it spills on sm_80.
+# 16 rows: eight would compute every product of 64 rows twice where one is added to another, as those of parts are.
+# 64 x 64 x 64 in three stages took 0.85 to 0.98 of the time of 64 x 64 x 32 on an H200, but spills on sm_80.
 TILES: tuple[Tile, ...] = (Tile(128, 64, 16, 8, 3), Tile(64, 32, 16, 4, 4), Tile(64, 16, 16, 4, 4))
 TILES_PAIR: tuple[Tile, ...] = (Tile(64, 64, 32, 4, 4), Tile(64, 32, 32, 4, 4), Tile(64, 16, 32, 4, 4))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)

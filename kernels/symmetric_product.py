@@ -181,7 +181,7 @@ def symmetric_product_kernel(
 # computed; 64 computes 78/144 and reads twice the bytes for a product; 256 spills. (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision: two programs fit a processor of sm_90. On an H200 four warps took 0.76 to 0.94 of
 # the time of eight, and TURNED 0.75 of that of TF32 where columns are multiplied. In float32 128 spills on sm_80, and
-# 64 at odd sizes where two matrices are stored.
+# 64 at odd sizes where two matrices are added or stored.
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 4, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
 TURNED = Tile(32, 32, 32, 2, 3)  # of two warps: the tensor cores take all operands from registers
 TILES_FP32: tuple[Tile, ...] = (TF32, TURNED, Tile(32, 32, 16, 2, 3), IEEE)
@@ -202,7 +202,7 @@ def choose_tile(
     precision: str = "tf32x3",
     wide: bool = True,
     turned: bool = False,
-    second: bool = False,
+    twice: bool = False,
 ) -> Tile:
     """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
@@ -213,14 +213,14 @@ def choose_tile(
         precision: of float32 operands.
         wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`.
         turned: whether what is multiplied lies in columns.
-        second: whether a second matrix is stored besides.
+        twice: whether two matrices are added, or two stored.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
     if operand == torch.float32 and precision == "ieee":
         return IEEE
     if operand == torch.float32:
-        return TILES_FP32[2] if second and not wide else TURNED if turned and wide else TF32
+        return TILES_FP32[2] if twice and not wide else TURNED if turned and wide else TF32
     if not wide:
         return UNALIGNED
     tiles = TILES_HALF[:-1]
@@ -271,7 +271,7 @@ def compute(
     sum_dtype, operand = operand_dtypes((A, B), *added)
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
     wide, turned = aligned(A_hi, B_hi, *added, D_hi), A_hi.stride(2) != 1
-    tile = tile or choose_tile(batch, m, operand, precision, wide, turned, besides is not None)
+    tile = tile or choose_tile(batch, m, operand, precision, wide, turned, besides is not None or len(added) > 1)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(

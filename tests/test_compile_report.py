@@ -155,7 +155,7 @@ ON_80 = {"arch": 80, "instructions": "mma cp.async"}
         ({"loop_waits": 2}, {}, "waits for its own products in 2 places"),
         ({"kernel": "stack", "load_bytes": 8}, {}, "loads 8 and stores 16 bytes"),
         ({"kernel": "split", "store_bytes": 2}, {}, "loads 16 and stores 2 bytes"),
-        ({"stack": 104}, {}, "spill: 104 bytes"),
+        ({"stack": 40}, {}, "spill: 40 bytes"),
         ({"shared": 227 * 1024 + 1}, {}, "there are 232448"),
         ({"shared": 163 * 1024 + 1} | ON_80, {}, "there are 166912"),
         ({"instructions": "wgmma cp.async trap"}, {}, "traps"),
@@ -164,7 +164,7 @@ ON_80 = {"arch": 80, "instructions": "mma cp.async"}
         ({"instructions": "wgmma"}, {}, "no cp.async"),
         ({"shared": 3 * STAGE - 1}, {}, f"3 stages take {3 * STAGE}"),
         ({"shared": 2 * STAGE - 1} | ON_80, {}, f"3 stages take {2 * STAGE}"),
-        ({"stack": 104}, {"M": 517}, "spill: 104 bytes"),  # also at odd sizes
+        ({"stack": 40}, {"M": 517}, "spill: 40 bytes"),  # also at odd sizes
         ({"instructions": "mma cp.async"}, {"OPERAND": "fp32", "PRECISION": "tf32x3"}, "no wgmma"),
     ],
     ids=str,
