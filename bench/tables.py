@@ -29,8 +29,9 @@ DOCUMENTS = (
 BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
-    "costs": ("step-cpu.csv", partial(timing.costs, names=timing.MAIN)),
+    "costs": ("step-gpu.csv", partial(timing.costs, names=timing.MAIN)),
     "steps": ("step-cpu.csv", timing.costs),
+    "steps-gpu": ("step-gpu.csv", timing.costs),
     "disturbances-steps": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.DISTURBED)),
     "disturbances-losses": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.LOSSES)),
     "digits": ("digits.csv", ablations.digits_table),

@@ -56,7 +56,7 @@ def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_
         assert len({entry.key for entry in found}) == len(found) and found[0] == muon(torch.bfloat16)
         assert [e.optimizer for e in found if e.polar == torch.float32] == ["muon", "pro-klshampoo"]
         own = [e for e in found if e.optimizer == "pro-klshampoo" and e.backend == "torch"]
-        assert ("muon, captured" in [e.optimizer for e in found]) == (device.type == "cuda")
+        assert ("Muon in a CUDA graph" in [e.optimizer for e in found]) == (device.type == "cuda")
         assert [e.backend for e in found if e.backend == "reference"] == ["reference"] * 2 * (device.type == "cpu")
         eager = [3] * (device.type == "cuda")
         assert [e.rank for e in own] == [2, 3, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager

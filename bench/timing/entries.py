@@ -119,7 +119,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         graphed = pro(batched[-1], middle, polar)
         found.append(replace(graphed, settings=(*graphed.settings, ("cuda_graphs", False)), note=EAGER))
         note = "torch.optim.Muon, its step captured in a CUDA graph by hand"
-        found.append(replace(muon(torch.bfloat16), optimizer="muon, captured", make=CapturedMuon, note=note))
+        found.append(replace(muon(torch.bfloat16), optimizer="Muon in a CUDA graph", make=CapturedMuon, note=note))
     return found
 
 

@@ -9,7 +9,13 @@ from bench.optimizers import label
 from bench.shapes import SETS
 from bench.timing.entries import EAGER
 
-MAIN = ("Muon", "AdamW", "Pro-KLShampoo, r = 32", "KL-Shampoo", "pytorch_optimizer.SOAP")
+MAIN = (
+    "Muon",
+    "Muon in a CUDA graph",
+    "Pro-KLShampoo, r = 32",
+    "Pro-KLShampoo, r = 128",
+    "KL-Shampoo",
+)
 """The optimizers of the README's table."""
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""
