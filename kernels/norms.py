@@ -17,6 +17,8 @@ from prokl.kernels.split import converted
 
 TILE = 2048
 WARPS = 8
+ROOM = 4
+"""How many times the squared norm of X that of a row may be in Newton-Schulz, whose singular values overshoot."""
 
 
 @triton.jit
@@ -53,10 +55,14 @@ def inverse_norm_kernel(
     NORMS,
     noise: tl.float64,
     tiny: tl.float64,
+    largest: tl.float64,
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add up the parts of one matrix a program, contiguous, and store the inverse root of its energy, or zero."""
+    """Add up the parts of one matrix a program, contiguous, and store the inverse root of its energy.
+
+    Or zero: where the matrix is negligible, and of an energy below tiny or beyond largest.
+    """
     i_b = tl.program_id(0).to(tl.int64)
     o = tl.arange(0, TILE)
     energy = tl.zeros((TILE,), DTYPE)
@@ -69,7 +75,7 @@ def inverse_norm_kernel(
         full_size += tl.load(full_size_ptr + i_b * NORMS + first + o, first + o < NORMS, 0.0).to(DTYPE)
     total, full = tl.sum(energy), tl.sum(full_size)
     negligible = (tl.sum(size) <= tl.full((), noise, DTYPE) * full) & (full < float("inf"))
-    vanishes = negligible | (total < tl.full((), tiny, DTYPE))
+    vanishes = negligible | (total < tl.full((), tiny, DTYPE)) | (total > tl.full((), largest, DTYPE))
     one = tl.full((), 1.0, DTYPE)
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
 
@@ -117,7 +123,8 @@ def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) 
         noise: ratio of the last two up to which it is negligible; nothing is where the last overflows.
 
     Returns:
-        (B,) in float64 where one of them is, else in float32.
+        (B,) in float64 where one of them is, else in float32; 0 where X is negligible, or its squared norm too small
+        or too large for what is multiplied next.
 
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
@@ -134,7 +141,7 @@ def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) 
     if batch:
         widest = max(energy.shape[1], parts)
         tile = min(1024, triton.next_power_of_2(max(widest, 1)))
-        scalars = energy.shape[1], parts, float(noise), torch.finfo(dtype).tiny
+        scalars = energy.shape[1], parts, float(noise), torch.finfo(dtype).tiny, torch.finfo(dtype).max / ROOM
         arguments = (energy, size, full_size, inverse, *scalars)
         constants = {"DTYPE": TRITON_DTYPES[dtype], "TILE": tile, "num_warps": 4}
         launch.start(inverse_norm_kernel, (batch,), energy.device, *arguments, **constants)

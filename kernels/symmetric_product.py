@@ -148,6 +148,7 @@ def symmetric_product_kernel(
         acc = tl.where(o_m[:, None] >= o_n[None, :], acc, tl.trans(acc))
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
     if SQUARED:
+        acc = tl.where(scale == 0, tl.zeros_like(acc), acc)  # which may be infinite there
         scale = scale * scale
     to = i_b * M * M
     # Of a wide tile a quarter of the columns at a time: what is added and what is stored takes a quarter of the

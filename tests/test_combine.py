@@ -73,16 +73,17 @@ def test_squares_of_what_is_cut_may_overflow():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("parts", [1, 7, 1500])
 def test_the_inverse_norm_adds_up_parts_and_is_zero_for_what_is_negligible(parts, dtype):
-    energy, size, whole = (randn(4, parts, dtype=dtype, seed=i).abs() + 0.1 for i in range(3))
+    energy, size, whole = (randn(5, parts, dtype=dtype, seed=i).abs() + 0.1 for i in range(3))
     size[1] = 1e-9 * whole[1]
     size[2], whole[2] = 0.0, 0.0
     energy[3] = torch.finfo(dtype).tiny / (2 * parts)
+    energy[4] = torch.finfo(dtype).max / (2 * parts)
     found = inverse_norm(energy, size, whole, 1e-6)
     assert found.dtype == dtype and (found[1:] == 0).all()
     # A tree of ten levels and a second tile, of half an eps each, halved by the root, which is rounded twice itself.
     assert float(found[0]) == pytest.approx(float(energy[0].double().sum().rsqrt()), rel=5 * torch.finfo(dtype).eps)
     negligible = Residual(energy, size, whole, 1e-6).negligible()
-    assert negligible.tolist() == [False, True, True, False]
+    assert negligible.tolist() == [False, True, True, False, False]
     assert torch.equal(inverse_norm(gaps(energy), gaps(size), gaps(whole), 1e-6), found)
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.kernels import launch
-from tests.inputs import forbid_host_reads
+from tests.inputs import forbid_host_reads, normal
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, made, relative, run, state_tensors, ways
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -141,6 +141,19 @@ def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale, prec
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert all(t.isfinite().all() for t in (p, *state_tensors(optimizer.state[p]).values()))
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (16, 16)])  # one for each form of Newton-Schulz
+@pytest.mark.parametrize("scale", [3e17, 5e17, 1e18])
+def test_a_gradient_whose_square_float32_just_holds_leaves_weights_finite_without_a_bound(scale, shape):
+    """Its complement's norm float32 does not hold once it is whitened, nor that of what Newton-Schulz makes of it."""
+    W = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
+    settings = {"rank": 4, "clip_threshold": None, "init_eigenvalue": 0.1, "ns_dtype": torch.float32}
+    optimizer = made(ProKLShampoo, [W], backend="triton", **settings)
+    for t in range(4):
+        W.grad = (normal(*shape, seed=t) * (scale if t > 1 else 1)).to(DEVICE)
+        optimizer.step()
+    assert W.isfinite().all()
 
 
 def test_autograd_sees_that_a_kernel_wrote_a_weight():
