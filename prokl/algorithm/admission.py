@@ -76,7 +76,7 @@ def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> T
     """Return the whitened size (B,) that the decision goes by."""
     a = damped(inverse_roots(state), damping(state, h))
     e_res = e_res.to(a.mu.dtype)
-    A, e_res, unit = in_units(A, e_res if e_res.ndim == 2 else e_res.sum(dim=1), a)
+    A, e_res, unit = in_units(A, e_res, a)
     return whitened_sizes(*row_and_column_energies(A, a), e_res, unit, a, n).overall
 
 
