@@ -27,6 +27,25 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    said = "append each failure there as it comes: a run that its limit ends says nothing of them"
+    parser.addoption("--failures", type=Path, metavar="FILE", help=said)
+
+
+class Failures:
+    """Writes failures as they come."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n{report.longreprtext}\n\n")
+
+
+def pytest_configure(config):
+    if (log := config.getoption("--failures")) and not hasattr(config, "workerinput"):  # of xdist
+        config.pluginmanager.register(Failures(log))
 
 
 TESTS = Path(__file__).resolve().parent

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench import rows
+from bench.command import UsageError
 from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
@@ -143,6 +144,13 @@ def test_what_is_wrong_fails_or_is_too_slow_has_a_reason_in_place_of_a_figure(ti
     assert timing.main(["steps", "--sets", "tiny"]) == 1
     assert "tiny muon step: too slow: a step took " in capsys.readouterr().out
     assert failure(others[0], ValueError("x" * 300)) == "wrong: ValueError: ..."
+
+
+def test_a_period_that_takes_too_long_is_told_though_its_second_step_was_quick(monkeypatch):
+    run = TimedRun(muon(torch.float32), Problem(TINY, CPU))
+    monkeypatch.setattr(run, "steps", lambda count: [0.1, 0.1] if count == 2 else [3.0] * count)
+    with pytest.raises(UsageError, match="^too slow: a period took 27 s, may take 20 s"):
+        run.warm_up(20)
 
 
 @pytest.mark.parametrize("entry", [pro("torch", 2, torch.float32), kl("reference")], ids=lambda e: e.optimizer)

@@ -58,12 +58,14 @@ class TimedRun:
         Bases have then been refreshed as they are in training, and the clock is where a period ends.
 
         Raises:
-            UsageError: it takes longer than ``slowest`` seconds, as the second step promises.
+            UsageError: it takes longer than ``slowest`` seconds, as the second step promises or the period shows.
         """
         _, second = self.steps(2)
         if second * PERIOD > slowest:
             raise UsageError(f"too slow: a step took {second:.2g} s, may take {slowest / PERIOD:g} s")
         self.took = second + sum(self.steps(PERIOD - 1))
+        if self.took > slowest:
+            raise UsageError(f"too slow: a period took {self.took:.2g} s, may take {slowest:g} s")
 
 
 def _mark(device: torch.device) -> Any:
