@@ -180,7 +180,7 @@ def symmetric_product_kernel(
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
 # computed; 64 computes 78/144 and reads twice the bytes for a product; 256 spills. (128 + 128) x 64 elements in three
-# stages are 96 KB in half precision: two programs fit a processor of sm_90. On an H200 four warps took 0.76 to 0.94 of
+# stages are 96 KB in half precision: two programs fit a processor of sm_90. On an H200 four warps took 0.74 to 0.91 of
 # the time of eight, and TURNED 0.75 of that of TF32 where columns are multiplied. In float32 128 spills on sm_80, and
 # 64 at odd sizes where two matrices are added or stored.
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 4, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)

@@ -29,8 +29,8 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may have."""
 SPILLED = {80: 64, 90: 32, 100: 320}
 """Bytes of stack that a thread may take, for registers that are put away once; fewest where tiles were chosen by
-measuring. On an H200 a product's tile of four warps that took 288 bytes was a fifth faster than that of eight warps
-that took none."""
+measuring. On an H200 a symmetric polynomial's tile of four warps was a fifth faster than that of eight also while it
+took 288 bytes."""
 SIZES = Sizes(B=48, m=768, n=3072, r=128)
 """A bucket of GPT-2 124M's kind: full tiles are chosen, and all sizes are multiples of 16, as they are in practice."""
 ODD = Sizes(B=3, m=517, n=1031, r=37)

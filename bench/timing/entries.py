@@ -21,6 +21,8 @@ from prokl import ops
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
+CAPTURED = "Muon in a CUDA graph"
+"""torch's Muon with its step captured by hand: ratios of a GPU are to it, as the host bounds Muon's own step there."""
 EAGER = "without CUDA graphs"
 """Note of an optimizer whose steps are launched one by one."""
 
@@ -119,7 +121,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         graphed = pro(batched[-1], middle, polar)
         found.append(replace(graphed, settings=(*graphed.settings, ("cuda_graphs", False)), note=EAGER))
         note = "torch.optim.Muon, its step captured in a CUDA graph by hand"
-        found.append(replace(muon(torch.bfloat16), optimizer="Muon in a CUDA graph", make=CapturedMuon, note=note))
+        found.append(replace(muon(torch.bfloat16), optimizer=CAPTURED, make=CapturedMuon, note=note))
     return found
 
 
