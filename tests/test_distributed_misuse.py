@@ -1,6 +1,7 @@
 """A divided optimizer does with unusual use what one process does; what ranks disagree on is told to all of them."""
 
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -214,6 +215,21 @@ def test_a_group_that_was_robbed_of_a_setting_is_told_as_in_one_process(pools):
             "ValueError",
             "Group 0 has no momentum, which algorithm='matrix' needs: set it back, to 0.9 for what it is by default.",
         )
+
+
+def without_memory():
+    """Train, with an attempt in between that ends before anything has moved."""
+    run = Run("ddp", shapes=TWO).train(0, 3)
+    with patch.object(run.optimizer._division.engine, "decide", side_effect=MemoryError("none is left")):
+        said = message(run.step, 3)
+    return said, whole(run.train(3, 6).weights)
+
+
+def test_a_step_that_ends_before_anything_has_moved_can_be_taken_again(pools):
+    expected = whole(Run(shapes=TWO).train(0, 6).weights)
+    for said, found in pools[2].run(without_memory):
+        assert said == ("MemoryError", "none is left")
+        assert_same(found, expected)
 
 
 def unfrozen(how):
