@@ -155,7 +155,8 @@ def apply_kernel(
         X_at = X_ptr + i_b * stride_X_b + o_m[:, None] * stride_X_m + o_n[None, :] * stride_X_n
         D = tl.load(X_at, m_m[:, None] & m_n[None, :], 0.0).to(SUM)
     if HAS_SCALE:
-        D = D * tl.load(scale_ptr + i_b * stride_scale_b).to(SUM)
+        scale = tl.load(scale_ptr + i_b * stride_scale_b).to(SUM)
+        D = tl.where(scale == 0, tl.zeros_like(D), D * scale)  # X may be infinite there
     if HAS_LOW_RANK:
         o_r = tl.arange(0, TILE_R).to(tl.int64)
         step_r = tl.full((), TILE_R, tl.int64)
@@ -236,7 +237,7 @@ def apply(
         dtype: dtype of the weights.
         lr: learning rate, one float32 or float64 element, or one a weight (B,), read on the device.
         weight_decay: likewise.
-        scale: (B,); None is 1.
+        scale: (B,); None is 1. Where it is 0, X counts as 0, whatever it holds.
         left: (B,m,r); None is zero.
         right: (B,n,r), with left.
         active: (B,) bool; where False, the weight keeps its bits. None: all step.

@@ -150,7 +150,13 @@ def check_operands(like: str = "A", **operands: tuple[Operand, tuple[int, ...], 
 
 
 def operand_dtypes(operands: tuple[Operand, ...], *others: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of the sum and of what is multiplied, of factors and of what is added to their product."""
+    """Return the dtypes of the sum and of what is multiplied, of factors and of what is added to their product.
+
+    Raises:
+        ValueError: one is a pair and another of float64.
+    """
     tensors = [stored(t)[0] for t in operands]
     sum_dtype = launch.arithmetic_dtype(*tensors, *others)
+    if sum_dtype == torch.float64 and any(isinstance(t, Pair) for t in operands):
+        raise ValueError("A tensor of float64 came with a pair, which holds float32: convert it, or split nothing.")
     return sum_dtype, launch.operand_dtype(sum_dtype, *tensors)

@@ -305,7 +305,7 @@ def product(
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the
     sum is in float32, others in the dtype of the sum. Of a pair the halves are multiplied; what stands beside it is
-    another pair, or bfloat16.
+    another pair, or bfloat16, and nothing of float64.
 
     Args:
         A: left factors (batch,m,k).

@@ -72,3 +72,15 @@ def test_a_captured_graph_follows_lr_and_weights_that_move():
     i = {k: t[given] for k, t in (a | {"W": bucket.dense()}).items()}
     graph.replay()
     assert_close(APPLY, [bucket.dense()[given]], i)
+
+
+def test_where_the_scale_is_zero_x_counts_as_zero_whatever_it_holds():
+    ends = []
+    for X in (0.0, float("inf")):
+        bucket = Bucket(9, 20, torch.float32)
+        a = arguments(bucket, 3)
+        a["scale"][1], a["X"][1] = 0.0, X
+        rest = {k: t for k, t in a.items() if k not in ("W", "X")}
+        apply(bucket.table, a["X"], dtype=bucket.dtype, **rest)
+        ends.append(bucket.dense())
+    assert torch.equal(*ends) and ends[0].isfinite().all()

@@ -166,6 +166,10 @@ def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
     for call in (lambda: product_pair(C.double(), C.mT), lambda: combine(C.double(), 0.3, C, -1.7, pair=True)):
         with pytest.raises(ValueError, match="float64 was to be split"):
             call()
+    square = torch.ones(2, 33, 33, dtype=torch.float64, device=DEVICE)
+    for call in (lambda: product.product(A, B, C=C.double()), lambda: symmetric_product.symmetric_product(A, C=square)):
+        with pytest.raises(ValueError, match="A tensor of float64 came with a pair"):
+            call()
 
 
 @pytest.mark.parametrize("structure", ["equal columns", "signs", "two columns"])

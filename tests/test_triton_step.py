@@ -145,15 +145,41 @@ def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale, prec
 
 @pytest.mark.parametrize("shape", [(16, 48), (16, 16)])  # one for each form of Newton-Schulz
 @pytest.mark.parametrize("scale", [3e17, 5e17, 1e18])
-def test_a_gradient_whose_square_float32_just_holds_leaves_weights_finite_without_a_bound(scale, shape):
+@pytest.mark.parametrize("dtype, ns_dtype", [(torch.float32, torch.float32), (torch.float64, torch.bfloat16)], ids=str)
+def test_a_gradient_whose_square_float32_just_holds_leaves_weights_finite_without_a_bound(
+    dtype, ns_dtype, scale, shape
+):
     """Its complement's norm float32 does not hold once it is whitened, nor that of what Newton-Schulz makes of it."""
-    W = torch.nn.Parameter(torch.zeros(shape, device=DEVICE))
-    settings = {"rank": 4, "clip_threshold": None, "init_eigenvalue": 0.1, "ns_dtype": torch.float32}
+    W = torch.nn.Parameter(torch.zeros(shape, device=DEVICE, dtype=dtype))
+    settings = {"rank": 4, "clip_threshold": None, "init_eigenvalue": 0.1, "ns_dtype": ns_dtype}
     optimizer = made(ProKLShampoo, [W], backend="triton", **settings)
     for t in range(4):
-        W.grad = (normal(*shape, seed=t) * (scale if t > 1 else 1)).to(DEVICE)
+        W.grad = (normal(*shape, seed=t) * (scale if t > 1 else 1)).to(DEVICE, dtype)
         optimizer.step()
     assert W.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-30])
+def test_newton_schulz_in_halves_of_a_float64_complement_is_in_its_range(scale):
+    W = torch.nn.Parameter(torch.zeros(16, 48, device=DEVICE, dtype=torch.float64))
+    optimizer = made(ProKLShampoo, [W], rank=4, momentum=0.0, ns_dtype=torch.bfloat16, backend="triton")
+    for t in range(4):
+        before = W.detach().clone()
+        W.grad = normal(16, 48, seed=t, dtype=torch.float64).to(DEVICE) * (scale if t > 1 else 1)
+        optimizer.step()
+    assert 0.5 < (W - before).norm() / (0.02 * 4) < 2  # a usual step
+
+
+@pytest.mark.slow
+def test_a_complement_that_is_rounding_makes_no_step_after_many_iterations():
+    """Each multiplies by 3.4445 what a scale of zero then takes away."""
+    W = torch.nn.Parameter(torch.zeros(16, 48, device=DEVICE))
+    optimizer = made(ProKLShampoo, [W], rank=4, ns_steps=100, ns_dtype=torch.float32, backend="triton")
+    for t in range(3):
+        left, right = normal(16, 2, seed=2 * t), normal(2, 48, seed=9)
+        W.grad = (left @ right).to(DEVICE)
+        optimizer.step()
+    assert W.any() and W.isfinite().all()
 
 
 def test_autograd_sees_that_a_kernel_wrote_a_weight():

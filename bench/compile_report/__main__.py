@@ -1,9 +1,9 @@
 """What compilers make of the kernels, without a GPU: ``python -m bench.compile_report aot --out bench/results``.
 
 ``aot`` compiles every Triton kernel for sm_80, 90 and 100, beside what other versions of Triton made of them, ``csrc``
-has nvcc compile csrc/. Exit status 1: a kernel spills much, takes more shared memory than there is, multiplies matrices
-without tensor cores, has lost its pipeline, or moves whole matrices by less than 16 bytes at a time. ``pack`` is
-``./run prepare``; ``unpack`` takes up what it made.
+has nvcc compile csrc/. Exit status 1: a kernel spills more than a little, takes more shared memory than there is,
+multiplies matrices without tensor cores, has lost its pipeline, or moves whole matrices by less than 16 bytes at a
+time. ``pack`` is ``./run prepare``; ``unpack`` takes up what it made.
 """
 
 import importlib.util

@@ -244,7 +244,8 @@ class ProKLShampooStages(Polynomials):
         """Return X = P G^_perp (B,m,n) in ``dtype``, and the factor (B,) that makes its Frobenius norm 1.
 
         The factor is None where X has been multiplied by it. It is 0 where G^_perp is negligible, X zero, or so small
-        that the square of its norm is below the dtype's smallest normal number. Here X is normalised before rounding.
+        that the square of its norm is below the dtype's smallest normal number, and where a backend leaves it to the
+        products, so large that theirs may overflow. Here X is normalised before rounding.
         """
         X = self.product(P, residual.G_hat_perp)
         norm = torch.linalg.vector_norm(X, dim=(-2, -1))

@@ -161,7 +161,8 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
     def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
         G_hat_perp, size, full_size, noise = residual
-        half = torch.bfloat16 if dtype == torch.bfloat16 else None
+        # Of float64 halves would leave float32's range, in which they are multiplied: X is normalised before.
+        half = torch.bfloat16 if dtype == torch.bfloat16 and size.dtype != torch.float64 else None
         X, energy = product(P, G_hat_perp, out_dtype=half, energy=True)
         inverse = inverse_norm(energy, size, full_size, noise)
         return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
