@@ -94,6 +94,12 @@ def add_product(
 
 
 @triton.jit
+def halves_of_columns(x):
+    """Return the left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def store_result(D_ptr, stride_lo, offsets, d, mask, LO: tl.constexpr):
     """Store d in the dtype of D, or where LO as a pair, its lo stride_lo behind hi."""
     if LO:

@@ -25,6 +25,7 @@ from prokl.kernels.operands import (
     check_operands,
     check_out_dtype,
     check_scales,
+    halves_of_columns,
     operand_dtypes,
     scale_arguments,
     scale_of,
@@ -113,7 +114,7 @@ def product_kernel(
     left = acc
     right = acc
     if PARTS == 2:
-        left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+        left, right = halves_of_columns(acc)
     squares = 0.0
     for part in tl.static_range(PARTS):
         d = (left if part == 0 else right) * scale

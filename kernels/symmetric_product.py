@@ -19,6 +19,7 @@ from prokl.kernels.operands import (
     check_operands,
     check_out_dtype,
     check_scales,
+    halves_of_columns,
     operand_dtypes,
     scale_arguments,
     scale_of,
@@ -43,12 +44,6 @@ def lower_tile(i):
     # Below i = 2^31 the root in float32, on a GPU an approximate one, is off by far less than one before it is cut.
     row = settle_row(((tl.sqrt(8.0 * i.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int64), i)
     return row, i - row * (row + 1) // 2
-
-
-@triton.jit
-def _halves_of_columns(x):
-    """Return the left and the right half of a tile."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -156,8 +151,8 @@ def symmetric_product_kernel(
     PARTS: tl.constexpr = 4 if TILE > 64 else 1
     quarters = (acc, acc, acc, acc)
     if PARTS == 4:
-        left, right = _halves_of_columns(acc)
-        quarters = _halves_of_columns(left) + _halves_of_columns(right)
+        left, right = halves_of_columns(acc)
+        quarters = halves_of_columns(left) + halves_of_columns(right)
     for part in tl.static_range(PARTS):
         d = quarters[part] * scale
         o = i_n * TILE + part * (TILE // PARTS) + tl.arange(0, TILE // PARTS)
