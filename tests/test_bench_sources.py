@@ -1,5 +1,6 @@
 """What a run is fed: text and shards read and refused, an order that (seed, step) decide alone, nothing twice."""
 
+import lzma
 import struct
 
 import numpy as np
@@ -96,6 +97,26 @@ def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
     assert len(shards.open_shard(tmp_path / "empty.bin")) == 0
 
 
+def test_packed_shards_are_the_same_data_and_stand_back_where_they_lie_beside_themselves(folder, tmp_path):
+    plain = open_source(folder, CONTEXT)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    for shard in folder.glob("*.bin"):
+        (packed / f"{shard.name}.xz").write_bytes(lzma.compress(shard.read_bytes()))
+    source = open_source(packed, CONTEXT)
+    assert source.sha256 == plain.sha256 and firsts(source, range(8), 4) == firsts(plain, range(8), 4)
+    for shard in folder.glob("*.bin"):
+        shard.rename(packed / shard.name)
+    assert [file.suffix for file in shards.find(packed)] == [".bin"] * 3
+    assert shards.find(packed / "x_val_0.bin.xz") == [packed / "x_val_0.bin.xz"]
+
+
+def unpacked(path, content):
+    """What opening a packed shard of these bytes gives."""
+    path.write_bytes(content)
+    return shards.open_shard(path)
+
+
 def cut(path, size):
     """The first bytes of a shard's header."""
     path.write_bytes(written(path, []).read_bytes()[:size])
@@ -112,6 +133,10 @@ REFUSED = [
     (NO_SHARD, lambda folder: shards.open_shard(written(folder / "a.bin", TOKENS, count=-5))),
     (NO_SHARD, lambda folder: shards.open_shard(cut(folder / "a.bin", 0))),
     (NO_SHARD, lambda folder: shards.open_shard(cut(folder / "a.bin", 1000))),
+    (NO_SHARD, lambda folder: shards.open_shard(cut(folder / "a.bin", 10))),
+    (r"a\.bin\.xz is no whole shard", lambda folder: unpacked(folder / "a.bin.xz", lzma.compress(b"1" * 2000))),
+    (r"cannot unpack .*a\.bin\.xz: .*; pack", lambda folder: unpacked(folder / "a.bin.xz", b"no xz")),
+    (r"cannot unpack .*a\.bin\.xz: ", lambda folder: unpacked(folder / "a.bin.xz", lzma.compress(b"1" * 99)[:-9])),
     ("cannot read", lambda folder: shards.open_shard(folder / "none.bin")),
     ("has token 240 at 40, but the vocabulary ends at 239", lambda folder: open_source(folder, CONTEXT, 240)),
     ("leaves 27 tokens in one piece for training, but .* 27 needs 28", lambda folder: open_source(folder, 27)),

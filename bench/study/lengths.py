@@ -16,15 +16,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Literal
-
-from pandas import DataFrame, isna
+from typing import TYPE_CHECKING, Literal
 
 from bench import command, rows
 from bench.optimizers import OPTIMIZERS, Hyper
 from bench.study import runs
 from bench.study.scales import TINY
 from bench.training.run import Record
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 ADAMW_LR = 3e-3
 """Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
@@ -239,8 +240,10 @@ def wanted(
                 yield from (unit for unit in units if unit not in losses)
 
 
-def units(found: DataFrame) -> dict[Unit, float]:
+def units(found: "DataFrame") -> dict[Unit, float]:
     """Return the losses of a file's rows by unit, infinite where a run diverged."""
+    from pandas import isna
+
     losses = {}
     for row in found.reindex(columns=[*KEY, "validation_loss"]).to_dict("records"):
         loss, *key = (None if isna(row[name]) else row[name] for name in ("validation_loss", *KEY))

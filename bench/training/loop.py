@@ -5,20 +5,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
+from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from bench.training.run import Run
 from bench.workers import GOES_ON, asked_to_stop
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 BAR = "{desc} |{bar}| {n}/{total}, {remaining} left{postfix}"
 BETWEEN = 120.0
 """Seconds from one checkpoint to the next."""
 
 
-def bar(runs: Sequence[Run], shown: bool) -> tqdm:
+def bar(runs: Sequence[Run], shown: bool) -> "tqdm":
     """Return a bar that says how far runs are, if it is ``shown``; a log gets a line now and then."""
+    from tqdm import tqdm
+
     at_times = 0.1 if sys.stderr.isatty() else 30.0  # seconds
     return tqdm(
         desc=f"seed {runs[0].seed}", total=runs[0].scale.steps, initial=done(runs), disable=not shown, leave=False,

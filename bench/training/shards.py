@@ -2,19 +2,24 @@
 
 A shard is 256 int32 values of header (20240520, 1, number of tokens, zeros) and then the tokens as uint16, all
 little-endian (https://github.com/karpathy/llm.c, dev/data/data_common.py). The header does not name the tokenizer.
+A shard may be packed by xz, under the name ``*.bin.xz``: it is unpacked into memory, at some 50 MB a second.
 """
 
 import hashlib
+import lzma
+import sys
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from bench.command import UsageError
 
 MAGIC, VERSION = 20240520, 1
 HEADER = 256  # int32 values
 TOKEN, INT = np.dtype("<u2"), np.dtype("<i4")
+PACKED = ".bin.xz"
+LARGE = 2 * 10**9
+"""Tokens whose check takes long enough to be told of."""
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
@@ -36,25 +41,31 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path) -> np.ndarray:
-    """Map the tokens of a shard whose header agrees with the file, one-dimensional uint16.
+    """Return the tokens of a shard whose header agrees with the file, one-dimensional uint16: mapped, or unpacked.
 
     Raises:
-        UsageError: If the file cannot be read, or its magic, version, count or size is wrong.
+        UsageError: If the file cannot be read or unpacked, or its magic, version, count or size is wrong.
     """
     try:
-        held = path.stat().st_size - HEADER * INT.itemsize
-        magic, version, count = (*np.fromfile(path, INT, 3).tolist(), 0, 0, 0)[:3]
+        if path.name.endswith(PACKED):
+            held = np.frombuffer(lzma.decompress(path.read_bytes()), np.uint8)
+        else:
+            held = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; check its permissions or leave it out") from None
-    if (magic, version) != (MAGIC, VERSION) or held != count * TOKEN.itemsize or held < 0:
+    except lzma.LZMAError as error:
+        raise UsageError(f"cannot unpack {path}: {error}; pack the shard again with xz") from None
+    head, tokens = held[: HEADER * INT.itemsize], held[HEADER * INT.itemsize :]
+    whole = len(head) == HEADER * INT.itemsize
+    magic, version, count = head.view(INT)[:3].tolist() if whole else (0, 0, 0)
+    if (magic, version) != (MAGIC, VERSION) or len(tokens) != count * TOKEN.itemsize:
         raise UsageError(
             f"{path} is no whole shard of uint16 tokens: its header says magic number {magic}, version {version} and "
-            f"{count} tokens, and {held} bytes follow it, but {MAGIC} and {VERSION} are expected, and {TOKEN.itemsize} "
-            "bytes a token; keep only such .bin files there, give text under other names, or write it again"
+            f"{count} tokens, and {len(tokens)} bytes follow it, but {MAGIC} and {VERSION} are expected, and "
+            f"{TOKEN.itemsize} bytes a token; keep only such .bin files there, give text under other names, or write "
+            "it again"
         )
-    if not count:
-        return np.zeros(0, TOKEN)  # an empty file part cannot be mapped
-    return np.memmap(path, TOKEN, "r", offset=HEADER * INT.itemsize)
+    return tokens.view(TOKEN)
 
 
 def check(shards: dict[Path, np.ndarray], vocabulary: int) -> str:
@@ -64,8 +75,9 @@ def check(shards: dict[Path, np.ndarray], vocabulary: int) -> str:
         UsageError: If a token is not below ``vocabulary``.
     """
     digest = hashlib.sha256()
-    # Silent where there is no terminal, or nothing to wait for.
-    for path, tokens in tqdm(shards.items(), desc="checking shards", leave=False, disable=None, delay=2):
+    if (count := sum(map(len, shards.values()))) > LARGE:
+        print(f"checking {count:,} tokens of {len(shards)} shards ...", file=sys.stderr, flush=True)
+    for path, tokens in shards.items():
         digest.update(len(tokens).to_bytes(8, "little"))
         digest.update(np.ascontiguousarray(tokens))
         if len(tokens) and (largest := int(tokens.max())) >= vocabulary:
@@ -77,7 +89,11 @@ def check(shards: dict[Path, np.ndarray], vocabulary: int) -> str:
 
 
 def find(path: Path) -> list[Path]:
-    """Return the .bin files that ``path`` is or holds itself, by name; none where it is text."""
-    if path.is_dir():
-        return sorted(file for file in path.glob("*.bin") if file.is_file())
-    return [path] if path.suffix == ".bin" else []
+    """Return the .bin and .bin.xz files that ``path`` is or holds itself, by name; none where it is text.
+
+    Of a shard that is there in both forms the packed one is left out.
+    """
+    files = {file for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()}
+    plain = {file for file in files if file.suffix == ".bin"}
+    packed = {file for file in files if file.name.endswith(PACKED)}
+    return sorted(plain | {file for file in packed if file.with_suffix("") not in plain})

@@ -95,8 +95,8 @@ def open_source(path: Path | None, context: int, vocabulary: int | None = None) 
     """Open what ``--data`` names, and check all of it.
 
     Args:
-        path: None is the standard library's source, as bytes. A .bin file, or a folder with .bin files directly in
-            it, is token shards. Any other file is text, as bytes.
+        path: None is the standard library's source, as bytes. A .bin or .bin.xz file, or a folder with such files
+            directly in it, is token shards. Any other file is text, as bytes.
         context: longest window that will be asked for; training and validation must each have room for one.
         vocabulary: of shards, which do not name it themselves: every token has to be below it. Give the model's; None
             is GPT-2's, padded. Bytes have their own.
