@@ -50,12 +50,16 @@ COLUMNS = {
     **_columns(real="validation_loss seconds"),
     **_columns("diverged_at"),
     **_columns(real="model_ms optimizer_ms optimizer_per_model state_mb peak_gib"),
+    # Of runs on a GPU: the optimizer's median and longest step, what the host took for it; seconds with all that was
+    # not training; the card's rate of products, TFLOP/s; how often a step was bounded.
+    **_columns(real="optimizer_median_ms optimizer_longest_ms host_ms tokens_per_second wall_seconds matmul_tflops"),
+    **_columns(whole="clipped"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.
-    **_columns(real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay"),
-    **_columns("family tied", "layers width heads mlp_width vocabulary context"),
-    **_columns("autocast state_dtype", "steps eval_windows batch micro_batch"),
+    **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2"),
+    **_columns("family tied", "layers width heads mlp_width vocabulary context parameters"),
+    **_columns("autocast compiled state_dtype", "steps eval_windows batch micro_batch"),
     **_columns("data data_sha256"),
     **PROVENANCE,
     # Why there is no value, or what a reader must know.

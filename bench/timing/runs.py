@@ -5,12 +5,11 @@ A period is PERIOD steps, one of which refreshes, so that its mean is the amorti
 
 import textwrap
 from collections.abc import Sequence
-from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench import clock
 from bench.command import UsageError
 from bench.timing import agreement
 from bench.timing.entries import PERIOD, Entry
@@ -44,13 +43,11 @@ class TimedRun:
         for _ in range(count):
             self.problem.load(self.weights, self._steps)
             self._steps += 1
-            before = _mark(device)
+            before = clock.mark(device)
             self.optimizer.step()
-            marks.append((before, _mark(device)))
-        if device.type != "cuda":
-            return [end - start for start, end in marks]
-        torch.cuda.synchronize(device)
-        return [start.elapsed_time(end) / 1e3 for start, end in marks]
+            marks.append((before, clock.mark(device)))
+        clock.wait(device)
+        return [clock.between(*both) for both in marks]
 
     def warm_up(self, slowest: float) -> None:
         """Run the first step, which begins the state, and a period, which says how long one takes.
@@ -66,15 +63,6 @@ class TimedRun:
         self.took = second + sum(self.steps(PERIOD - 1))
         if self.took > slowest:
             raise UsageError(f"too slow: a period took {self.took:.2g} s, may take {slowest:g} s")
-
-
-def _mark(device: torch.device) -> Any:
-    """Return the time, or an event of the device's."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def failure(entry: Entry, error: Exception) -> str:

@@ -1,14 +1,15 @@
 """One run: an optimizer trains a model."""
 
 import math
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from bench import optimizers
@@ -49,6 +50,10 @@ class Record:
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     diverged_at: int | None = None  # the step whose loss was not finite
     state_bytes: int = 0
+    # Of :class:`bench.training.compiled.Compiled` alone.
+    host_seconds: list[float] = field(default_factory=list)  # that the host took for the optimizer's part of a step
+    peak_bytes: int | None = None  # of the device's memory
+    clipped: int | None = None  # bounded steps of all matrices together, of this package's optimizers
 
     def seconds(self, steps: int) -> float:
         """Return the time spent in training, evaluation aside, up to and with step ``steps``."""
@@ -58,6 +63,19 @@ class Record:
     def final_loss(self) -> float:
         """The latest validation loss; nan for one that diverged or was never evaluated."""
         return self.validation[-1][1] if self.validation and self.diverged_at is None else math.nan
+
+
+def mean_loss(model: nn.Module, inputs: Tensor, targets: Tensor, autocast: bool) -> Tensor:
+    """Return the mean cross-entropy in nats per token; with ``autocast`` the model is in bfloat16, the loss never."""
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def state_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Return the bytes of all tensors of optimizers' state."""
+    leaves = tree_leaves([dict(optimizer.state) for optimizer in optimizers])
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 class Run:
@@ -134,11 +152,8 @@ class Run:
         return total.item()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per token."""
-        autocast = self.scale.autocast and self.device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
-            logits = self.model(inputs)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        """Return :func:`mean_loss`."""
+        return mean_loss(self.model, inputs, targets, self.scale.autocast and self.device.type == "cuda")
 
     def _clock(self) -> float:
         if self.device.type == "cuda":
@@ -154,8 +169,7 @@ class Run:
             self.record.validation.append((self.done, value))
         else:
             self.record.diverged_at = self.done
-        leaves = tree_leaves([dict(optimizer.state) for optimizer in self.optimizers])
-        self.record.state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        self.record.state_bytes = state_bytes(self.optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on."""

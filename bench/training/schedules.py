@@ -11,9 +11,9 @@ from collections.abc import Callable
 WARMDOWN = 1450 / 5100  # of the steps
 
 
-def linear(step: int, steps: int) -> float:
-    """Return a linear warm-up over the first tenth, then linear decay that would reach 0 at step ``steps``."""
-    warmup = max(1, steps // 10)
+def linear(step: int, steps: int, warmups: int = 10) -> float:
+    """Return a linear warm-up over 1 / ``warmups`` of the steps, then linear decay that would reach 0 after them."""
+    warmup = max(1, steps // warmups)
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 

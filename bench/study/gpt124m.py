@@ -1,0 +1,450 @@
+"""GPT-2 124M's shape trained on a GPU, minute by minute: which runs are made, in which order, and the command.
+
+The model is the paper's GPT-2 124M as ``bench.models`` has it, with the vocabulary of the data. A run is 800 steps of
+32 x 1,024 tokens; rates rise over a twentieth of them, then fall linearly to zero. Rates of a method are STEP apart. Its search
+tries the first one and the next higher one, and goes on beyond the best until that lies between two others. This order
+was fixed before the first run; which rates follow depends on losses alone:
+
+1. AdamW's search. Its best rate is that of embedding and head under every other method, as in the paper.
+2. Pro-KLShampoo and Muon with momentum 0.9 at their first two rates, KL-Shampoo at its first, then the searches of the
+   former two. These are the first ten runs or so.
+3. Muon and the paper's form of Pro-KLShampoo at their first rates, KL-Shampoo's search, SOAP at its first rate.
+4. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
+5. Changes of Pro-KLShampoo at its best rate, CHANGES. Then the searches of Muon, the paper's form and SOAP.
+6. The three for 3,200 steps, at their best rates and the next lower ones. Then the three on GPT-2 350M's shape.
+
+A run is always made from its start: it lasts about a minute on a GPU, and its row says all that is kept of it. So runs
+do not depend on what was made before them or elsewhere. One that is interrupted leaves no row.
+"""
+
+import argparse
+import math
+import statistics
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from bench import clock, command, rows
+from bench.command import Parser, UsageError
+from bench.models import CONFIGS, gpt2
+from bench.optimizers import OPTIMIZERS, PRO, Hyper
+from bench.study import runs
+from bench.study.lengths import STEP, rounded
+from bench.training.compiled import Compiled
+from bench.training.run import Record, Scale
+from bench.training.sources import Source, open_source
+from bench.workers import GOES_ON
+
+SCALES = {
+    "full": (
+        Scale("gpt2-124m", CONFIGS["gpt2-124m"], (32, 128, 256), 800, 4, 256, batch=32, autocast=True),
+        Scale("gpt2-350m", CONFIGS["gpt2-350m"], (32, 128, 256), 800, 4, 256, batch=32, autocast=True),
+    ),
+    "rehearsal": (
+        Scale("rehearsal", gpt2(2, 64, 2, context=64), (2, 10, 21), 20, 4, 8, batch=4),
+        Scale("rehearsal, larger", gpt2(3, 96, 2, context=64), (4, 16, 32), 20, 4, 8, batch=4),
+    ),
+}
+"""The model and the larger one: what is trained, and one that tries the command in seconds on a CPU."""
+LONGER = 4
+"""Times the steps, 3,200 of the full scale."""
+DECAYS = (0.1, 0.03)
+FURTHEST = 6
+"""Powers of STEP that a search goes from its first rate, a factor of 11."""
+ROOM = 1.1
+"""What a run takes, per time of its steps on the device: a tenth more, for validation and restart."""
+SIZES = {"cuda": 8192, "cpu": 512}
+"""Of the products that measure a device's rate."""
+KEY = ("data_sha256", "model", "steps", "case", "lr", "adamw_lr", "seed")
+FILE = "gpt-124m.csv"
+CURVES = "gpt-124m-curves.csv"
+
+
+def _form(method: str, lr: float, label: str = "", **more: object) -> tuple[str, Hyper]:
+    return label or OPTIMIZERS[method].label, Hyper(method, lr, **more)  # type: ignore[arg-type]
+
+
+FORMS = dict(
+    [
+        _form("adamw", 4e-3),
+        _form(PRO, 3e-2),
+        _form("muon", 3e-2, "Muon, momentum 0.9", momentum=0.9),
+        _form("kl-shampoo", 1e-2),
+        _form("muon", 3e-2),
+        _form(PRO, 3e-2, "Pro-KLShampoo, paper's form", preset="paper", bounded=False),
+        _form("soap", 3e-3),
+    ]
+)
+"""What is compared, by label, at its first rate."""
+ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = FORMS
+THREE = (OURS, MUON_9, KL)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Attributes:
+        scale: of it.
+        case: what it is a run of, as rows name it.
+        hyper: what its optimizer is built with.
+        base: the case that this one is a change of; "" for none.
+        seed: of it.
+        state_dtype: of the state of this package's optimizers; None is the weights' own.
+    """
+
+    scale: Scale
+    case: str
+    hyper: Hyper
+    base: str = ""
+    seed: int = 0
+    state_dtype: str | None = None
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What its row has in the columns KEY after the first."""
+        own = (self.scale.name, self.scale.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
+        return tuple(map(rows.text, own))
+
+    def changed(self, change: str, state_dtype: str | None = None, **settings: object) -> "Trial":
+        """Return it with other settings, under a name that says so."""
+        hyper = replace(self.hyper, **settings)  # type: ignore[arg-type]
+        return replace(self, case=f"{self.case}, {change}", base=self.case, hyper=hyper, state_dtype=state_dtype)
+
+    def __str__(self) -> str:
+        beside = "" if self.hyper.adamw_lr is None else f", AdamW's {self.hyper.adamw_lr:.4g}"
+        own = f"{self.case}: lr {self.hyper.lr:.4g}{beside}, seed {self.seed}"
+        return f"{own}, {self.scale.steps} steps of {self.scale.name}"
+
+
+Losses = Mapping[tuple[str, ...], float]
+"""Of what has been trained, by key; infinite for what diverged."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The runs of a form at its rates, in their order, as far as known losses say them; the best once it is known."""
+
+    trials: list[Trial]
+    best: Trial | None
+
+
+def searched(first: Trial, known: Losses) -> Search:
+    """Search for the best rate of a trial: its own, the next higher one, then beyond the best while it is at an edge.
+
+    Of equal losses the lower rate is better.
+    """
+    powers = [0, 1]
+    while True:
+        trials = {k: replace(first, hyper=replace(first.hyper, lr=rounded(first.hyper.lr * STEP**k))) for k in powers}
+        ordered = list(trials.values())
+        if any(trial.key not in known for trial in ordered):
+            return Search(ordered, None)
+        best = min(sorted(powers), key=lambda k: known[trials[k].key])
+        beyond = best - 1 if best == min(powers) else best + 1
+        if beyond in powers or abs(beyond) > FURTHEST:
+            return Search(ordered, trials[best])
+        powers.append(beyond)
+
+
+def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
+    """Yield what is trained, in its order, as far as known losses decide it."""
+    scale, larger = scales
+    adamw = searched(Trial(scale, ADAMW, FORMS[ADAMW]), known)
+    yield from adamw.trials
+    if adamw.best is None:
+        return
+    rate = adamw.best.hyper.lr
+    others = [form for form in FORMS if form != ADAMW]
+    search = {form: searched(Trial(scale, form, replace(FORMS[form], adamw_lr=rate)), known) for form in others}
+
+    for k in (0, 1):
+        yield from (search[form].trials[k] for form in (OURS, MUON_9))
+    yield search[KL].trials[0]
+    for form in (OURS, MUON_9):
+        yield from search[form].trials[2:]
+    yield from (search[form].trials[0] for form in (MUON, PAPER))
+    yield from search[KL].trials[1:]
+    yield search[SOAP].trials[0]
+
+    best = {form: its for form in THREE if (its := search[form].best) is not None}
+    if len(best) < len(THREE):
+        return
+    yield from (replace(its, seed=seed) for seed in (1, 2) for its in best.values())
+    yield from (its.changed(f"weight decay {decay}", weight_decay=decay) for decay in DECAYS for its in best.values())
+    yield from changes(best[OURS])
+    for form in (MUON, PAPER, SOAP):
+        yield from search[form].trials[1:]
+    for lower in (1, STEP):
+        for its in best.values():
+            hyper = replace(its.hyper, lr=rounded(its.hyper.lr / lower))
+            yield replace(its, scale=replace(scale, steps=LONGER * scale.steps), hyper=hyper)
+    yield from (replace(its, scale=larger) for its in best.values())
+
+
+def changes(of: Trial) -> Iterator[Trial]:
+    """Yield one trial for every single change of Pro-KLShampoo's settings."""
+    smallest, _, largest = of.scale.ranks
+    yield of.changed(f"rank {smallest}", rank=smallest)
+    yield of.changed(f"rank {largest}", rank=largest)
+    yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
+    yield of.changed("alpha_kl 0.01", alpha_kl=0.01)
+    yield of.changed("bfloat16 state", state_dtype="bfloat16")
+
+
+def planned(known: Losses, scales: tuple[Scale, Scale]) -> list[Trial]:
+    """Return what would be trained if no further run ended below those before it: the shortest of all searches."""
+    losses, order = dict(known), []
+    while missing := next((trial for trial in trials(losses, scales) if trial.key not in losses), None):
+        order.append(missing)
+        losses[missing.key] = 1e6 + len(order)
+    return order
+
+
+def losses_of(found: Sequence[rows.Row]) -> dict[tuple[str, ...], float]:
+    """Return the losses of rows by the keys of trials."""
+    return {
+        tuple(row.get(name, "") for name in KEY[1:]): float(row.get("validation_loss") or math.inf) for row in found
+    }
+
+
+class Session:
+    """The runs of one command: from the rows that are there, for as many minutes as it has.
+
+    Attributes:
+        seconds: of training in it, without validation. made: runs that have got a row.
+        failed: runs that ended with an error, which are not tried again by this command.
+    """
+
+    def __init__(self, o: argparse.Namespace, source: Source) -> None:
+        self.o, self.source, self.begun = o, source, perf_counter()
+        self.device = torch.device(o.device)
+        self.path, self.curves = o.out / FILE, o.out / CURVES
+        self.here = rows.environment(self.device)
+        self.model: Compiled | None = None
+        self.rate = 0.0
+        self.left_out: set[tuple[str, ...]] = set()
+        self.failed = self.made = 0
+        self.seconds, self.ended = 0.0, self.begun
+
+    def found(self) -> list[rows.Row]:
+        """Return the rows of this data."""
+        return rows.having(rows.read(self.path), {"data_sha256": self.source.sha256})
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return 60 * self.o.minutes - (perf_counter() - self.begun)
+
+    def work(self) -> None:
+        """Make runs until none is left, or none would end in time."""
+        while ready := self.ready():
+            model = self.prepared(ready[0].scale)
+            fitting = [trial for trial in ready if trial.scale.name == model.scale.name and self.ends(trial)]
+            if not fitting:
+                needed = self.expected(ready[0])
+                print(f"Next is {ready[0]}: about {needed:.0f} s, and {max(0.0, self.left()):.0f} s are left.")
+                return
+            try:
+                self.train(model, fitting[0])
+            except UsageError as error:  # a package that is not there
+                self.left_out.add(fitting[0].key)
+                print(f"Left out: {fitting[0]}: {error}", flush=True)
+            except Exception:  # of one optimizer: the others are to be trained all the same
+                self.left_out.add(fitting[0].key)
+                self.failed += 1
+                traceback.print_exc()
+                print(f"FAILED: {fitting[0]}", flush=True)
+
+    def ready(self) -> list[Trial]:
+        """Return what can be trained now, in its order."""
+        known = losses_of(self.found())
+        every = dict.fromkeys(trials(known, self.o.scales))
+        return [trial for trial in every if trial.key not in known and trial.key not in self.left_out]
+
+    def prepared(self, scale: Scale) -> Compiled:
+        """Return the compiled model of a scale, in the place of that of another one."""
+        if self.model is None or self.model.scale.name != scale.name:
+            self.model = None
+            before = perf_counter()
+            dtype = torch.bfloat16 if scale.autocast else torch.float32
+            self.rate = clock.product_rate(self.device, dtype, SIZES[self.device.type])
+            self.model = Compiled(scale, self.source, self.device, self.o.eager)
+            print(
+                f"{scale.name}: {self.model.parameters:,} parameters, forward and backward take "
+                f"{1e3 * self.model.pass_seconds:.1f} ms, after {perf_counter() - before:.0f} s of preparing; products "
+                f"run at {self.rate / 1e12:.3g} TFLOP/s",
+                flush=True,
+            )
+        return self.model
+
+    def expected(self, trial: Trial) -> float:
+        """Return the seconds that a run should take: as the last one of its optimizer, or of any, did here."""
+        assert self.model is not None
+        here = {"model": trial.scale.name, "device": self.here["device"], "cpu": self.here["cpu"]}
+        timed = [row for row in rows.having(self.found(), here) if row.get("tokens_per_second")]
+        own = [row for row in timed if row["optimizer"] == trial.hyper.method] or timed
+        tokens = trial.scale.batch * trial.scale.config.context
+        pace = tokens / float(own[-1]["tokens_per_second"]) if own else self.model.pass_seconds
+        return ROOM * pace * trial.scale.steps
+
+    def ends(self, trial: Trial) -> bool:
+        """Return whether a run should end in the time that is left."""
+        return self.expected(trial) <= self.left()
+
+    def train(self, model: Compiled, trial: Trial) -> None:
+        """Make a run and write its rows; give it up at the first validation if it proves too slow to end in time."""
+        steps = trial.scale.steps
+        for record in model.run(trial.hyper, trial.seed, steps, trial.state_dtype):
+            done = len(record.losses)
+            # The first steps begin the state, compile and record graphs.
+            each = [sum(both) for both in zip(record.model_seconds, record.optimizer_seconds, strict=True)]
+            remaining = statistics.mean(each[done // 2 :]) * (steps - done)
+            if done <= model.marks(steps)[0] and record.diverged_at is None and remaining > self.left():
+                self.left_out.add(trial.key)
+                print(f"Given up, it would take {remaining:.0f} s more: {trial}", flush=True)
+                return
+        now = perf_counter()
+        row = self.row(model, trial, record) | {"wall_seconds": now - self.ended}
+        self.seconds, self.made, self.ended = self.seconds + row["seconds"], self.made + 1, now
+        runs.keep(self.path, self.curves, row, runs.curve(record), KEY)
+        print(described(trial, row, record), flush=True)
+
+    def row(self, model: Compiled, trial: Trial, record: Record) -> rows.Row:
+        """Return the row of a run."""
+        h, steps = trial.hyper, len(record.losses)
+        own = dict(zip(KEY, (self.source.sha256, *trial.key), strict=True)) | {"base": trial.base}
+        own |= {"optimizer": h.method, "rank": h.rank, "preset": h.preset, "momentum": h.momentum, "beta2": h.beta2}
+        own |= {name: getattr(h, name) for name in runs.SETTINGS}
+        own |= runs.of_scale(model.scale, self.source.vocabulary, self.device.type) | {"steps": trial.scale.steps}
+        own |= {"eval_windows": len(model.validation) * model.size, "compiled": not self.o.eager}
+        own |= {"parameters": model.parameters, "state_dtype": trial.state_dtype, "clipped": record.clipped}
+        own |= runs.figures(record) | {"seconds": record.seconds(steps)}
+        later = slice(1, None) if steps > 1 else slice(None)  # the first step begins the state
+        own["optimizer_median_ms"] = 1e3 * statistics.median(record.optimizer_seconds[later])
+        own["optimizer_longest_ms"] = 1e3 * max(record.optimizer_seconds[later])
+        own["host_ms"] = 1e3 * statistics.median(record.host_seconds[later])
+        first = model.marks(trial.scale.steps)[0]
+        if steps > first:
+            tokens = (steps - first) * trial.scale.batch * trial.scale.config.context
+            own["tokens_per_second"] = tokens / (record.seconds(steps) - record.seconds(first))
+        own["matmul_tflops"] = self.rate / 1e12
+        if record.peak_bytes is not None:
+            own["peak_gib"] = record.peak_bytes / 2**30
+        return own | self.source.row | self.here
+
+    def said(self) -> str:
+        """Return what the command did, and which share of its time was not training."""
+        total = perf_counter() - self.begun
+        many = "1 run" if self.made == 1 else f"{self.made} runs"
+        shares = (
+            f"{1 - self.seconds / total:.0%} of it was not training" if self.made else "nothing was trained to its end"
+        )
+        return f"{many} in {total:.0f} s; {shares}. Rows are in {self.path}"
+
+
+def of_floor(row: Mapping[str, Any]) -> float:
+    """Return 6 x parameters x tokens a second over the rate of the device's products."""
+    return 6 * row["parameters"] * row["tokens_per_second"] / (1e12 * row["matmul_tflops"])
+
+
+def described(trial: Trial, row: rows.Row, record: Record) -> str:
+    """Return what a run gave, in a line."""
+    if record.diverged_at is not None:
+        return f"{trial}: diverged at step {record.diverged_at}"
+    losses = " ".join(f"{loss:.4f}" for _, loss in record.validation)
+    line = f"{trial}: {losses}; {row['wall_seconds']:.1f} s"
+    if "tokens_per_second" in row:
+        line += f", {row['tokens_per_second']:,.0f} tokens/s, {of_floor(row):.1%} of the products' rate"
+    times = [row[f"optimizer_{which}ms"] for which in ("", "median_", "longest_")]
+    line += "; optimizer {:.2f} ms (median {:.2f}, longest {:.2f})".format(*times)
+    return line + f", host {row['host_ms']:.2f} ms"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises:
+        UsageError: For a wrong argument.
+    """
+    parser = Parser(prog="python -m bench.study gpt-124m", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, help="token shards, .bin or .bin.xz: a file, or a folder of them")
+    parser.add_argument("--out", type=Path, help="folder of rows (default: bench/results)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="start no run that would end later (default: 7)")
+    parser.add_argument("--vocabulary", type=int, help="tokens that the model knows (default: what the shards have)")
+    parser.add_argument("--micro-batch", type=int, help="sequences in one forward pass (default: all of a step)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda, for a rehearsal cpu")
+    parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model for seconds, into runs/rehearsal")
+    parser.add_argument("--plan", action="store_true", help="say what would be trained, in which order; train nothing")
+    o = parser.parse_args(argv)
+    command.positive(minutes=o.minutes)
+    command.at_least(1, vocabulary=o.vocabulary, micro_batch=o.micro_batch)
+    o.device = o.device or ("cpu" if o.rehearse else "cuda")
+    o.out = o.out or (Path("runs/rehearsal") if o.rehearse else rows.RESULTS)
+    o.scales = tuple(
+        replace(scale, micro_batch=o.micro_batch, autocast=o.device == "cuda")
+        for scale in SCALES["rehearsal" if o.rehearse else "full"]
+    )
+    if o.plan:
+        return o
+    if o.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device here; --rehearse tries the command on a CPU")
+    if o.data is None and not o.rehearse:
+        raise UsageError("there is nothing to train on; give token shards with --data (docs/gpu.md says which)")
+    return o
+
+
+def opened(o: argparse.Namespace) -> Source:
+    """Return the data, with the vocabulary that was asked for or the next multiple of 128 above the largest token.
+
+    Raises:
+        UsageError: there is none, it is of another kind, or has a larger token.
+    """
+    source = open_source(o.data, o.scales[0].config.context, o.vocabulary or 2**16)
+    if not source.epochs:
+        if not o.rehearse:
+            raise UsageError(f"--data {o.data} is no token shards; give .bin or .bin.xz files")
+        return source
+    largest = max(int(part.max()) for part in (*source.train, *source.validation) if len(part))
+    return replace(source, vocabulary=o.vocabulary or 128 * (largest // 128 + 1))
+
+
+def plan(o: argparse.Namespace) -> str:
+    """Return the order: what has been trained, and what is to be if no further run is better than those before."""
+    found = rows.having(rows.read(o.out / FILE), {"model": o.scales[0].name})
+    found += rows.having(rows.read(o.out / FILE), {"model": o.scales[1].name})
+    known = losses_of(found)
+    lines = [f"{row['case']}: lr {row['lr']}, seed {row['seed']}, {row['steps']} steps: trained" for row in found]
+    lines += [f"{i}. {trial}" for i, trial in enumerate(planned(known, o.scales), 1)]
+    lines.append("A search goes on beyond these rates while its last one is the best (bench/study/gpt124m.py).")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return its exit status: 0, or 1 if a run failed."""
+    o = parse(argv)
+    if o.plan:
+        print(plan(o))
+        return 0
+    command.make_folder(o.out)
+    rows.read(o.out / FILE)  # now, not after training
+    threads = torch.get_num_threads()
+    if o.device == "cpu":
+        torch.set_num_threads(1)  # a tiny model is no work for two, and their sums would have another order
+    source = opened(o)
+    tokens = sum(map(len, source.train))
+    print(f"{source.name}: {tokens:,} tokens, vocabulary {source.vocabulary}, {source.sha256[:16]}", flush=True)
+    session = Session(o, source)
+    try:
+        session.work()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(GOES_ON) from None
+    finally:
+        torch.set_num_threads(threads)
+        print(session.said(), flush=True)
+    return 1 if session.failed else 0
