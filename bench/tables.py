@@ -18,7 +18,7 @@ from pandas import DataFrame
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
 from bench.rows import RESULTS, ROOT, frame
-from bench.study import figures, size
+from bench.study import figures, gpt124m, gpt124m_tables, size
 from bench.study import lengths_tables as lengths
 from bench.timing import tables as timing
 
@@ -37,6 +37,7 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "digits": ("digits.csv", ablations.digits_table),
     "robustness": ("robustness.csv", ablations.robustness_table),
     "size": ("size.csv", size.size_table),
+    "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
     "lengths-settings": ("lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
@@ -72,6 +73,11 @@ def draw() -> None:
     lengths_rows = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     figures.lengths(RESULTS / "lengths-loss.png", *lengths_rows)
     figures.lengths(RESULTS / "lengths-seconds.png", *lengths_rows, x="seconds")
+    own = frame(RESULTS / gpt124m.FILE)
+    if len(own):
+        along = frame(RESULTS / gpt124m.CURVES)
+        for x, (name, _) in gpt124m_tables.PICTURES.items():
+            figures.gpt124m(RESULTS / name, own, along, x)
 
 
 @command

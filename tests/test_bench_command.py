@@ -20,12 +20,20 @@ WRONG = [
     ("study main --model llama --device cpu --data text", "no token shards, which llama-134m needs"),
     ("study ablation --model gpt2-350m --device cpu", "paper has no ablation on gpt2-350m; .*llama-450m"),
     ("study size --jobs 0", "--jobs 0: must be a whole number >= 1"),
+    ("study gpt-124m --device cpu", "there is nothing to train on; give token shards with --data"),
+    ("study gpt-124m --device cpu --data text", "--data text is no token shards; give .bin or .bin.xz files"),
+    ("study gpt-124m --device cpu --data none", "cannot read --data none: No such file or directory"),
+    ("study gpt-124m --minutes 0", "--minutes 0: must be a finite number > 0"),
+    ("study gpt-124m --minutes nan", "--minutes nan: must be a finite number > 0"),
+    ("study gpt-124m --rehearse --micro-batch 0", "--micro-batch 0: must be a whole number >= 1"),
+    ("study gpt-124m --jobs 2", "unrecognized arguments: --jobs 2; see --help"),
     ("tables --steps none.csv", "--steps none.csv has no timed step"),
     ("timing steps --sets bert", "argument --sets: invalid choice: 'bert'.*; see --help"),
     ("timing steps --out .", "--out . is a folder; name a file in it"),
 ]
 if not torch.cuda.is_available():
     WRONG += [
+        ("study gpt-124m --data text", "--device cuda: there is no CUDA device here; --rehearse tries the command"),
         ("study main --model gpt2", "--jobs 1: 0 GPUs are visible to torch; give fewer, or --device cpu"),
         ("timing steps --device cuda", "--device cuda: there is no CUDA device here; leave it out"),
     ]

@@ -201,10 +201,12 @@ for name in ("pandas", "tyro", "tqdm", "matplotlib", "tabulate", "datasets", "to
     sys.modules[name] = None
 import bench.timing.__main__, bench.conftest, bench.micro.bench_micro, bench.first
 assert bench.first.main(["--device", "cpu", "--seconds", "0"]) == 0
+import bench.study.__main__
+assert bench.study.__main__.main(["gpt-124m", "--rehearse", "--eager", "--minutes", "0.05", "--out", "rows"]) == 0
 """
 
 
 @pytest.mark.slow
-def test_what_runs_on_a_gpu_machine_needs_torch_triton_numpy_and_pytest_only():
-    done = run_python("-c", OFFLINE, TRITON_INTERPRET="1")
+def test_what_runs_on_a_gpu_machine_needs_torch_triton_numpy_and_pytest_only(tmp_path):
+    done = run_python("-c", OFFLINE, cwd=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

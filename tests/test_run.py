@@ -65,20 +65,39 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     assert script("prepare", "--only", "wheels", "--arch", "80") == (0, [prepare], "")  # the interpreter as it is
 
 
-def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_built(script, tmp_path):
+def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_built(script, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     assert not any("unpack" in line for line in script("gpu", "--part", "first")[1])
     (clone / "build" / "prepared" / "extension").mkdir(parents=True)
     python = clone / ".venv" / "bin" / "python"
     python.write_text(PYTHON + 'echo "$PROKL_BUILD_CUDA $TRITON_CACHE_DIR" >>"$LOG.env"\n')
-    log = tmp_path / "log.env"
+    log, home = tmp_path / "log.env", tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     for placed in (False, True):
         if placed:
             (clone / "build" / "prepared" / "extension" / "placed").touch()
         log.unlink(missing_ok=True)
         assert script("gpu", "--part", "first")[1] == ["-m bench.compile_report unpack", "-m bench.first"]
         build, cache = log.read_text().splitlines()[-1].split(" ")
-        assert (build == "0") is placed and cache == str(clone / "build" / "triton")
+        assert (build == "0") is placed and cache == str(home / ".cache" / "prokl" / "triton")
+
+
+def test_training_on_a_gpu_has_data_and_minutes_and_caches_that_outlive_the_checkout(script, tmp_path, monkeypatch):
+    python = tmp_path / "clone" / ".venv" / "bin" / "python"
+    python.write_text(PYTHON + 'echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR" >>"$LOG.env"\n')
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
+    status, commands, _ = script("gpu", "--part", "train", "--data", "shards", "--minutes", "4", "--out", "rows")
+    assert (status, commands) == (
+        0,
+        ["-m bench.study gpt-124m --out /elsewhere/rows --data /elsewhere/shards --minutes 4"],
+    )
+    assert (tmp_path / "log.env").read_text().splitlines()[-1] == "/kept/prokl/triton /kept/prokl/inductor"
+    assert script("gpu", "--part", "train", "--out", "/tmp")[1] == ["-m bench.study gpt-124m --out /tmp"]
+    assert not any("gpt-124m" in line for line in script("gpu")[1])  # it is a part only where it is named
 
 
 def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs(script, tmp_path):
@@ -98,6 +117,8 @@ def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs
         (["bench", "--part", "micro step"], "./run bench: cannot take '"),
         (["bench", "--out", ""], "./run bench: cannot take '"),
         (["gpu", "--part", "memory"], "./run gpu: cannot take '"),
+        (["gpu", "--part", "step", "--minutes", "3"], "./run gpu: --data and --minutes are for --part train"),
+        (["bench", "--data", "shards"], "./run bench: cannot take '"),
         (["foo"], "./run: there is no job 'foo'; it takes pretrain, test, "),
     ],
     ids=lambda given: " ".join(given),

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 from pandas import DataFrame, isna
 
 from bench.optimizers import OPTIMIZERS, PRO, label
+from bench.study.gpt124m import KEY, OURS
+from bench.study.gpt124m_tables import best_runs
 from bench.study.lengths import FORMS
 from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
 
@@ -104,6 +106,27 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
             _name_ends(axes, ends)
         else:
             axes.legend(frameon=False)  # ends lie beside each other here
+    figure.savefig(path, dpi=DPI)
+
+
+def gpt124m(path: Path, found: DataFrame, curves: DataFrame, x: str) -> None:
+    """Draw the losses of every method at its best rate, which ``best_runs`` gives, against "step" or "seconds".
+
+    Seconds are steps times what one takes after the first validation; bands are one standard error.
+    """
+    figure = Figure((6.5, 4.2), layout="constrained")
+    axes, colours = figure.subplots(), set()
+    for case, its in best_runs(found).items():
+        own = curves.merge(its[[*KEY, "batch", "context", "tokens_per_second"]], on=list(KEY))
+        own = own.assign(seconds=own["step"] * own["batch"] * own["context"] / own["tokens_per_second"])
+        colour = OPTIMIZERS[its["optimizer"].iloc[0]].colour
+        style = {"lw": 2.4} if case == OURS else {"lw": 1.3, "alpha": 0.6}
+        style["ls"] = "--" if colour in colours else "-"  # one method in two forms
+        colours.add(colour)
+        curve(axes, own, x, label=f"{case}, lr {its['lr'].iloc[0]:.3g}", color=colour, **style)
+    axes.set(xlabel=PANELS[x], ylabel="validation loss, nats per token", title="GPT-2 124M's shape")
+    fit(axes)
+    axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=DPI)
 
 

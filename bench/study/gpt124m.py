@@ -1,16 +1,16 @@
 """GPT-2 124M's shape trained on a GPU, minute by minute: which runs are made, in which order, and the command.
 
 The model is the paper's GPT-2 124M as ``bench.models`` has it, with the vocabulary of the data. A run is 800 steps of
-32 x 1,024 tokens; rates rise over a twentieth of them, then fall linearly to zero. Rates of a method are STEP apart. Its search
-tries the first one and the next higher one, and goes on beyond the best until that lies between two others. This order
-was fixed before the first run; which rates follow depends on losses alone:
+32 x 1,024 tokens; rates rise over a twentieth of them, then fall linearly to zero. Rates of a method are STEP apart.
+Its search tries the first one and the next higher one, and goes on beyond the best until that lies between two others.
+This order was fixed before the first run. Which rates follow depends on losses alone:
 
 1. AdamW's search. Its best rate is that of embedding and head under every other method, as in the paper.
 2. Pro-KLShampoo and Muon with momentum 0.9 at their first two rates, KL-Shampoo at its first, then the searches of the
    former two. These are the first ten runs or so.
 3. Muon and the paper's form of Pro-KLShampoo at their first rates, KL-Shampoo's search, SOAP at its first rate.
 4. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
-5. Changes of Pro-KLShampoo at its best rate, CHANGES. Then the searches of Muon, the paper's form and SOAP.
+5. Changes of Pro-KLShampoo at its best rate, one at a time. Then the searches of Muon, the paper's form and SOAP.
 6. The three for 3,200 steps, at their best rates and the next lower ones. Then the three on GPT-2 350M's shape.
 
 A run is always made from its start: it lasts about a minute on a GPU, and its row says all that is kept of it. So runs
@@ -244,21 +244,22 @@ class Session:
         """Make runs until none is left, or none would end in time."""
         while ready := self.ready():
             model = self.prepared(ready[0].scale)
-            fitting = [trial for trial in ready if trial.scale.name == model.scale.name and self.ends(trial)]
-            if not fitting:
+            its = (trial for trial in ready if trial.scale.name == model.scale.name)
+            trial = next((trial for trial in its if self.expected(trial) <= self.left()), None)
+            if trial is None:
                 needed = self.expected(ready[0])
                 print(f"Next is {ready[0]}: about {needed:.0f} s, and {max(0.0, self.left()):.0f} s are left.")
                 return
             try:
-                self.train(model, fitting[0])
+                self.train(model, trial)
             except UsageError as error:  # a package that is not there
-                self.left_out.add(fitting[0].key)
-                print(f"Left out: {fitting[0]}: {error}", flush=True)
+                self.left_out.add(trial.key)
+                print(f"Left out: {trial}: {error}", flush=True)
             except Exception:  # of one optimizer: the others are to be trained all the same
-                self.left_out.add(fitting[0].key)
+                self.left_out.add(trial.key)
                 self.failed += 1
                 traceback.print_exc()
-                print(f"FAILED: {fitting[0]}", flush=True)
+                print(f"FAILED: {trial}", flush=True)
 
     def ready(self) -> list[Trial]:
         """Return what can be trained now, in its order."""
@@ -291,10 +292,6 @@ class Session:
         tokens = trial.scale.batch * trial.scale.config.context
         pace = tokens / float(own[-1]["tokens_per_second"]) if own else self.model.pass_seconds
         return ROOM * pace * trial.scale.steps
-
-    def ends(self, trial: Trial) -> bool:
-        """Return whether a run should end in the time that is left."""
-        return self.expected(trial) <= self.left()
 
     def train(self, model: Compiled, trial: Trial) -> None:
         """Make a run and write its rows; give it up at the first validation if it proves too slow to end in time."""

@@ -124,8 +124,8 @@ class Compiled:
 
     def _restart(self, seed: int) -> None:
         """Give the weights the values that they start from, and free all that the run before has left."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()  # an optimizer and its graphs refer to each other
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         if self._start is None or self._start[0] != seed:

@@ -1,0 +1,107 @@
+"""The tables of ``bench.study gpt-124m``, and which of its rows are drawn."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pandas import DataFrame
+
+from bench import rows
+from bench.markdown import figure, table, with_error
+from bench.study.gpt124m import FORMS, KEY, OURS, SCALES, Trial, of_floor, searched
+
+PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
+"""File and words, by the column that losses are drawn against."""
+
+
+def shown(found: DataFrame) -> str:
+    """Return a table for every model, length and data set, and the pictures; or that there is no run."""
+    if found.empty:
+        return "None of these runs has been made yet.\n"
+    texts = [_table(group) for _, group in found.groupby(["model", "steps", "data_sha256"], sort=False)]
+    texts += [f"![Validation loss against {x}](../bench/results/{file})\n" for file, x in PICTURES.values()]
+    return "\n".join(texts)
+
+
+def best_runs(found: DataFrame) -> dict[str, DataFrame]:
+    """Return the runs of every method at its best rate on the smaller model, by case, of the data with the most rows.
+
+    Those of all seeds, of runs of the usual length.
+    """
+    scale = SCALES["full"][0]
+    its = found[(found["model"] == scale.name) & (found["steps"] == scale.steps) & (found["base"] == "")]
+    its = its[its["data_sha256"] == its["data_sha256"].value_counts().index[0]] if len(its) else its
+    return {case: group[group["lr"] == best_rate(group)] for case, group in its.groupby("case", sort=False)}
+
+
+def best_rate(its: DataFrame) -> float:
+    """Return the rate with the lowest loss on the first seed, of equal ones the lowest."""
+    first = its[its["seed"] == 0].sort_values("lr")
+    return float(first["lr"].iloc[first["validation_loss"].fillna(math.inf).argmin()])
+
+
+def _table(group: DataFrame) -> str:
+    one = group.iloc[-1]
+    said = (
+        f"{one['model']}'s shape, {one['parameters'] / 1e6:.1f}M parameters with a vocabulary of "
+        f"{one['vocabulary']:,}; {one['steps']:,} steps of {one['batch']} × {one['context']:,} tokens; {one['data']} "
+        f"({one['data_sha256'][:8]}); {', '.join(dict.fromkeys(group['device']))}."
+    )
+    return f"{said}\n\n{table(DataFrame([*_lines(group)]), 2)}"
+
+
+def _lines(group: DataFrame) -> Iterator[dict[str, str]]:
+    """Yield a line for every method, then for every change, which is compared with its base at the same rate."""
+    group = group.sort_values("base", key=lambda base: base != "", kind="stable")
+    for case, its in group.groupby("case", sort=False):
+        base, lr = its["base"].iloc[0], best_rate(its)
+        chosen, ours = its[its["lr"] == lr], group[group["case"] == (base or OURS)]
+        if not base and len(ours):
+            ours = ours[ours["lr"] == best_rate(ours)]
+        last = chosen.iloc[-1]
+        times = [last[f"optimizer_{which}ms"] for which in ("", "median_", "longest_")]
+        measured = last["tokens_per_second"] > 0
+        yield {
+            "case": str(case),
+            "validation loss by lr": _by_rate(its),
+            "best lr": "" if base else f"{lr:.3g}{'' if _ended(str(case), its) else ', search open'}",
+            "− Pro-KLShampoo's or base's": ""
+            if case == OURS
+            else _apart(chosen, ours[ours["lr"] == lr] if base else ours),
+            "tokens/s": f"{last['tokens_per_second']:,.0f}" if measured else "-",
+            "of products' rate": f"{of_floor(last):.0%}" if measured else "-",
+            "optimizer ms: mean / median / longest": " / ".join(figure(ms, 1) for ms in times),
+            "host ms": figure(last["host_ms"], 1),
+            "state MB": figure(last["state_mb"], 0),
+            "peak GiB": figure(last.get("peak_gib"), 1),
+        }
+
+
+def _by_rate(its: DataFrame) -> str:
+    """Return losses by rate; those of further seeds stand after a stroke."""
+    each = {lr: own.sort_values("seed")["validation_loss"] for lr, own in its.groupby("lr")}
+    said = {lr: ("diverged" if math.isnan(loss) else figure(loss, 3) for loss in losses) for lr, losses in each.items()}
+    return ", ".join(f"{lr:.3g}: {' / '.join(losses)}" for lr, losses in said.items())
+
+
+def _ended(case: str, its: DataFrame) -> bool:
+    """Return whether the best rate of a method lies between two others; True for runs that are no search."""
+    one = its.iloc[-1]
+    scale = replace(SCALES["full"][0], name=one["model"], steps=one["steps"])
+    if scale != SCALES["full"][0]:
+        return True
+    known = {
+        tuple(rows.text(row[name]) for name in KEY[1:]): math.inf if math.isnan(loss) else loss
+        for row, loss in ((row, row["validation_loss"]) for row in its.to_dict("records"))
+    }
+    adamw_lr = None if math.isnan(one["adamw_lr"]) else one["adamw_lr"]
+    return searched(Trial(scale, case, replace(FORMS[case], adamw_lr=adamw_lr)), known).best is not None
+
+
+def _apart(its: DataFrame, other: DataFrame) -> str:
+    """Return the mean difference of losses over the seeds that both have, with its standard error or "one seed"."""
+    a, b = (own.set_index("seed")["validation_loss"] for own in (its, other))
+    apart = (a - b).dropna()
+    if apart.empty:
+        return "-"
+    return with_error(apart.mean(), apart.sem(), 3, sign="+") + (", one seed" if len(apart) == 1 else "")

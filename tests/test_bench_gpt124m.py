@@ -1,0 +1,266 @@
+"""``bench.study gpt-124m``: its order, what a killed command leaves, how it keeps its time, rows and tables."""
+
+import math
+import re
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pandas import concat
+
+from bench import optimizers
+from bench.command import UsageError
+from bench.models import gpt2
+from bench.rows import frame, read
+from bench.study import __main__ as command
+from bench.study import figures, gpt124m, gpt124m_tables
+from bench.study.gpt124m import ADAMW, FORMS, KL, MUON_9, OURS, SCALES, planned, searched, trials
+from bench.training.compiled import Compiled
+from bench.training.shards import write_shard
+from tests.experiments import MICRO
+
+FULL = SCALES["full"]
+SMALL = replace(MICRO, steps=12, evaluations=4)
+LARGER = replace(SMALL, name="gpt2-micro, larger", config=gpt2(2, 16, 2, context=16))
+
+
+# The order
+
+
+def trained(loss):
+    """All that is trained by a formula, in its order."""
+    known, order = {}, []
+    while missing := next((trial for trial in trials(known, FULL) if trial.key not in known), None):
+        order.append(missing)
+        known[missing.key] = loss(missing)
+    return order
+
+
+def rates(order, case):
+    return [trial.hyper.lr for trial in order if trial.case == case and trial.seed == 0 and trial.scale == FULL[0]]
+
+
+def test_the_first_ten_runs_tune_adamw_then_pro_klshampoo_and_muon():
+    first = [(trial.case, trial.hyper.lr, trial.hyper.adamw_lr) for trial in planned({}, FULL)[:10]]
+    assert first == [
+        *((ADAMW, lr, None) for lr in (0.004, 0.006, 0.002667)),
+        *((case, lr, 0.004) for lr in (0.03, 0.045) for case in (OURS, MUON_9)),
+        (KL, 0.01, 0.004),
+        *((case, 0.02, 0.004) for case in (OURS, MUON_9)),
+    ]
+
+
+def test_all_that_was_asked_for_is_trained_once_at_the_best_rates():
+    lowest = {ADAMW: 0.006, OURS: 0.045, MUON_9: 0.0675, KL: 0.01}
+    order = trained(lambda trial: abs(math.log(trial.hyper.lr / lowest.get(trial.case, 1e-9))))
+    assert len({trial.key for trial in order}) == len(order)
+    assert rates(order, ADAMW) == [0.004, 0.006, 0.009] and rates(order, OURS) == [0.03, 0.045, 0.0675]
+    assert rates(order, MUON_9) == [0.03, 0.045, 0.0675, 0.1012]
+    assert {trial.hyper.adamw_lr for trial in order if trial.case != ADAMW} == {0.006}
+    three = (OURS, MUON_9, KL)
+    assert [trial.case for trial in order if trial.seed] == [*three] * 2
+    decays = [(trial.base, trial.hyper.weight_decay) for trial in order if trial.hyper.weight_decay]
+    assert decays == [(case, decay) for decay in (0.1, 0.03) for case in three]
+    own = {trial.case.removeprefix(f"{OURS}, "): trial for trial in order if trial.base == OURS}
+    assert [*own][2:] == ["rank 32", "rank 256", "momentum and beta2 0.95", "alpha_kl 0.01", "bfloat16 state"]
+    assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
+    assert own["bfloat16 state"].state_dtype == "bfloat16"
+    longer = [(trial.case, trial.hyper.lr) for trial in order if trial.scale.steps == 3200]
+    assert longer == [(OURS, 0.045), (MUON_9, 0.0675), (KL, 0.01), (OURS, 0.03), (MUON_9, 0.045), (KL, 0.006667)]
+    assert [(trial.case, trial.scale.name) for trial in order[-3:]] == [(case, "gpt2-350m") for case in three]
+    assert {trial.hyper.lr for trial in order if trial.base} == {lowest[case] for case in three}
+
+
+def test_a_search_of_runs_that_all_diverge_ends():
+    trial, known = trials({}, FULL).__next__(), {}
+    while searched(trial, known).best is None:
+        known |= {its.key: math.inf for its in searched(trial, known).trials}
+    assert len(known) == gpt124m.FURTHEST + 2
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shards") / "tokens.bin"
+    write_shard(path, np.random.default_rng(0).integers(0, 100, 4000))
+    return path
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A model that trains in no time, and few runs of it."""
+    monkeypatch.setitem(SCALES, "rehearsal", (SMALL, LARGER))
+    monkeypatch.setattr(gpt124m, "FURTHEST", 0)  # two rates of a search
+    every = gpt124m.trials
+
+    def few(known, scales):
+        own = [trial for trial in every(known, scales) if trial.case in (ADAMW, OURS)]
+        yield from own
+        if own[-1].case == OURS:
+            yield replace(own[-1], scale=scales[1])
+
+    monkeypatch.setattr(gpt124m, "trials", few)
+
+
+def run(shard, out, *options):
+    given = ["--rehearse", "--eager", "--data", shard, "--out", out, *options]
+    return command.main(["gpt-124m", *map(str, given)])
+
+
+TIMES = re.compile("seconds|_ms|tokens_per|tflops|date|commit")
+
+
+def contents(folder):
+    """The rows of runs and curves without what was timed."""
+    return [
+        [{name: value for name, value in row.items() if not TIMES.search(name)} for row in read_all(folder / file)]
+        for file in (gpt124m.FILE, gpt124m.CURVES)
+    ]
+
+
+def read_all(path):
+    return sorted(read(path), key=lambda row: [row.get(name, "") for name in (*gpt124m.KEY, "step")])
+
+
+def test_a_command_killed_twice_and_resumed_gives_the_rows_of_an_uninterrupted_one(
+    small, shard, tmp_path, monkeypatch, capsys
+):
+    assert run(shard, tmp_path / "whole") == 0
+    whole = contents(tmp_path / "whole")
+    assert len(whole[0]) == 5 and len(whole[1]) == 5 * 5
+    assert [row["model"] for row in read(tmp_path / "whole" / gpt124m.FILE)] == [SMALL.name] * 4 + [LARGER.name]
+    passed, original = [], Compiled._pass
+
+    def killed(model, seed, step):
+        passed.append(step)
+        if len(passed) in (30, 60):
+            signal.raise_signal(signal.SIGINT)
+        return original(model, seed, step)
+
+    monkeypatch.setattr(Compiled, "_pass", killed)
+    capsys.readouterr()
+    for done in (1, 2):
+        assert run(shard, tmp_path / "halves") == 130
+        assert len(read(tmp_path / "halves" / gpt124m.FILE)) == done
+        said = capsys.readouterr()
+        assert "the same command goes on" in said.err and " of it was not training" in said.out
+    assert run(shard, tmp_path / "halves") == 0
+    assert contents(tmp_path / "halves") == whole
+    passed.clear()
+    assert run(shard, tmp_path / "halves") == 0 and not passed  # nothing is left, nothing is compiled
+
+
+def test_rows_of_other_data_are_not_taken_for_these(small, shard, tmp_path):
+    assert run(shard, tmp_path, "--minutes", 1) == 0
+    other = tmp_path / "other.bin"
+    write_shard(other, np.random.default_rng(1).integers(0, 100, 4000))
+    assert run(other, tmp_path) == 0
+    assert len(read(tmp_path / gpt124m.FILE)) == 10
+
+
+def test_no_run_is_begun_that_would_not_end_and_one_that_proves_slow_is_given_up(
+    small, shard, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpt124m.Session, "expected", lambda session, trial: 50.0)
+    monkeypatch.setattr(gpt124m.Session, "left", lambda session: 49.0 if session.made else 51.0)
+    assert run(shard, tmp_path) == 0
+    assert len(read(tmp_path / gpt124m.FILE)) == 1
+    next_one = "Next is AdamW: lr 0.006, seed 0, 12 steps of gpt2-micro: about 50 s, and 49 s are left."
+    assert next_one in capsys.readouterr().out
+    asked = []
+    monkeypatch.setattr(gpt124m.Session, "left", lambda session: asked.append(1) or (51.0 if len(asked) == 1 else 0.0))
+    assert run(shard, tmp_path) == 0
+    assert len(read(tmp_path / gpt124m.FILE)) == 1 and "Given up, it would take" in capsys.readouterr().out
+
+
+def test_time_is_expected_by_the_last_run_of_the_optimizer_here(shard, tmp_path):
+    o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
+    session = gpt124m.Session(o, gpt124m.opened(o))
+    model = session.prepared(SMALL)
+    first, *_ = trials({}, (SMALL, LARGER))
+    pro = replace(first, case=OURS, hyper=replace(FORMS[OURS], adamw_lr=1e-3))
+    assert session.expected(pro) == pytest.approx(gpt124m.ROOM * model.pass_seconds * 12)
+    session.train(model, first)
+    speed = float(read(session.path)[0]["tokens_per_second"])
+    seconds = 12 * 4 * 16 / speed
+    assert session.expected(pro) == session.expected(first) == pytest.approx(1.1 * seconds)
+    session.train(model, pro)
+    own = float(read(session.path)[1]["tokens_per_second"])
+    assert session.expected(pro) == pytest.approx(1.1 * 12 * 4 * 16 / own) and own != speed
+
+
+def test_an_optimizer_that_fails_or_is_not_there_leaves_the_others_their_runs(
+    small, shard, tmp_path, monkeypatch, capsys
+):
+    build, errors = optimizers.build, {0.004: UsageError("no such package"), 0.006: ArithmeticError("no such luck")}
+
+    def failing(model, hyper, dtype):
+        if error := errors.get(hyper.lr):
+            raise error
+        return build(model, hyper, dtype)
+
+    monkeypatch.setattr(optimizers, "build", failing)
+    order = planned({}, SCALES["rehearsal"])[:3]
+    monkeypatch.setattr(gpt124m, "trials", lambda known, scales: iter(order))
+    assert run(shard, tmp_path) == 1
+    assert [row["lr"] for row in read(tmp_path / gpt124m.FILE)] == ["0.03"]
+    said = capsys.readouterr()
+    assert "Left out: AdamW: lr 0.004, seed 0, 12 steps of gpt2-micro: no such package\n" in said.out
+    assert "FAILED: AdamW: lr 0.006" in said.out and "no such luck" in said.err
+
+
+def test_a_row_says_what_was_trained_and_how_fast(small, shard, tmp_path):
+    assert run(shard, tmp_path) == 0
+    found = frame(tmp_path / gpt124m.FILE)
+    assert set(found["vocabulary"]) == {128}  # the largest token is 99
+    model = found[found["model"] == SMALL.name].iloc[-1]
+    assert model["parameters"] == 4 * 16**2 + 2 * 16 * 64 + 128 * 16 and model["case"] == OURS
+    assert (found["tokens_per_second"] > 0).all() and (found["matmul_tflops"] > 0).all()
+    assert (found["optimizer_longest_ms"] >= found["optimizer_median_ms"]).all() and (found["host_ms"] > 0).all()
+    assert (found["wall_seconds"] > found["seconds"]).all() and (found["state_mb"] > 0).all()
+    assert found["clipped"].isna().tolist() == [True] * 2 + [False] * 3
+    curves = frame(tmp_path / gpt124m.CURVES)
+    assert curves["step"].tolist() == [1, 3, 6, 9, 12] * 5
+    last = curves[curves["step"] == 12].reset_index()
+    assert last["validation_loss"].tolist() == found["validation_loss"].tolist()
+    assert last["seconds"].tolist() == pytest.approx(found["seconds"].tolist(), rel=1e-6)
+
+
+def test_the_plan_says_what_is_there_and_what_would_follow_and_trains_nothing(small, shard, tmp_path, capsys):
+    assert command.main(["gpt-124m", "--plan", "--out", str(tmp_path / "none")]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "1. AdamW: lr 0.004, seed 0, 800 steps of gpt2-124m" and last.startswith("A search goes on beyond")
+    assert not (tmp_path / "none").exists()
+    assert run(shard, tmp_path) == 0
+    capsys.readouterr()
+    assert run(shard, tmp_path, "--plan") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(": trained") for line in lines] == [True] * 5 + [False]
+
+
+# Tables
+
+
+def test_tables_have_rates_seeds_and_what_is_open(small, shard, tmp_path, monkeypatch):
+    assert gpt124m_tables.shown(frame(tmp_path / gpt124m.FILE)) == "None of these runs has been made yet.\n"
+    monkeypatch.setitem(SCALES, "full", SCALES["rehearsal"])
+    assert run(shard, tmp_path) == 0
+    found, curves = (frame(tmp_path / file) for file in (gpt124m.FILE, gpt124m.CURVES))
+    again = found[found["case"] == OURS].assign(seed=1)
+    again["validation_loss"] += 0.5
+    third = found[found["case"] == ADAMW].tail(1).assign(lr=0.009, validation_loss=math.nan)
+    monkeypatch.setattr(gpt124m, "FURTHEST", 6)
+    text = gpt124m_tables.shown(concat([found, again, third], ignore_index=True))
+    assert f"{SMALL.name}'s shape, 0.0M parameters with a vocabulary of 128; 12 steps of 4 × 16 tokens" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    adamw, pro = cells[1], cells[2]
+    assert adamw[0] == ADAMW and adamw[1].endswith("0.009: diverged") and adamw[2] == "0.006"
+    assert pro[0] == OURS and " / " in pro[1] and pro[2].endswith(", search open") and pro[3] == ""
+    assert adamw[3].endswith(", one seed")
+    assert text.endswith("(../bench/results/gpt-124m-seconds.png)\n")
+    for x in gpt124m_tables.PICTURES:
+        figures.gpt124m(tmp_path / f"{x}.png", found, curves, x)
+        assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")
