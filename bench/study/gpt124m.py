@@ -383,10 +383,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     command.at_least(1, vocabulary=o.vocabulary, micro_batch=o.micro_batch)
     o.device = o.device or ("cpu" if o.rehearse else "cuda")
     o.out = o.out or (Path("runs/rehearsal") if o.rehearse else rows.RESULTS)
-    o.scales = tuple(
-        replace(scale, micro_batch=o.micro_batch, autocast=o.device == "cuda")
-        for scale in SCALES["rehearsal" if o.rehearse else "full"]
-    )
+    scales = SCALES["rehearsal" if o.rehearse else "full"]
+    if o.micro_batch is not None and scales[0].batch % o.micro_batch:
+        raise UsageError(f"--micro-batch {o.micro_batch}: must divide the {scales[0].batch} sequences of a step")
+    o.scales = tuple(replace(scale, micro_batch=o.micro_batch, autocast=o.device == "cuda") for scale in scales)
     if o.plan:
         return o
     if o.device == "cuda" and not torch.cuda.is_available():
