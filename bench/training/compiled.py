@@ -135,8 +135,10 @@ class Compiled:
         torch.manual_seed(seed)
 
     def _here(self, batch: Batch) -> Batch:
-        """Return a batch on the device; the host does not wait for the copies."""
-        inputs, targets = (part.pin_memory() if self.device.type == "cuda" else part for part in batch)
+        """Return a batch on the device; the host does not wait for the copies, which pinned whole tensors take."""
+        inputs, targets = (part.contiguous() for part in batch)
+        if self.device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _pass(self, seed: int, step: int) -> Tensor:
