@@ -1,5 +1,6 @@
 """``bench.study gpt-124m``: its order, what a killed command leaves, how it keeps its time, rows and tables."""
 
+import lzma
 import math
 import re
 import signal
@@ -84,9 +85,12 @@ def test_a_search_of_runs_that_all_diverge_ends():
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory):
+    """Packed, as it is carried to a machine."""
     path = tmp_path_factory.mktemp("shards") / "tokens.bin"
     write_shard(path, np.random.default_rng(0).integers(0, 100, 4000))
-    return path
+    packed = path.with_name("tokens.bin.xz")
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    return packed
 
 
 @pytest.fixture
