@@ -168,32 +168,32 @@ def test_rows_of_other_data_are_not_taken_for_these(small, shard, tmp_path):
 def test_no_run_is_begun_that_would_not_end_and_one_that_proves_slow_is_given_up(
     small, shard, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(gpt124m.Session, "expected", lambda session, trial: 50.0)
-    monkeypatch.setattr(gpt124m.Session, "left", lambda session: 49.0 if session.made else 51.0)
+    monkeypatch.setattr(gpt124m.Runner, "expected", lambda runner, trial: 50.0)
+    monkeypatch.setattr(gpt124m.Runner, "left", lambda runner: 49.0 if runner.made else 51.0)
     assert run(shard, tmp_path) == 0
     assert len(read(tmp_path / gpt124m.FILE)) == 1
     next_one = "Next is AdamW: lr 0.006, seed 0, 12 steps of gpt2-micro: about 50 s, and 49 s are left."
     assert next_one in capsys.readouterr().out
     asked = []
-    monkeypatch.setattr(gpt124m.Session, "left", lambda session: asked.append(1) or (51.0 if len(asked) == 1 else 0.0))
+    monkeypatch.setattr(gpt124m.Runner, "left", lambda runner: asked.append(1) or (51.0 if len(asked) == 1 else 0.0))
     assert run(shard, tmp_path) == 0
     assert len(read(tmp_path / gpt124m.FILE)) == 1 and "Given up, it would take" in capsys.readouterr().out
 
 
 def test_time_is_expected_by_the_last_run_of_the_optimizer_here(shard, tmp_path):
     o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
-    session = gpt124m.Session(o, gpt124m.opened(o))
-    model = session.prepared(SMALL)
+    runner = gpt124m.Runner(o, gpt124m.opened(o))
+    model = runner.prepared(SMALL)
     first, *_ = trials({}, (SMALL, LARGER))
     pro = replace(first, case=OURS, hyper=replace(FORMS[OURS], adamw_lr=1e-3))
-    assert session.expected(pro) == pytest.approx(gpt124m.ROOM * model.pass_seconds * 12)
-    session.train(model, first)
-    speed = float(read(session.path)[0]["tokens_per_second"])
+    assert runner.expected(pro) == pytest.approx(gpt124m.ROOM * model.pass_seconds * 12)
+    runner.train(model, first)
+    speed = float(read(runner.path)[0]["tokens_per_second"])
     seconds = 12 * 4 * 16 / speed
-    assert session.expected(pro) == session.expected(first) == pytest.approx(1.1 * seconds)
-    session.train(model, pro)
-    own = float(read(session.path)[1]["tokens_per_second"])
-    assert session.expected(pro) == pytest.approx(1.1 * 12 * 4 * 16 / own) and own != speed
+    assert runner.expected(pro) == runner.expected(first) == pytest.approx(1.1 * seconds)
+    runner.train(model, pro)
+    own = float(read(runner.path)[1]["tokens_per_second"])
+    assert runner.expected(pro) == pytest.approx(1.1 * 12 * 4 * 16 / own) and own != speed
 
 
 def test_an_optimizer_that_fails_or_is_not_there_leaves_the_others_their_runs(

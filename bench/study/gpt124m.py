@@ -213,7 +213,7 @@ def losses_of(found: Sequence[rows.Row]) -> dict[tuple[str, ...], float]:
     }
 
 
-class Session:
+class Runner:
     """The runs of one command: from the rows that are there, for as many minutes as it has.
 
     Attributes:
@@ -436,12 +436,12 @@ def main(argv: Sequence[str]) -> int:
     source = opened(o)
     tokens = sum(map(len, source.train))
     print(f"{source.name}: {tokens:,} tokens, vocabulary {source.vocabulary}, {source.sha256[:16]}", flush=True)
-    session = Session(o, source)
+    runner = Runner(o, source)
     try:
-        session.work()
+        runner.work()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(GOES_ON) from None
     finally:
         torch.set_num_threads(threads)
-        print(session.said(), flush=True)
-    return 1 if session.failed else 0
+        print(runner.said(), flush=True)
+    return 1 if runner.failed else 0
