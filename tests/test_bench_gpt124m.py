@@ -233,6 +233,20 @@ def test_a_row_says_what_was_trained_and_how_fast(small, shard, tmp_path):
     assert last["seconds"].tolist() == pytest.approx(found["seconds"].tolist(), rel=1e-6)
 
 
+def test_times_are_of_steps_after_the_first_mark_and_the_host_s_of_the_quickest(small, shard, tmp_path):
+    o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
+    runner = gpt124m.Runner(o)
+    model = runner.prepared(replace(SMALL, steps=20))
+    trial = next(trials({}, (model.scale, LARGER)))
+    *_, record = model.run(trial.hyper, 0, 20)
+    # The first steps compile; a host that is far ahead waits until the device takes more launches.
+    record.optimizer_seconds = [9.0, 9.0, *[0.001] * 17, 0.002]
+    record.host_seconds = [9.0, 9.0, 0.0005, *[0.001] * 17]
+    row = runner.row(model, trial, record)
+    times = [row[f"{name}_ms"] for name in ("optimizer", "optimizer_median", "optimizer_longest", "host")]
+    assert times == pytest.approx([19 / 18, 1.0, 2.0, 0.5])
+
+
 def test_the_plan_says_what_is_there_and_what_would_follow_and_trains_nothing(small, shard, tmp_path, capsys):
     assert command.main(["gpt-124m", "--plan", "--out", str(tmp_path / "none")]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()

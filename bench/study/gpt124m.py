@@ -321,11 +321,13 @@ class Runner:
         own |= {"eval_windows": len(model.validation) * model.size, "compiled": not self.o.eager}
         own |= {"parameters": model.parameters, "state_dtype": trial.state_dtype, "clipped": record.clipped}
         own |= runs.figures(record) | {"seconds": record.seconds(steps)}
-        later = slice(1, None) if steps > 1 else slice(None)  # the first step begins the state
-        own["optimizer_median_ms"] = 1e3 * statistics.median(record.optimizer_seconds[later])
-        own["optimizer_longest_ms"] = 1e3 * max(record.optimizer_seconds[later])
-        own["host_ms"] = 1e3 * statistics.median(record.host_seconds[later])
         first = model.marks(trial.scale.steps)[0]
+        # Those before begin the state, compile and record graphs.
+        later = slice(first if steps > first else 0, None)
+        times = [1e3 * seconds for seconds in record.optimizer_seconds[later]]
+        own |= {"optimizer_ms": statistics.mean(times), "optimizer_median_ms": statistics.median(times)}
+        # A host that is far ahead waits in a step until the device takes more launches; after a validation it is not.
+        own |= {"optimizer_longest_ms": max(times), "host_ms": 1e3 * min(record.host_seconds[later])}
         if steps > first:
             tokens = (steps - first) * trial.scale.batch * trial.scale.config.context
             own["tokens_per_second"] = tokens / (record.seconds(steps) - record.seconds(first))
