@@ -221,8 +221,10 @@ class Runner:
         failed: runs that ended with an error, which are not tried again by this command.
     """
 
-    def __init__(self, o: argparse.Namespace, source: Source) -> None:
-        self.o, self.source, self.begun = o, source, perf_counter()
+    def __init__(self, o: argparse.Namespace) -> None:
+        """Open the data, which counts among its minutes; raise what ``opened`` does."""
+        self.o, self.begun = o, perf_counter()
+        self.source = opened(o)
         self.device = torch.device(o.device)
         self.path, self.curves = o.out / FILE, o.out / CURVES
         self.here = rows.environment(self.device)
@@ -435,10 +437,10 @@ def main(argv: Sequence[str]) -> int:
     threads = torch.get_num_threads()
     if o.device == "cpu":
         torch.set_num_threads(1)  # a tiny model is no work for two, and their sums would have another order
-    source = opened(o)
+    runner = Runner(o)
+    source = runner.source
     tokens = sum(map(len, source.train))
     print(f"{source.name}: {tokens:,} tokens, vocabulary {source.vocabulary}, {source.sha256[:16]}", flush=True)
-    runner = Runner(o, source)
     try:
         runner.work()
     except KeyboardInterrupt:
