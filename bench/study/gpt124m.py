@@ -13,6 +13,8 @@ This order was fixed before the first run. Which rates follow depends on losses 
 5. Changes of Pro-KLShampoo at its best rate, one at a time. Then the searches of Muon, the paper's form and SOAP.
 6. The three for 3,200 steps, at their best rates and the next lower ones. Then the three on GPT-2 350M's shape.
 
+One that would not end in the minutes that are left is put off, and the next that would takes its place.
+
 A run is always made from its start: it lasts about a minute on a GPU, and its row says all that is kept of it. So runs
 do not depend on what was made before them or elsewhere. One that is interrupted leaves no row.
 """
