@@ -27,6 +27,7 @@ WRONG = [
     ("study gpt-124m --minutes nan", "--minutes nan: must be a finite number > 0"),
     ("study gpt-124m --rehearse --micro-batch 0", "--micro-batch 0: must be a whole number >= 1"),
     ("study gpt-124m --rehearse --micro-batch 3", "--micro-batch 3: must divide the 4 sequences of a step"),
+    ("study gpt-124m --rehearse --vocabulary 9 --data text", "--vocabulary 9: text has bytes, .* leave it out"),
     ("study gpt-124m --jobs 2", "unrecognized arguments: --jobs 2; see --help"),
     ("tables --steps none.csv", "--steps none.csv has no timed step"),
     ("timing steps --sets bert", "argument --sets: invalid choice: 'bert'.*; see --help"),

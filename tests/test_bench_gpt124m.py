@@ -157,12 +157,25 @@ def test_a_command_killed_twice_and_resumed_gives_the_rows_of_an_uninterrupted_o
     assert run(shard, tmp_path / "halves") == 0 and not passed  # nothing is left, nothing is compiled
 
 
-def test_rows_of_other_data_are_not_taken_for_these(small, shard, tmp_path):
+def test_rows_of_other_data_or_another_vocabulary_are_not_these(small, shard, tmp_path, capsys):
     assert run(shard, tmp_path, "--minutes", 1) == 0
     other = tmp_path / "other.bin"
     write_shard(other, np.random.default_rng(1).integers(0, 100, 4000))
+    capsys.readouterr()
+    assert run(other, tmp_path, "--plan") == 0
+    assert "trained" not in capsys.readouterr().out
     assert run(other, tmp_path) == 0
     assert len(read(tmp_path / gpt124m.FILE)) == 10
+    assert run(shard, tmp_path, "--vocabulary", 200) == 0
+    assert len(read(tmp_path / gpt124m.FILE)) == 15
+
+
+def test_minutes_count_the_opening_of_the_data_too(small, shard, tmp_path, monkeypatch, capsys):
+    original, now = gpt124m.opened, [0.0]
+    monkeypatch.setattr(gpt124m, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(gpt124m, "opened", lambda o: now.append(now.pop() + 59.9999) or original(o))
+    assert run(shard, tmp_path, "--minutes", 1) == 0
+    assert "0 runs in 60 s" in capsys.readouterr().out
 
 
 def test_no_run_is_begun_that_would_not_end_and_one_that_proves_slow_is_given_up(
@@ -182,7 +195,7 @@ def test_no_run_is_begun_that_would_not_end_and_one_that_proves_slow_is_given_up
 
 def test_time_is_expected_by_the_last_run_of_the_optimizer_here(shard, tmp_path):
     o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
-    runner = gpt124m.Runner(o, gpt124m.opened(o))
+    runner = gpt124m.Runner(o)
     model = runner.prepared(SMALL)
     first, *_ = trials({}, (SMALL, LARGER))
     pro = replace(first, case=OURS, hyper=replace(FORMS[OURS], adamw_lr=1e-3))
@@ -279,6 +292,8 @@ def test_tables_have_rates_seeds_and_what_is_open(small, shard, tmp_path, monkey
     assert pro[0] == OURS and " / " in pro[1] and pro[2].endswith(", search open") and pro[3] == ""
     assert adamw[3].endswith(", one seed")
     assert text.endswith("(../bench/results/gpt-124m-seconds.png)\n")
+    diverged = found.drop(columns="tokens_per_second")  # as of runs that all diverge before the first validation
+    assert "| - |" in re.sub(" +", " ", gpt124m_tables.shown(diverged))
     for x in gpt124m_tables.PICTURES:
         figures.gpt124m(tmp_path / f"{x}.png", found, curves, x)
         assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")

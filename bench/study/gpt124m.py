@@ -62,7 +62,9 @@ ROOM = 1.1
 """What a run takes, per time of its steps on the device: a tenth more, for validation and restart."""
 SIZES = {"cuda": 8192, "cpu": 512}
 """Of the products that measure a device's rate."""
-KEY = ("data_sha256", "model", "steps", "case", "lr", "adamw_lr", "seed")
+OWN = ("model", "steps", "case", "lr", "adamw_lr", "seed")
+"""The columns that tell the trials of one source apart."""
+KEY = ("data_sha256", "vocabulary", *OWN)
 FILE = "gpt-124m.csv"
 CURVES = "gpt-124m-curves.csv"
 
@@ -109,7 +111,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What its row has in the columns KEY after the first."""
+        """What its row has in the columns OWN."""
         own = (self.scale.name, self.scale.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
         return tuple(map(rows.text, own))
 
@@ -208,11 +210,14 @@ def planned(known: Losses, scales: tuple[Scale, Scale]) -> list[Trial]:
     return order
 
 
+def of_source(found: Sequence[rows.Row], source: Source) -> list[rows.Row]:
+    """Return those rows that are of this data with this vocabulary."""
+    return rows.having(found, {"data_sha256": source.sha256, "vocabulary": source.vocabulary})
+
+
 def losses_of(found: Sequence[rows.Row]) -> dict[tuple[str, ...], float]:
     """Return the losses of rows by the keys of trials."""
-    return {
-        tuple(row.get(name, "") for name in KEY[1:]): float(row.get("validation_loss") or math.inf) for row in found
-    }
+    return {tuple(row.get(name, "") for name in OWN): float(row.get("validation_loss") or math.inf) for row in found}
 
 
 class Runner:
@@ -238,7 +243,7 @@ class Runner:
 
     def found(self) -> list[rows.Row]:
         """Return the rows of this data."""
-        return rows.having(rows.read(self.path), {"data_sha256": self.source.sha256})
+        return of_source(rows.read(self.path), self.source)
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -318,7 +323,7 @@ class Runner:
     def row(self, model: Compiled, trial: Trial, record: Record) -> rows.Row:
         """Return the row of a run."""
         h, steps = trial.hyper, len(record.losses)
-        own = dict(zip(KEY, (self.source.sha256, *trial.key), strict=True)) | {"base": trial.base}
+        own = dict(zip(OWN, trial.key, strict=True)) | {"base": trial.base}
         own |= {"optimizer": h.method, "rank": h.rank, "preset": h.preset, "momentum": h.momentum, "beta2": h.beta2}
         own |= {name: getattr(h, name) for name in runs.SETTINGS}
         own |= runs.of_scale(model.scale, self.source.vocabulary, self.device.type) | {"steps": trial.scale.steps}
@@ -410,6 +415,8 @@ def opened(o: argparse.Namespace) -> Source:
     """
     source = open_source(o.data, o.scales[0].config.context, o.vocabulary or 2**16)
     if not source.epochs:
+        if o.vocabulary:
+            raise UsageError(f"--vocabulary {o.vocabulary}: text has bytes, 256 of them; leave it out")
         if not o.rehearse:
             raise UsageError(f"--data {o.data} is no token shards; give .bin or .bin.xz files")
         return source
@@ -418,9 +425,13 @@ def opened(o: argparse.Namespace) -> Source:
 
 
 def plan(o: argparse.Namespace) -> str:
-    """Return the order: what has been trained, and what is to be if no further run is better than those before."""
-    found = rows.having(rows.read(o.out / FILE), {"model": o.scales[0].name})
-    found += rows.having(rows.read(o.out / FILE), {"model": o.scales[1].name})
+    """Return the order: what has been trained, and what is to be if no further run is better than those before.
+
+    Without ``--data`` rows of all data count.
+    """
+    names = {scale.name for scale in o.scales}
+    found = [row for row in rows.read(o.out / FILE) if row["model"] in names]
+    found = found if o.data is None else of_source(found, opened(o))
     known = losses_of(found)
     lines = [f"{row['case']}: lr {row['lr']}, seed {row['seed']}, {row['steps']} steps: trained" for row in found]
     lines += [f"{i}. {trial}" for i, trial in enumerate(planned(known, o.scales), 1)]

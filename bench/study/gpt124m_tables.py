@@ -8,29 +8,32 @@ from pandas import DataFrame
 
 from bench import rows
 from bench.markdown import figure, table, with_error
-from bench.study.gpt124m import FORMS, KEY, OURS, SCALES, Trial, of_floor, searched
+from bench.study.gpt124m import FORMS, OURS, OWN, SCALES, Trial, of_floor, searched
 
 PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
 """File and words, by the column that losses are drawn against."""
+
+SOURCE = ["data_sha256", "vocabulary"]
+"""Runs on other ones are no seeds of each other."""
 
 
 def shown(found: DataFrame) -> str:
     """Return a table for every model, length and data set, and the pictures; or that there is no run."""
     if found.empty:
         return "None of these runs has been made yet.\n"
-    texts = [_table(group) for _, group in found.groupby(["model", "steps", "data_sha256"], sort=False)]
+    texts = [_table(group) for _, group in found.groupby(["model", "steps", *SOURCE], sort=False)]
     texts += [f"![Validation loss against {x}](../bench/results/{file})\n" for file, x in PICTURES.values()]
     return "\n".join(texts)
 
 
 def best_runs(found: DataFrame) -> dict[str, DataFrame]:
-    """Return the runs of every method at its best rate on the smaller model, by case, of the data with the most rows.
+    """Return the runs of every method at its best rate on the smaller model, by case, of all seeds.
 
-    Those of all seeds, of runs of the usual length.
+    Those of the usual length, on the data and with the vocabulary that have the most rows.
     """
     scale = SCALES["full"][0]
     its = found[(found["model"] == scale.name) & (found["steps"] == scale.steps) & (found["base"] == "")]
-    its = its[its["data_sha256"] == its["data_sha256"].value_counts().index[0]] if len(its) else its
+    its = max((group for _, group in its.groupby(SOURCE)), key=len, default=its)
     return {case: group[group["lr"] == best_rate(group)] for case, group in its.groupby("case", sort=False)}
 
 
@@ -60,7 +63,7 @@ def _lines(group: DataFrame) -> Iterator[dict[str, str]]:
             ours = ours[ours["lr"] == best_rate(ours)]
         last = chosen.iloc[-1]
         times = [last[f"optimizer_{which}ms"] for which in ("", "median_", "longest_")]
-        measured = last["tokens_per_second"] > 0
+        measured = last.get("tokens_per_second", math.nan) > 0
         yield {
             "case": str(case),
             "validation loss by lr": _by_rate(its),
@@ -91,7 +94,7 @@ def _ended(case: str, its: DataFrame) -> bool:
     if scale != SCALES["full"][0]:
         return True
     known = {
-        tuple(rows.text(row[name]) for name in KEY[1:]): math.inf if math.isnan(loss) else loss
+        tuple(rows.text(row[name]) for name in OWN): math.inf if math.isnan(loss) else loss
         for row, loss in ((row, row["validation_loss"]) for row in its.to_dict("records"))
     }
     adamw_lr = None if math.isnan(one["adamw_lr"]) else one["adamw_lr"]
