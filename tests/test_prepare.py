@@ -45,7 +45,7 @@ def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked
     (folder / "wheels" / "old.whl").touch()
     assert compile_report.main(["pack", "--arch", "80"]) == 0
     (pip, _), (build, built_with), (ahead, compiled_with) = asked
-    assert pip[:4] == ["-m", "pip", "download", "-q"] and {"pybind11>=2.12", "ninja", "pytest"} < set(pip)
+    assert pip[:4] == ["-m", "pip", "download", "-q"] and {"pybind11>=2.12", "ninja", "numpy", "pytest"} < set(pip)
     assert not list((folder / "wheels").iterdir())
     assert (built_with["PROKL_CUDA_ARCHS"], built_with["PROKL_BUILD_CUDA"]) == ("80", "1")
     assert (folder / "extension" / pack.NAME).read_text() == "machine code"

@@ -24,8 +24,8 @@ from bench.command import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "prepared"
-TOOLS = ("setuptools>=77", "pybind11>=2.12", "ninja", "pytest", "pytest-benchmark", "pytest-xdist")
-"""What builds the package and what tests and times it; the first three as in pyproject.toml."""
+TOOLS = ("setuptools>=77", "pybind11>=2.12", "ninja", "numpy", "pytest", "pytest-benchmark", "pytest-xdist")
+"""What builds the package, and what tests, times and trains with it; the first three as in pyproject.toml."""
 NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 """The extension's file, for this Python."""
 SOURCES = "sources.sha256"
