@@ -23,8 +23,8 @@ from prokl.algorithm.settings import (
     plain,
 )
 from prokl.algorithm.shapes import Rank
-from prokl.routing.heads import Heads
 from prokl.routing.layout import Readings
+from prokl.routing.output_heads import OutputHeads
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import ParamGroups, Route, table
 from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, stays_frozen, unfit
@@ -152,7 +152,7 @@ def param_groups(
         )
     if lazy := [of_p[0].name for p, of_p in owners.items() if is_lazy(p)]:
         raise ValueError(f"Parameter {lazy[0]!r} has no shape yet; run one forward pass through its lazy module.")
-    heads = Heads(model, owners)
+    outputs = OutputHeads(model, owners)
     all_names = [o.name for of_p in owners.values() for o in of_p]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
     readings = Readings(split_fused, transposed, split or {}, all_names)
@@ -160,7 +160,7 @@ def param_groups(
     members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
     for p, of_p in owners.items():
         aliases = tuple(o.name for o in of_p)
-        choice = _route(p, of_p, heads, *told, names)
+        choice = _route(p, of_p, outputs, *told, names)
         route = Route(aliases, tuple(p.shape), choice.algorithm, None, choice.reason)
         route = replace(route, frozen=not p.requires_grad, head=choice.head)
         if choice.algorithm == "matrix":
@@ -172,7 +172,7 @@ def param_groups(
     readings.check_used()
 
     later = (p for p in owners if not p.requires_grad and p.is_floating_point())
-    if ("matrix", True) not in members and not any(_would_be_matrix(p, owners[p], heads) for p in later):
+    if ("matrix", True) not in members and not any(_would_be_matrix(p, owners[p], outputs) for p in later):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
@@ -209,16 +209,21 @@ def _matrix_groups(
     return [{"params": _params(run, names), **hyper, "lr": apart(hyper["lr"]), **reading} for run, reading in shared]
 
 
-def _would_be_matrix(p: Tensor, owners: Sequence[Owner], heads: Heads) -> bool:
-    return choose(p, owners, _head(p, owners, heads)).algorithm == "matrix"
+def _would_be_matrix(p: Tensor, owners: Sequence[Owner], outputs: OutputHeads) -> bool:
+    return choose(p, owners, _head(p, owners, outputs)).algorithm == "matrix"
 
 
-def _head(p: Tensor, owners: Sequence[Owner], heads: Heads) -> str | None:
-    return next((reason for o in owners if (reason := heads.reason(p, o))), None)
+def _head(p: Tensor, owners: Sequence[Owner], outputs: OutputHeads) -> str | None:
+    return next((reason for o in owners if (reason := outputs.reason(p, o))), None)
 
 
 def _route(
-    p: Tensor, owners: Sequence[Owner], heads: Heads, matrix: Mapping[str, str], adamw: Mapping[str, str], names: bool
+    p: Tensor,
+    owners: Sequence[Owner],
+    outputs: OutputHeads,
+    matrix: Mapping[str, str],
+    adamw: Mapping[str, str],
+    names: bool,
 ) -> Choice:
     """Apply rules 1 and 2, then the others."""
     if not p.requires_grad and (not names or stays_frozen(p, owners)):
@@ -230,9 +235,9 @@ def _route(
         raise ValueError(f"Parameter {name!r} matches {to_matrix} and {to_adamw}; narrow one of the two patterns.")
     if to_adamw is not None:
         decays = p.ndim >= 2 and not any(o.norm for o in owners)
-        return Choice("adamw", to_adamw, decays, head=_head(p, owners, heads) is not None)
+        return Choice("adamw", to_adamw, decays, head=_head(p, owners, outputs) is not None)
     if to_matrix is None:
-        return choose(p, owners, _head(p, owners, heads))
+        return choose(p, owners, _head(p, owners, outputs))
     if why := unfit(p):
         raise ValueError(
             f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "

@@ -33,7 +33,7 @@ COUNTS = ("vocab_size", "num_labels", "num_classes")
 """Settings in a model's ``config`` that say how many outputs its head has."""
 
 
-class Heads:
+class OutputHeads:
     """The output heads of a model."""
 
     def __init__(self, model: nn.Module, owners: Mapping[Tensor, Sequence[Owner]]) -> None:
