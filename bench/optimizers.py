@@ -114,6 +114,7 @@ def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
         adamw_weight_decay=h.adamw_weight_decay,
         adamw_betas=ADAMW_BETAS,
         rank=h.rank,
+        heads=False,  # whole weights, as the paper's and as all recorded rows
     )
 
 

@@ -64,7 +64,7 @@ def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm = nn.RMSNorm(width)
+        self.norm, self.num_heads = nn.RMSNorm(width), 12
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 

@@ -10,8 +10,8 @@ from tests.routing import routes as every_route
 
 
 def routes(model, **options):
-    """Routes of the weights of the matrix method by name; fused ones divide unless told otherwise."""
-    found = every_route(model, **({"split_fused": True} | options))
+    """Routes of the weights of the matrix method by name, by no heads; fused ones divide unless told otherwise."""
+    found = every_route(model, **({"split_fused": True, "heads": False} | options))
     return {name: route for name, route in found.items() if route.algorithm == "matrix"}
 
 
@@ -123,8 +123,8 @@ def test_reasons_say_how_a_weight_is_read_and_which_are_whole_though_their_names
         "weight_hr_l0": "weight_hr_l0 of LSTM",
     }
     hint = "linear layer; whole, though named as fused (split= takes consecutive pieces)"
-    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12")
-    whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "in_proj", "kvasir", "w1", "query_key_value")
+    fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12", "query_key_value")
+    whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "in_proj", "kvasir", "w1")
     model = holding(**{name: linear(8, 24) for name in (*fused, *whole)})
     said = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
     assert said == dict.fromkeys(fused, hint) | dict.fromkeys(whole, "linear layer")
@@ -143,7 +143,7 @@ def test_pieces_that_would_be_single_numbers_stay_together():
 
 def test_ranks_are_those_of_the_pieces():
     model = of_class("Phi3Attention", qkv_proj=linear(8, 16), **OF_HEADS)
-    found = param_groups(model, **RATES, split_fused=True, rank=128)
+    found = param_groups(model, **RATES, heads=False, rank=128)
     assert found.routes[0].rank == (7, 4, 4)
     assert str(found).splitlines()[:2] == [
         "parameter        shape  algorithm  rank   reason",
@@ -205,13 +205,13 @@ def test_a_group_has_the_two_keys_only_where_a_weight_needs_them():
     plain = param_groups(holding(a=linear(8, 12), b=linear(8, 8)), **RATES)[0]
     assert not {"transposed", "split"} & plain.keys()
     model = holding(a=linear(8, 12), attn=nn.MultiheadAttention(8, 1), c_fc=Conv1D(20, 8), c_attn=Conv1D(24, 8))
-    options = {"split_fused": True, "weight_decay": 0.1, "rank": 4}
+    options = {"heads": False, "weight_decay": 0.1, "rank": 4}
     matrix, *_ = given = param_groups(model, **RATES, **options)
     order = ["a.weight", "attn.in_proj_weight", "attn.out_proj.weight", "c_fc.weight", "c_attn.weight"]
     assert [name for name, _ in matrix["params"]] == order
     assert matrix["transposed"] == [False, False, False, True, True]
     assert matrix["split"] == [None, 3, None, None, 3]
-    assert "transposed" not in param_groups(nn.MultiheadAttention(8, 1), **RATES, split_fused=True)[0]
+    assert "transposed" not in param_groups(nn.MultiheadAttention(8, 1), **RATES)[0]
 
     groups = param_groups(model, **RATES, **options, names=False)
     assert groups.routes == given.routes and str(groups) == str(given)

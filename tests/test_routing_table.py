@@ -8,7 +8,9 @@ from tests.routing import HINT, RATES, by_name, holding, linear
 
 
 def block(width=8):
-    return holding(attn=holding(q_proj=linear(width, width), o_proj=linear(width, width)), norm=nn.LayerNorm(width))
+    attention = holding(q_proj=linear(width, width), o_proj=linear(width, width))
+    attention.num_heads = 2
+    return holding(attn=attention, norm=nn.LayerNorm(width))
 
 
 def names(model, **options):
@@ -21,7 +23,7 @@ def test_repeated_blocks_are_one_line_a_weight_with_their_number():
     model = holding(layers=nn.ModuleList(block() for _ in range(24)), lm_head=linear(8, 31))
     groups = param_groups(model, **RATES)
     assert str(groups).splitlines()[1:] == [
-        "layers.{0..23}.attn.q_proj.weight ×24  8x8    matrix     1             linear layer",
+        "layers.{0..23}.attn.q_proj.weight ×24  8x8    matrix     1             linear layer; by heads: 2 × 4",
         "layers.{0..23}.attn.o_proj.weight ×24  8x8    matrix     1             linear layer",
         "layers.{0..23}.norm.weight ×24         8      adamw      -             1-D, weight of LayerNorm",
         "layers.{0..23}.norm.bias ×24           8      adamw      -             1-D, bias of LayerNorm",
@@ -62,7 +64,7 @@ def test_names_keep_their_case_in_reasons():
     model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
     said = {name: route.reason for name, route in by_name(model).items()}
     assert said["Mixer.A_log"] == "rates of a state space, A_log of Module"
-    assert said["Mixer.W_q"] == "2-D, W_q of Module"
+    assert said["Mixer.W_q"] == "2-D, W_q of Module; not by heads: their number is not known (heads= tells it)"
     assert said["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
     assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 

@@ -87,7 +87,8 @@ model.to_empty(device=device)
 torch.manual_seed(0)
 model.initialise()
 
-groups = prokl.param_groups(model, lr=0.02, adamw_lr=3e-3, split={"*.qkv.weight": 3})
+pieces = {"split": {"*.qkv.weight": 3}, "heads": {"*.qkv.weight": HEADS}}  # q and k by heads, v whole
+groups = prokl.param_groups(model, lr=0.02, adamw_lr=3e-3, **pieces)
 optimizer = prokl.ProKLShampoo(groups)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
 

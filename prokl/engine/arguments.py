@@ -20,7 +20,7 @@ from prokl.engine.pieces import named
 
 P = ParamSpec("P")
 OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
-OF_PARAM_GROUPS |= {"split", "split_fused", "transposed"}
+OF_PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
 OF_ADAMW = ARGUMENTS - {"lr", "weight_decay", "eps", "maximize", "betas", "differentiable"}
 
 
@@ -118,6 +118,17 @@ def _fill(preset: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> di
     return {key: value for key, value in values.items() if key not in given}
 
 
+def _say_what_is_by_heads(preset: Any, groups: Any) -> None:
+    """Warn about weights that param_groups has divided by attention's heads, which the paper steps whole."""
+    count = sum(route.by_heads for route in getattr(groups, "routes", ()))
+    if count:
+        warnings.warn(
+            f"preset={preset!r} is the paper's algorithm, which steps whole weights, and {count} of these are divided "
+            "by attention's heads: make the groups by prokl.param_groups(..., heads=False).",
+            stacklevel=3,
+        )
+
+
 def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Complete the arguments of a constructor: by ``preset``, and its ``advanced`` by these defaults.
 
@@ -141,6 +152,7 @@ def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Ca
             given = settings | {key: plain(value) for key, value in bound.items() if key in usual}
             if preset is not None:
                 more = _fill(cast(str, preset), given, usual)
+                _say_what_is_by_heads(preset, bound.get("params"))
                 settings |= {key: value for key, value in more.items() if key in advanced}
                 kwargs.update({key: value for key, value in more.items() if key not in advanced})
             kwargs["advanced"] = {**advanced, **settings}

@@ -320,7 +320,7 @@ def _check_split(entry: dict[str, Any], parts: list[Piece], name: str, split: An
     if held and held != {piece.suffix for piece in parts}:
         raise ValueError(
             f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
-            "that it was saved with."
+            "that it was saved with; prokl.param_groups(..., heads=False) keeps queries and keys whole."
         )
 
 

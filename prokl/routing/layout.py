@@ -1,7 +1,7 @@
 """How a weight is stored: (in, out) or (out, in), and which weights are several matrices on top of each other.
 
 Only what is certain from the module: its class, its own settings, or a name that stands for one layout wherever it is
-used. Interleaved pieces (GPT-NeoX's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
+used. Interleaved pieces (Falcon's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from prokl.algorithm.settings import check_choice, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
+from prokl.routing.attention import NotByHeads, divided, roles
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import Route
 from prokl.routing.rules import Owner
 
+BY_HEADS = True
+"""Whether query and key projections divide by heads where nothing else is told."""
 EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}
 """Classes of transformers whose stacks are (expert, in, out)."""
 
@@ -55,7 +58,7 @@ FUSED: dict[tuple[str, str], Callable[[nn.Module, int], Split]] = {
     ("timm.models.swin_transformer.WindowAttention", "qkv"): _thirds,
 }
 """(class of the module, its linear layer) -> how the layer's outputs divide; with the file of a common class name."""
-NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|c_attn|gate_up|up_gate|w12|w13)(_proj)?")
+NAMED_AS_FUSED = re.compile(r"(\w+_)?(w?qkv|w?kv|c_attn|gate_up|up_gate|w12|w13)(_proj)?|query_key_value")
 """Modules whose outputs are several matrices as a rule, mostly one after another."""
 
 
@@ -88,18 +91,18 @@ def fused(p: Tensor, o: Owner, transposed: bool) -> Split:
     if p.ndim == 3 and o.attr == "gate_up_proj":
         apart = getattr(o.module, "is_concatenated", None) is True and getattr(o.module, "has_gate", None) is True
         return 2 if apart or o.kind == "Llama4TextExperts" else None
-    if o.parent is None or not o.path or p.ndim != 2 or o.attr != "weight":
+    if not o.around or p.ndim != 2 or o.attr != "weight":
         return None
     if is_conv1d(p, o) and o.path[-1] == "c_attn" and p.shape[1] in (2 * p.shape[0], 3 * p.shape[0]):
         return p.shape[1] // p.shape[0]
     if not o.linear:
         return None
     if o.path[-1] == "gate_up_proj":
-        return _halves_beside_down(o.parent, rows)
-    cls = type(o.parent)
+        return _halves_beside_down(o.around[0], rows)
+    cls = type(o.around[0])
     names = (cls.__name__, f"{cls.__module__}.{cls.__name__}")
     rule = next((FUSED[name, o.path[-1]] for name in names if (name, o.path[-1]) in FUSED), None)
-    return rule(o.parent, rows) if rule else None
+    return rule(o.around[0], rows) if rule else None
 
 
 def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]:
@@ -125,57 +128,111 @@ class Readings:
         split_fused: bool,
         transposed: Sequence[str],
         split: Mapping[str, int | Sequence[int]],
+        heads: bool | Mapping[str, int],
         names: Sequence[str],
     ) -> None:
         check_choice("split_fused", split_fused, (True, False))
         if not isinstance(split, Mapping):
             raise TypeError(f'Invalid split={split!r}: must be pieces by pattern of names, as {{"*.qkv.weight": 3}}.')
-        self._split_fused = split_fused
+        if not isinstance(heads, (bool, Mapping)):
+            raise TypeError(
+                f'Invalid heads={heads!r}: must be True, False or numbers by pattern of names, as {{"*.q.weight": 12}}.'
+            )
+        told = heads if isinstance(heads, Mapping) else {}
+        self._split_fused, self._by_heads = split_fused, BY_HEADS if isinstance(heads, Mapping) else heads
         self._transposed = quoted("transposed", transposed, names)
         self._split = quoted("split", split, names)
+        self._heads = quoted("heads", told, names)
         self._by_hand = {f"split={pattern!r}": _checked(pattern, value) for pattern, value in split.items()}
-        self._unused = {*self._transposed, *self._split}
+        self._told = {f"heads={pattern!r}": _number(pattern, value) for pattern, value in told.items()}
+        self._unused = {*self._transposed, *self._split, *self._heads}
 
     def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank) -> Route:
         """Return the route of a matrix weight with its reading, its rank, and the reason that says so.
 
         Raises:
-            ValueError: a pattern splits the weight into what its output dimension does not divide into.
+            ValueError: a pattern splits the weight, or divides it by heads, as its output dimension does not divide.
         """
-        in_out, divided = first_match(self._transposed, owners), first_match(self._split, owners)
-        self._unused -= {in_out, divided}
+        matches = [first_match(patterns, owners) for patterns in (self._transposed, self._split, self._heads)]
+        in_out, by_hand, counted = matches
+        told = None if counted is None else self._told[counted]
+        self._unused -= {*matches}
         transposed = in_out is not None or any(stored_transposed(p, o) for o in owners)
         split: Split = None
-        if divided is not None:
-            split = self._by_hand[divided]
-        elif self._split_fused:
+        if by_hand is not None:
+            split = self._by_hand[by_hand]
+        elif self._split_fused or told not in (None, 1):
             split = next((fused_split for o in owners if (fused_split := fused(p, o, transposed))), None)
         try:
             shapes = pieces(p, transposed, split)
             if any(shape.n == 1 for shape in shapes):
                 raise ValueError("a piece would be 1x1")
         except ValueError as error:
-            if divided is not None:
+            if by_hand is not None:
                 raise ValueError(
-                    f"{divided}: {self._by_hand[divided]!r} does not fit {route.names[0]!r} of shape {route.shape}: "
+                    f"{by_hand}: {self._by_hand[by_hand]!r} does not fit {route.names[0]!r} of shape {route.shape}: "
                     f"{error}; give a number that divides it, or sizes that add up to it."
                 ) from None
             split, shapes = None, pieces(p, transposed, None)
-        ranks = tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
         said = "; stored (in, out)" if transposed else ""
+        fused_whole = split is None and by_hand is None and any(_named_as_fused(p, o) for o in owners)
         if split is not None:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
-        elif divided is None and self._split_fused and any(_named_as_fused(p, o) for o in owners):
+        rows = [shape.rows for shape in shapes]
+        sizes, of_heads = self._heads_of(p, owners, transposed, rows, counted, fused_whole)
+        if sizes is not None:
+            split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
+            shapes = pieces(p, transposed, split)
+        elif fused_whole and self._split_fused:
             said += "; whole, though named as fused (split= takes consecutive pieces)"
+        said += of_heads
         if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
             said += "; each read as (out, in) (transposed= reads it as (in, out))"
+        ranks = tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
         return replace(
             route,
             rank=ranks[0] if len(set(ranks)) == 1 else ranks,
             reason=route.reason + said,
             transposed=transposed,
             split=split,
+            by_heads=sizes is not None,
         )
+
+    def _heads_of(
+        self,
+        p: Tensor,
+        owners: Sequence[Owner],
+        transposed: bool,
+        sizes: Sequence[int],
+        counted: str | None,
+        fused_whole: bool,
+    ) -> tuple[list[int] | None, str]:
+        """Return the rows of all pieces where queries or keys divide by heads, and what the table says of them.
+
+        Raises:
+            ValueError: a number that was told does not fit.
+        """
+        told = None if counted is None else self._told[counted]
+        if told == 1 or (told is None and not self._by_heads):
+            return None, ""
+        o, letters = next(((o, found) for o in owners if (found := roles(p, o, len(sizes)))), (owners[0], ""))
+        if told is None and not letters:
+            return None, ""
+        try:
+            if p.ndim > 3:
+                raise NotByHeads("it is a convolution, which stays whole")
+            if not letters and (fused_whole or len(sizes) > 1):
+                raise NotByHeads("which of its pieces are queries and keys is not known, so give all sizes in split=")
+            rows, words = divided(p, o, transposed, letters, sizes, told)
+        except NotByHeads as why:
+            if counted is None:
+                return None, f"; not by heads: {why}"
+            raise ValueError(
+                f"{counted}: {told} heads do not fit {owners[0].name!r} of shape {tuple(p.shape)}: {why}; give a "
+                "number that divides them, or 1 for a weight that stays as it is."
+            ) from None
+        of_which = {"*": "q, k and v ", "qkv": "q and k ", "kv": "k "}.get(letters, "")
+        return rows, f"; {of_which}by heads: {words}"
 
     def check_used(self) -> None:
         """Raise ValueError for a pattern that matched no weight of the matrix method."""
@@ -184,6 +241,13 @@ class Readings:
                 f"{min(self._unused)} matches no weight that goes to the matrix method; drop it, or name the weights "
                 "with matrix=[...] too."
             )
+
+
+def _number(pattern: str, value: int) -> int:
+    number = plain(value)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"Invalid heads[{pattern!r}]={value!r}: must be a number of heads, at least 1.")
+    return number
 
 
 def _says_how_stored(o: Owner) -> bool:

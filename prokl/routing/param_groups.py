@@ -23,7 +23,7 @@ from prokl.algorithm.settings import (
     plain,
 )
 from prokl.algorithm.shapes import Rank
-from prokl.routing.layout import Readings
+from prokl.routing.layout import BY_HEADS, Readings
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import ParamGroups, Route, table
@@ -45,6 +45,7 @@ def param_groups(
     split_fused: bool = True,
     split: Mapping[str, int | Sequence[int]] | None = None,
     transposed: Sequence[str] = (),
+    heads: bool | Mapping[str, int] = BY_HEADS,
     names: bool = True,
 ) -> ParamGroups:
     """Split a model's parameters into a matrix group and AdamW groups.
@@ -155,7 +156,7 @@ def param_groups(
     outputs = OutputHeads(model, owners)
     all_names = [o.name for of_p in owners.values() for o in of_p]
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
-    readings = Readings(split_fused, transposed, split or {}, all_names)
+    readings = Readings(split_fused, transposed, split or {}, heads, all_names)
     routes: list[Route] = []
     members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
     for p, of_p in owners.items():

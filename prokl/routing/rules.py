@@ -39,7 +39,7 @@ class Owner:
     Attributes:
         name: the parameter's full name.
         module: the module.
-        parent: the module that holds this one, whatever wraps it; None for the model itself.
+        around: the module that holds this one, whatever wraps it, then what holds that, up to the model.
         path: the module's path in lower case, without wrappers.
         attr: the parameter's own name, in lower case; "weight" of the one that a norm of weights makes a weight of.
         written: the same in its own case.
@@ -48,7 +48,7 @@ class Owner:
 
     name: str
     module: nn.Module
-    parent: nn.Module | None
+    around: tuple[nn.Module, ...]
     path: tuple[str, ...]
     attr: str
     written: str
@@ -121,7 +121,7 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
         places = own_places(parts)
-        holder, parent = way[-1], way[places[-1]] if places else None
+        holder, around = way[-1], tuple(way[place] for place in reversed(places))
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
@@ -131,7 +131,7 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
             written = "weight" if _normed(module, attr) else attr
-            owners.setdefault(p, []).append(Owner(name, holder, parent, path, written.lower(), written, closes))
+            owners.setdefault(p, []).append(Owner(name, holder, around, path, written.lower(), written, closes))
     return owners
 
 

@@ -1,0 +1,159 @@
+"""Attention's heads: how many of them the rows of a query or key projection are, where its modules say so.
+
+A number is taken where the module that holds the projection, or the one that holds that, states it, and its rows are
+just so many heads. Nothing follows from a number that merely divides them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from prokl.algorithm.settings import plain
+from prokl.routing.rules import Owner
+
+PROJECTION = re.compile(
+    r"(?:(?:to|add|linear)_|w_?)?(q|k|query|key)(?:_b)?(?:_(?:proj|projection|lin|linear|attn|layer|global))?(?:_weight)?"
+)
+"""Names of modules and parameters that make queries or keys."""
+QKV, KV = re.compile(r"(\w+_)?w?qkv(_proj)?|c_attn"), re.compile(r"(\w+_)?w?kv(_proj)?|c_attn")
+"""Names of layers that make queries, keys and values one after another, or keys and values, if they make so many."""
+SIDE_BY_SIDE = {"BloomAttention", "GPTNeoXAttention", "GPTNeoXJapaneseAttention", "PersimmonAttention"}
+"""Classes of transformers whose ``query_key_value`` makes q, k and v of the first head, then of the next."""
+
+HEADS = ("n_local_heads", "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+KEY_HEADS = ("n_local_kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "key_value_proj_dim")
+"""Attributes of modules, and of their ``config``, with the number of heads, that of keys' heads, and a head's rows."""
+
+
+class NotByHeads(Exception):
+    """Says why a weight is not divided by heads."""
+
+
+def roles(p: Tensor, o: Owner, count: int) -> str:
+    """Return a letter for each of ``count`` pieces of a weight, as "qkv"; "" where none makes queries or keys.
+
+    "*" is one that makes all three, head by head.
+    """
+    layer = o.attr == "weight" and o.path
+    name = o.path[-1] if layer else o.attr
+    if count == 1 and name == "query_key_value" and type(_holders(o)[0]).__name__ in SIDE_BY_SIDE:
+        return "*"
+    if count == 1:
+        named = PROJECTION.fullmatch(name)
+        if named is None or p.ndim > 3 or (not layer and name == named[1]):  # a parameter q may be a table of queries
+            return ""
+        role = named[1][0]
+        return role if role == "q" or _rows_beside(o, "q", False) else ""  # RWKV's key is no attention's
+    fused = {2: (KV, "kv"), 3: (QKV, "qkv")}.get(count)
+    return fused[1] if fused and (o.in_proj or fused[0].fullmatch(name)) else ""
+
+
+def divided(
+    p: Tensor, o: Owner, transposed: bool, letters: str, sizes: Sequence[int], told: int | None
+) -> tuple[list[int], str]:
+    """Divide the queries and keys of a weight by heads.
+
+    Args:
+        p: the weight.
+        o: its name and module.
+        transposed: whether it is stored (in, out).
+        letters: its pieces' :func:`roles`.
+        sizes: its pieces' rows.
+        told: how many heads the queries have, or the weight where it makes none; None for what modules say.
+
+    Returns:
+        The rows of all pieces, and the heads in words, as "12 × 64".
+
+    Raises:
+        NotByHeads: the number is not known, or does not fit the rows.
+    """
+    rows = {role: size for role, size in zip(letters or "q", sizes, strict=True) if role != "v"}
+    if "*" in rows:
+        rows = {role: rows["*"] // 3 for role in "qkv"}
+    counts, width = _told(told, rows) if told else _stated(p, o, transposed, rows)
+    for role, size in rows.items():
+        if counts[role] * width != size:
+            raise NotByHeads(f"{counts[role]} × {width} are not the {size} rows{_whose(role, rows)}")
+    if width < 2:
+        raise NotByHeads(f"each of {counts[min(rows)]} would be one row")
+    if letters == "*":
+        return [width] * (3 * counts["q"]), f"{counts['q']} × {width}"
+    divided_sizes = [
+        part
+        for role, size in zip(letters or "q", sizes, strict=True)
+        for part in ([width] * counts[role] if role in rows else [size])
+    ]
+    return divided_sizes, f"{' and '.join(map(str, dict.fromkeys(counts[role] for role in rows)))} × {width}"
+
+
+def _whose(role: str, rows: Mapping[str, int]) -> str:
+    return f" of {role}" if len(rows) > 1 else ""
+
+
+def _told(told: int, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return the numbers of heads and a head's rows by what was told of the first."""
+    (role, size), *_ = rows.items()
+    if size % told:
+        raise NotByHeads(f"{told} heads do not divide the {size} rows{_whose(role, rows)}")
+    width = size // told
+    for role, size in rows.items():
+        if size % width:
+            raise NotByHeads(f"heads of {width} rows do not divide the {size} rows of {role}")
+    return {role: size // width for role, size in rows.items()}, width
+
+
+def _stated(p: Tensor, o: Owner, transposed: bool, rows: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Return the numbers of heads and a head's rows as modules state them."""
+    queries, keys, width = (_first(_holders(o), names) for names in (HEADS, KEY_HEADS, WIDTHS))
+    if queries is None:
+        raise NotByHeads("their number is not known (heads= tells it)")
+    counts = {"q": queries, "k": keys or queries, "v": queries}
+    if width is None:
+        known = {role: rows.get(role) or _rows_beside(o, role, transposed) for role in "qk"}
+        if known["q"] is None or not (o.in_proj or o.linear or transposed) or p.ndim != 2:
+            raise NotByHeads("their rows are not known (heads= tells their number)")
+        if known["q"] % queries or (known["k"] is not None and known["k"] * queries != known["q"] * counts["k"]):
+            of_keys = "" if known["k"] is None else f", and {counts['k']} of {known['k']} rows of k, of one size"
+            raise NotByHeads(f"there are no {queries} of {known['q']} rows of q{of_keys}")
+        width = known["q"] // queries
+    return counts, width
+
+
+def _holders(o: Owner) -> Sequence[nn.Module]:
+    """Return the module that holds a projection, and the one that holds that."""
+    return (o.around if o.attr == "weight" and o.around else (o.module, *o.around))[:2]
+
+
+def _first(modules: Sequence[nn.Module], names: Sequence[str]) -> int | None:
+    """Return the first positive integer that a module, or its ``config``, has under one of these names."""
+    for module in modules:
+        for source in (module, _read(module, "config")):
+            for name in names:
+                value = plain(_read(source, name))
+                if type(value) is int and value > 0:
+                    return value
+    return None
+
+
+def _read(source: Any, name: str) -> Any:
+    try:
+        return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+    except Exception:  # the model's own code
+        return None
+
+
+def _rows_beside(o: Owner, role: str, transposed: bool) -> int | None:
+    """Return the rows of the first projection of this role that lies beside this one, itself among them."""
+    holder = _holders(o)[0]
+    for name in (*holder._modules, *holder._parameters):
+        named = PROJECTION.fullmatch(name.lower())
+        if named is not None and named[1][0] == role:
+            weight = _read(_read(holder, name), "weight") if name in holder._modules else _read(holder, name)
+            if isinstance(weight, Tensor) and weight.ndim > 1:
+                return weight.shape[-1 if transposed else -2]
+    return None
