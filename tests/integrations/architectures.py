@@ -1,4 +1,4 @@
-"""Some 50 architectures as their libraries build them, with random weights and small sizes; where their weights go.
+"""Some 60 architectures as their libraries build them, with random weights and small sizes; where their weights go.
 
 No hidden size is a vocabulary's (97) or a number of labels (3, of images 5), but where the architecture's name says so.
 As a command, ``python -m tests.integrations.architectures``, this writes the table anew; read every line that changed.
@@ -75,6 +75,10 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "gpt2-cross-attention": hf("GPT2LMHeadModel", **GPT2, add_cross_attention=True),
     "gpt-neox": hf("GPTNeoXForCausalLM", **ENCODER),
     "gpt-bigcode": hf("GPTBigCodeForCausalLM", **GPT2),
+    "gptj": hf("GPTJForCausalLM", **GPT2, rotary_dim=4),
+    "codegen": hf("CodeGenForCausalLM", **GPT2, rotary_dim=4),
+    "bloom": hf("BloomForCausalLM", **TEXT, hidden_size=32, n_layer=2, n_head=4),
+    "falcon": hf("FalconForCausalLM", **ENCODER, new_decoder_architecture=True, num_kv_heads=2),
     "opt": hf("OPTForCausalLM", **ENCODER, ffn_dim=48, word_embed_proj_dim=16),
     "dbrx": hf(
         "DbrxForCausalLM",
@@ -89,6 +93,22 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama-vocabulary-as-wide-as-hidden": hf("LlamaForCausalLM", **DECODER | {"vocab_size": 32}),
     "llama-labels": LLAMA_LABELS,
     "phi3": hf("Phi3ForCausalLM", **DECODER),
+    "mistral": hf("MistralForCausalLM", **DECODER),
+    "qwen3": hf("Qwen3ForCausalLM", **DECODER | {"head_dim": 12}),
+    "qwen3-next": hf(
+        "Qwen3NextForCausalLM",
+        **DECODER,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+    "gemma3": hf("Gemma3ForCausalLM", "Gemma3TextConfig", **DECODER),
     "mixtral": hf("MixtralForCausalLM", **DECODER, **EXPERTS),
     "gpt-oss": hf("GptOssForCausalLM", **DECODER, **EXPERTS),
     "llama4": hf(
