@@ -60,7 +60,7 @@ class ProKLShampoo(MatrixOptimizer):
         process_group: the ranks, a group or a mesh, that share step and state of weights that are no DTensors, with the
             same gradients, as under DDP. All must call ``step`` and ``load_state_dict``.
         preset: "paper" is Algorithm 2 as printed: momentum=0.95, beta2=0.95, alpha_kl=0.01, init_eigenvalue=0.1,
-            clip_threshold=None, where these are not given.
+            clip_threshold=None, where these are not given. It has whole weights: ``heads=False`` of ``param_groups``.
         advanced: what hardly anyone sets, a dict of: ``eps``, ``init_eigenvalue``, ``clip_threshold``, ``precision``,
             ``cautious_weight_decay``, ``cuda_graphs``, ``ns_steps``, ``ns_coefficients``, ``ns_dtype``.
 

@@ -115,14 +115,16 @@ def train(
     dtype=torch.float32,
     shapes=SHAPES,
     device="cpu",
+    split=None,
     **settings,
 ):
-    """Return an optimizer that stepped, with ``change`` before each step."""
+    """Return an optimizer that stepped, with ``change`` before each step; ``split`` is of all weights."""
     cls, own = method
     g = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device, dtype)) for s in shapes]
     fixed = {"backend": "triton", "precondition_frequency": 3, "weight_decay": 0.1, "init_eigenvalue": 0.1}
-    optimizer = made(cls, parameters, cuda_graphs=graphs, **{**fixed, **own, **settings})
+    groups = [{"params": parameters, "split": split}]
+    optimizer = made(cls, groups, cuda_graphs=graphs, **{**fixed, **own, **settings})
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for t, gradients in enumerate(gradient_stream(shapes, steps, dtype=dtype)):
         gradients = [x.to(device, copy=True) for x in gradients]
@@ -186,6 +188,7 @@ SELDOM = {"precondition_frequency": 100}
 CHANGES = {
     # name: method, what changes, settings, recordings: of every bucket's ordinary and refresh steps one each time anew
     "gradients alone change": (PRO, None, {"shapes": [*SHAPES, STACK]}, 2 * BUCKETS),
+    "gradients of weights by heads do": (PRO, None, {"shapes": [(18, 10), (30, 6)], "split": 3}, 2),  # one bucket
     "KL-Shampoo's do": (KL, None, {"shapes": [*SHAPES, STACK]}, 2 * BUCKETS),
     "an auto start is outgrown": (PRO, outgrow, {"init_eigenvalue": "auto", "steps": 8}, 2 * BUCKETS),
     # The other one's PyTorch form takes no gradients in bfloat16.

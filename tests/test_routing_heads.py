@@ -1,5 +1,7 @@
 """Attention's heads: queries and keys divide by them where modules state how many, or as told; else they stay whole."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from prokl import KLShampoo, ProKLShampoo, param_groups
 from tests.inputs import forbid_host_reads, same_bits, step
 from tests.routing import RATES, Conv1D, at, holding, linear, of_class
 from tests.routing import routes as every_route
-from tests.training import silent, told_once, train
+from tests.training import refused, silent, told_once, train
 
 UNKNOWN = "; not by heads: their number is not known (heads= tells it)"
 
@@ -89,7 +91,7 @@ STATED = {
 
 
 @pytest.mark.parametrize("model, expected", STATED.values(), ids=STATED)
-def test_queries_and_keys_divide_by_the_heads_that_their_modules_state(model, expected):
+def test_queries_and_keys_divide_by_heads_that_modules_state(model, expected):
     assert list(read(model).values()) == expected
     off = routes(model, heads=False)
     assert not any(route.by_heads or "heads" in route.reason for route in off.values())
@@ -118,11 +120,15 @@ WHOLE = {
     "heads of one row": (attention(3, num_heads=3), "; not by heads: each of 3 would be one row"),
     "a stack without the size of a head": (
         with_settings(holding(wq=torch.zeros(2, 12, 8)), n_heads=3),
-        "; not by heads: their rows are not known (heads= tells their number)",
+        "; not by heads: a head's rows are not known (heads= tells the number of heads)",
     ),
     "GPT-BigCode": (
         fused("GPTBigCodeAttention", "c_attn", 24, num_heads=2, head_dim=4),
         "; whole, though named as fused (split= takes consecutive pieces)",
+    ),
+    "GPT-NeoX with other rows": (
+        fused("GPTNeoXAttention", "query_key_value", 25, num_heads=2, head_size=4),
+        "; whole, though named as fused (split= takes consecutive pieces); not by heads: 2 × 4 are not the 9 rows of v",
     ),
     "Falcon": (
         fused("FalconAttention", "query_key_value", 24, num_heads=2, head_dim=4),
@@ -141,14 +147,14 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("model, said", WHOLE.values(), ids=WHOLE)
-def test_what_states_no_number_or_one_that_does_not_fit_stays_whole(model, said):
+def test_without_a_number_that_fits_a_weight_stays_whole(model, said):
     route = next(iter(routes(model).values()))
     assert route.split is None and not route.by_heads
     reason = route.reason.split("; ", 1)
     assert f"; {reason[1]}".startswith(said) if said else len(reason) == 1
 
 
-def test_keys_divide_by_themselves_where_the_size_of_a_head_is_stated():
+def test_keys_divide_where_only_queries_do_not_fit():
     model = attention(24, 12, num_heads=3, num_key_value_heads=3, head_dim=4)
     assert [*read(model).values()] == [None, 3, None]
 
@@ -170,7 +176,7 @@ def test_reasons_say_how_many_heads_of_how_many_rows():
     assert neox.rank == 1 and routes(attention(num_heads=3), rank=128)["q_proj.weight"].rank == 4
 
 
-def test_numbers_by_hand_overrule_and_compose_with_other_patterns():
+def test_numbers_by_hand_compose_with_other_patterns():
     model = holding(
         attn=attention(num_heads=2),
         own=holding(qkv=linear(10, 24), q=linear(10, 12)),
@@ -198,7 +204,7 @@ def test_numbers_by_hand_overrule_and_compose_with_other_patterns():
     assert read(known, heads={}) == read(known) == {"Wqkv": (4, 4, 4, 4, 8)}
 
 
-def test_a_fused_weight_that_is_split_by_hand_divides_by_the_stated_heads():
+def test_a_weight_split_by_hand_divides_by_stated_heads():
     model = with_settings(holding(qkv=linear(10, 24), kv=linear(10, 16)), n_head=2, head_dim=4)
     assert read(model, split={"*.qkv.weight": 3, "*.kv.weight": 2}) == {"qkv": (4, 4, 4, 4, 8), "kv": (4, 4, 8)}
     assert read(model, split={"*.qkv.weight": (8, 8, 4, 4)})["qkv"] == (8, 8, 4, 4)
@@ -231,7 +237,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("heads, message", BAD.values(), ids=BAD)
-def test_a_wrong_number_by_hand_is_refused_by_weight_rows_and_heads(heads, message):
+def test_a_wrong_number_is_refused_by_weight_rows_and_heads(heads, message):
     model = holding(a=linear(8, 12), qkv=linear(8, 24), own=linear(8, 24), kv=linear(8, 8), head=linear(8, 4))
     model.conv, model.attn = nn.Conv2d(2, 4, 2), nn.MultiheadAttention(16, 2)
     with pytest.raises(ValueError, match=message):
@@ -282,7 +288,7 @@ def heads_of(t, transposed, split):
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "blind", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
-def test_a_weight_by_heads_is_stepped_as_its_heads_would_be_by_themselves(cls, backend, monkeypatch):
+def test_heads_are_stepped_as_weights_of_their_own_would_be(cls, backend, monkeypatch):
     if backend in ("blind", "triton"):
         forbid_host_reads(monkeypatch)
         backend = backend.replace("blind", "torch")
@@ -307,3 +313,28 @@ def test_a_weight_by_heads_is_stepped_as_its_heads_would_be_by_themselves(cls, b
 
 def all_heads(routed, tensors):
     return [head for r, t in zip(routed, tensors, strict=True) for head in heads_of(t, r.transposed, r.split)]
+
+
+@pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
+@pytest.mark.parametrize("saved", [False, True], ids=["whole", "by heads"])
+def test_a_checkpoint_goes_on_with_the_heads_it_was_saved_with(cls, saved):
+    """A file's ``split`` wins, as its state was made with it."""
+    torch.manual_seed(0)
+    model = Attention()
+    for p in model.parameters():
+        p.data.normal_()
+    optimizer = train(cls(param_groups(model, **RATES, heads=saved)), range(3))
+    state, twin = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
+    other = cls(param_groups(twin, **RATES, heads=not saved))
+    other.load_state_dict(state)
+    train(optimizer, [3, 4])
+    train(other, [3, 4])
+    assert all(map(same_bits, model.parameters(), twin.parameters()))
+
+
+def test_whole_state_under_heads_is_refused_with_the_remedy():
+    optimizers = [ProKLShampoo(param_groups(attention(num_heads=3), **RATES, heads=heads)) for heads in (False, True)]
+    state = copy.deepcopy(train(optimizers[0], range(2)).state_dict())
+    state["param_groups"] = optimizers[1].state_dict()["param_groups"]
+    with refused(optimizers[1], r"split=3 of q_proj.weight: .*of 1 piece.*heads=False\) keeps queries and keys whole"):
+        optimizers[1].load_state_dict(state)

@@ -64,7 +64,7 @@ def divided(
         transposed: whether it is stored (in, out).
         letters: its pieces' :func:`roles`.
         sizes: its pieces' rows.
-        told: how many heads the queries have, or the weight where it makes none; None for what modules say.
+        told: how many heads its first piece has; None for what modules say.
 
     Returns:
         The rows of all pieces, and the heads in words, as "12 × 64".
@@ -72,23 +72,23 @@ def divided(
     Raises:
         NotByHeads: the number is not known, or does not fit the rows.
     """
-    rows = {role: size for role, size in zip(letters or "q", sizes, strict=True) if role != "v"}
-    if "*" in rows:
-        rows = {role: rows["*"] // 3 for role in "qkv"}
+    letters = letters or "q"  # the whole, as told by hand
+    rows = {role: size for role, size in zip(letters, sizes, strict=True) if role != "v"}
+    if letters == "*":
+        rows = {role: sizes[0] // 3 + sizes[0] % 3 * (role == "v") for role in "qkv"}
     counts, width = _told(told, rows) if told else _stated(p, o, transposed, rows)
     for role, size in rows.items():
         if counts[role] * width != size:
             raise NotByHeads(f"{counts[role]} × {width} are not the {size} rows{_whose(role, rows)}")
     if width < 2:
-        raise NotByHeads(f"each of {counts[min(rows)]} would be one row")
+        raise NotByHeads(f"each of {counts[next(iter(rows))]} would be one row")
     if letters == "*":
         return [width] * (3 * counts["q"]), f"{counts['q']} × {width}"
-    divided_sizes = [
-        part
-        for role, size in zip(letters or "q", sizes, strict=True)
-        for part in ([width] * counts[role] if role in rows else [size])
-    ]
-    return divided_sizes, f"{' and '.join(map(str, dict.fromkeys(counts[role] for role in rows)))} × {width}"
+    found: list[int] = []
+    for role, size in zip(letters, sizes, strict=True):
+        found += [width] * counts[role] if role in rows else [size]
+    numbers = dict.fromkeys(str(counts[role]) for role in rows)  # of keys there may be fewer
+    return found, f"{' and '.join(numbers)} × {width}"
 
 
 def _whose(role: str, rows: Mapping[str, int]) -> str:
@@ -116,7 +116,7 @@ def _stated(p: Tensor, o: Owner, transposed: bool, rows: Mapping[str, int]) -> t
     if width is None:
         known = {role: rows.get(role) or _rows_beside(o, role, transposed) for role in "qk"}
         if known["q"] is None or not (o.in_proj or o.linear or transposed) or p.ndim != 2:
-            raise NotByHeads("their rows are not known (heads= tells their number)")
+            raise NotByHeads("a head's rows are not known (heads= tells the number of heads)")
         if known["q"] % queries or (known["k"] is not None and known["k"] * queries != known["q"] * counts["k"]):
             of_keys = "" if known["k"] is None else f", and {counts['k']} of {known['k']} rows of k, of one size"
             raise NotByHeads(f"there are no {queries} of {known['q']} rows of q{of_keys}")

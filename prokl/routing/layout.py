@@ -144,7 +144,9 @@ class Readings:
         self._split = quoted("split", split, names)
         self._heads = quoted("heads", told, names)
         self._by_hand = {f"split={pattern!r}": _checked(pattern, value) for pattern, value in split.items()}
-        self._told = {f"heads={pattern!r}": _number(pattern, value) for pattern, value in told.items()}
+        self._told: dict[str | None, int] = {
+            f"heads={pattern!r}": _number(pattern, value) for pattern, value in told.items()
+        }
         self._unused = {*self._transposed, *self._split, *self._heads}
 
     def of(self, p: Tensor, owners: Sequence[Owner], route: Route, rank: Rank) -> Route:
@@ -153,15 +155,14 @@ class Readings:
         Raises:
             ValueError: a pattern splits the weight, or divides it by heads, as its output dimension does not divide.
         """
-        matches = [first_match(patterns, owners) for patterns in (self._transposed, self._split, self._heads)]
-        in_out, by_hand, counted = matches
-        told = None if counted is None else self._told[counted]
-        self._unused -= {*matches}
+        told_by = (self._transposed, self._split, self._heads)
+        in_out, by_hand, counted = (first_match(patterns, owners) for patterns in told_by)
+        self._unused -= {in_out, by_hand, counted}
         transposed = in_out is not None or any(stored_transposed(p, o) for o in owners)
         split: Split = None
         if by_hand is not None:
             split = self._by_hand[by_hand]
-        elif self._split_fused or told not in (None, 1):
+        elif self._split_fused or self._told.get(counted, 1) > 1:
             split = next((fused_split for o in owners if (fused_split := fused(p, o, transposed))), None)
         try:
             shapes = pieces(p, transposed, split)
@@ -175,15 +176,15 @@ class Readings:
                 ) from None
             split, shapes = None, pieces(p, transposed, None)
         said = "; stored (in, out)" if transposed else ""
-        fused_whole = split is None and by_hand is None and any(_named_as_fused(p, o) for o in owners)
+        unsplit = split is None and by_hand is None and any(_named_as_fused(p, o) for o in owners)
         if split is not None:
             said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         rows = [shape.rows for shape in shapes]
-        sizes, of_heads = self._heads_of(p, owners, transposed, rows, counted, fused_whole)
+        sizes, of_heads = self._heads_of(p, owners, transposed, rows, counted, unsplit)
         if sizes is not None:
             split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
             shapes = pieces(p, transposed, split)
-        elif fused_whole and self._split_fused:
+        elif unsplit and self._split_fused:
             said += "; whole, though named as fused (split= takes consecutive pieces)"
         said += of_heads
         if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
@@ -205,14 +206,14 @@ class Readings:
         transposed: bool,
         sizes: Sequence[int],
         counted: str | None,
-        fused_whole: bool,
+        unsplit: bool,
     ) -> tuple[list[int] | None, str]:
         """Return the rows of all pieces where queries or keys divide by heads, and what the table says of them.
 
         Raises:
             ValueError: a number that was told does not fit.
         """
-        told = None if counted is None else self._told[counted]
+        told = self._told.get(counted)
         if told == 1 or (told is None and not self._by_heads):
             return None, ""
         o, letters = next(((o, found) for o in owners if (found := roles(p, o, len(sizes)))), (owners[0], ""))
@@ -221,7 +222,7 @@ class Readings:
         try:
             if p.ndim > 3:
                 raise NotByHeads("it is a convolution, which stays whole")
-            if not letters and (fused_whole or len(sizes) > 1):
+            if not letters and (unsplit or len(sizes) > 1):
                 raise NotByHeads("which of its pieces are queries and keys is not known, so give all sizes in split=")
             rows, words = divided(p, o, transposed, letters, sizes, told)
         except NotByHeads as why:

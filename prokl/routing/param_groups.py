@@ -96,7 +96,11 @@ def param_groups(
     experts that are stored so (GPT-OSS, Llama-4), transposed convolutions. One whose outputs are known to be several
     maps of one input is read as several matrices: ``in_proj_weight`` of ``nn.MultiheadAttention``, the gates of
     ``nn.LSTM`` and ``nn.GRU``, GPT-2's ``c_attn``, ``Wqkv`` of ModernBERT, MPT and DBRX, Phi-3's ``qkv_proj``, timm's
-    ``qkv``, ``gate_up_proj``. These are the keys ``transposed`` and ``split`` of the matrix group.
+    ``qkv``, ``gate_up_proj``. Queries and keys divide further, into attention's heads, where the module that holds
+    them, the one around it, or the ``config`` of one of these states how many there are (``num_heads``, ``n_head``,
+    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim`` and the like) and the rows are just so many heads. In
+    GPT-NeoX, BLOOM and Persimmon, where q, k and v of a head lie side by side, values divide with them. These are the
+    keys ``transposed`` and ``split`` of the matrix group.
 
     Args:
         model: the model whose parameters to route.
@@ -115,6 +119,9 @@ def param_groups(
         split: how the outputs of weights divide, by patterns: a number of equal pieces (1 for a weight that stays
             whole) or their sizes, as in ``{"*.qkv.weight": 3, "*.kv.weight": (64, 32)}``.
         transposed: patterns of weights that are stored (in, out).
+        heads: whether queries and keys divide by heads where their modules say how many there are; or numbers of heads
+            by patterns, as in ``{"*.query.weight": 12}``, beside what modules say. A fused weight has so many heads of
+            queries (of keys, where it makes none), any other weight so many pieces; 1 leaves a weight as it is.
         names: False for groups of bare parameters, for code that adds groups without names or divides them
             (``add_param_group({"params": [...]})``, ``ZeroRedundancyOptimizer``, Lightning's ``BackboneFinetuning``).
             What is frozen is left out of them, as such code adds what it unfreezes.
@@ -125,10 +132,11 @@ def param_groups(
         weight. With ``names=False`` they are parameters, and there is a matrix group per value of these keys.
 
     Raises:
-        TypeError: ``model`` is no module, or a pattern is no string.
+        TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, or a pattern is no string.
         ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
-            or asks the matrix method for what it cannot take; a parameter can be trained by neither method or
-            has no shape yet; none requires grad; or none goes to the matrix method, now or once it is no longer frozen.
+            or asks the matrix method for what it cannot take; a number of heads does not divide the rows; a parameter
+            can be trained by neither method or has no shape yet; none requires grad; or none goes to the matrix
+            method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
