@@ -88,17 +88,54 @@ class CapturedMuon(torch.optim.Muon):
 
     def __init__(self, weights: list[Tensor], **settings: Any) -> None:
         super().__init__(weights, **settings)
-        self._taken, self._graph = 0, torch.cuda.CUDAGraph()
+        self._taken, self._graph = 0, torch.cuda.CUDAGraph() if weights[0].is_cuda else None
 
     def step(self) -> None:  # type: ignore[override]
-        if self._taken < self.PLAIN:
-            super().step()
+        if self._taken < self.PLAIN or self._graph is None:
+            self.launch()
         elif self._taken == self.PLAIN:
             with torch.cuda.graph(self._graph):
-                super().step()
-        if self._taken >= self.PLAIN:
+                self.launch()
+        if self._taken >= self.PLAIN and self._graph is not None:
             self._graph.replay()
         self._taken += 1
+
+    def launch(self) -> None:
+        """Step, one launch after another."""
+        super().step()
+
+
+class BatchedMuon(CapturedMuon):
+    """The same with all weights of a shape in one batch of products: what Muon costs in plain PyTorch at least."""
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Step all weights of a shape at once."""
+        for group in self.param_groups:
+            weights, momentum, decay = group["params"], group["momentum"], 1 - group["lr"] * group["weight_decay"]
+            gradients = [W.grad for W in weights]
+            buffers = [self.state[W].setdefault("momentum_buffer", torch.zeros_like(W)) for W in weights]
+            torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+            ahead = torch._foreach_lerp(gradients, buffers, momentum)
+            torch._foreach_mul_(weights, decay)
+            for shape in dict.fromkeys(W.shape for W in weights):
+                own = [i for i, W in enumerate(weights) if W.shape == shape]
+                X = torch.stack([ahead[i] for i in own]).bfloat16()
+                X = batched(X, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(weights[0].dtype)
+                rate = group["lr"] * max(1, shape[0] / shape[1]) ** 0.5
+                torch._foreach_add_([weights[i] for i in own], [*X.unbind()], alpha=-rate)
+
+
+def batched(X: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Orthogonalise matrices (B,m,n) as torch's Muon does one."""
+    a, b, c = coefficients
+    tall = X.shape[1] > X.shape[2]
+    X = X.mT if tall else X
+    X = X / torch.linalg.matrix_norm(X, keepdim=True).clamp_min(eps)
+    for _ in range(steps):
+        A = torch.bmm(X, X.mT)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.mT if tall else X
 
 
 class Float32Muon(torch.optim.Muon):

@@ -30,11 +30,11 @@ class AdmitOutputs(NamedTuple):
     """What a launch leaves, contiguous and in the dtype of the arithmetic."""
 
     rows: Tensor
-    """(3,B,m): inverse roots of L as the direction takes them, new ones, and those damped."""
+    """(3,B,m): inverse roots of L as the direction takes them, new ones, and c times those damped."""
     columns: Tensor
     """(3,B,r): likewise of S."""
     scalars: Tensor
-    """(6,B): c, likewise three of mu, the weight of G_perp G_perp^T in L, lambda_0."""
+    """(5,B): c, that of mu as the direction takes it and the new one, the weight of G_perp G_perp^T in L, lambda_0."""
     flags: Tensor
     """(2,B), bool: whether the gradient is evidence, whether something was bounded."""
 
@@ -60,7 +60,7 @@ def _beyond(size):
 @triton.jit
 def admit_kernel(
     A_ptr,
-    QtG_ptr,
+    Gt_ptr,
     e_res_ptr,
     s_L_ptr,
     s_S_ptr,
@@ -87,9 +87,9 @@ def admit_kernel(
     stride_A_b,
     stride_A_m,
     stride_A_r,
-    stride_QtG_b,
-    stride_QtG_m,
-    stride_QtG_r,
+    stride_Gt_b,
+    stride_Gt_m,
+    stride_Gt_r,
     stride_e_res_b,
     stride_e_res_part,
     stride_e_res_m,
@@ -106,10 +106,10 @@ def admit_kernel(
     TILE_R: tl.constexpr,
     TILE_V: tl.constexpr,
 ):
-    """Admit one gradient a program: A, QtG (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
+    """Admit one gradient a program: A, Gt (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
-    Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and those damped,
-    columns (3, B, R) likewise; scalars (6, B) c, mu's three, tail, lambda_0; flags (2, B) evident and bounded.
+    Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and c times those
+    damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, tail, lambda_0; flags (2, B) evident, bounded.
     sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored. TILE_R holds
     all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
     """
@@ -162,7 +162,7 @@ def admit_kernel(
         tl.store(ell_ptr + o_m, ell, o_m < M)
         subspace += a_L * a_L * ell
         if BOUNDED:
-            at = QtG_ptr + i_b * stride_QtG_b + o_m[:, None] * stride_QtG_m + o_r[None, :] * stride_QtG_r
+            at = Gt_ptr + i_b * stride_Gt_b + o_m[:, None] * stride_Gt_m + o_r[None, :] * stride_Gt_r
             x = tl.load(at, mask, 0.0).to(tl.float64)
             squares += tl.sum(x * x, 0)
     rho = rho / m
@@ -188,7 +188,7 @@ def admit_kernel(
             rms = tl.sqrt((tl.sum(squares) + tl.sum(energy)) / (m * n))
             lower = tl.where(units * rms > beta2 * start, units * rms, beta2 * start)
             tl.store(
-                scalars_ptr + 5 * B + i_b, tl.where(is_finite & (rms > 0.0) & (lower < start), lower, start).to(DTYPE)
+                scalars_ptr + 4 * B + i_b, tl.where(is_finite & (rms > 0.0) & (lower < start), lower, start).to(DTYPE)
             )
         c = c.to(DTYPE).to(tl.float64)  # as momentum and statistics take it
         tl.store(scalars_ptr + i_b, c.to(DTYPE))
@@ -196,7 +196,7 @@ def admit_kernel(
     tl.store(column, used.to(DTYPE), m_r)
     s_S = _average(s_S, rho * c * c, beta2, ceiling_n * factor)
     tl.store(column + B * R, s_S.to(DTYPE), m_r)
-    tl.store(column + 2 * B * R, _damp(s_S, eps).to(DTYPE), m_r)
+    tl.store(column + 2 * B * R, (c * _damp(s_S, eps)).to(DTYPE), m_r)
     # NaN is in no range.
     outside = tl.sum(tl.where(m_r & ~((s_S > smallest) & (s_S <= largest)), 1, 0))
 
@@ -219,7 +219,7 @@ def admit_kernel(
         s_L = _average(s_L, (ell_v * c * c + a_mu * a_mu * e_res) / n, beta2, ceiling_m * factor)
         a = _damp(s_L, eps)
         tl.store(row + B * M, s_L.to(DTYPE), o_v < M)
-        tl.store(row + 2 * B * M, a.to(DTYPE), o_v < M)
+        tl.store(row + 2 * B * M, (c * a).to(DTYPE), o_v < M)
         energy += tl.where(o_v < M, a * a * e_res, 0.0)
         outside += tl.sum(tl.where((o_v < M) & ~((s_L > smallest) & (s_L <= largest)), 1, 0))
     bounded = bounded | (tl.max(most) > 1.0)
@@ -227,8 +227,7 @@ def admit_kernel(
     s_mu = _average(s_mu, tl.sum(energy) / (m * (n - r)), beta2, ceiling_n * factor)
     a_mu = _damp(s_mu, eps)
     tl.store(scalars_ptr + 2 * B + i_b, s_mu.to(DTYPE))
-    tl.store(scalars_ptr + 3 * B + i_b, a_mu.to(DTYPE))
-    tl.store(scalars_ptr + 4 * B + i_b, ((1.0 - beta2) / n * (a_mu * c) * (a_mu * c)).to(DTYPE))
+    tl.store(scalars_ptr + 3 * B + i_b, ((1.0 - beta2) / n * (a_mu * c) * (a_mu * c)).to(DTYPE))
     evident = evident & (outside == 0) & (s_mu > smallest) & (s_mu <= largest)
     if BOUNDED:
         tl.store(flags_ptr + i_b, evident)
@@ -237,7 +236,7 @@ def admit_kernel(
 
 def admit(
     A: Tensor,
-    QtG: Tensor,
+    G_tilde: Tensor,
     e_res: Tensor,
     roots: tuple[Tensor, Tensor, Tensor],
     lambda_0: Tensor | None,
@@ -256,9 +255,9 @@ def admit(
     of them is, else float32. No more than 65536 columns, as a program holds a row.
 
     Args:
-        A: Q_L^T G~ Q_S (B,m,r).
-        QtG: Q_L^T G~ (B,m,r).
-        e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m), or parts (B,k,m) that add up to it.
+        A: G~ Q_S (B,m,r), of the gradient in the eigenbasis of L.
+        G_tilde: (B,m,r).
+        e_res: squared norms of the rows of G_perp (B,m), or parts (B,k,m) that add up to them.
         roots: undamped inverse roots (B,m), (B,r), (B,) before the step.
         lambda_0: (B,), which ceilings and damping follow, or None for 1.
         kappa: largest whitened size, or None for no decision.
@@ -278,7 +277,7 @@ def admit(
     if n <= r:
         raise ValueError(f"Invalid n={n}: must be above r={r}, so that the complement is not empty.")
     e_res = e_res.unsqueeze(1) if e_res.ndim == 2 else e_res
-    inputs: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"A": (A, (B, m, r)), "QtG": (QtG, (B, m, r))}
+    inputs: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {"A": (A, (B, m, r)), "G_tilde": (G_tilde, (B, m, r))}
     inputs["e_res"] = e_res, (B, e_res.shape[1], m)
     names = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu")
     inputs |= {name: (t, shape) for name, t, shape in zip(names, roots, ((B, m), (B, r), (B,)), strict=True)}
@@ -288,19 +287,19 @@ def admit(
         launch.check(name, t, shape, A.device, like="A")
 
     dtype = launch.arithmetic_dtype(*(t for t, _ in present.values()))
-    shapes = ((3, B, m), (3, B, r), (6, B))
+    shapes = ((3, B, m), (3, B, r), (5, B))
     rows, columns, scalars = (torch.empty(shape, dtype=dtype, device=A.device) for shape in shapes)
     flags = torch.empty((2, B), dtype=torch.bool, device=A.device)
     if B > 0:
         width, height = triton.next_power_of_2(r), triton.next_power_of_2(m)
-        spare = 1 if aligned(A, QtG) else 2  # every element has an address in registers then
+        spare = 1 if aligned(A, G_tilde) else 2  # every element has an address in registers then
         read = [present[name][0] if name in present else A for name in (*names, "lambda_0")]  # A: not read
         launch.start(
             admit_kernel,
             (B,),
             A.device,
             A,
-            QtG,
+            G_tilde,
             e_res,
             *read,
             torch.empty((2, B, m), dtype=torch.float64, device=A.device),
@@ -320,7 +319,7 @@ def admit(
             *(float(x) for x in ceilings),
             (n / largest) ** 0.5,
             float(largest),
-            *(stride for t in (A, QtG, e_res, *read[:3]) for stride in t.stride()),
+            *(stride for t in (A, G_tilde, e_res, *read[:3]) for stride in t.stride()),
             *(t.stride(0) for t in read[3:]),
             BOUNDED=kappa is not None,
             AUTO=lambda_0 is not None,

@@ -1,11 +1,9 @@
-"""Elementwise parts of a step between its products: sums of two matrices, and what the EMAs are made of.
+"""Weighted sum of two matrices, or rows scaled, split as stored where a product takes it: ``Algebra.combined``.
 
-In PyTorch: ``ProKLShampooStages.momentum``, ``.factor_ema`` and ``.samples``. B: matrices; M: rows; N: columns.
+B: matrices; M: rows; N: columns.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
-from prokl.kernels.operands import scale_of, store_result, stored
+from prokl.kernels.operands import store_result, stored
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand
 
@@ -23,22 +21,11 @@ WARPS = 8
 
 
 @triton.jit
-def _place(M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Return this program's matrix, rows and columns, and which of them exist."""
-    i = tl.program_id(0)
-    tiles_n = tl.cdiv(N, TILE_N)
-    tiles = tl.cdiv(M, TILE_M) * tiles_n
-    o_m = (i % tiles // tiles_n).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    o_n = (i % tiles % tiles_n).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    return (i // tiles).to(tl.int64), o_m, o_n, (o_m[:, None] < M) & (o_n[None, :] < N)
-
-
-@triton.jit
 def combine_kernel(
     x_ptr,
     y_ptr,
     D_ptr,
-    alpha_ptr,
+    scale_ptr,
     M,
     N,
     alpha: tl.float64,
@@ -50,98 +37,44 @@ def combine_kernel(
     stride_y_m,
     stride_y_n,
     stride_lo,
-    stride_alpha_b,
-    PER_MATRIX: tl.constexpr,
+    stride_scale_b,
+    stride_scale_m,
+    HAS_Y: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     PAIR: tl.constexpr,
     DTYPE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Compute D = alpha c x + beta y (M, N), a tile a program; with PER_MATRIX c is at alpha_ptr, else 1.
+    """Compute D = alpha c x + beta y (M, N), a tile a program; c (M,) is 1 without HAS_SCALE, y is 0 without HAS_Y.
 
     D is contiguous, a pair where PAIR.
     """
-    i_b, o_m, o_n, mask = _place(M, N, TILE_M, TILE_N)
+    i = tl.program_id(0)
+    tiles_n = tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(M, TILE_M) * tiles_n
+    i_b = (i // tiles).to(tl.int64)
+    o_m = (i % tiles // tiles_n).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    o_n = (i % tiles % tiles_n).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    mask = (o_m[:, None] < M) & (o_n[None, :] < N)
     x = tl.load(x_ptr + i_b * stride_x_b + o_m[:, None] * stride_x_m + o_n[None, :] * stride_x_n, mask, 0.0).to(DTYPE)
-    y = tl.load(y_ptr + i_b * stride_y_b + o_m[:, None] * stride_y_m + o_n[None, :] * stride_y_n, mask, 0.0).to(DTYPE)
-    if PER_MATRIX:
-        x *= scale_of(alpha_ptr, 1.0, stride_alpha_b, i_b, True, DTYPE)
-    d = tl.full((), alpha, DTYPE) * x + tl.full((), beta, DTYPE) * y
+    if HAS_SCALE:
+        x *= tl.load(scale_ptr + i_b * stride_scale_b + o_m * stride_scale_m, o_m < M, 0.0).to(DTYPE)[:, None]
+    d = tl.full((), alpha, DTYPE) * x
+    if HAS_Y:
+        y_at = y_ptr + i_b * stride_y_b + o_m[:, None] * stride_y_m + o_n[None, :] * stride_y_n
+        d += tl.full((), beta, DTYPE) * tl.load(y_at, mask, 0.0).to(DTYPE)
     at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
     store_result(D_ptr, stride_lo, at, d, mask, PAIR)
 
 
-@triton.jit
-def samples_kernel(
-    GQ_ptr,
-    QtG_ptr,
-    a_L_ptr,
-    a_S_ptr,
-    scale_ptr,
-    X_ptr,
-    Z_ptr,
-    whitened_ptr,
-    M,
-    N,
-    weight: tl.float64,
-    stride_GQ_b,
-    stride_GQ_m,
-    stride_GQ_n,
-    stride_QtG_b,
-    stride_QtG_m,
-    stride_QtG_n,
-    stride_a_L_b,
-    stride_a_L_m,
-    stride_a_S_b,
-    stride_a_S_n,
-    stride_scale_b,
-    HAS_SCALE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Compute X = c GQ a_S, Z = c a_L QtG and whitened = weight a_L Z, all (M, N) and contiguous, a tile a program."""
-    i_b, o_m, o_n, mask = _place(M, N, TILE_M, TILE_N)
-    a_L = tl.load(a_L_ptr + i_b * stride_a_L_b + o_m * stride_a_L_m, o_m < M, 0.0).to(DTYPE)
-    a_S = tl.load(a_S_ptr + i_b * stride_a_S_b + o_n * stride_a_S_n, o_n < N, 0.0).to(DTYPE)
-    c = scale_of(scale_ptr, 1.0, stride_scale_b, i_b, HAS_SCALE, DTYPE)
-    at = (i_b * M + o_m[:, None]) * N + o_n[None, :]
-    x = tl.load(GQ_ptr + i_b * stride_GQ_b + o_m[:, None] * stride_GQ_m + o_n[None, :] * stride_GQ_n, mask, 0.0)
-    tl.store(X_ptr + at, x.to(DTYPE) * (a_S * c)[None, :], mask)
-    z = tl.load(QtG_ptr + i_b * stride_QtG_b + o_m[:, None] * stride_QtG_m + o_n[None, :] * stride_QtG_n, mask, 0.0)
-    z = z.to(DTYPE) * (a_L * c)[:, None]
-    tl.store(Z_ptr + at, z, mask)
-    tl.store(whitened_ptr + at, z * (tl.full((), weight, DTYPE) * a_L)[:, None], mask)
-
-
-def _check(
-    operands: dict[str, tuple[Tensor, tuple[int, ...]]], scale: Tensor | None
-) -> tuple[int, int, int, torch.dtype]:
-    """Check matrices (B,m,n) and what belongs to them; return sizes and the dtype of the arithmetic."""
-    first = next(iter(operands))
-    t = operands[first][0]
-    if t.ndim != 3 or 0 in t.shape[1:]:
-        raise ValueError(f"{first} has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
-    if scale is not None:
-        operands = operands | {"scale": (scale, (t.shape[0],))}
-    for name, (operand, shape) in operands.items():
-        launch.check(name, operand, shape, t.device, like=first)
-    batch, m, n = t.shape
-    return batch, m, n, launch.arithmetic_dtype(*(operand for operand, _ in operands.values()))
-
-
-def _start(
-    kernel: Any, sizes: tuple[int, int, int], dtype: torch.dtype, first: Tensor, *arguments: Any, **constants: Any
-) -> None:
-    batch, m, n = sizes
-    tiles = {"TILE_M": ROWS, "TILE_N": min(COLUMNS, max(16, triton.next_power_of_2(n)))}
-    grid = (batch * triton.cdiv(m, tiles["TILE_M"]) * triton.cdiv(n, tiles["TILE_N"]),)
-    constants |= {"DTYPE": TRITON_DTYPES[dtype], "num_warps": WARPS, **tiles}
-    launch.start(kernel, grid, first.device, first, *arguments, **constants)
-
-
 def combine(
-    x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None = None, pair: bool = False
+    x: Tensor,
+    alpha: float = 1.0,
+    y: Tensor | None = None,
+    beta: float = 1.0,
+    scale: Tensor | None = None,
+    pair: bool = False,
 ) -> Operand:
     """Compute alpha c x + beta y in one launch.
 
@@ -150,8 +83,8 @@ def combine(
 
     Args:
         x: (B,m,n). alpha: its scale.
-        y: (B,m,n). beta: its scale.
-        scale: c (B,), or None for 1.
+        y: (B,m,n), or None for 0. beta: its scale.
+        scale: c (B,), or (B,m) of every row, or None for 1.
         pair: whether the result is wanted as a pair.
 
     Returns:
@@ -160,77 +93,43 @@ def combine(
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
     """
-    batch, m, n, dtype = _check({"x": (x, tuple(x.shape)), "y": (y, tuple(x.shape))}, scale)
+    if x.ndim != 3 or 0 in x.shape[1:]:
+        raise ValueError(f"x has shape {tuple(x.shape)}; must be (B, m, n) with m, n >= 1.")
+    batch, m, n = x.shape
+    launch.check("x", x, (batch, m, n), x.device)
+    if y is not None:
+        launch.check("y", y, (batch, m, n), x.device, like="x")
+    if scale is not None:
+        launch.check("scale", scale, (batch, m)[: max(1, scale.ndim)], x.device, like="x")
+    dtype = launch.arithmetic_dtype(x, *(t for t in (y, scale) if t is not None))
     if pair and dtype != torch.float32:
         raise ValueError("A sum in float64 was to be split; pairs hold float32.")
-    shape = batch, m, n
-    D = empty_pair(shape, x.device) if pair else torch.empty(shape, dtype=dtype, device=x.device)
+    D = empty_pair((batch, m, n), x.device) if pair else torch.empty((batch, m, n), dtype=dtype, device=x.device)
     to, lo, _ = stored(D)
+    columns = min(COLUMNS, max(16, triton.next_power_of_2(n)))
     if batch:
-        _start(
+        launch.start(
             combine_kernel,
-            shape,
-            dtype,
+            (batch * triton.cdiv(m, ROWS) * triton.cdiv(n, columns),),
+            x.device,
             x,
-            y,
+            x if y is None else y,  # x: not read as such
             to,
-            x if scale is None else scale,  # x: not read as such
+            x if scale is None else scale,
             m,
             n,
             float(alpha),
             float(beta),
             *x.stride(),
-            *y.stride(),
+            *((0, 0, 0) if y is None else y.stride()),
             lo,
-            0 if scale is None else scale.stride(0),
-            PER_MATRIX=scale is not None,
+            *((0, 0) if scale is None else (*scale.stride(), 0)[:2]),
+            HAS_Y=y is not None,
+            HAS_SCALE=scale is not None,
             PAIR=pair,
+            DTYPE=TRITON_DTYPES[dtype],
+            TILE_M=ROWS,
+            TILE_N=columns,
+            num_warps=WARPS,
         )
     return D
-
-
-def samples(
-    GQ: Tensor, QtG: Tensor, a_L: Tensor, a_S: Tensor, scale: Tensor | None, weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute c GQ a_S, Z = c a_L QtG and weight a_L Z in one launch; dtypes and strides as :func:`combine` has them.
-
-    Args:
-        GQ: (B,m,r). QtG: (B,m,r).
-        a_L: (B,m). a_S: (B,r).
-        scale: c (B,), or None for 1.
-        weight: of the last.
-
-    Returns:
-        The three (B,m,r), contiguous.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
-    """
-    shape = tuple(GQ.shape)
-    vectors = {"a_L": (a_L, shape[:2]), "a_S": (a_S, (shape[0], *shape[2:]))}
-    batch, m, r, dtype = _check({"GQ": (GQ, shape), "QtG": (QtG, shape), **vectors}, scale)
-    X, Z, whitened = (torch.empty((batch, m, r), dtype=dtype, device=GQ.device) for _ in range(3))
-    if batch:
-        _start(
-            samples_kernel,
-            (batch, m, r),
-            dtype,
-            GQ,
-            QtG,
-            a_L,
-            a_S,
-            GQ if scale is None else scale,  # GQ: not read as such
-            X,
-            Z,
-            whitened,
-            m,
-            r,
-            float(weight),
-            *GQ.stride(),
-            *QtG.stride(),
-            *a_L.stride(),
-            *a_S.stride(),
-            0 if scale is None else scale.stride(0),
-            HAS_SCALE=scale is not None,
-        )
-    return X, Z, whitened

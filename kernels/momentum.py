@@ -1,6 +1,6 @@
-"""Momentum update and the residual of its lookahead in one pass over the gradient.
+"""Momentum update and the whitened residual of its lookahead in one pass over the gradient.
 
-In PyTorch: ``prokl.algorithm.stages.ProKLShampooStages.momentum``.
+In PyTorch: ``prokl.algorithm.algebra.Algebra.momentum``.
 
 B: matrices; M: short side; N: long side; R: rank.
 """
@@ -14,7 +14,15 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import add_product, aligned, check_operands, operand_dtypes, store_result, stored
+from prokl.kernels.operands import (
+    add_product,
+    aligned,
+    check_operands,
+    check_out_dtype,
+    operand_dtypes,
+    store_result,
+    stored,
+)
 from prokl.kernels.split import converted, empty_pair
 from prokl.pair import Operand, Pair
 
@@ -25,11 +33,12 @@ def momentum_kernel(
     M_ptr,
     G_par_ptr,
     U_ptr,
+    rows_ptr,
     scale_ptr,
     active_ptr,
-    G_hat_perp_ptr,
-    size2_ptr,
-    whole2_ptr,
+    X_ptr,
+    squares_ptr,
+    PARTS,
     M,
     N,
     R,
@@ -51,13 +60,16 @@ def momentum_kernel(
     stride_U_b,
     stride_U_n,
     stride_U_r,
-    stride_G_hat_perp_lo,
+    stride_rows_b,
+    stride_rows_m,
+    stride_X_lo,
     stride_scale_b,
     stride_active_b,
     HAS_SCALE: tl.constexpr,
     HAS_ACTIVE: tl.constexpr,
     HAT: tl.constexpr,
     LO: tl.constexpr,
+    X_LO: tl.constexpr,
     OPERAND: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,10 +79,10 @@ def momentum_kernel(
 ):
     """Do one (TILE_M, TILE_N) tile of everything m x n a program, which alone reads and writes that tile of M.
 
-    M <- momentum M + g c G where active; G_hat_perp = a c G + b M - G_par U^T; G counts as zero where not active, and c
-    is the matrix's scale. size2 and whole2 take the tile's sums of squares of G_hat_perp and a c G + b M.
-    G, the momentum (M, N), G_par (M, R) and U (N, R) have any strides, the latter two are multiplied as OPERAND;
-    G_hat_perp is contiguous, of DTYPE. Where LO all three but G and the momentum are pairs.
+    M <- momentum M + g c G where active; X = rows (a c G + b M - G_par U^T); G counts as zero where not active, and c
+    is the matrix's scale. squares (3, PARTS) takes the tile's sums of squares of X, of X without rows, and of
+    a c G + b M. G, the momentum (M, N), G_par (M, R), U (N, R) and rows (M,) have any strides. G_par and U, pairs where
+    LO, are multiplied as OPERAND. X is contiguous, a pair where X_LO.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -106,11 +118,13 @@ def momentum_kernel(
     tl.store(M_at, converted(y, M_ptr.dtype.element_ty), m_active)
     if HAT:
         y = tl.full((), a, DTYPE) * x + tl.full((), b, DTYPE) * y
-        tl.store(whole2_ptr + i, tl.sum(y * y))
+        tl.store(squares_ptr + 2 * PARTS + i, tl.sum(y * y))
         y -= par
+        tl.store(squares_ptr + PARTS + i, tl.sum(y * y))
+        y *= tl.load(rows_ptr + i_b * stride_rows_b + o_m * stride_rows_m, o_m < M, 0.0).to(DTYPE)[:, None]
+        tl.store(squares_ptr + i, tl.sum(y * y))
         # The address as late as it is needed: before, it takes registers, which spilt on sm_100.
-        store_result(G_hat_perp_ptr, stride_G_hat_perp_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, LO)
-        tl.store(size2_ptr + i, tl.sum(y * y))
+        store_result(X_ptr, stride_X_lo, (i_b * M + o_m[:, None]) * N + o_n[None, :], y, mask, X_LO)
 
 
 # m, n: block of M and of the residual; k: how much of r is added at a time.
@@ -133,15 +147,18 @@ def momentum(
     M: Tensor,
     G_par: Operand | None,
     U: Operand,
+    rows: Tensor,
     *,
     momentum: float,
     weights: tuple[float, float, float],
     scale: Tensor | None = None,
     active: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    pair: bool = False,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Operand | None, Tensor | None, Tensor | None]:
-    """Do M <- momentum M + g c G in place and G^ - G^par U^T, with G^ = a c G + b M, in one launch.
+) -> tuple[Operand | None, Tensor]:
+    """Do M <- momentum M + g c G in place and X = diag(rows) (G^ - G^par U^T), G^ = a c G + b M, in one launch.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. Arithmetic
     is in float64 where one of them is, else in float32; G^ takes the new M before it is rounded to its dtype.
@@ -149,18 +166,21 @@ def momentum(
     Args:
         G: gradients (B,m,n).
         M: momentum (B,m,n); updated in place.
-        G_par: G^ U (B,m,r), or None where G^ is not wanted.
-        U: bases (B,n,r). With pairs of both the residual is stored as one.
+        G_par: G^ U (B,m,r), or None where X is not wanted.
+        U: bases (B,n,r); a pair where G_par is.
+        rows: factors (B,m).
         momentum: weight of the old M.
         weights: (g, a, b).
         scale: c (B,); None is 1.
         active: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all step.
+        out_dtype: dtype of X; by default that of the arithmetic.
+        pair: whether X is a pair, in place of a dtype.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the dtypes and the strides.
 
     Returns:
-        (G^ - G^par U^T, its squared Frobenius norm, that of G^): (B,m,n), contiguous, then (B,tiles) twice, in the
-        dtype of the arithmetic: parts that add up. All three are None without ``G_par``.
+        X (B,m,n), contiguous, None without ``G_par``; and squared Frobenius norms (3,B,tiles), parts that add up, in
+        the dtype of the arithmetic: of X before it is rounded, of X without ``rows``, and of G^.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -184,23 +204,26 @@ def momentum(
         if isinstance(G_par, Pair) != paired:
             raise ValueError("Only one of G_par and U is a pair: split both, or neither.")
     check_operands(like="G", **factors)
+    launch.check("rows", rows, (B, m), G.device, like="G")
     if scale is not None:
         launch.check("scale", scale, (B,), G.device, like="G")
     if active is not None:
         launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
 
-    dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M)
+    dtype, operand = operand_dtypes((U,) if G_par is None else (G_par, U), G, M, rows)
+    if pair and dtype != torch.float32:
+        raise ValueError("X in float64 was to be split; pairs hold float32.")
+    out_dtype = dtype if out_dtype is None else out_dtype
+    check_out_dtype(out_dtype)
     par_hi, par_lo, _ = stored(G if G_par is None else G_par)  # G: not read as such
     par_hi, U_hi = (launch.multiplicable(t, dtype) for t in (par_hi, U_hi))
-    residual: Operand = M  # not written
+    X: Operand = M  # not written
     if hat:
-        residual = empty_pair((B, m, n), G.device) if paired else torch.empty((B, m, n), dtype=dtype, device=G.device)
-    residual_hi, residual_lo, _ = stored(residual)
-    tile = tile or choose_tile(operand, aligned(G, M, par_hi, U_hi, residual_hi))
+        X = empty_pair((B, m, n), G.device) if pair else torch.empty((B, m, n), dtype=out_dtype, device=G.device)
+    X_hi, X_lo, _ = stored(X)
+    tile = tile or choose_tile(operand, aligned(G, M, par_hi, U_hi, X_hi))
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    size2, whole2 = M, M
-    if hat:
-        size2, whole2 = (torch.empty((B, tiles), dtype=dtype, device=G.device) for _ in range(2))
+    squares = torch.empty((3, B, tiles if hat else 0), dtype=dtype, device=G.device)
     if B > 0:
         launch.start(
             momentum_kernel,
@@ -210,10 +233,11 @@ def momentum(
             M,
             par_hi,
             U_hi,
+            rows,
             *(G if t is None else t for t in (scale, active)),  # G: not read as such
-            residual_hi,
-            size2,
-            whole2,
+            X_hi,
+            squares if hat else G,  # G: not written
+            B * tiles,
             m,
             n,
             r,
@@ -225,12 +249,14 @@ def momentum(
             *((0, 0, 0) if G_par is None else par_hi.stride()),
             U_lo,
             *U_hi.stride(),
-            residual_lo,
+            *rows.stride(),
+            X_lo,
             *(0 if t is None else t.stride(0) for t in (scale, active)),
             HAS_SCALE=scale is not None,
             HAS_ACTIVE=active is not None,
             HAT=hat,
             LO=paired,
+            X_LO=pair,
             OPERAND=TRITON_DTYPES[operand],
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
             PRECISION=precision if operand == torch.float32 else "ieee",
@@ -240,4 +266,4 @@ def momentum(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    return (residual, size2, whole2) if hat else (None, None, None)
+    return (X if hat else None), squares

@@ -1,6 +1,6 @@
 """What follows from norms of whole matrices: a bound on one, and the factor that normalises another.
 
-In PyTorch: ``ProKLShampooStages.cut`` and ``.whiten``. B: matrices.
+In PyTorch: ``Algebra.bounded_rows`` and ``.momentum``. B: matrices.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
-from prokl.kernels.operands import check_out_dtype
-from prokl.kernels.split import converted
+from prokl.kernels.operands import store_result, stored
+from prokl.kernels.split import empty_pair
+from prokl.pair import Operand
 
 TILE = 2048
 WARPS = 8
@@ -22,27 +23,41 @@ ROOM = 4
 
 
 @triton.jit
-def cut_kernel(t_ptr, bounded_ptr, clipped_ptr, out_ptr, count_ptr, COUNT, largest: tl.float64, TILE: tl.constexpr):
-    """Scale one matrix of COUNT elements a program down to the norm largest, where it is beyond; all contiguous.
+def bound_rows_kernel(
+    t_ptr,
+    rows_ptr,
+    bounded_ptr,
+    out_ptr,
+    flag_ptr,
+    M,
+    N,
+    largest: tl.float64,
+    stride_lo,
+    PAIR: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Compute diag(rows) t (M, N) of one matrix a program, scaled down to the norm largest where it is beyond.
 
-    The count (B,) is clipped (B,), and one more there or where bounded (B,) is.
+    All is contiguous; out is of DTYPE, or a pair where PAIR. The flag (B,) is set there, and where bounded (B,) is.
     """
     i_b = tl.program_id(0).to(tl.int64)
+    COUNT = tl.full((), M, tl.int64) * N  # a size of one is a constant
     squares = tl.zeros((TILE,), tl.float64)
     for first in range(0, COUNT, TILE):
         o = first + tl.arange(0, TILE)
-        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(tl.float64)
-        squares += x * x
+        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(DTYPE)
+        x *= tl.load(rows_ptr + i_b * M + o // N, o < COUNT, 0.0).to(DTYPE)
+        squares += x.to(tl.float64) * x.to(tl.float64)
     norm = tl.sqrt(tl.sum(squares))
     one = tl.full((), 1.0, tl.float64)
     factor = tl.where(norm > largest, largest / tl.where(norm > largest, norm, one), one)
-    clipped = tl.load(clipped_ptr + i_b)
-    tl.store(count_ptr + i_b, clipped + (tl.load(bounded_ptr + i_b) | (norm > largest)).to(clipped.dtype))
+    tl.store(flag_ptr + i_b, tl.load(bounded_ptr + i_b) | (norm > largest))
     for first in range(0, COUNT, TILE):
         o = first + tl.arange(0, TILE)
-        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0)
-        x = converted(x * factor.to(x.dtype), out_ptr.dtype.element_ty)
-        tl.store(out_ptr + i_b * COUNT + o, x, o < COUNT)
+        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(DTYPE)
+        x *= tl.load(rows_ptr + i_b * M + o // N, o < COUNT, 0.0).to(DTYPE)
+        store_result(out_ptr, stride_lo, i_b * COUNT + o, x * factor.to(DTYPE), o < COUNT, PAIR)
 
 
 @triton.jit
@@ -80,18 +95,21 @@ def inverse_norm_kernel(
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
 
 
-def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring matrices down to the norm ``largest`` where they are beyond, in one launch; norms are in float64.
+def bound_rows(t: Tensor, rows: Tensor, largest: float, bounded: Tensor, pair: bool = False) -> tuple[Operand, Tensor]:
+    """Compute diag(rows) t, brought down to the norm ``largest`` where it is beyond, in one launch.
+
+    Norms are in float64.
 
     Args:
         t: (B,m,n), of any strides and any of float16, bfloat16, float32 and float64.
+        rows: (B,m), likewise.
         largest: not negative.
-        dtype: of the result.
         bounded: (B,) bool.
-        clipped: count (B,), float32 or float64.
+        pair: whether the matrices are wanted as a pair.
 
     Returns:
-        The matrices (B,m,n), contiguous, and the count, one more where they were beyond, or where ``bounded`` is set.
+        The matrices (B,m,n), contiguous, in float64 where t or rows is, else in float32; and (B,) bool, whether one was
+        beyond, or ``bounded``.
 
     Raises:
         ValueError: a shape, a dtype or a device; the message names the argument and the bound.
@@ -99,16 +117,19 @@ def cut(t: Tensor, largest: float, dtype: torch.dtype, bounded: Tensor, clipped:
     if t.ndim != 3 or 0 in t.shape[1:]:
         raise ValueError(f"t has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
     launch.check("t", t, tuple(t.shape), t.device)
+    launch.check("rows", rows, tuple(t.shape[:2]), t.device, like="t")
     launch.check("bounded", bounded, (t.shape[0],), t.device, (torch.bool,), like="t")
-    launch.check("clipped", clipped, (t.shape[0],), t.device, (torch.float32, torch.float64), like="t")
-    check_out_dtype(dtype)
-    t, bounded, clipped = t.contiguous(), bounded.contiguous(), clipped.contiguous()
-    out = torch.empty(t.shape, dtype=dtype, device=t.device)
-    count = torch.empty_like(clipped)
+    dtype = launch.arithmetic_dtype(t, rows)
+    t, rows, bounded = t.contiguous(), rows.contiguous(), bounded.contiguous()
+    if pair and dtype != torch.float32:
+        raise ValueError("A result in float64 was to be split; pairs hold float32.")
+    out: Operand = empty_pair(tuple(t.shape), t.device) if pair else torch.empty(t.shape, dtype=dtype, device=t.device)
+    (to, lo, _), flag = stored(out), torch.empty_like(bounded)
     if len(t):
-        arguments = (t, bounded, clipped, out, count, t.shape[1] * t.shape[2], float(largest))
-        launch.start(cut_kernel, (len(t),), t.device, *arguments, TILE=TILE, num_warps=WARPS)
-    return out, count
+        arguments = (t, rows, bounded, to, flag, *t.shape[1:], float(largest), lo)
+        constants = {"PAIR": pair, "DTYPE": TRITON_DTYPES[dtype], "TILE": TILE, "num_warps": WARPS}
+        launch.start(bound_rows_kernel, (len(t),), t.device, *arguments, **constants)
+    return out, flag
 
 
 def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) -> Tensor:

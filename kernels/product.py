@@ -1,4 +1,4 @@
-"""Batched matrix product with an addend, scales per matrix and the result's energy; in PyTorch: ``torch.baddbmm``.
+"""Batched matrix product with an addend, scales per matrix and the energies of rows; in PyTorch: ``torch.baddbmm``.
 
 Factors are tensors or pairs of bfloat16 (:class:`prokl.pair.Pair`), whose product is the sum of the products
 of their halves but for lo lo: one loop after another, each over plain bfloat16 that nothing touches between its copy
@@ -8,8 +8,6 @@ batch: matrices; M: rows; N: columns; K: depth.
 """
 
 from __future__ import annotations
-
-from typing import Literal, overload
 
 import torch
 import triton
@@ -34,9 +32,6 @@ from prokl.kernels.operands import (
 )
 from prokl.kernels.split import empty_pair
 from prokl.pair import Operand, Pair
-
-WHOLE: tl.constexpr = tl.constexpr(1)
-ROWS: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -85,8 +80,7 @@ def product_kernel(
     """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program.
 
     A (M, K), B (K, N), C (M, N) have any strides; A and B are pairs where A_LO and B_LO, and are multiplied as OPERAND.
-    D (M, N), a pair where D_LO, is contiguous. ENERGY is 0, WHOLE: energy (tiles) takes the sum of squares of the tile,
-    or ROWS: energy (tiles_n, M) takes those of its rows, and D is not stored.
+    D (M, N), a pair where D_LO, is contiguous. Where ENERGY, energy (tiles_n, M) takes the sums of squares of its rows.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -109,31 +103,27 @@ def product_kernel(
     )  # fmt: skip
 
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
-    # Of a wide tile half of the columns at a time: what is added and what is stored takes half the registers.
-    PARTS: tl.constexpr = 2 if TILE_N > 64 else 1
-    left = acc
-    right = acc
-    if PARTS == 2:
-        left, right = halves_of_columns(acc)
-    squares = 0.0
+    # Of a wide tile half of the columns at a time, a quarter with energies: what is added and what is stored takes as
+    # much less of the registers.
+    PARTS: tl.constexpr = (4 if ENERGY else 2) if TILE_N > 64 else 1
+    columns = (acc, acc, acc, acc)
+    if PARTS > 1:
+        columns = halves_of_columns(acc) + halves_of_columns(acc)
+    if PARTS == 4:
+        columns = halves_of_columns(columns[0]) + halves_of_columns(columns[1])
+    squares = tl.zeros((TILE_M,), SUM)
     for part in tl.static_range(PARTS):
-        d = (left if part == 0 else right) * scale
+        d = columns[part] * scale
         o = i_n.to(tl.int64) * TILE_N + part * (TILE_N // PARTS) + tl.arange(0, TILE_N // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < N)
         if HAS_C:
             C_at = C_ptr + i_b * stride_C_b + o_m[:, None] * stride_C_m + o[None, :] * stride_C_n
             c = tl.load(C_at, mask, 0.0).to(SUM)
             d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-        # Outside the matrix d is zero.
-        if ENERGY == WHOLE:
-            squares += tl.sum(d * d)
-        if ENERGY == ROWS:
-            squares += tl.sum(d * d, 1)
-        else:
-            store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
-    if ENERGY == WHOLE:
-        tl.store(energy_ptr + i.to(tl.int64), squares)
-    if ENERGY == ROWS:
+        if ENERGY:
+            squares += tl.sum(d * d, 1)  # outside the matrix d is zero
+        store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
+    if ENERGY:
         tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, squares, o_m < M)
 
 
@@ -183,12 +173,12 @@ def _launch(
     C: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
-    energy: int,
+    energy: bool,
     precision: str,
     tile: Tile | None,
     out_dtype: torch.dtype | None,
-) -> tuple[Operand | None, Tensor]:
-    # D in out_dtype, as a pair where that is None or not at all with energy ROWS; and the parts of the energy.
+) -> tuple[Operand, Tensor]:
+    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows.
     (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
     if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
@@ -205,17 +195,15 @@ def _launch(
         C = None
     sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
-    D: Operand | None = None
-    if energy != ROWS.value:
-        pair = out_dtype is None
-        if pair and sum_dtype != torch.float32:
-            raise ValueError("A sum in float64 was to be split; pairs hold float32: take product().")
-        D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
-    D_hi, D_lo, has_D_lo = (A_hi, 0, False) if D is None else stored(D)  # A: not written
+    pair = out_dtype is None
+    if pair and sum_dtype != torch.float32:
+        raise ValueError("A sum in float64 was to be split; pairs hold float32: take product().")
+    D: Operand
+    D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
+    D_hi, D_lo, has_D_lo = stored(D)
     tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
     tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
-    sizes = {0: (batch, 0), WHOLE.value: (batch, tiles_m * tiles_n), ROWS.value: (batch, tiles_n, m)}
-    parts = torch.empty(sizes[energy], dtype=sum_dtype, device=device)
+    parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=sum_dtype, device=device)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     if batch:
@@ -263,7 +251,6 @@ def _launch(
     return D, parts
 
 
-@overload
 def product(
     A: Operand,
     B: Operand,
@@ -272,35 +259,9 @@ def product(
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 1.0,
     out_dtype: torch.dtype | None = None,
-    energy: Literal[False] = False,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> Tensor: ...
-@overload
-def product(
-    A: Operand,
-    B: Operand,
-    *,
-    C: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
-    out_dtype: torch.dtype | None = None,
-    energy: Literal[True],
-    precision: str = "tf32x3",
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]: ...
-def product(
-    A: Operand,
-    B: Operand,
-    *,
-    C: Tensor | None = None,
-    alpha: float | Tensor = 1.0,
-    beta: float | Tensor = 1.0,
-    out_dtype: torch.dtype | None = None,
-    energy: bool = False,
-    precision: str = "tf32x3",
-    tile: Tile | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Compute D = alpha A B + beta C for every matrix of a batch.
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
@@ -315,13 +276,11 @@ def product(
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
-        energy: whether to return the sums of squares too.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
-        D (batch,m,n), contiguous. With ``energy`` also ||D||_F^2, of D before it is rounded to ``out_dtype``, as parts
-        (batch,tiles) that add up, in the dtype of the sum.
+        D (batch,m,n), contiguous.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -331,24 +290,26 @@ def product(
             torch.float32 if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
         )
     check_out_dtype(out_dtype)
-    D, parts = _launch(A, B, C, alpha, beta, WHOLE.value if energy else 0, precision, tile, out_dtype)
+    D, _ = _launch(A, B, C, alpha, beta, False, precision, tile, out_dtype)
     assert isinstance(D, Tensor)
-    return (D, parts) if energy else D
-
-
-def product_pair(
-    A: Operand, B: Operand, *, C: Tensor | None = None, alpha: float | Tensor = 1.0, tile: Tile | None = None
-) -> Pair:
-    """Compute alpha A B + C in float32 and split it as it is stored; arguments and errors as of :func:`product`."""
-    D, _ = _launch(A, B, C, alpha, 1.0, 0, "tf32x3", tile, None)
-    assert isinstance(D, Pair)
     return D
 
 
-def row_energies(A: Operand, B: Operand, *, precision: str = "tf32x3", tile: Tile | None = None) -> Tensor:
-    """Compute the squared norms of the rows of A B, which is not stored; arguments as of :func:`product`.
+def product_with_energies(
+    A: Operand,
+    B: Operand,
+    *,
+    C: Tensor,
+    alpha: float | Tensor = 1.0,
+    pair: bool = False,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> tuple[Operand, Tensor]:
+    """Compute D = alpha A B + C and the squared norms of its rows; arguments and errors as of :func:`product`.
 
     Returns:
-        Parts (batch,tiles,m) that add up.
+        D (batch,m,n), a pair where ``pair``, else in the dtype of the sum; and parts (batch,tiles,m) that add up, in
+        that dtype too.
     """
-    return _launch(A, B, None, 1.0, 1.0, ROWS.value, precision, tile, None)[1]
+    dtype = operand_dtypes((A, B), C)[0]
+    return _launch(A, B, C, alpha, 1.0, True, precision, tile, None if pair else dtype)

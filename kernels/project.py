@@ -12,8 +12,8 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, check_operands, store_result, stored
-from prokl.kernels.split import empty_pair, halves
+from prokl.kernels.operands import aligned, check_operands, stored
+from prokl.kernels.split import halves
 from prokl.pair import Operand
 
 
@@ -39,10 +39,8 @@ def project_kernel(
     G_ptr,
     M_ptr,
     U_ptr,
-    active_ptr,
     GU_ptr,
     MU_ptr,
-    both_ptr,
     M,
     N,
     R,
@@ -56,10 +54,7 @@ def project_kernel(
     stride_U_b,
     stride_U_n,
     stride_U_r,
-    stride_active_b,
-    stride_lo,
     U_LO: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -67,10 +62,10 @@ def project_kernel(
     TILE_R: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program; G counts as zero where not active.
+    """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program.
 
     G, the momentum (M, N) and U (N, R), a pair where U_LO, have any strides and are multiplied as OPERAND; GU and MU
-    (M, R) are contiguous, of SUM; where U is a pair, both takes GU as one too.
+    (M, R) are contiguous, of SUM.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -84,9 +79,6 @@ def project_kernel(
     o_n = tl.arange(0, TILE_N)
     m_m = o_m[:, None] < M
     m_r = o_r[None, :] < R
-    m_g = m_m
-    if HAS_ACTIVE:  # an inactive gradient has no row to read
-        m_g = o_m[:, None] < tl.where(tl.load(active_ptr + i_b * stride_active_b), M, 0)
 
     n = o_n.to(tl.int64)
     G_at = G_ptr + i_b * stride_G_b + o_m[:, None] * stride_G_m + n[None, :] * stride_G_n
@@ -99,7 +91,7 @@ def project_kernel(
         m_n = o_n < N - k
         u = tl.load(U_at, m_n[:, None] & m_r, 0.0).to(OPERAND)
         u_lo = tl.load(U_at + stride_U_lo, m_n[:, None] & m_r, 0.0).to(OPERAND) if U_LO else u
-        GU = _add(GU, tl.load(G_at, m_g & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
+        GU = _add(GU, tl.load(G_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
         MU = _add(MU, tl.load(M_at, m_m & m_n[None, :], 0.0), u, u_lo, U_LO, OPERAND, SUM, PRECISION)
         G_at += step * stride_G_n
         M_at += step * stride_M_n
@@ -107,8 +99,6 @@ def project_kernel(
     at = (i_b * M + o_m[:, None]) * R + o_r[None, :]
     tl.store(GU_ptr + at, GU, m_m & m_r)
     tl.store(MU_ptr + at, MU, m_m & m_r)
-    if U_LO:
-        store_result(both_ptr, stride_lo, at, GU, m_m & m_r, True)
 
 
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
@@ -144,11 +134,10 @@ def project(
     G: Tensor,
     M: Tensor,
     U: Operand,
-    active: Tensor | None = None,
     *,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Operand]:
+) -> tuple[Tensor, Tensor]:
     """Compute G U and M U from one read of G and M.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
@@ -159,12 +148,11 @@ def project(
         G: gradients (B,m,n).
         M: momentum (B,m,n).
         U: bases (B,n,r).
-        active: (B,) bool; where False, G counts as zero, whatever it holds. None: all step.
         precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from r, the dtypes, the precision and the strides.
 
     Returns:
-        G U and M U (B,m,r), contiguous, in the dtype of the sum, and G U again, a pair where U is.
+        G U and M U (B,m,r), contiguous, in the dtype of the sum.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -181,15 +169,11 @@ def project(
     launch.check("G", G, (B, m, n), G.device, splittable)
     launch.check("M", M, (B, m, n), G.device, splittable, like="G")
     check_operands(like="G", U=(U, (B, n, r), G.device))
-    if active is not None:
-        launch.check("active", active, (B,), G.device, (torch.bool,), like="G")
     dtype = launch.arithmetic_dtype(G, M, U_hi)
     G, M, U_hi = (launch.multiplicable(t, dtype) for t in (G, M, U_hi))
     GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
-    operand_of_GU: Operand = empty_pair((B, m, r), G.device) if paired else GU
     if B == 0:
-        return GU, MU, operand_of_GU
-    both, lo, _ = stored(operand_of_GU)
+        return GU, MU
     tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, GU) and U_hi.stride(2) == 1, paired)
     operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
@@ -199,10 +183,8 @@ def project(
         G,
         M,
         U_hi,
-        G if active is None else active,  # not read
         GU,
         MU,
-        both,
         m,
         n,
         r,
@@ -210,10 +192,7 @@ def project(
         *M.stride(),
         U_lo,
         *U_hi.stride(),
-        0 if active is None else active.stride(0),
-        lo,
         U_LO=paired,
-        HAS_ACTIVE=active is not None,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],
         PRECISION=precision if operand == torch.float32 else "ieee",
@@ -223,4 +202,4 @@ def project(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return GU, MU, operand_of_GU
+    return GU, MU

@@ -44,16 +44,10 @@ def halves(x):
 
 
 @triton.jit
-def split_kernel(x_ptr, a_ptr, both_ptr, COUNT, M, N, SCALED: tl.constexpr, TILE: tl.constexpr):
-    """Split TILE of the COUNT elements of x a program, into both (2, COUNT); they are contiguous.
-
-    Where SCALED x is (B, M, N), and its columns are multiplied by the roots of a (B, N) before.
-    """
+def split_kernel(x_ptr, both_ptr, COUNT, TILE: tl.constexpr):
+    """Split TILE of the COUNT elements of x a program, into both (2, COUNT); they are contiguous."""
     o = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + o, o < COUNT, 0.0)
-    if SCALED:
-        size = tl.full((), M, tl.int64) * N  # a size of one is a constant
-        x *= tl.math.sqrt_rn(tl.load(a_ptr + o // size * N + o % N, o < COUNT, 0.0))
     hi, lo = halves(x)
     tl.store(both_ptr + o, hi, o < COUNT)
     tl.store(both_ptr + COUNT + o, lo, o < COUNT)
@@ -85,12 +79,11 @@ def empty_pair(shape: tuple[int, ...], device: torch.device) -> Pair:
     return Pair(torch.empty((2, *shape), dtype=torch.bfloat16, device=device))
 
 
-def split(x: Tensor, a: Tensor | None = None) -> Pair:
+def split(x: Tensor) -> Pair:
     """Split float32 into hi + lo of bfloat16.
 
     Args:
-        x: of any shape and strides; (B,m,n) with ``a``.
-        a: (B,n), not negative: x diag(a)^1/2 is split.
+        x: of any shape and strides.
 
     Returns:
         A contiguous pair of its shape.
@@ -99,17 +92,11 @@ def split(x: Tensor, a: Tensor | None = None) -> Pair:
         ValueError: another dtype, or a device that kernels do not run on; the message names the bound.
     """
     launch.check("x", x, tuple(x.shape), x.device, (torch.float32,))
-    if a is not None:
-        if x.ndim != 3:
-            raise ValueError(f"x has shape {tuple(x.shape)}; must be (B, m, n) for its columns to be scaled.")
-        launch.check("a", a, (x.shape[0], x.shape[2]), x.device, (torch.float32,), like="x")
-        a = a.contiguous()
     x = x.contiguous()
     pair = empty_pair(tuple(x.shape), x.device)
     if x.numel():
         grid = (triton.cdiv(x.numel(), TILE),)
-        arguments = (x, x if a is None else a, pair.both, x.numel(), *((1, 1) if a is None else x.shape[1:]))
-        launch.start(split_kernel, grid, x.device, *arguments, SCALED=a is not None, TILE=TILE, num_warps=WARPS)
+        launch.start(split_kernel, grid, x.device, x, pair.both, x.numel(), TILE=TILE, num_warps=WARPS)
     return pair
 
 

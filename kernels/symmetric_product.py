@@ -1,4 +1,4 @@
-"""Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B)``.
+"""Symmetric products from their lower triangles; in PyTorch: ``A @ A.mT`` and ``torch.baddbmm(C, A, B.mT)``.
 
 batch: matrices; M: rows and columns; K: depth.
 """
@@ -27,7 +27,6 @@ from prokl.kernels.operands import (
     stored,
 )
 from prokl.kernels.product import IEEE, TF32, UNALIGNED
-from prokl.kernels.split import empty_pair
 from prokl.pair import Operand, Pair
 
 
@@ -59,12 +58,12 @@ def _load_lower(ptr, i_b, stride_b, stride_m, stride_n, o_m, o_n, mask, diagonal
 
 
 @triton.jit
-def _store_twice(D_ptr, stride_lo, at, d, o_m, o_n, M, mask, diagonal, LO: tl.constexpr):
+def _store_twice(D_ptr, at, d, o_m, o_n, M, mask, diagonal):
     """Store a tile of a symmetric matrix, and its mirror image where it is another tile."""
     if not diagonal:
         mirrored = (o_n[:, None] < M) & (o_m[None, :] < M)
-        store_result(D_ptr, stride_lo, at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, LO)
-    store_result(D_ptr, stride_lo, at + o_m[:, None] * M + o_n[None, :], d, mask, LO)
+        store_result(D_ptr, 0, at + o_n[:, None] * M + o_m[None, :], tl.trans(d), mirrored, False)
+    store_result(D_ptr, 0, at + o_m[:, None] * M + o_n[None, :], d, mask, False)
 
 
 @triton.jit
@@ -72,19 +71,15 @@ def symmetric_product_kernel(
     A_ptr,
     B_ptr,
     C_ptr,
-    E_ptr,
     D_ptr,
-    second_ptr,
+    shifted_ptr,
     alpha_ptr,
     beta_ptr,
-    gamma_ptr,
     M,
     K,
     alpha: tl.float64,
     beta: tl.float64,
-    of_D: tl.float64,
-    of_C: tl.float64,
-    of_I: tl.float64,
+    shift: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -96,19 +91,11 @@ def symmetric_product_kernel(
     stride_C_b,
     stride_C_m,
     stride_C_n,
-    stride_E_b,
-    stride_E_m,
-    stride_E_n,
-    stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
-    stride_gamma_b,
     LO: tl.constexpr,
-    D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
-    HAS_E: tl.constexpr,
-    SECOND: tl.constexpr,
-    OF_C: tl.constexpr,
+    SHIFTED: tl.constexpr,
     SQUARED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
@@ -118,10 +105,10 @@ def symmetric_product_kernel(
     TILE: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha A B^T + beta C + gamma E, known to be symmetric: a lower tile and its mirror image a program.
+    """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
-    A, B (M, K), both pairs where LO, C and E (M, M) have any strides; D (M, M), a pair where D_LO, is contiguous. Where
-    SQUARED alpha counts twice. Where SECOND, D + of_I I or, with OF_C, of_D D + of_C C is stored besides, from one sum.
+    A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M) is contiguous. Where SQUARED alpha counts
+    twice. Where SHIFTED, D + shift I is stored besides, from one sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -157,27 +144,20 @@ def symmetric_product_kernel(
         d = quarters[part] * scale
         o = i_n * TILE + part * (TILE // PARTS) + tl.arange(0, TILE // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < M)
-        c = d
         if HAS_C:
             c = _load_lower(C_ptr, i_b, stride_C_b, stride_C_m, stride_C_n, o_m, o, mask, diagonal, SUM)
             d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
-        if HAS_E:
-            e = _load_lower(E_ptr, i_b, stride_E_b, stride_E_m, stride_E_n, o_m, o, mask, diagonal, SUM)
-            d += e * scale_of(gamma_ptr, 0.0, stride_gamma_b, i_b, True, SUM)
-        _store_twice(D_ptr, stride_D_lo, to, d, o_m, o, M, mask, diagonal, D_LO)
-        if OF_C:
-            d = d * tl.full((), of_D, SUM) + c * tl.full((), of_C, SUM)
-        elif SECOND:
-            d = tl.where(o_m[:, None] == o[None, :], d + tl.full((), of_I, SUM), d)
-        if SECOND:
-            _store_twice(second_ptr, stride_D_lo, to, d, o_m, o, M, mask, diagonal, False)
+        _store_twice(D_ptr, to, d, o_m, o, M, mask, diagonal)
+        if SHIFTED:
+            d = tl.where(o_m[:, None] == o[None, :], d + tl.full((), shift, SUM), d)
+            _store_twice(shifted_ptr, to, d, o_m, o, M, mask, diagonal)
 
 
 # Square, so that a tile has a mirror image. At m = 768, 128 gives six whole tiles a side, of whose square 21/36 are
 # computed; 64 computes 78/144 and reads twice the bytes for a product; 256 spills. (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision: two programs fit a processor of sm_90. On an H200 four warps took 0.74 to 0.91 of
 # the time of eight, and TURNED 0.75 of that of TF32 where columns are multiplied. In float32 128 spills on sm_80, and
-# 64 at odd sizes where two matrices are added or stored.
+# 64 at odd sizes where two matrices are stored.
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 4, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
 TURNED = Tile(32, 32, 32, 2, 3)  # of two warps: the tensor cores take all operands from registers
 TILES_FP32: tuple[Tile, ...] = (TF32, TURNED, Tile(32, 32, 16, 2, 3), IEEE)
@@ -209,7 +189,7 @@ def choose_tile(
         precision: of float32 operands.
         wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`.
         turned: whether what is multiplied lies in columns.
-        twice: whether two matrices are added, or two stored.
+        twice: whether two matrices are stored.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
@@ -223,51 +203,39 @@ def choose_tile(
     return next((tile for tile in tiles if m >= tile.m and batch * lower_tiles(m, tile.m) >= PROGRAMS), tiles[-1])
 
 
-def compute(
+def _compute(
     A: Operand,
     B: Operand,
     C: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype,
     precision: str,
     tile: Tile | None,
     *,
-    E: Tensor | None = None,
-    gamma: Tensor | None = None,
-    second: tuple[float, float, float] | None = None,
+    shift: float | None = None,
     squared: bool = False,
-) -> tuple[Operand, Tensor | None]:
-    """Launch the kernel for checked A and B, whose docstring says what the rest is.
-
-    Returns:
-        D in ``out_dtype``, as a pair where that is None, and what is stored besides.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D + shift I, else D."""
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = A_hi.shape
-    for name, t in (("C", C), ("E", E)):
-        if t is not None:
-            launch.check(name, t, (batch, m, m), A_hi.device, like="A")
-    check_scales(batch, A_hi.device, alpha=alpha, beta=beta, gamma=0.0 if gamma is None else gamma)
+    if C is not None:
+        launch.check("C", C, (batch, m, m), A_hi.device, like="A")
+    check_scales(batch, A_hi.device, alpha=alpha, beta=beta)
     if tile is not None and tile.m != tile.n:
         raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    D: Operand
-    if out_dtype is None:
-        D = empty_pair((batch, m, m), A_hi.device)
-    else:
-        check_out_dtype(out_dtype)
-        D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
-    D_hi, D_lo, has_D_lo = stored(D)
-    besides = None if second is None else torch.empty_like(D_hi)
+    check_out_dtype(out_dtype)
+    D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
+    shifted = D if shift is None else torch.empty_like(D)
     if batch == 0:
-        return D, besides
-    added = [t for t in (C, E) if t is not None]
+        return D, shifted
+    added = () if C is None else (C,)
     sum_dtype, operand = operand_dtypes((A, B), *added)
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
-    wide, turned = aligned(A_hi, B_hi, *added, D_hi), A_hi.stride(2) != 1
-    tile = tile or choose_tile(batch, m, operand, precision, wide, turned, besides is not None or len(added) > 1)
+    wide, turned = aligned(A_hi, B_hi, *added, D), A_hi.stride(2) != 1
+    tile = tile or choose_tile(batch, m, operand, precision, wide, turned, shift is not None)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(
@@ -276,32 +244,26 @@ def compute(
         A_hi.device,
         A_hi,
         B_hi,
-        *(A_hi if t is None else t for t in (C, E)),  # A: not read
-        D_hi,
-        D_hi if besides is None else besides,  # D: not written as such
+        A_hi if C is None else C,  # A: not read
+        D,
+        shifted,
         alpha_at,
         beta_at,
-        A_hi if gamma is None else gamma,  # A: not read
         m,
         k,
         alpha_value,
         beta_value,
-        *(second or (0.0, 0.0, 0.0)),
+        float(shift or 0.0),
         A_lo,
         *A_hi.stride(),
         B_lo,
         *B_hi.stride(),
-        *(stride for t in (C, E) for stride in ((0, 0, 0) if t is None else t.stride())),
-        D_lo,
+        *((0, 0, 0) if C is None else C.stride()),
         stride_alpha,
         stride_beta,
-        0 if gamma is None else gamma.stride(0),
         LO=paired,
-        D_LO=has_D_lo,
         HAS_C=C is not None,
-        HAS_E=E is not None,
-        SECOND=besides is not None,
-        OF_C=second is not None and second[1] != 0,
+        SHIFTED=shift is not None,
         SQUARED=squared,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
@@ -313,7 +275,7 @@ def compute(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return D, besides
+    return D, shifted
 
 
 def check_factor(A: Operand) -> None:
@@ -359,17 +321,7 @@ def symmetric_product(
     launch.check_precision(precision)
     check_factor(A)
     out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
-    D, _ = compute(A, A, C, alpha, beta, out_dtype, precision, tile)
-    assert isinstance(D, Tensor)
-    return D
-
-
-def symmetric_product_pair(A: Pair, *, tile: Tile | None = None) -> Pair:
-    """Compute A A^T of a pair and split it as it is stored; arguments and errors as of :func:`symmetric_product`."""
-    check_factor(A)
-    D, _ = compute(A, A, None, 1.0, 1.0, None, "tf32x3", tile)
-    assert isinstance(D, Pair)
-    return D
+    return _compute(A, A, C, alpha, beta, out_dtype, precision, tile)[0]
 
 
 def symmetric_polynomial(
@@ -383,15 +335,13 @@ def symmetric_polynomial(
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
-    """Compute D = alpha A B + beta C for symmetric A and B that commute and symmetric C; D equals D^T exactly.
+    """Compute D = alpha A B^T + beta C where that is symmetric, as of polynomials of one matrix; D equals D^T exactly.
 
-    A B is then symmetric, as for two polynomials of one symmetric matrix, and half of it is computed. B is read
-    along its rows, as A is: what comes out for a B that is not symmetric is the lower half of alpha A B^T + beta C.
-    Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
+    Half of it is computed. Strides, dtypes and the other arguments are those of :func:`symmetric_product`.
 
     Args:
-        A: symmetric (batch,m,m).
-        B: symmetric (batch,m,m), A B = B A.
+        A: (batch,m,k).
+        B: (batch,m,k).
         C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
@@ -405,17 +355,35 @@ def symmetric_polynomial(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    check_polynomial(A, B)
+    _check_factors(A, B)
     launch.check_precision(precision)
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
-    D, _ = compute(A, B, C, alpha, beta, out_dtype, precision, tile)
-    assert isinstance(D, Tensor)
-    return D
+    return _compute(A, B, C, alpha, beta, out_dtype, precision, tile)[0]
 
 
-def check_polynomial(A: Tensor, B: Tensor) -> None:
-    """Raise ValueError unless A and B are square and alike."""
-    if A.ndim != 3 or A.shape[1] != A.shape[2] or A.shape[1] == 0:
-        raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, m) with m >= 1.")
-    launch.check("A", A, tuple(A.shape), A.device)
+def shifted_polynomial(
+    A: Tensor, B: Tensor, *, C: Tensor, alpha: float, beta: float, shift: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute D = alpha A B^T + beta C as :func:`symmetric_polynomial` does, and D + shift I, each rounded once."""
+    _check_factors(A, B)
+    return _compute(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), "tf32x3", tile, shift=shift)
+
+
+def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """Compute scale^2 X X^T (batch,m,m), in the dtype of X; a scale of zero takes X away whatever it holds.
+
+    Args:
+        X: (batch,m,k). scale: (batch,). tile: block sizes, by default from the sizes and the dtypes.
+
+    Raises:
+        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
+    """
+    check_factor(X)
+    launch.check("scale", scale, (X.shape[0],), X.device, like="X")
+    return _compute(X, X, None, scale, 1.0, X.dtype, "tf32x3", tile, squared=True)[0]
+
+
+def _check_factors(A: Tensor, B: Tensor) -> None:
+    """Raise ValueError unless A and B are alike."""
+    check_factor(A)
     launch.check("B", B, tuple(A.shape), A.device, like="A")

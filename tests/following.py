@@ -6,6 +6,7 @@ the tensor itself.
 
 import torch
 
+from prokl.algorithm.coordinates import in_weight_coordinates
 from tests.inputs import KL, PRO, normal
 from tests.kl_transcription import KLTranscription
 from tests.problems import largest, made
@@ -21,6 +22,7 @@ def errors_of(parameter, state, signs, paper, start):
     distance = float((paper.W - start).norm()) if paper.t else 1.0
     errors = {"W": float((parameter.detach() - paper.W).norm()) / distance}
     expected = paper.oriented_state()
+    state = in_weight_coordinates({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
     turned = with_signs({key: state[key] for key in expected}, signs)
     for key, value in expected.items():
         assert turned[key].shape == value.shape, key

@@ -23,7 +23,8 @@ NEWTON_SCHULZ = 1.3
 (x^2 = 0.3075), and it maps [0, 1.2024] into itself. Beyond 1.264 it diverges; the rest is half precision's rounding."""
 
 BASES = ("U", "Q_L", "Q_R", "Q_S")
-FACTORS = ("L", "S", "R")
+FACTORS = ("L_Q", "S", "R_Q")
+REFRESHED = ("Q_L", "Q_S", "Q_R", "M_Q", "L_Q", "R_Q")
 ROOTS = ("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_lambda_R", "inv_sqrt_mu")
 
 
@@ -62,8 +63,8 @@ class History:
         self.energy = torch.stack(oriented).square().sum(dim=(-2, -1))  # (T, c)
         begun = self.values["step"] >= 0
         self.begun, self.stepped = begun[1:], begun[:-1] & self.given[:, None]
-        self.arithmetic = compute_dtype(case.dtype, self.values["M"].dtype) if "M" in last else torch.float32
-        self.unit = torch.finfo(self.values["M"].dtype).eps / 2 if "M" in last else 0.0
+        self.arithmetic = compute_dtype(case.dtype, self.values["M_Q"].dtype) if "M_Q" in last else torch.float32
+        self.unit = torch.finfo(self.values["M_Q"].dtype).eps / 2 if "M_Q" in last else 0.0
         self.rounding = torch.finfo(self.arithmetic).eps / 2
 
     def broken(self, check: str, measured: Tensor, bound: Tensor | float, where: Tensor | None = None) -> Iterator[str]:
@@ -107,7 +108,7 @@ def check_still(a: History) -> Iterator[str]:
             yield from a.broken("not counted as skipped", 1 - changed, 0.0, bad)
         else:
             # A zero one, too, may be that of a refresh step, in which bases follow what was learnt before.
-            still = none | bad if key in ("Q_L", "Q_S", "Q_R") else none | zero | bad
+            still = none | bad if key in REFRESHED else none | zero | bad
             yield from a.broken(f"{key} without a usable gradient, changed entries", changed, 0.0, still)
             if key == "W":
                 yield from a.broken("W by the initialising gradient, changed entries", changed, 0.0, begins)
@@ -158,7 +159,7 @@ def check_factors(a: History) -> Iterator[str]:
     grown = 1.0
     if "inv_sqrt_mu" in a.values:
         grown = 1 + a.values["inv_sqrt_mu"][1:].double().square().cummax(dim=0).values
-    absolute = smallest(a.values["M"].dtype) + smallest(a.arithmetic) * grown
+    absolute = smallest(a.values["M_Q"].dtype) + smallest(a.arithmetic) * grown
     for key in FACTORS:
         if key not in a.values:
             continue
@@ -252,7 +253,7 @@ def check_moves(a: History) -> Iterator[str]:
 def check(a: History) -> list[str]:
     """Return a line for every bound that a weight broke, each check's first."""
     found = [*check_finite(a), *check_still(a)]
-    if "M" in a.values:
+    if "M_Q" in a.values:
         for one in (check_bases, check_factors, check_roots, check_counters, check_moves):
             found += one(a)
     return found

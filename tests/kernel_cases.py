@@ -22,15 +22,15 @@ from torch import Tensor
 
 from bench.micro.case import Inputs, Sizes, tensors
 from prokl.algorithm import admission
-from prokl.algorithm.algebra import Admitted, Roots
+from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
-from prokl.backends.triton_ops import TritonStages
-from prokl.kernels import apply, launch, momentum, precondition, product, project, symmetric_product
-from prokl.kernels.combine import COLUMNS, ROWS, combine, samples
+from prokl.backends.triton_ops import TritonAlgebra
+from prokl.kernels import apply, launch, momentum, product, project, symmetric_product
+from prokl.kernels.combine import COLUMNS, ROWS, combine
 from prokl.kernels.launch import Tile
 from prokl.kernels.stack import TILES as TILES_OF_STACK
 from prokl.kernels.stack import stack
-from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
+from prokl.kernels.symmetric_product import gram, shifted_polynomial
 from prokl.pair import Pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,18 +218,14 @@ def _sum(i: Inputs, AB: Tensor) -> Tensor:
     return D if i.get("C") is None else D + column(i.get("beta", 1.0)) * i["C"]
 
 
-def _product_form(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+def _with_energies(i: Inputs, minus: float = -1.0) -> list[Tensor]:
     D = _sum(i, i["A"] @ i["B"])
-    return [D, squares(D)]
+    return [D, D.square().sum(dim=-1)]
 
 
-def _product(**i: Any) -> list[Tensor | Pair]:
-    D, energy = product.product(**i, energy=True)
-    return [D, total(energy)]
-
-
-def _row_energies(**i: Any) -> list[Tensor | Pair]:
-    return [total(product.row_energies(**i))]
+def _product_with_energies(**i: Any) -> list[Tensor | Pair]:
+    D, energies = product.product_with_energies(**i)
+    return [D, total(energies)]
 
 
 def wider(i: Inputs) -> torch.dtype:
@@ -238,8 +234,8 @@ def wider(i: Inputs) -> torch.dtype:
 
 
 def of_product(s: Sizes) -> Roundings:
-    """n products and sums, two roundings of each scale and the last sum; of the energy at most r + 20 sums besides."""
-    return [(s.n + 5, 1), (2 * (s.n + 5) + s.r + 20, 2)]
+    """n products and sums, two roundings of each scale and the last sum."""
+    return [(s.n + 5, 1)]
 
 
 ADDENDS = (
@@ -248,7 +244,8 @@ ADDENDS = (
 )  # fmt: skip
 OF_FACTORS = {HALF: product.TILES_HALF, SINGLE: product.TILES_FP32, DOUBLE: product.TILES_FP64}
 PRODUCT = KernelCase(
-    "product", _product, _product_form, {"A": "mn", "B": "nr"}, of_product,
+    "product", lambda **i: [product.product(**i)], lambda i, minus=-1.0: [_sum(i, i["A"] @ i["B"])],
+    {"A": "mn", "B": "nr"}, of_product,
     # The last: a half-precision gradient minus what the subspace has of it.
     dtypes=(
         (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
@@ -268,9 +265,16 @@ PAIRED_PRODUCT = replace(
     variants=(ADDENDS[1], {"B": "nr"}, {"A": "mn"}, ADDENDS[2]), tiles={SINGLE: product.TILES_HALF},
     refused=(({"B": torch.ones(3, 9, 4)}, r"B has dtype torch.float32; must be one of .*bfloat16"),),
 )  # fmt: skip
-ROW_ENERGIES = KernelCase(
-    "row energies", _row_energies, lambda i, minus=-1.0: [(i["A"] @ i["B"]).square().sum(dim=-1)],
-    {"A": "mn pair", "B": "nr pair"}, lambda s: of_product(s)[1:], dtypes=((),), tiles={SINGLE: product.TILES_HALF},
+RESIDUAL = KernelCase(
+    "product with energies", _product_with_energies, _with_energies, {"A": "mn", "B": "nr", "C": "mr", "alpha": -1.7},
+    # A square doubles an error; at most r + 20 sums of them.
+    lambda s: [(s.n + 5, 1), (2 * (s.n + 5) + s.r + 20, 2)],
+    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (SINGLE, HALF, DOUBLE)),
+    variants=({}, {"alpha": ".+"}), tiles=OF_FACTORS, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
+)  # fmt: skip
+PAIRED_RESIDUAL = replace(
+    RESIDUAL, name="product of pairs with energies", inputs=RESIDUAL.inputs | {"A": "mn pair", "B": "nr pair"},
+    dtypes=((BF16,) * 3,), variants=({}, {"pair": True}), tiles={SINGLE: product.TILES_HALF}, refused=(),
 )  # fmt: skip
 
 
@@ -292,11 +296,11 @@ SYMMETRIC = KernelCase(
 )  # fmt: skip
 POLYNOMIAL = KernelCase(
     "symmetric polynomial", lambda **i: [symmetric_product.symmetric_polynomial(**i)],
-    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mm", "B": "mm"}, lambda s: [(s.m + 6, 1)],
+    lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mn", "B": "mn"}, lambda s: [(s.n + 6, 1)],
     dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *OF_GPU), variants=OWN_ADDENDS, tiles=OF_SQUARE,
     stored=wider, symmetric=True,
     refused=(
-        ({"A": torch.ones(3, 5, 6)}, r"A has shape \(3, 5, 6\); must be \(batch, m, m\) with m >= 1"),
+        ({"B": torch.ones(3, 5, 6)}, r"B has shape \(3, 5, 6\); must be \(3, 5, 9\)"),
         ({"precision": "high"}, r"Invalid precision='high'"),
     ),
 )  # fmt: skip
@@ -307,30 +311,10 @@ def _shifted(i: Inputs, minus: float = -1.0) -> list[Tensor]:
     return [D, D + i["shift"] * torch.eye(D.shape[-1], dtype=D.dtype, device=D.device)]
 
 
-def _factor_ema(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    return [lower(i["beta"] * i["L"] + i["alpha"] * i["X"] @ i["X"].mT + column(i["tail"]) * i["E"])]
-
-
-def _coordinates_ema(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    new, more = i["beta"] * i["S"], i["alpha"] * i["Z"] @ i["Z"].mT
-    return [lower(new + more), lower(i["beta"] * (new + more) + more)]
-
-
 SHIFTED = replace(
     POLYNOMIAL, name="shifted polynomial", run=lambda **i: list(shifted_polynomial(**i)), form=_shifted,
-    roundings=lambda s: [(s.m + 6, 1), (s.m + 7, 1)], variants=({"C": "mm", "alpha": 0.3, "beta": -1.7, "shift": 2.5},),
+    roundings=lambda s: [(s.n + 6, 1), (s.n + 7, 1)], variants=({"C": "mm", "alpha": 0.3, "beta": -1.7, "shift": 2.5},),
     refused=(({"A": torch.ones(5, 5)}, r"A has shape"),),
-)  # fmt: skip
-FACTOR_EMA = KernelCase(
-    "factor EMA", lambda **i: [factor_ema(**i)], _factor_ema,
-    {"L": "mm", "X": "mr", "E": "mm", "tail": ".+", "beta": 0.95, "alpha": 0.1}, lambda s: [(s.r + 6, 1)],
-    stored=lambda i: i["X"].dtype, symmetric=True, tiles={SINGLE: (SMALL,)},
-    refused=(({"E": torch.ones(1, 5, 5)}, r"E has shape"), ({"tail": torch.ones(1)}, r"gamma has shape")),
-)  # fmt: skip
-COORDINATES_EMA = KernelCase(
-    "coordinates EMA", lambda **i: list(coordinates_ema(**i)), _coordinates_ema,
-    {"S": "mm", "Z": "mr", "beta": 0.95, "alpha": 0.1}, lambda s: [(s.r + 6, 1), (3 * (s.r + 6), 2)],
-    stored=lambda i: i["Z"].dtype, symmetric=True, tiles={SINGLE: (SMALL,)},
 )  # fmt: skip
 GRAM = KernelCase(
     "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
@@ -344,21 +328,12 @@ PAIRED_SYMMETRIC = replace(
 )  # fmt: skip
 
 
-# Projection, momentum, preconditioning
+# Projection and momentum
 
 
 def live(G: Tensor, i: Inputs) -> Tensor:
     """A gradient counts as zero where it is not active."""
     return G if i.get("active") is None else torch.where(i["active"][:, None, None], G, 0.0)
-
-
-def _projection(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    return [live(i["G"], i) @ i["U"], i["M"] @ i["U"]]
-
-
-def _project(**i: Any) -> list[Tensor | Pair]:
-    GU, MU, _ = project.project(**i)
-    return [GU, MU]
 
 
 OF_BUCKET = (
@@ -367,14 +342,14 @@ OF_BUCKET = (
     ({"precision": "fp32"}, "Invalid precision='fp32'"),
 )
 PROJECT = KernelCase(
-    "projection", _project, _projection, {"G": "mn", "M": "mn", "U": "nr"}, lambda s: [(s.n + 1, 1)] * 2,
+    "projection", lambda **i: list(project.project(**i)), lambda i, minus=-1.0: [i["G"] @ i["U"], i["M"] @ i["U"]],
+    {"G": "mn", "M": "mn", "U": "nr"}, lambda s: [(s.n + 1, 1)] * 2,
     # Those of training in full and in half precision, and mixtures.
     dtypes=(
         (SINGLE,) * 3, (HALF, SINGLE, SINGLE), (BF16, SINGLE, SINGLE), (HALF,) * 3, (SINGLE, HALF, BF16), (DOUBLE,) * 3,
         (HALF, SINGLE, DOUBLE),
     ),
-    variants=({}, {"active": "?"}), tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, unread=("G",),
-    refused=OF_BUCKET,
+    tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, refused=OF_BUCKET,
 )  # fmt: skip
 PAIRED_PROJECT = replace(
     PROJECT, name="projection onto a pair", inputs={"G": "mn", "M": "mn", "U": "nr pair"},
@@ -391,26 +366,30 @@ def _lookahead(i: Inputs, minus: float = -1.0) -> list[Tensor]:
         return [kept]
     G_hat = a * G + b * new
     residual = G_hat + minus * i["G_par"] @ i["U"].mT
-    return [kept, residual, squares(residual), squares(G_hat)]
+    X = i["rows"][:, :, None] * residual
+    return [kept, X, *map(squares, (X, residual, G_hat))]
 
 
 def _momentum(**i: Any) -> list[Tensor | Pair]:
-    residual, *norms = momentum.momentum(**i)
-    return [i["M"], *([] if residual is None else [residual, *map(total, norms)])]
+    X, norms = momentum.momentum(**i)
+    return [i["M"], *([] if X is None else [X, *map(total, norms)])]
 
 
 def _of_momentum(s: Sizes) -> Roundings:
     """r products and sums, then at most 8 operations with scalars; a square doubles an error, its sum adds 22 eps."""
-    return [(5, 0), (s.r + 8, 1), (2 * (s.r + 8) + 22, 2), (32, 0)]
+    return [(5, 0), (s.r + 9, 1), (2 * (s.r + 9) + 22, 2), (2 * (s.r + 8) + 22, 2), (32, 0)]
 
 
 MOMENTUM = KernelCase(
     "momentum", _momentum, _lookahead,
-    {"G": "mn", "M": "mn", "G_par": "mr", "U": "nr", "momentum": 0.95, "weights": (0.3, 0.7, 0.9), "scale": ".+"},
+    {
+        "G": "mn", "M": "mn", "G_par": "mr", "U": "nr", "rows": "m+", "momentum": 0.95, "weights": (0.3, 0.7, 0.9),
+        "scale": ".+",
+    },
     _of_momentum,
     dtypes=(
-        (SINGLE,) * 5, (HALF, SINGLE, SINGLE, SINGLE, SINGLE), (BF16, SINGLE, SINGLE, BF16, SINGLE),
-        (HALF, HALF, SINGLE, HALF, DOUBLE), (DOUBLE,) * 5, (HALF, SINGLE, DOUBLE, SINGLE, SINGLE),
+        (SINGLE,) * 6, (HALF, SINGLE, SINGLE, SINGLE, HALF), (BF16, SINGLE, SINGLE, BF16, SINGLE),
+        (HALF, HALF, SINGLE, HALF, DOUBLE), (DOUBLE,) * 6, (HALF, SINGLE, DOUBLE, SINGLE, SINGLE),
     ),
     variants=({"active": "?"}, {"scale": None}, {}, {"G_par": None, "active": "?"}, {"weights": (0.05, 0.0, 1.0)}),
     tiles={SINGLE: momentum.TILES, DOUBLE: momentum.TILES_FP64},
@@ -418,30 +397,14 @@ MOMENTUM = KernelCase(
     refused=(
         *OF_BUCKET,
         ({"M": torch.ones(3, 5, 1, device=DEVICE).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
+        ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32"),
     ),
 )  # fmt: skip
 PAIRED_MOMENTUM = replace(
     MOMENTUM, name="momentum of pairs",
     inputs={**MOMENTUM.inputs, "G_par": "mr pair", "U": "nr pair", "weights": (1.0, 1.0, 0.9)}, dtypes=((SINGLE,),),
-    variants=({}, {"scale": None}), tiles={SINGLE: momentum.TILES_HALF},
+    variants=({}, {"scale": None}, {"pair": True}), tiles={SINGLE: momentum.TILES_HALF},
     refused=(({"G_par": torch.ones(3, 5, 4)}, "Only one of G_par and U is a pair"),),
-)  # fmt: skip
-PRECONDITION = KernelCase(
-    "precondition", lambda **i: [precondition.precondition(**i)],
-    lambda i, minus=-1.0: [i["alpha"] * i["P"] @ i["G_par"] @ (i["Q_S"] * i["a_S"][:, None, :]) @ i["Q_S"].mT],
-    # P and Q_S are any matrices: a mistaken transpose of either shows.
-    {"P": "mm", "G_par": "mr", "Q_S": "rr", "a_S": "r+", "alpha": -0.3}, lambda s: [(s.m + 2 * s.r + 4, 3)],
-    dtypes=(
-        (SINGLE,) * 4, (SINGLE, SINGLE, HALF, HALF), (SINGLE, SINGLE, BF16, SINGLE), (DOUBLE,) * 4,
-        (SINGLE, HALF, SINGLE, DOUBLE),
-    ),
-    tiles={SINGLE: precondition.TILES, DOUBLE: precondition.TILES_FP64},
-    tile_of=lambda t: Sizes(2, 2 * t.m + 3, 1, t.n - 3),
-    refused=(
-        ({"G_par": torch.ones(3, 5, 0)}, r"G_par has shape \(3, 5, 0\); must be \(B, m, r\) with m, r >= 1"),
-        ({"precision": "fp32"}, "Invalid precision='fp32'"),
-        ({"tile": Tile(32, 2, 16, 4, 2)}, r"G_par has r=4; must be at most 2 in torch.float32"),
-    ),
 )  # fmt: skip
 
 
@@ -521,27 +484,17 @@ APPLY = KernelCase(
 
 
 def _combined(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    x = i["x"] if i.get("scale") is None else column(i["scale"]) * i["x"]
-    return [i["alpha"] * x + i["beta"] * i["y"]]
-
-
-def _samples(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    c = 1.0 if i["scale"] is None else column(i["scale"])
-    Z = c * i["a_L"][:, :, None] * i["QtG"]
-    return [c * i["GQ"] * i["a_S"][:, None, :], Z, i["weight"] * i["a_L"][:, :, None] * Z]
+    x, c = i["x"], i.get("scale")
+    x = x if c is None else c.reshape(len(x), -1, 1) * x
+    return [i["alpha"] * x + (0.0 if i["y"] is None else i["beta"] * i["y"])]
 
 
 TO_A_TILE = (Sizes(2, ROWS + 3, 5, COLUMNS + 5), Sizes(3, 1, 1, 1), Sizes(1, 2 * ROWS, 1, 7))
 EVERY_DTYPE = tuple((dtype,) * 5 for dtype in (SINGLE, HALF, BF16, DOUBLE))
 COMBINE = KernelCase(
     "combine", lambda **i: [combine(**i)], _combined,
-    {"x": "mr", "y": "mr", "alpha": 0.3, "beta": -1.7}, lambda s: [(2, 0)], dtypes=EVERY_DTYPE,
-    variants=({"scale": "."}, {}), sizes=TO_A_TILE,
-)  # fmt: skip
-SAMPLES = KernelCase(
-    "samples", lambda **i: list(samples(**i)), _samples,
-    {"GQ": "mr", "QtG": "mr", "a_L": "m", "a_S": "r", "scale": ".", "weight": 0.3}, lambda s: [(2, 0), (2, 0), (3, 0)],
-    dtypes=EVERY_DTYPE, variants=({}, {"scale": None}), sizes=TO_A_TILE,
+    {"x": "mr", "y": "mr", "alpha": 0.3, "beta": -1.7}, lambda s: [(3, 0)], dtypes=EVERY_DTYPE,
+    variants=({"scale": "m"}, {"scale": "."}, {}, {"scale": "m", "y": None}), sizes=TO_A_TILE,
 )  # fmt: skip
 
 
@@ -562,15 +515,15 @@ def numbers(admitted: Admitted) -> list[Tensor]:
     return [t.float() if t.dtype == torch.bool else t for t in flat(admitted).values()]
 
 
-TRITON = TritonStages(use_cuda_qr=False, host_readable=launch.INTERPRETED)
+TRITON = TritonAlgebra(use_cuda_qr=False, host_readable=launch.INTERPRETED)
 
 
 def decided(function: Callable[..., Admitted], i: Inputs, kappa: float | None = 5.0) -> Admitted:
     """What ``function`` decides of a gradient, A to e_res, and the state that is all else but n; M is its dtype."""
     h = SimpleNamespace(clip_threshold=kappa, beta2=0.95, eps=1e-3)
-    state = {k: v for k, v in i.items() if k not in ("A", "QtG", "e_res", "n")}
-    state["M"] = torch.zeros(0, dtype=i.get("M", SINGLE))
-    return function(i["A"], i["QtG"], i["e_res"], state, h, i["n"])
+    state = {k: v for k, v in i.items() if k not in ("A", "G_tilde", "e_res", "n", "M")}
+    state["M_Q"] = torch.zeros(0, dtype=i.get("M", SINGLE))
+    return function(i["A"], i["G_tilde"], i["e_res"], state, h, i["n"])
 
 
 def _decision(i: Inputs, minus: float = -1.0) -> list[Tensor]:
@@ -580,7 +533,7 @@ def _decision(i: Inputs, minus: float = -1.0) -> list[Tensor]:
 ADMIT = KernelCase(
     "admit", lambda **i: numbers(decided(TRITON.admit, i)), _decision,
     {
-        "A": "mr", "QtG": "mr", "e_res": "m+", "inv_sqrt_lambda_L": "m+", "inv_sqrt_lambda_S": "r+",
+        "A": "mr", "G_tilde": "mr", "e_res": "m+", "inv_sqrt_lambda_L": "m+", "inv_sqrt_lambda_S": "r+",
         "inv_sqrt_mu": ".+", "lambda_0": ".+", "n": lambda s: s.n + s.r,
     },
     lambda s: [(1, 0)] * 14, dtypes=((SINGLE,) * 7, (BF16, BF16, BF16, SINGLE, SINGLE, SINGLE, SINGLE)),
@@ -591,11 +544,10 @@ ADMIT = KernelCase(
 )  # fmt: skip
 
 OF_SUMS = (
-    PRODUCT, PAIRED_PRODUCT, ROW_ENERGIES, SYMMETRIC, POLYNOMIAL, SHIFTED, FACTOR_EMA, COORDINATES_EMA, GRAM,
-    PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, PRECONDITION, STACK, APPLY, COMBINE,
-    SAMPLES,
+    PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, SYMMETRIC, POLYNOMIAL, SHIFTED, GRAM, PAIRED_SYMMETRIC,
+    PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, COMBINE,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*OF_SUMS, ADMIT)
-OF_OTHER_NAMES = (SHIFTED, FACTOR_EMA, COORDINATES_EMA, GRAM)
-"""Which name arguments as the kernel of symmetric products does."""
+OF_OTHER_NAMES = (GRAM,)
+"""Which names an argument as the kernel of symmetric products does."""

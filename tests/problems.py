@@ -65,7 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 def precision_of(backend, device, precision=None):
     """What a precision, or None, means to a backend on a device."""
     found, balanced = (select(backend, torch.device(device), p) for p in (precision, "balanced"))
-    return "balanced" if found.stages and found is balanced else "faithful"
+    return "balanced" if found.name != "reference" and found is balanced else "faithful"
 
 
 FACTOR = 4

@@ -53,7 +53,7 @@ def factored(operation: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
     if operation == "qr":
         A = wide[0] / _nonzero(wide[0].abs().amax(dim=-2, keepdim=True))
         A = A / _nonzero(torch.linalg.vector_norm(A, dim=-2, keepdim=True))
-    elif operation == "tracking":
+    elif operation != "coordinates":
         A = wide[0]
     else:
         A = wide[0] @ wide[1]

@@ -1,10 +1,13 @@
 """Every form of the batched QR that there is, by operation, for tests that put the same problems to all of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from prokl.backends import cuda_qr, qr
-from prokl.backends.torch_ops import TorchStages
+from prokl.algorithm import qr
+from prokl.algorithm.algebra import Algebra
+from prokl.backends import cuda_qr
 
 
 def pieces(V, K, U):
@@ -17,38 +20,38 @@ def pieces(V, K, U):
 def products_on(device):
     """The products of a step there."""
     if device.type != "cuda":
-        return TorchStages(host_readable=False)
-    from prokl.backends.triton_ops import TritonStages
+        return Algebra(host_readable=False)
+    from prokl.backends.triton_ops import TritonAlgebra
 
-    return TritonStages(use_cuda_qr=True, host_readable=False)
+    return TritonAlgebra(use_cuda_qr=True, host_readable=False)
 
 
 def track(V, K, U):
     return cuda_qr.track(products_on(V.device), *pieces(V, K, U))
 
 
-def refresh_basis(L, Q):
-    return cuda_qr.refresh_basis(products_on(L.device), L, Q)
+def refresh(L):
+    return cuda_qr.semidefinite_qr(products_on(L.device), L)
 
 
-def refresh_coordinates(S, Q):
-    return cuda_qr.refresh_coordinates(products_on(S.device), S, Q)
+def coordinates(S, Q):
+    return cuda_qr.coordinates_qr(products_on(S.device), S, Q)
 
 
-def forms_of(name, extension):
-    """PyTorch's primitive of this name, as on a CPU and as where the host may not read, and the extension's."""
+def forms_of(operation, extension):
+    """PyTorch's form, as on a CPU and as where the host may not read, and the extension's."""
     return {
-        "torch on a host": getattr(TorchStages(host_readable=True), name),
-        "torch on a device": getattr(TorchStages(host_readable=False), name),
+        "torch on a host": partial(operation, Algebra(host_readable=True)),
+        "torch on a device": partial(operation, Algebra(host_readable=False)),
         "extension": lambda *inputs: extension(*inputs).Q,
     }
 
 
 FORMS = {
     "qr": {"householder": qr.householder_qr, "extension": lambda A: cuda_qr.qr(A).Q},
-    "tracking": forms_of("tracking_qr", track),
-    "refresh": forms_of("refresh_basis", refresh_basis),
-    "coordinates": forms_of("refresh_coordinates", refresh_coordinates),
+    "tracking": forms_of(lambda ops, *inputs: ops.track(*pieces(*inputs)), track),
+    "refresh": forms_of(lambda ops, L: ops.semidefinite_qr(L)[0], refresh),
+    "coordinates": forms_of(Algebra.coordinates_qr, coordinates),
 }
 """From the operation's inputs to Q."""
 EVERY_FORM = [(operation, form) for operation, forms in FORMS.items() for form in forms]

@@ -4,7 +4,7 @@ The operations, in all of which R's diagonal is positive:
 
     qr             A         Q of A
     tracking       V, K, U   Q of V = Phi U, Phi positive semi-definite, U with orthonormal columns, K = U^T V
-    refresh        L, Q      Q of L Q, L positive semi-definite, Q orthogonal
+    refresh        L         Q of L, positive semi-definite, as a basis that drifted from its eigenvectors shows it
     coordinates    S, Q      Q of S Q, S positive semi-definite, Q invertible
 
 ``CLASSES[operation][name](B, n, k, dtype, generator)`` gives the inputs as a tuple; square operations do not use n.
@@ -127,7 +127,7 @@ PLAIN: dict[str, Draw] = {
 }
 
 
-# tracking, refresh: of a semi-definite X diag(d) X^T + tail I and a basis U, given as (X, d, tail, U)
+# tracking, factors: of a semi-definite X diag(d) X^T + tail I and a basis U, given as (X, d, tail, U)
 
 Semidefinite = tuple[Tensor, Tensor, float, Tensor]
 
@@ -182,7 +182,7 @@ def tracked(X: Tensor, d: Tensor, tail: float, U: Tensor) -> Inputs:
     return V, _symmetric(U.mT @ V), U
 
 
-def refreshed(X: Tensor, d: Tensor, tail: float, Q: Tensor) -> Inputs:
+def whole(X: Tensor, d: Tensor, tail: float, Q: Tensor) -> Inputs:
     """(L, Q)."""
     return _symmetric((X * d) @ X.mT) + tail * torch.eye(X.shape[-2], dtype=torch.float64), Q
 
@@ -196,7 +196,7 @@ def _tracking_with_zero_column(g: Generator, B: int, n: int, k: int) -> Inputs:
     return V, K, U
 
 
-def _refresh_with_zero_row(g: Generator, B: int, n: int, k: int) -> Inputs:
+def _with_zero_row(g: Generator, B: int, n: int, k: int) -> Inputs:
     """A dead unit: no gradient in one row, whose direction the basis already has."""
     (A,) = _with_zero_column(g, B, k, k)
     Q = orthonormal(g, B, k, k)
@@ -209,10 +209,25 @@ TRACKING: dict[str, Draw] = {
     **{name: lambda g, B, n, k, of=of: tracked(*of(g, B, n, k)) for name, of in SEMIDEFINITE.items()},
     "zero column": _tracking_with_zero_column,
 }
-REFRESH: dict[str, Draw] = {
-    **{name: lambda g, B, n, k, of=of: refreshed(*of(g, B, k, k)) for name, of in SEMIDEFINITE.items()},
-    "zero row": _refresh_with_zero_row,
+FACTORS: dict[str, Draw] = {
+    **{name: lambda g, B, n, k, of=of: whole(*of(g, B, k, k)) for name, of in SEMIDEFINITE.items()},
+    "zero row": _with_zero_row,
 }
+"""(L, Q)."""
+
+
+# refresh
+
+
+def _in_basis(draw: Draw) -> Draw:
+    def in_basis(g: Generator, B: int, n: int, k: int) -> Inputs:
+        L, Q = draw(g, B, n, k)
+        return (_symmetric(Q.mT @ L @ Q),)
+
+    return in_basis
+
+
+REFRESH: dict[str, Draw] = {name: _in_basis(draw) for name, draw in FACTORS.items()}
 
 
 # coordinates
@@ -233,7 +248,7 @@ def _skewed(draw: Draw, skew: float) -> Draw:
 COORDINATES: dict[str, Draw] = {
     **{
         f"{name}, {basis}": draw if basis == "orthogonal" else _skewed(draw, skew)
-        for name, draw in REFRESH.items()
+        for name, draw in FACTORS.items()
         for basis, skew in {"orthogonal": 1.0, **SKEWS}.items()
         # The skew takes the basis anywhere, so one drift is enough.
         if not name.endswith(("settled", "moving"))
@@ -251,7 +266,7 @@ MIXED = {
 }
 """Classes of the matrices of a mixed batch, in turn."""
 SCALED = {operation: names[0] for operation, names in MIXED.items()}
-BASIS = {"tracking": 2, "refresh": 1, "coordinates": 1}
+BASIS = {"tracking": 2, "coordinates": 1}
 """The input that is a basis, and does not scale with the others."""
 
 

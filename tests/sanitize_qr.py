@@ -6,8 +6,8 @@ products are PyTorch's, as Triton's would be compiled while the sanitizer looks 
 
 import torch
 
+from prokl.algorithm.algebra import Algebra
 from prokl.backends import cuda_qr
-from prokl.backends.torch_ops import TorchStages
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces
 from tests.qr_problems import draw
@@ -25,11 +25,11 @@ CALLS = [
 ]
 
 
-PRODUCTS = TorchStages(host_readable=False)
+PRODUCTS = Algebra(host_readable=False)
 FUNCTIONS = {
     "qr": lambda A: cuda_qr._factorised(PRODUCTS, A, None),
     "tracking": lambda *inputs: cuda_qr.track(PRODUCTS, *pieces(*inputs)),
-    "refresh": lambda L, Q: cuda_qr.refresh_basis(PRODUCTS, L, Q),
+    "refresh": lambda L: cuda_qr.semidefinite_qr(PRODUCTS, L),
 }
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from prokl.backends.torch_ops import TorchStages
-from prokl.backends.torch_pairs import PairedStages
+from prokl.algorithm.algebra import Algebra
+from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.pair import Pair, parts
 
 TF32, BF16 = 8, 16
@@ -69,8 +69,8 @@ def dot(self, a, b, d, precision, _):
     return type(d)(z.numpy(), d.dtype.scalar)
 
 
-class TensorCores(TorchStages):
-    """PyTorch's stages over such products."""
+class TensorCores(Algebra):
+    """PyTorch's operations over such products."""
 
     def product(self, left, right, /, *, C=None, alpha=1.0, beta=1.0):
         # One loop over the depth for each part of a pair.
@@ -81,11 +81,7 @@ class TensorCores(TorchStages):
     def symmetric_product(self, A, /, **kwargs):
         return self.product(A, A.mT, **kwargs)
 
-    def congruence(self, L, Q):
-        A = product(L, Q)
-        return product(Q.mT, A), A
-
-    def projections(self, G, M, U, active):
+    def projections(self, G, M, U):
         from prokl.kernels.project import choose_tile
 
         paired = isinstance(U, Pair)
@@ -93,5 +89,5 @@ class TensorCores(TorchStages):
         return tuple(product(Pair.split(X) if paired else X, U, depth) for X in (G, M))
 
 
-class PairedTensorCores(TensorCores, PairedStages):
+class PairedTensorCores(TensorCores, PairedAlgebra):
     """The same with pairs."""

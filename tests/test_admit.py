@@ -26,7 +26,7 @@ column."""
 
 
 def arguments(B, M, N, R, *, dtype=SINGLE, auto=True, kinds=KINDS, seed=0):
-    """A, QtG, e_res and a state that predicts gradients of size one; ceilings act on some values and not on others."""
+    """A, G_tilde, e_res and a state that predicts gradients of size one; ceilings act on some values only."""
     g = torch.Generator().manual_seed(seed)
 
     def uniform(low, high, *shape):
@@ -44,7 +44,7 @@ def arguments(B, M, N, R, *, dtype=SINGLE, auto=True, kinds=KINDS, seed=0):
             A[b, 0] *= 12
         if kind == "column":
             A[b, :, 0] *= 12
-    given = {"A": A, "QtG": A * uniform(0.9, 1.1, B, M, R), "e_res": e_res}
+    given = {"A": A, "G_tilde": A * uniform(0.9, 1.1, B, M, R), "e_res": e_res}
     given |= {"inv_sqrt_lambda_L": s_L, "inv_sqrt_lambda_S": s_S, "inv_sqrt_mu": s_mu}
     given |= {"lambda_0": uniform(0.5, 1.5, B)} if auto else {}
     return {name: t.to(DEVICE, dtype) for name, t in given.items()} | {"n": N, "M": dtype}
@@ -119,7 +119,7 @@ def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
         b = {k: t.double() if isinstance(t, torch.Tensor) else t for k, t in b.items()} | {"M": storage}
         b[key][1] /= small * 0.01
         b["lambda_0"][1] *= (small * 0.001) ** 2  # the ceilings move along
-        b |= {name: b[name] * 1e-300 for name in ("A", "QtG", "e_res")}
+        b |= {name: b[name] * 1e-300 for name in ("A", "G_tilde", "e_res")}
         expected = decided(admission.admit, b)
         assert expected.evident.tolist()[1] is False
         assert decided(TRITON.admit, b).evident.tolist() == expected.evident.tolist()
@@ -127,7 +127,7 @@ def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
 
 def test_a_gradient_whose_square_leaves_float32_is_bounded_all_the_same():
     a = arguments(2, 5, 9, 4, kinds=("usual",))
-    for name, factor in (("A", 1e25), ("QtG", 1e25), ("e_res", 1e38)):
+    for name, factor in (("A", 1e25), ("G_tilde", 1e25), ("e_res", 1e38)):
         a[name] = a[name] * factor
     found = decided(TRITON.admit, a)
     agree(found, decided(admission.admit, a))

@@ -12,10 +12,10 @@ from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import ParameterSet
 from bench.timing import agreement
-from prokl.backends import triton_ops
+from prokl.backends import triton_ops, triton_pairs
 from prokl.backends.select import select
 from prokl.engine.graphs import Graphs, Recorded
-from prokl.kernels import launch, product
+from prokl.kernels import launch
 from prokl.pair import Pair
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,9 +47,9 @@ def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
 @interpreted
 def test_a_wrong_kernel_and_a_wrong_step_are_noticed_and_what_fails_is_a_line(monkeypatch, capsys):
     agreement.complaint.cache_clear()
-    ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("balanced", "faithful")}
+    ops = {p: select("triton", DEVICE, p).ops for p in ("balanced", "faithful")}
     case = next(case for case in KERNELS if case.name == "product")
-    assert first.kernel(case, SMALL, DEVICE, ops).startswith("right")
+    assert first.kernel(case, SMALL, DEVICE).startswith("right")
     for stages in map(type, ops.values()):  # of pairs first: theirs calls the other
         product = stages.product
         monkeypatch.setattr(stages, "product", lambda self, *a, product=product, **k: product(self, *a, **k) * 1.01)
@@ -74,20 +74,21 @@ def test_graphs_that_go_elsewhere_are_noticed(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["product G_perp of pairs", "product of pairs"])
+@pytest.mark.parametrize("case", ["residual of pairs", "product of pairs"])
 def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
     """What a kernel stores or takes as a pair is held to what a pair holds, not to what bfloat16 does."""
     case = next(own for own in KERNELS if own.name == case)
-    ops = {p: select("triton", DEVICE, p).stages["pro-klshampoo"] for p in ("faithful", "balanced")}
-    for module, name in ((triton_ops, "product"), (product, "product_pair")):
+    for module, name in ((triton_ops, "product"), (triton_pairs, "product_with_energies")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
     with pytest.raises(ArithmeticError, match="error .*e-03 in float32, may be .*e-0[56]"):
-        first.kernel(case, SMALL, DEVICE, ops)
+        first.kernel(case, SMALL, DEVICE)
 
 
 def one_half(x):
-    """Without lo, of what is a pair."""
+    """Without lo, of what is a pair or has one."""
+    if isinstance(x, tuple) and not isinstance(x, Pair):
+        return (*map(one_half, x),)
     return Pair(torch.stack((x.hi, torch.zeros_like(x.hi)))) if isinstance(x, Pair) else x
 
 

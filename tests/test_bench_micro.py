@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("pytest_benchmark")
 
@@ -16,19 +17,18 @@ from bench.micro import groups  # noqa: E402
 from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
 from bench.micro.groups import KL, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
-from bench.micro.stages import STAGES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
-from prokl.backends.torch_ops import TorchStages  # noqa: E402
-from prokl.backends.triton_ops import TritonStages  # noqa: E402
+from prokl.algorithm.algebra import Algebra  # noqa: E402
+from prokl.backends.select import select  # noqa: E402
 from prokl.kernels.launch import INTERPRETED  # noqa: E402
 from tests.commands import ROOT, read  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TINY = ParameterSet("tiny", ((2, 12, 20), (1, 20, 12), (2, 12, 12)), (2, 4))
 SIZES = Sizes(2, 24, 40, 8)
-EVERY = (*STAGES, *PRIMITIVES, *KERNELS)
-COMPARED = [case for own in (*STAGES, *PRIMITIVES) for case in (own, own.counterpart) if case]
-ON_CPU = TorchStages(host_readable=True)
+EVERY = (*PRIMITIVES, *KERNELS)
+COMPARED = [case for own in PRIMITIVES for case in (own, own.counterpart) if case]
+ON_CPU = Algebra(host_readable=True)
 
 
 def inputs(case, d=FP32_POLAR, device=CPU):
@@ -41,18 +41,11 @@ def named(name):
 
 
 @pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
-def test_every_stage_and_primitive_over_the_kernels_agrees_with_its_plain_form(case):
+def test_every_primitive_over_the_kernels_agrees_with_its_plain_form(case):
     """Over PyTorch the test of the command below does so; the kernels by themselves are called by bench.first."""
     device = torch.device("cpu" if INTERPRETED else "cuda")
     d = FP64 if FP64 in case.dtypes else FP32_POLAR  # half precision is wrong in the interpreter
-    ops = TritonStages(use_cuda_qr=not INTERPRETED, host_readable=INTERPRETED)
-    assert complaint(case, ops, inputs(case, d, device=device)) == ""
-
-
-@pytest.mark.parametrize("case", [named("direction"), named("direction").counterpart], ids=lambda case: case.name)
-def test_a_direction_of_which_parts_are_bounded_agrees_with_its_plain_form(case):
-    drawn = case.inputs(Sizes(12, 192, 192, 32), FP32_POLAR, numbers(CPU))  # some of its rows are above the bound
-    assert complaint(case, ON_CPU, lambda: deepcopy(drawn)) == ""
+    assert complaint(case, select("triton", device, case.precision).ops, inputs(case, d, device=device)) == ""
 
 
 def changed(case, change):
@@ -65,12 +58,12 @@ def changed(case, change):
     ids=["a ten thousandth", "nan", "rolled", "shape"],
 )
 def test_a_wrong_result_is_found_whichever_of_several_it_is(wrong):
-    case = named("momentum")
-    for place in range(3):
+    case = named("refresh")
+    for place in range(2):
 
         def change(results, place=place):
             found = flat(results)
-            assert len(found) == 3
+            assert len(found) == 2
             return [wrong(x) if i == place else x for i, x in enumerate(found)]
 
         assert complaint(changed(case, change), ON_CPU, inputs(case)).startswith("error ")
@@ -90,15 +83,15 @@ def forms_of(g, device):
 
 def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_kernels(monkeypatch):
     found = groups.groups([TINY], CPU)
-    assert len(found) == 2 * len((*STAGES, *PRIMITIVES))
+    assert len(found) == 2 * len(PRIMITIVES)
     for g in found:
         kl = [(KL, "torch")] if g.case.counterpart else []
         assert forms_of(g, CPU) == [(PLAIN, ""), (OURS, "torch"), *kl]
     monkeypatch.setattr(groups, "backends", lambda device: ["torch", "triton"])
     found = {g.case.name: forms_of(g, CUDA) for g in groups.groups([TINY], CUDA)}
     assert set(found) == {case.name for case in EVERY if case.timed}
-    assert found["direction"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
-    assert found["momentum update"] == [(PLAIN, ""), (OURS, "triton")]
+    assert found["refresh"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
+    assert found["split two"] == found["product Q^T G of pairs"] == [(PLAIN, ""), (OURS, "triton")]
     assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
@@ -106,11 +99,31 @@ def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_
     found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
-    g = next(g for g in groups.groups([TINY], CPU) if g.name == "direction, 3 of 12x20, r=4")
-    forms = {form.name: form for form in g.forms(CPU)}
-    said = [groups.row(forms[name], g, FP32, CPU) for name in (OURS, KL)]
-    assert [r["dtype"] for r in said] == ["float32, Newton-Schulz bfloat16", "float32"]
-    assert [r["note"] for r in said] == ["of tiny", "KL-Shampoo's direction; of tiny"]
+    found = {g.name.partition(",")[0]: g for g in groups.groups([TINY], CPU) if g.sizes == Sizes(3, 12, 20, 4)}
+    said = [
+        groups.row(form, found[name], FP32, CPU) for name in ("apply", "refresh") for form in found[name].forms(CPU)
+    ]
+    assert [r["dtype"] for r in said[:3]] == ["float32"] * 3
+    qr = "QR by PyTorch: the torch backend calls no kernels; "
+    assert [r["note"] for r in said[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
+    (orthogonalised, _) = found["Newton-Schulz"].forms(CPU)
+    assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
+
+
+@pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)
+def test_beside_a_balanced_kernel_pytorch_s_form_is_timed_in_float32(case):
+    ran = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            ran.extend(t for t in (found if isinstance(found, tuple) else [found]) if isinstance(t, torch.Tensor))
+            return found
+
+    run = case.formula(case.inputs(SIZES, FP32_POLAR, numbers(CPU)))
+    with Noting():
+        run()
+    assert {t.dtype for t in ran if t.is_floating_point() and t.ndim == 3} <= {torch.float32}
 
 
 def test_rows_are_written_as_they_come_with_ratios_to_the_plain_form_also_after_an_interruption(monkeypatch, tmp_path):
@@ -139,7 +152,7 @@ def pytest_bench(*arguments):
 
 
 @pytest.mark.slow
-def test_the_command_times_every_stage_and_primitive(tmp_path):
+def test_the_command_times_every_primitive(tmp_path):
     done = pytest_bench("--benchmark-only", "--rows", str(tmp_path / "rows.csv"))
     assert done.returncode == 0 and "Mean" in done.stdout, done.stdout
     found = read(tmp_path / "rows.csv")

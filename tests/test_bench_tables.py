@@ -7,7 +7,7 @@ import pytest
 
 from bench import markdown, rows, tables
 from bench.shapes import PAPER, SMALL
-from bench.timing.entries import CAPTURED, EAGER
+from bench.timing.entries import BATCHED, CAPTURED, EAGER
 
 
 @pytest.mark.slow
@@ -83,6 +83,9 @@ def test_every_optimizer_that_ran_has_a_line(tmp_path, capsys):
     head, _, *lines = shown(tmp_path / "rows.csv", given, capsys)
     assert head[0] == f"ms a step (ratio to {CAPTURED})"
     assert [line[1] for line in lines] == ["25.0 (2.50)", "10.0 (1.00)", "9.0 (0.90)", "27.0 (-)"]
+    head, _, *lines = shown(tmp_path / "rows.csv", [*given, step(PAPER[0], BATCHED, 6, dtype=half)], capsys)
+    assert head[0] == f"ms a step (ratio to {BATCHED})"
+    assert [line[1] for line in lines] == ["25.0 (4.17)", "10.0 (1.67)", "9.0 (1.50)", "27.0 (-)", "6.0 (1.00)"]
     given = [step(PAPER[1], "pro-klshampoo", 31, **PRO), step(PAPER[0], "muon", note="no memory")]
     head, _, line = shown(tmp_path / "rows.csv", given, capsys)
     assert head[1:] == [PAPER[1]] and line[1:] == ["31.0 (-)"]

@@ -33,7 +33,7 @@ def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_th
         p.grad, p.data = None, p.data.double()
     train(optimizer, range(3, 6))
     p = weights_of(optimizer)[0]
-    assert optimizer.state[p]["M"].dtype == torch.float64 and not torch.equal(p, p.float().double())
+    assert optimizer.state[p]["M_Q"].dtype == torch.float64 and not torch.equal(p, p.float().double())
     exact, converted = stepped(cls, 3), stepped(cls, 3)
     for p in weights_of(converted):
         p.grad, p.data = None, p.data.bfloat16()
@@ -47,7 +47,7 @@ def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_th
 
 
 @both
-@pytest.mark.parametrize("only", [None, "M", "skipped"])
+@pytest.mark.parametrize("only", [None, "M_Q", "skipped"])
 @pytest.mark.parametrize("through_data", [False, True])
 def test_state_tensors_that_are_replaced_or_moved_through_data_are_what_the_next_step_uses(cls, only, through_data):
     """As trainers do that move state off a device, and back, while something else needs its memory."""
@@ -164,7 +164,7 @@ OTHER_PLACES = {
     "expanded": lambda t: t[:1].expand(t.shape) if t.ndim else t.clone(),
 }
 OTHER_VALUES = {"half": lambda t: t / 2 if t.is_floating_point() else t + 1, "same": lambda t: t}
-NO_TENSORS = (None, 3, "M", [1.0])
+NO_TENSORS = (None, 3, "M_Q", [1.0])
 CLOCKS = (-1, 0, 1, 9, -2, 2.0, True, "3", None, torch.tensor(2.0), torch.tensor(3), torch.tensor(-1.0))
 SETTINGS = {
     "lr": (0.0, 0.5, -1.0, None, torch.tensor(0.25), torch.tensor(0.5, device="meta"), torch.ones(2)),
@@ -261,7 +261,7 @@ class Mixture:
             own[key] = change(own[key])
         elif kind == "data":
             other = change(own[key].data)
-            own[key].data = other.clone() if "M" in own else other  # of a matrix's views the address tells
+            own[key].data = other.clone() if "M_Q" in own else other  # of a matrix's views the address tells
         elif kind == "W":
             p.data = change(p.data)
         else:

@@ -133,6 +133,7 @@ def test_a_run_that_is_carried_over_in_any_way_goes_on_as_it_would_have(given, t
     stored = state_dtype or (torch.float32 if dtype == torch.bfloat16 else dtype)
     wide = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
     dtypes = {"W": dtype, "step": torch.int64, "skipped": torch.int64, "lambda_0": wide, "clipped": wide}
+    dtypes |= dict.fromkeys(("Q_L", "Q_R"), torch.promote_types(stored, torch.float32))
     for name in counts:
         for key, value in run.optimizer.state[run.weights[name]].items():
             kind = key.partition(".")[0]
@@ -202,11 +203,11 @@ def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(met
 
     def double(optimizer, state_dict):
         assert {type(v) for own in state_dict["state"].values() for v in own.values()} == {torch.Tensor}
-        state_dict["state"][0]["M"] = 2 * state_dict["state"][0]["M"]
+        state_dict["state"][0]["M_Q"] = 2 * state_dict["state"][0]["M_Q"]
 
     target.optimizer.register_load_state_dict_pre_hook(double)
     target.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
-    assert torch.equal(contents(target.optimizer)[0]["M"], 2 * contents(source.optimizer)[0]["M"])
+    assert torch.equal(contents(target.optimizer)[0]["M_Q"], 2 * contents(source.optimizer)[0]["M_Q"])
 
 
 ALL_KEYS = [(cls, 0, cls([weight(2, 3)]).defaults.keys() - {"split"}) for cls in (PRO, KL)]
@@ -262,7 +263,8 @@ def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cl
 
     optimizer = narrow(8)
     says = (
-        rf"^The loaded state of first \(weight \(8, 6\)\) has M of shape \(6, 12\) where {cls.__name__} needs \(6, 8\)"
+        r"^The loaded state of first \(weight \(8, 6\)\) has M_Q of shape \(6, 12\) "
+        rf"where {cls.__name__} needs \(6, 8\)"
         r"; 2 more differ\. Load a state dict of the same optimizer, model, rank, init_eigenvalue and split\.$"
     )
     with refused(optimizer, says):
@@ -285,21 +287,21 @@ def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_sch
     lr = torch.tensor(0.02)
     optimizer.param_groups[0].update(lr=lr, max_lr=np.float64(0.02))
     gathered = optimizer.gather_state_dict()
-    M = gathered["state"][0]["M"].clone()
+    M = gathered["state"][0]["M_Q"].clone()
     lr.fill_(1e-3)
     torch.save(gathered, file)
     file.seek(0)
     read = torch.load(file, weights_only=True)
     train(optimizer, [1])
-    assert torch.equal(gathered["state"][0]["M"], M) and torch.equal(read["state"][0]["M"], M)
+    assert torch.equal(gathered["state"][0]["M_Q"], M) and torch.equal(read["state"][0]["M_Q"], M)
     assert read["param_groups"][0]["max_lr"] == 0.02
     assert float(gathered["param_groups"][0]["lr"]) == pytest.approx(0.02)
 
 
 def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
     """As torch.distributed.checkpoint needs, which loads a whole state dict onto one device."""
-    live = {"M": torch.empty(2, 3, 4, device="meta"), "step": torch.tensor([5, 7])}
-    saved = with_step_tensors({0: live, 1: {"M": torch.empty(3, 4, device="meta"), "step": 5}})
+    live = {"M_Q": torch.empty(2, 3, 4, device="meta"), "step": torch.tensor([5, 7])}
+    saved = with_step_tensors({0: live, 1: {"M_Q": torch.empty(3, 4, device="meta"), "step": 5}})
     assert saved[0]["step"].is_meta and live["step"].is_cpu
     assert saved[1]["step"].is_cpu and saved[1]["step"].ndim == 0
 

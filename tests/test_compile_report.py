@@ -80,7 +80,6 @@ ONE_STEP = {
     "symmetric_product": lambda a: a["TILE"] ** 2 * a["TILE_K"],
     "momentum": lambda a: a["HAT"] * a["TILE_M"] * a["TILE_N"] * a["TILE_R"],
     "project": lambda a: 2 * a["TILE_M"] * a["TILE_R"] * a["TILE_N"],
-    "precondition": lambda a: a["TILE_M"] * a["TILE_R"] * (a["TILE_K"] + 2 * a["TILE_Q"]),
     "apply": lambda a: a["TILE_M"] * a["TILE_N"] * a["HAS_LOW_RANK"] * a["TILE_R"],
 }
 """Multiply-adds of one step of every loop of a kernel."""

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from prokl import ProKLShampoo
+from prokl.algorithm.algebra import Algebra
 from prokl.backends import cuda_qr, extension
-from prokl.backends.torch_ops import TorchStages
 from prokl.cuda_qr import Used
 from tests import sanitize_qr
 from tests.host_extension import shared_limit, shuffled
 from tests.inputs import same_bits
 from tests.problems import assert_runs_agree, gradient_stream, held, run, ways
 from tests.qr_bounds import assert_is_qr
-from tests.qr_forms import pieces, refresh_basis, refresh_coordinates, track
+from tests.qr_forms import coordinates, pieces, refresh, track
 from tests.qr_problems import draw
 
 DTYPES = [torch.float32, torch.float64]
@@ -50,7 +50,7 @@ def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k)
 @pytest.mark.parametrize("k", [1, 65, 128, 129, 200, 300])
 @pytest.mark.parametrize("name", ["condition 1e+04, settled", "rank-deficient, fresh"])
 def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
-    for of, function, size in (("tracking", track, (2, k + 100, k)), ("refresh", refresh_basis, (2, k, k))):
+    for of, function, size in (("tracking", track, (2, k + 100, k)), ("refresh", refresh, (2, k, k))):
         inputs = draw(of, name, size)
         Q, used = function(*inputs)
         assert_is_qr(of, inputs, Q)
@@ -61,7 +61,7 @@ def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
 def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
     # Residuals near 1e-20: their squares are subnormal in float32, and reflections from them are not orthogonal.
     inputs = draw("coordinates", "row scales, skewed 1e4", (3, 60, 12))
-    Q, used = refresh_coordinates(*inputs)
+    Q, used = coordinates(*inputs)
     assert (used & Used.HOUSEHOLDER).all()
     assert_is_qr("coordinates", inputs, Q)
 
@@ -81,8 +81,8 @@ def of_every_kernel(dtype):
         *cuda_qr.qr(mixture(dtype)),
         *cuda_qr.qr(*draw("qr", "zero column", (2, 600, 9), dtype)),
         *track(*draw("tracking", "mixed", (4, 140, 131), dtype)),
-        *refresh_basis(*draw("refresh", "mixed", (4, 70, 70), dtype)),
-        *refresh_basis(*draw("refresh", "mixed", (4, 131, 131), dtype)),
+        *refresh(*draw("refresh", "mixed", (4, 70, 70), dtype)),
+        *refresh(*draw("refresh", "mixed", (4, 131, 131), dtype)),
     ]
 
 
@@ -123,7 +123,7 @@ def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_what_is_
     G_perp, Y, *_ = pieces(V, K, U)
     K[3, 0, 0], K[4, 2, 2] = float("nan"), float("inf")
     K[5, 3, 1] = K[5, 1, 3] = float("nan")
-    Q, used = cuda_qr.track(TorchStages(host_readable=False), G_perp, Y, K, U, 1.0)
+    Q, used = cuda_qr.track(Algebra(host_readable=False), G_perp, Y, K, U, 1.0)
     assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, *[Used.NONFINITE] * 4]
     assert same_bits(Q[2:], U[2:])
     assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
@@ -169,14 +169,14 @@ def test_arguments_are_checked_before_anything_is_read(extension_on_cpu, call, e
 
 def test_without_the_extension_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: (None, "it was left out"))
-    with pytest.raises(ValueError, match=r"device=cpu: it was left out\. prokl\.backends\.qr has the same methods"):
+    with pytest.raises(ValueError, match=r"device=cpu: it was left out\. prokl\.algorithm\.qr has the same methods"):
         cuda_qr.qr(A)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [4, 130])
 def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu, k):
-    (V, K, _), (L, _) = draw("tracking", "random", (2, 150, k)), draw("refresh", "random", (2, k, k))
+    (V, K, _), (L,) = draw("tracking", "random", (2, 150, k)), draw("refresh", "random", (2, k, k))
     N, used, operators = V.mT @ V, torch.zeros(2, dtype=torch.int32), torch.ops.prokl
     for operator, inputs in (
         (operators.qr, (V,)),
@@ -199,7 +199,7 @@ def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
     with ExitStack() as stack:
         of_the_extension = [
             stack.enter_context(patch.object(cuda_qr, name, wraps=getattr(cuda_qr, name)))
-            for name in ("track", "refresh_basis", "refresh_coordinates")
+            for name in ("track", "semidefinite_qr", "coordinates_qr")
         ]
         triton = run(ProKLShampoo, stream, backend="triton", **settings)
     assert all(operation.called for operation in of_the_extension)

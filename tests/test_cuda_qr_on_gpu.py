@@ -10,7 +10,7 @@ from prokl.cuda_qr import Used
 from tests import test_qr_problems
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr
-from tests.qr_forms import FORMS, pieces, products_on, refresh_basis, track, words
+from tests.qr_forms import FORMS, pieces, products_on, refresh, track, words
 from tests.qr_problems import CLASSES, draw, poisoned
 from tests.test_cuda_qr import mixture
 
@@ -51,7 +51,7 @@ def test_it_is_a_qr_at_the_papers_sizes(operation, name, size):
     inputs = tuple(t[:3] for t in draw(operation, name, (min(size[0], 3), *size[1:])))
     repeated = tuple(t.repeat(-(-size[0] // len(t)), 1, 1)[: size[0]] for t in on_gpu(inputs))
     Q = FORMS[operation]["extension"](*repeated)
-    composed = {"tracking": track, "refresh": refresh_basis}.get(operation)
+    composed = {"tracking": track, "refresh": refresh}.get(operation)
     if composed is not None:  # else a product that is less exact than it should be would only be slow
         assert not (composed(*repeated).used & int(cuda_qr.Used.HOUSEHOLDER)).any()
     for b in range(0, size[0], 3):  # float64 on the CPU is for the first only
@@ -106,5 +106,5 @@ def test_it_runs_on_the_current_stream():
 
 def test_steps_on_the_device_take_the_extension():
     """What they are held to with it: tests/test_triton_step.py, test_defaults.py and test_gpu.py."""
-    assert select(None, CUDA).stages["pro-klshampoo"].use_cuda_qr
+    assert select(None, CUDA).ops.use_cuda_qr
     assert ops.explain_qr(CUDA).startswith("CUDA extension: ")

@@ -7,6 +7,7 @@ import torch
 
 from prokl import diagnostics
 from prokl.algorithm import reference
+from prokl.algorithm.coordinates import in_weight_coordinates
 from prokl.diagnostics import measures, report
 from prokl.diagnostics.weights import batches
 from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
@@ -143,11 +144,11 @@ def test_captured_energy_is_the_share_of_the_gradient_in_the_subspace(share):
     assert found["prokl/group0.0/captured_energy"] == pytest.approx(share, abs=1e-12)
 
 
-@pytest.mark.parametrize("ns_dtype, tolerance", [(None, 1e-10), (torch.bfloat16, 1e-3)])
+@pytest.mark.parametrize("ns_dtype, tolerance", [(None, 1e-10), (torch.bfloat16, 4e-3)])
 def test_polar_error_is_the_distance_from_the_exact_polar_factor(ns_dtype, tolerance):
     """Exact in float64 where no singular value is left far below 1; measured 1e-13.
 
-    In bfloat16 rounding also turns singular vectors, which the measure does not see; measured 2e-4.
+    In bfloat16 rounding turns singular vectors, too, as that of Q_L does, which the measure does not see: 1e-3.
     """
     stream = gradient_stream(SHAPES, 8)
     parameters, optimizer = run(PRO, stream[:7], rank=3, ns_dtype=ns_dtype)
@@ -161,7 +162,7 @@ def test_polar_error_is_the_distance_from_the_exact_polar_factor(ns_dtype, toler
         direction = measures.coming_direction(batch, batch.gradient.clone(), usable)
         outputs = direction.X
         for b, name in enumerate(batch.names):
-            state = {key: value[b] for key, value in before.items()}
+            state = in_weight_coordinates({key: value[b] for key, value in before.items()})
             _, _, G_perp = reference.momentum_and_projection(batch.gradient[b], state, h)
             exact = reference.polar(state["Q_L"] @ state["inv_sqrt_lambda_L"].diag() @ state["Q_L"].mT @ G_perp)
             error = float((outputs[b].double() - exact).norm() / exact.norm())

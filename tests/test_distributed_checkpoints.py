@@ -81,7 +81,7 @@ def test_a_run_goes_on_as_it_would_have(source, how, world, route, saved, pools)
 def test_a_state_of_bfloat16_and_masters_of_bfloat16_weights_survive(how, other, dtype, pools, tmp_path):
     settings = {"state_dtype": torch.bfloat16} if dtype == torch.float32 else {"bf16_weights": "master"}
     before = read(pools[4].run(save_and_go_on, tmp_path, ("nested",), how, dtype=dtype, **settings)[0][1])
-    key, expected = ("M", torch.bfloat16) if dtype == torch.float32 else ("master", torch.float32)
+    key, expected = ("M_Q", torch.bfloat16) if dtype == torch.float32 else ("master", torch.float32)
     assert all(own[key].dtype == expected for own in before["state"].values() if key in own)
     assert any(key in own for own in before["state"].values())
     world = 1 if other == "alone" else 2

@@ -110,7 +110,7 @@ def test_what_a_wrapper_keeps_of_an_adamw_weight_before_its_first_gradient_stays
 def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_batch():
     run = Run().train(0, SAVED)
     late = run.weights["late"]
-    assert run.optimizer.state[late]["step"] == -1 and not run.optimizer.state[late]["M"].any()
+    assert run.optimizer.state[late]["step"] == -1 and not run.optimizer.state[late]["M_Q"].any()
     assert late not in {member.p for bucket in run.optimizer.engine.buckets() for member in bucket.members}
     assert same_bits(late, value(SHAPES["late"], [*SHAPES].index("late")))
 
@@ -124,7 +124,7 @@ def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tupl
     load(resumed, tmp_path / "full", "full")
     group = resumed.optimizer.param_groups[0]
     assert group["split"] == split and group["ns_coefficients"] == (3.4445, -4.775, 2.0315)
-    (one, other) = (each.optimizer.state[each.weights["fused"]]["M.1"] for each in (run, resumed))
+    (one, other) = (each.optimizer.state[each.weights["fused"]]["M_Q.1"] for each in (run, resumed))
     assert same_bits(one, other)
 
 

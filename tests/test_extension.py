@@ -164,12 +164,12 @@ def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_
         UserWarning, match=r"^QR runs in PyTorch: a launch of the CUDA extension fails on cpu \(CUDA: the "
     ):
         backend = selection.select("triton", CPU)
-    assert selection.select("triton", CPU) is backend and not backend.stages["pro-klshampoo"].use_cuda_qr  # told once
+    assert selection.select("triton", CPU) is backend and not backend.ops.use_cuda_qr  # told once
     assert selection.explain_qr(CPU, "triton").startswith("PyTorch: a launch of the CUDA extension fails on cpu")
 
 
 def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cpu, untried):
-    assert selection.select("triton", CPU).stages["pro-klshampoo"].use_cuda_qr
+    assert selection.select("triton", CPU).ops.use_cuda_qr
     assert extension._failure.cache_info().misses == 1
     assert selection.explain_qr(CPU, "triton") == "CUDA extension: it runs on cpu"
     assert selection.explain_qr(CPU) == "PyTorch: the torch backend calls no kernels"

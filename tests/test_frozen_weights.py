@@ -1,18 +1,15 @@
 """Weights that are frozen when groups are made: in their groups, without state, and trained once they are unfrozen."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 
 from prokl import param_groups
-from tests.inputs import BACKENDS, PRO, both, same_bits
+from tests.inputs import BACKENDS, PRO, both
 from tests.problems import relative
 from tests.routing import RATES, holding
-from tests.training import differences, give, named, refused, train, weights_of
+from tests.training import differences, give, named, train, weights_of
 
 
 def model(frozen=("words", "layers.0")):
@@ -63,72 +60,6 @@ def test_groups_without_names_are_for_code_that_adds_what_it_unfreezes():
     net.requires_grad_(True)
     optimizer.add_param_group({"params": [net.layers[0].up.weight]})
     assert "layers.0.up.weight" in trained(optimizer, net)
-
-
-def former(net):
-    """The groups of 0.4.0: what is frozen is in none, and a group without weights is left out."""
-    groups = [dict(g) for g in param_groups(net, **RATES)]
-    for group in groups:
-        kept = [i for i, (_, p) in enumerate(group["params"]) if p.requires_grad]
-        for key in ("params", "transposed", "split"):
-            if isinstance(group.get(key), list):
-                group[key] = [group[key][i] for i in kept]
-    return [g for g in groups if g["params"]]
-
-
-def load(saver, old, loader, new):
-    loader.load_state_dict(saver.state_dict())
-
-
-def load_distributed(saver, old, loader, new):
-    set_optimizer_state_dict(new, loader, get_optimizer_state_dict(old, saver))
-
-
-# Parts of either kind of group, a whole group, a fused weight of two, and by names through torch's checkpoints.
-FROZEN = [
-    (("words", "layers.0"), load),
-    (("layers",), load),
-    (("layers", "attention"), load),
-    (("words", "head"), load),
-]
-FROZEN += [(("layers.0",), load_distributed)]
-
-
-@both
-@pytest.mark.parametrize("parts, loading", FROZEN)
-def test_a_checkpoint_whose_groups_lack_the_frozen_weights_goes_on_bit_for_bit(cls, parts, loading):
-    old, new = model(parts), model(parts)
-    saver, loader = cls(former(old)), cls(param_groups(new, **RATES))
-    groups = copy.deepcopy([(g["param_names"], g.get("split")) for g in loader.param_groups])
-    trained(saver, old)
-    for group in saver.param_groups:
-        group["lr"] *= 0.5
-    new.load_state_dict(old.state_dict())
-    loading(saver, old, loader, new)
-    assert [(g["param_names"], g.get("split")) for g in loader.param_groups] == groups
-    rates = {name: g["lr"] for g in saver.param_groups for name in g["param_names"]}
-    assert all(rates.get(g["param_names"][0], g["lr"]) == g["lr"] for g in loader.param_groups)
-    trained(saver, old, range(3, 6))
-    trained(loader, new, range(3, 6))
-    for (name, p), q in zip(old.named_parameters(), new.parameters(), strict=True):
-        assert same_bits(p, q), name
-        assert bool(saver.state.get(p)) == bool(loader.state.get(q)) == p.requires_grad
-        assert not p.requires_grad or saver.state[p].keys() == loader.state[q].keys()
-    new.requires_grad_(True)
-    assert trained(loader, new) == {name for name, _ in new.named_parameters()}
-
-
-def test_such_a_checkpoint_is_refused_where_what_it_lacks_is_trained_and_says_what_to_do():
-    old, new = model(), model(["words"])
-    saver, loader = PRO(former(old)), PRO(param_groups(new, **RATES))
-    trained(saver, old)
-    message = r"has no weight 'layers\.0\.up\.weight'.*requires grad here.*freeze what was frozen.*unfreeze it then"
-    with refused(loader, message):
-        loader.load_state_dict(saver.state_dict())
-    new.layers[0].requires_grad_(False)
-    loader.load_state_dict(saver.state_dict())
-    new.requires_grad_(True)
-    assert "layers.0.up.weight" in trained(loader, new)
 
 
 def test_a_checkpoint_of_another_model_is_still_refused():

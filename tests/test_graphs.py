@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import prokl.engine.graphs
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
 from prokl.backends.select import select
-from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
@@ -102,8 +103,8 @@ def recorded(monkeypatch):
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
-    triton, in_pytorch = select("triton", torch.device("cpu")), {name: form(False) for name, form in STAGES.items()}
-    backend = replace(triton, name="few kernels", stages=in_pytorch, graphs=True)
+    triton = select("triton", torch.device("cpu"))
+    backend = replace(triton, name="few kernels", ops=Algebra(False), graphs=True)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
 
 
@@ -488,7 +489,7 @@ def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(re
 
     def change(t, optimizer, gradients):
         if t == 2:  # the second ordinary step, which is recorded
-            monkeypatch.setattr(TorchStages, "step", fail)
+            monkeypatch.setattr(ProKLShampooMethod, "step", fail)
 
     with pytest.raises(ZeroDivisionError, match="the step's own"):
         train(PRO, change=change)

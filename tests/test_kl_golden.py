@@ -7,6 +7,7 @@ The facts hold to 5e-6 in the authors' code in float32, which is the float32 tol
 import pytest
 import torch
 
+from prokl.algorithm.coordinates import in_weight_coordinates
 from tests.following import follow
 from tests.inputs import BACKENDS, KL
 from tests.problems import made
@@ -52,8 +53,10 @@ class Run:
         return -self.p.detach().clone()
 
     def state(self):
+        """The state in the weight's coordinates, in float64."""
         state = self.optimizer.state[self.p]
-        return {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
+        tensors = {key: value.double().clone() for key, value in state.items() if torch.is_tensor(value)}
+        return {"step": state["step"], **in_weight_coordinates(tensors)}
 
 
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -10,13 +10,13 @@ import torch
 import prokl
 from prokl.algorithm import newton_schulz as forms
 from prokl.algorithm import settings
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.newton_schulz import use_gram
 from prokl.algorithm.reference import newton_schulz
-from prokl.backends.torch_ops import TorchStages
-from prokl.backends.triton_ops import TritonStages
+from prokl.backends.triton_ops import TritonAlgebra
 
-TORCH = TorchStages(host_readable=True)
-KERNELS = TritonStages(use_cuda_qr=False, host_readable=False)
+TORCH = Algebra(host_readable=True)
+KERNELS = TritonAlgebra(use_cuda_qr=False, host_readable=False)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MUON = (3.4445, -4.7750, 2.0315)
 OTHER = (2.0, -1.5, 0.5)
@@ -156,8 +156,8 @@ def nearly_rank_one(m, rows):
     return normalised(X)
 
 
-# Measured gram / standard, of singular values down to 1e-2 and to 1e-4: half precisions 1.3 and 0.83, float32 3.2 and
-# 1.3. Of nearly rank one: 0.96 to 1.05; with a restart after three iterations up to 1e5 in bfloat16.
+# Measured gram / standard, of singular values down to 1e-2 and to 1e-4: half precisions 1.13 and 0.81, float32 1.7 and
+# 1.03. Of nearly rank one: 0.95 to 0.99; with a restart after three iterations up to 1e5 in bfloat16.
 HALVES = [(dtype, falling, (smallest,)) for dtype in (torch.bfloat16, torch.float16) for smallest in (-2.0, -4.0)]
 HALVES += [(torch.bfloat16, nearly_rank_one, own) for own in ((2, 2), (3, 3), (24, 24), (64, 6))]
 HALVES += [(torch.float16, nearly_rank_one, (24, 24))]
@@ -166,7 +166,7 @@ HALVES += [(torch.float16, nearly_rank_one, (24, 24))]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, make, arguments, bound",
-    [*((*half, 1.6) for half in HALVES), *((torch.float32, falling, (smallest,), 4.0) for smallest in (-2.0, -4.0))],
+    [*((*half, 1.4) for half in HALVES), *((torch.float32, falling, (smallest,), 2.2) for smallest in (-2.0, -4.0))],
 )
 def test_gram_form_is_about_as_accurate_as_the_standard_form(dtype, make, arguments, bound):
     X = make(*arguments)

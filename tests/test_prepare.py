@@ -113,11 +113,12 @@ from bench.compile_report import ahead, triton_kernels
 from bench.micro.case import Sizes, numbers
 from bench.micro.kernels import KERNELS
 from bench.shapes import ParameterSet
+from prokl.backends.select import _triton_backend
 from prokl.kernels import launch
 sizes = Sizes(2, 32, 48, 16)
-cases = [case for case in KERNELS if case.name in ("split", "stack", "projection", "product B^T", "symmetric L")]
+cases = [case for case in KERNELS if case.name in ("split", "stack", "projections", "product B^T", "symmetric L")]
 if sys.argv[1] == "ahead":
-    events = [own for case in cases for own in ahead._called(case, sizes, case.dtypes[0])]
+    events = [own for case in cases for own in ahead.called(case, sizes, case.dtypes[0])]
     steps, checked = ahead.of_steps, ahead._checked_and_stepped  # tracing them all takes longer than to compile
     ahead.of_steps = lambda s: islice(steps(s), 50)
     ahead._checked_and_stepped = lambda s, entry: islice(checked(s, entry), 50)
@@ -131,9 +132,9 @@ else:
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
     def start(kernel, grid, device, *arguments, **constants):
         kernel.warmup(*arguments, grid=grid, **constants)
-    ops = ahead._triton_backend(True, False, False, True).stages["pro-klshampoo"]
     with patch.object(launch, "start", start), patch.object(launch, "DEVICES", ("cpu",)):
         for case in cases:
+            ops = _triton_backend(True, False, case.balanced, True).ops
             case.bind(case.inputs(sizes, case.dtypes[0], numbers(torch.device("cpu"))), ops)()
     print(hits.count(False), hits.count(True))
 """

@@ -1,13 +1,14 @@
 """The projection kernel beyond what tests/test_kernels.py asks of every kernel: tensor cores and tiles."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 from triton.runtime import interpreter
 
 from bench.micro.case import Sizes
-from prokl.algorithm.stages import Projected
+from bench.micro.states import H
+from prokl.algorithm.types import Admitted, Roots
 from prokl.kernels import launch
 from prokl.kernels.project import TILES, TILES_PAIR, choose_tile, project
 from prokl.pair import Pair
@@ -27,8 +28,8 @@ def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatc
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.dot)
     G, momentum, U = arguments(2, 5, 333, 20)
     U = Pair.split(U) if balanced else U
-    got, wanted = project(G, momentum, U), TensorCores(False).projections(G, momentum, U, None)
-    assert all(torch.equal(x, y) for x, y in zip(got[:2], wanted, strict=True))
+    got, wanted = project(G, momentum, U), TensorCores(False).projections(G, momentum, U)
+    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(b
     """
     n, r = 50304, 32
     g = torch.Generator().manual_seed(0)
-    stages = (PairedTensorCores if balanced else TensorCores)(host_readable=False)
+    ops = (PairedTensorCores if balanced else TensorCores)(host_readable=False)
     basis = torch.cat((torch.ones(n, 1), torch.randn(n, r, generator=g)), dim=1).double()
     basis = torch.linalg.qr(basis)[0].mT
     weights = torch.randn(2, 2, r, generator=g, dtype=DOUBLE)
@@ -48,14 +49,17 @@ def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(b
     G = weights @ basis[:r]
     U = basis[:r].mT.float().expand(2, n, r)
     U = Pair.split(U) if balanced else U
-    noise = stages.noise(n, SINGLE, SINGLE) ** 0.5
+    noise, one = ops.noise(n, SINGLE, SINGLE), torch.ones(2)
+    roots = Roots(torch.ones(2, 2), one[:, None], one)
+    admitted = Admitted(None, roots, roots, roots.L, roots.S, one, {}, None, None)
+    h = replace(H, ns_dtype=SINGLE)
     for complement in (0.0, 2 * noise):
         X = (G + complement * G.norm(dim=2, keepdim=True) * basis[r]).float()
-        state, h = {"M": torch.zeros_like(X)}, SimpleNamespace(momentum=0.9, gradient_weights=(1.0, 1.0, 0.9))
-        h.variant = "pro-klshampoo"
-        projected = Projected(*stages.projections(X, state["M"], U, None), None, U, None)
-        ahead = stages.momentum(X, projected, None, state, h, None)[1]
-        assert ahead.residual.negligible().tolist() == [complement == 0] * 2
+        M, (g, a, b) = torch.zeros_like(X), h.gradient_weights
+        G_tilde, M_tilde = ops.projections(X, M, U)
+        G_par = ops.combined(G_tilde, a + b * g, M_tilde, b * h.momentum, None)
+        _, found, _ = ops.momentum(X, M, G_par, U, admitted, h, None)
+        assert [bool(x.any()) for x in found] == [complement > 0] * 2
 
 
 def test_the_tile_is_the_widest_that_the_rank_fills_and_does_not_spill(monkeypatch):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import prokl.backends.qr
+import prokl.algorithm.qr
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr, ratios
 from tests.qr_forms import EVERY_FORM, FORMS, words
@@ -47,6 +47,10 @@ def test_every_form_is_a_qr_of_every_class(operation, form, name, size, dtype, f
     assert all(map(same_bits, inputs, before))
 
 
+KEEPING_NONE = {("torch on a device", "coordinates"), *(("torch on a host", operation) for operation in FORMS)}
+"""Forms and operations that leave what is not finite so: on a host a step looks at its gradients before."""
+
+
 @pytest.mark.parametrize("value, dtype", [(math.nan, torch.float32), (math.inf, torch.float64)], ids=str)
 @pytest.mark.parametrize("operation, form", EVERY_FORM, ids=words)
 def test_what_is_not_finite_stays_in_its_matrix(operation, form, dtype, value, form_of):
@@ -55,10 +59,9 @@ def test_what_is_not_finite_stays_in_its_matrix(operation, form, dtype, value, f
     apart = function(*inputs)
     Q = function(*poisoned(operation, 1, value, inputs))
     assert same_bits(Q[0], apart[0]) and same_bits(Q[2], apart[2])
-    # Nothing better is known than the old basis.
-    if operation in {"extension": BASIS, "torch on a device": ["tracking"]}.get(form, []):
-        allowed = 0 if operation == "tracking" else 12 * torch.finfo(dtype).eps
-        assert (Q[1] - inputs[BASIS[operation]][1]).abs().max() <= allowed
+    # Nothing better is known than the old basis, in whose coordinates a factor that is refreshed is given.
+    if operation != "qr" and (form, operation) not in KEEPING_NONE:
+        assert same_bits(Q[1], inputs[BASIS[operation]][1] if operation in BASIS else torch.eye(12, dtype=dtype))
 
 
 # A host that may branch takes the second pass for all matrices of a batch or for none.
@@ -79,19 +82,12 @@ def outside(X, Q):
 
 @pytest.mark.parametrize("form", FORMS["tracking"], ids=words)
 def test_what_a_rank_deficient_matrix_has_is_taken_up_first(form, form_of):
-    X, U, Q = (draw("qr", name, size, torch.float64)[0] for name, size in (
-        ("random", (2, 30, 2)), ("condition 1e+02", (2, 30, 6)), ("condition 1e+04", (2, 30, 30)),
-    ))  # fmt: skip
-    U, Q = torch.linalg.qr(U)[0].contiguous(), torch.linalg.qr(Q)[0].contiguous()
-    V, refresh = X @ (X.mT @ U), form_of("refresh", form)
-    assert outside(X, U) > 0.5 < outside(X, Q[..., :2])  # keeping the bases would not do
-    found = form_of("tracking", form)(V, U.mT @ V, U)
-    assert outside(X, found[..., :2]) <= 1e-8  # the shift is about 1e-14 of K
-    if form == "torch on a host":
-        L = X @ X.mT + torch.eye(30, dtype=torch.float64)
-        assert same_bits(refresh(L, Q), prokl.backends.qr.householder_qr(L @ Q))
-    else:
-        assert outside(X, refresh(X @ X.mT, Q)[..., :2]) <= 1e-8
+    (X,), (U,) = (draw("qr", name, (2, 30, k), torch.float64) for name, k in (("random", 2), ("condition 1e+02", 6)))
+    U = torch.linalg.qr(U)[0].contiguous()
+    assert outside(X, U) > 0.5 < outside(X, torch.eye(30, 2, dtype=torch.float64))  # keeping the bases would not do
+    V = X @ (X.mT @ U)
+    for operation, inputs in (("tracking", (V, U.mT @ V, U)), ("refresh", (X @ X.mT,))):
+        assert outside(X, form_of(operation, form)(*inputs)[..., :2]) <= 1e-8  # the shift is about 1e-14 of the factor
 
 
 @pytest.mark.parametrize("form", ["torch on a device", "extension"], ids=words)
@@ -103,15 +99,8 @@ def test_on_a_device_a_rank_deficient_matrix_takes_the_other_columns_from_u(form
     assert 0 < rank < 12 and outside(form_of("tracking", form)(V, K, U), kept) <= 0.05
 
 
-def test_a_refresh_takes_a_basis_rounded_to_bfloat16():
-    L, Q = draw("refresh", "condition 1e+04, settled", (3, 60, 12), torch.float64)
-    rounded = Q.bfloat16().double()
-    found = prokl.backends.qr.cholesky_refresh(L, rounded)
-    assert (found - prokl.backends.qr.householder_qr(L @ rounded)).abs().max() <= 1e-9
-
-
 def test_a_shift_is_relative_to_the_matrix():
-    K, shift_of = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), prokl.backends.qr.shift_of
+    K, shift_of = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), prokl.algorithm.qr.shift_of
     assert torch.allclose(shift_of(1e-20 * K), 1e-20 * shift_of(K), rtol=1e-12, atol=0)
 
 
@@ -143,7 +132,7 @@ BROKEN = {  # class, size, dtype, what is done to Q, the bounds that it breaks, 
 def test_the_bounds_catch(name):
     of_class, size, dtype, change, broken, held = BROKEN[name]
     inputs = draw("qr", of_class, size, dtype)
-    Q = prokl.backends.qr.householder_qr(*inputs)
+    Q = prokl.algorithm.qr.householder_qr(*inputs)
     assert max(ratios("qr", inputs, Q).values()) <= 1
     change(Q)
     found = ratios("qr", inputs, Q)
@@ -159,4 +148,4 @@ def test_the_bounds_catch_a_short_column_without_digits():
     wrong = inputs[0].clone()
     wrong[:, :, shortest] += 1e-6 * wrong[:, :, shortest].roll(1, -1)
     # An error of 1e-18 in a matrix of norm 20, which ||A||_F would not show.
-    assert ratios("qr", inputs, prokl.backends.qr.householder_qr(wrong))["backward error"] > 1
+    assert ratios("qr", inputs, prokl.algorithm.qr.householder_qr(wrong))["backward error"] > 1

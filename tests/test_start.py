@@ -92,7 +92,7 @@ def test_bases_do_not_depend_on_the_gradients_scale_and_an_auto_start_follows_it
     for start in (lambda G: initialise(G, 2, 0.95, "auto"), lambda G: initialise_kl(G, 0.95, "auto")):
         plain, scaled = start(G), start(scale * G)
         for key, value in plain.items():
-            power = 1.0 if key in ("lambda_0", "L", "S", "R") else -0.5 if key.startswith("inv_sqrt") else 0.0
+            power = 1.0 if key in ("lambda_0", "L_Q", "S", "R_Q") else -0.5 if key.startswith("inv_sqrt") else 0.0
             expected = value.double() * scale**power
             # Scaling rounds G by eps, the smallest determined singular value a tenth of the largest; measured: 7e-7.
             assert relative(scaled[key], expected) <= 1e-4, key
@@ -118,9 +118,10 @@ def test_the_factors_of_a_start_in_float32_are_products_in_float64_rounded(init_
     G = normal(24, 3000)
     found = [initialise(G, 8, 0.95, init_eigenvalue), initialise_kl(G, 0.95, init_eigenvalue)]
     unit = found[0]["lambda_0"].double() if init_eigenvalue == "auto" else 1.0
-    Gt = G.double() @ found[0]["U"].double()
-    wanted = [Gt @ Gt.mT / 8, Gt.mT @ Gt / 24, G.double() @ G.double().mT / 3000, G.double().mT @ G.double() / 24]
-    for x, exact in zip((found[0]["L"], found[0]["S"], found[1]["L"], found[1]["R"]), wanted, strict=True):
+    turned = [state["Q_L"].double().mT @ G.double() for state in found]
+    Gt, A = turned[0] @ found[0]["U"].double(), turned[1] @ found[1]["Q_R"].double()
+    wanted = [Gt @ Gt.mT / 8, Gt.mT @ Gt / 24, A @ A.mT / 3000, A.mT @ A / 24]
+    for x, exact in zip((found[0]["L_Q"], found[0]["S"], found[1]["L_Q"], found[1]["R_Q"]), wanted, strict=True):
         exact = 0.05 * exact / unit
         assert x.dtype == torch.float32
         # A rounding, of the root of lambda_0 one more, twice; and those of float64's sums of up to 3,000 terms.

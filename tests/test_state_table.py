@@ -11,18 +11,18 @@ from tests.training import train, weights_of
 
 TABLE = {
     PRO: lambda m, n, r: {
-        "factors": {"L": (m, m), "S": (r, r)},
+        "factors": {"L_Q": (m, m), "S": (r, r)},
         "eigenbases": {"Q_L": (m, m), "Q_S": (r, r)},
         "eigenvalues": {"inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_S": (r,)},
         "subspace basis": {"U": (n, r)},
         "complement scalar": {"inv_sqrt_mu": ()},
-        "momentum": {"M": (m, n)},
+        "momentum": {"M_Q": (m, n)},
     },
     KL: lambda m, n, r: {
-        "factors": {"L": (m, m), "R": (n, n)},
+        "factors": {"L_Q": (m, m), "R_Q": (n, n)},
         "eigenbases": {"Q_L": (m, m), "Q_R": (n, n)},
         "eigenvalues": {"inv_sqrt_lambda_L": (m,), "inv_sqrt_lambda_R": (n,)},
-        "momentum": {"M": (m, n)},
+        "momentum": {"M_Q": (m, n)},
     },
 }
 """The paper's table: the tensors in each of its lines, of a matrix with short side m, long side n and rank r."""
@@ -51,7 +51,7 @@ def test_a_trained_state_is_the_papers_table_and_a_rank_larger_than_the_weight_a
     state = optimizer.state[w]
     assert state.keys() == expected.keys() | scalars
     assert {key: (state[key].dtype, state[key].shape) for key in expected} == {
-        key: (dtype, stack + own) for key, own in expected.items()
+        key: (torch.float32 if key in ("Q_L", "Q_R") else dtype, stack + own) for key, own in expected.items()
     }
     for key in scalars:
         assert torch.as_tensor(state[key]).shape == (stack if key != "skipped" else ())

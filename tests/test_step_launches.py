@@ -21,8 +21,8 @@ from tests.commands import ROOT
 from tests.inputs import forbid_host_reads, normal, weight
 from tests.problems import made
 
-MOST = {"ordinary": 62, "refresh": 181}
-"""Launches of a bucket of the paper's models, whatever its precision."""
+MOST = {"balanced": {"ordinary": 64, "refresh": 187}, "faithful": {"ordinary": 61, "refresh": 184}}
+"""Launches of a bucket of the paper's models."""
 
 
 def steps(parameters, dtype, rank, precision):
@@ -35,7 +35,7 @@ def steps(parameters, dtype, rank, precision):
 def test_no_bucket_launches_more_than_it_did(precision):
     for name in ("gpt2-124m", "gpt2-350m"):
         found = steps(SETS[name], torch.bfloat16, 128, precision)
-        for kind, most in MOST.items():
+        for kind, most in MOST[precision].items():
             assert max(map(len, found[kind])) <= most
 
 

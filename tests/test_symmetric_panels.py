@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from prokl.algorithm.algebra import PANEL, PANELS, Algebra
 from prokl.backends.io import _fill
-from prokl.backends.torch_ops import PANEL, PANELS, TorchStages
 
-CPU, ELSEWHERE = TorchStages(host_readable=True), TorchStages(host_readable=False)
+CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
 SIZES = (1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL, 3 * PANEL + 5)
 WEIGHTS = {
     "plain": {},
@@ -52,20 +52,6 @@ def test_four_panels_take_five_eighths_of_the_product_and_half_precision_and_oth
     larger = drawn(1, 2 * PANEL * PANELS, 2 * PANEL, dtype=torch.float32)
     assert flops(CPU, larger) == 2 * larger.numel() * larger.shape[1] * (PANELS + 1) / (2 * PANELS)
     assert flops(CPU, A.bfloat16()) == flops(ELSEWHERE, A) == flops(CPU, A[:, :PANEL]) * 16 == full
-
-
-@pytest.mark.parametrize("m", SIZES)
-def test_a_diagonal_takes_what_is_right_of_the_diagonal_from_what_is_left_of_it(m):
-    E, Q = CPU.symmetric_product(drawn(2, m, 33)), drawn(2, m, m)
-    found, whole = (ops.diagonal(Q, E) for ops in (CPU, ELSEWHERE))
-    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13 * float(whole.max()))
-    torch.testing.assert_close(
-        found, (Q.mT @ E @ Q).diagonal(dim1=-2, dim2=-1), rtol=0, atol=1e-13 * float(whole.max())
-    )
-    hidden = E.clone()
-    for start in range(0, m, PANEL):
-        hidden[:, start : start + PANEL, start + PANEL :] = float("nan")
-    assert CPU.diagonal(Q, hidden).equal(found)
 
 
 @pytest.mark.parametrize("count", [1, 3])

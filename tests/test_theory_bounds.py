@@ -79,7 +79,7 @@ def test_bounds_lemma_the_papers_theta_leaves_out_the_start_value():
     p.grad *= 1e-4 / torch.linalg.matrix_norm(p.grad, 2)
     optimizer.step()
     state = optimizer.state[p]
-    factors = [float(torch.linalg.matrix_norm(state[key], 2)) for key in ("L", "S")]
+    factors = [float(torch.linalg.matrix_norm(state[key], 2)) for key in ("L_Q", "S")]
     theta = max(*factors, ceiling(9) ** 2 * 1e-4**2)
     assert theta == pytest.approx(1e-6)
     assert all(values.max() == pytest.approx(0.1) for values in eigenvalues(state).values())

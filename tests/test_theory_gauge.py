@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prokl.algorithm.admission import averaged
-from prokl.algorithm.algebra import Roots
 from prokl.algorithm.shapes import ceiling
+from prokl.algorithm.types import Roots
 from tests.theory import Restricted, covariance, full_optimum, objective, population, restricted_optimum, wishart
 
 A = torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64)

@@ -137,7 +137,7 @@ def test_a_decayed_momentum_without_a_gradient_leaves_weights_finite(scale, prec
     settings = {"dtype": torch.float32, "backend": "triton", "rank": 4, "ns_dtype": torch.float32}
     settings["precision"] = precision
     (p,), optimizer = run(ProKLShampoo, stream, **settings)
-    optimizer.state[p]["M"].mul_(scale)
+    optimizer.state[p]["M_Q"].mul_(scale)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     assert all(t.isfinite().all() for t in (p, *state_tensors(optimizer.state[p]).values()))

@@ -23,12 +23,10 @@ from bench.compile_report.launches import Launch, called
 from bench.compile_report.trace import steps_of
 from bench.compile_report.triton_kernels import build
 from bench.micro import groups
-from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import PAPER, SETS, ParameterSet
 from bench.timing.entries import Entry, model_entries
 from prokl.algorithm.settings import PRECISIONS
-from prokl.backends.select import _triton_backend
 
 CUDA = torch.device("cuda")
 
@@ -36,11 +34,6 @@ CUDA = torch.device("cuda")
 def _stepped(s: ParameterSet, dtype: torch.dtype, build: Any) -> Iterator[Launch]:
     events = chain.from_iterable(chain.from_iterable(steps_of(s, dtype, build).values()))
     return (event.launch for event in events if event.launch is not None)
-
-
-def _called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Launch]:
-    ops = {p: _triton_backend(True, False, p == "balanced", True).stages["pro-klshampoo"] for p in PRECISIONS}
-    return called(case, sizes, dtypes, ops)
 
 
 def _checked_and_stepped(s: ParameterSet, entry: Entry) -> Iterator[Launch]:
@@ -65,13 +58,13 @@ def of_primitives(sets: Iterable[ParameterSet]) -> Iterator[Launch]:
     for group in groups.groups(sets, CUDA):
         for form in group.forms(CUDA):
             if form.backend == "triton":
-                yield from _called(form.case, group.sizes, group.dtypes)
+                yield from called(form.case, group.sizes, group.dtypes)
 
 
 def of_first() -> Iterator[Launch]:
     """Yield what :mod:`bench.first` launches."""
     for case in KERNELS:
-        yield from _called(case, first.SIZES, (case.timed or case.dtypes)[0])
+        yield from called(case, first.SIZES, (case.timed or case.dtypes)[0])
     for precision in PRECISIONS:
         yield from _checked_and_stepped(first.weights_of(first.SIZES), first.entry_of(first.SIZES, precision))
 

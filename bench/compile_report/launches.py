@@ -1,6 +1,6 @@
 """Records what launchers launch, without a GPU: kernels, their arguments, and what the JIT specialises them on."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.micro.case import Case, Dtypes, Sizes, precision_of
-from prokl.algorithm.stages import ProKLShampooStages
+from bench.micro.case import Case, Dtypes, Sizes
+from prokl.backends.select import _triton_backend
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import launch as launching
 
@@ -86,12 +86,11 @@ def recording(seen: Callable[[Launch], None]) -> Iterator[None]:
         yield
 
 
-def called(case: Case, sizes: Sizes, dtypes: Dtypes, ops: Mapping[str, ProKLShampooStages]) -> list[Launch]:
-    """Return what a case launches over the stages of the precision that has its inputs."""
-    found: list[Launch] = []
+def called(case: Case, sizes: Sizes, dtypes: Dtypes) -> list[Launch]:
+    """Return what a case launches over the operations of its precision."""
+    ops, found = _triton_backend(True, False, case.balanced, True).ops, []
     with recording(found.append):
-        inputs = case.inputs(sizes, dtypes, shapes)
-        case.bind(inputs, ops[precision_of(inputs)])()
+        case.bind(case.inputs(sizes, dtypes, shapes), ops)()
     return found
 
 

@@ -21,8 +21,6 @@ from triton.backends.compiler import GPUTarget
 from bench.compile_report.launches import Launch, called, describe
 from bench.micro.case import Case, Sizes
 from bench.micro.kernels import KERNELS
-from prokl.algorithm.settings import PRECISIONS
-from prokl.backends.triton_ops import TritonStages
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -37,8 +35,7 @@ ODD = Sizes(B=3, m=517, n=1031, r=37)
 """Sizes and strides that are multiples of nothing, which take more registers for addresses and masks."""
 HALVES = ("fp16", "bf16")
 WGMMA_ROWS = 64
-"""Rows that wgmma takes: 64 spill in precondition with r = 128 columns of two operands, and where a symmetric product
-of odd size stores two matrices."""
+"""Rows that wgmma takes: 64 spill where a symmetric product of odd size stores two matrices."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
@@ -97,7 +94,6 @@ STAGE_BYTES: dict[str, Callable[[dict[str, Any]], int]] = {
         a["TILE_N"] * (a["TILE_M"] * _item(a, "G", "M") + a["TILE_R"] * _item(a, "U") * (1 + a["U_LO"]))
     ),
     "momentum": lambda a: a["HAT"] * a["TILE_R"] * (a["TILE_M"] * _item(a, "G_par") + a["TILE_N"] * _item(a, "U")),
-    "precondition": lambda a: a["TILE_K"] * (a["TILE_M"] * _item(a, "P") + a["TILE_R"] * _item(a, "G_par")),
     "apply": lambda a: (
         a["HAS_LOW_RANK"] * a["TILE_R"] * (a["TILE_M"] * _item(a, "left") + a["TILE_N"] * _item(a, "right"))
     ),
@@ -145,15 +141,14 @@ class Offline:
 
 def record(case: Case, sizes: Sizes = SIZES) -> list[Launch]:
     """Record what ``case`` launches, for all of its dtypes and tiles, and at odd sizes as it chooses for the first."""
-    ops = dict.fromkeys(PRECISIONS, TritonStages(use_cuda_qr=False, host_readable=False))
     launches: list[Launch] = []
     for dtypes in case.dtypes:
         for tile in case.tiles(dtypes):
             own = replace(sizes, r=min(sizes.r, tile.n)) if tile and case.narrow else sizes
             chosen = patch.object(case.module, "choose_tile", lambda *_, tile=tile: tile) if tile else nullcontext()
             with chosen:
-                launches += called(case, own, dtypes, ops)
-    return launches + called(case, ODD, case.dtypes[0], ops)
+                launches += called(case, own, dtypes)
+    return launches + called(case, ODD, case.dtypes[0])
 
 
 def every_launch(cases: Iterable[Case] = KERNELS) -> list[Launch]:

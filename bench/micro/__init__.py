@@ -1,1 +1,1 @@
-"""Microbenchmarks of every stage and kernel: ``pytest bench --benchmark-only``."""
+"""Microbenchmarks of operations and kernels: ``pytest bench --benchmark-only``."""

@@ -122,7 +122,7 @@ def test_operation(group: Group, form: Form, benchmark: Any, results: Results) -
         wrong = complaint(form.case, ops, partial(deepcopy, inputs), expected)
         assert not wrong, f"{group.name}, {form.name} {form.backend}: {wrong}"
     inputs = deepcopy(inputs)
-    run = form.case.bind(inputs, ops) if ops else partial(form.case.reference, inputs)
+    run = form.case.bind(inputs, ops) if ops else form.case.formula(inputs)
     if not benchmark.enabled:
         benchmark(run)  # called once
         return

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bench import gate
-from prokl.algorithm.algebra import Direction
-from prokl.algorithm.stages import ProKLShampooStages
-from prokl.backends import torch_ops, torch_pairs, triton_ops, triton_pairs
+from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.types import Direction
+from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.kernels.launch import Tile
-from prokl.pair import Operand, Pair
+from prokl.pair import Pair
 
 AGREE = 1e-12
 """Largest distance of the PyTorch form from the plain one, both in float64, so that one confirms the other. Measured:
@@ -29,7 +29,7 @@ at most 1e-14, in Newton-Schulz, whose steps magnify rounding; a wrong index giv
 Inputs = dict[str, Any]
 Draw = Callable[..., Tensor]
 """Makes a tensor of a shape and ``dtype``: random numbers, or no numbers where only shapes and dtypes matter."""
-Bind = Callable[[Inputs, ProKLShampooStages], Callable[[], Any]]
+Bind = Callable[[Inputs, Algebra], Callable[[], Any]]
 """From inputs and primitives, the call that is timed."""
 
 
@@ -79,6 +79,7 @@ class Case:
         operand: dtype whose tiles are all compiled, "pair" for those of pairs; empty for the launcher's own choice
             alone.
         narrow: whether a program of the kernel holds all of r.
+        balanced: whether it is an operation of balanced products.
     """
 
     name: str
@@ -92,6 +93,12 @@ class Case:
     module: ModuleType | None = None
     operand: str = ""
     narrow: bool = False
+    balanced: bool = False
+
+    @property
+    def precision(self) -> str:
+        """Return the precision of the operations that it is one of."""
+        return "balanced" if self.balanced else "faithful"
 
     def tiles(self, d: Dtypes) -> tuple[Tile | None, ...]:
         """Return the tiles to compile for; None is the launcher's choice."""
@@ -105,50 +112,40 @@ class Case:
         found: tuple[Tile, ...] = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
         return found
 
-    def reference(self, i: Inputs, split: bool = False) -> list[Tensor]:
-        """Return the results that the others are compared with; ``split`` says that those have pairs among theirs."""
-        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i, split))())
+    def reference(self, i: Inputs) -> list[Tensor]:
+        """Return the results that the others are compared with."""
+        return flat(self.plain(i) if self.plain else self.bind(i, torch_form(i, self.balanced))())
+
+    def formula(self, i: Inputs) -> Callable[[], Any]:
+        """Return the call of the plain form that is timed, of balanced products in float32."""
+        if self.plain:
+            return partial(self.plain, i)
+        i = tree_map(lambda x: x.whole() if isinstance(x, Pair) else x, i, is_leaf=_is_pair)
+        return self.bind(i, torch_form(i))
 
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, Pair)
 
 
-_leaves = partial(tree_leaves, is_leaf=_is_pair)
-
-
-def has_pair(x: Any) -> bool:
-    """Return True if inputs or results are, or have among them, a pair."""
-    return any(map(_is_pair, _leaves(x)))
-
-
-def torch_form(i: Inputs, split: bool = False) -> ProKLShampooStages:
-    """Return PyTorch's stages for where the inputs are, balanced if one of them is a pair or a result is to be."""
-    first = next(t for t in _tensors(i))
-    form = torch_pairs.PairedStages if split or has_pair(i) else torch_ops.TorchStages
-    return form(first.device.type == "cpu")
-
-
-def beside(ops: Any, method: str = "pro-klshampoo", pairs: bool = False) -> Any:
-    """Return the stages of a method on the backend of ``ops``, with ``pairs`` or as they are without."""
-    if ops.name == "triton":
-        return (triton_pairs if pairs else triton_ops).STAGES[method](ops.use_cuda_qr, ops.host_readable)
-    return (torch_pairs if pairs else torch_ops).STAGES[method](ops.host_readable)
+def torch_form(i: Inputs, balanced: bool = False) -> Algebra:
+    """Return PyTorch's operations for where the inputs are."""
+    return (PairedAlgebra if balanced else Algebra)(_tensors(i)[0].device.type == "cpu")
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    leaves = [leaf.whole() if isinstance(leaf, Pair) else leaf for leaf in _leaves(x)]
+    leaves = [leaf.whole() if _is_pair(leaf) else leaf for leaf in tree_leaves(x, is_leaf=_is_pair)]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Parts(NamedTuple):
-    """A result (B,...) that a kernel leaves in parts (B,k,...) that add up to it, for the next one."""
+    """A result (B,m) that a kernel may leave in parts (B,k,m) that add up to it, for the next one."""
 
     parts: Tensor
 
     def dense(self) -> Tensor:
         """Return it."""
-        return self.parts.sum(dim=1)
+        return self.parts.sum(dim=1) if self.parts.ndim == 3 else self.parts
 
 
 def flat(results: Any) -> list[Tensor]:
@@ -170,25 +167,10 @@ def numbers(device: torch.device, seed: int = 0) -> Draw:
     return draw
 
 
-def arithmetic(t: Operand) -> torch.dtype:
-    """Return the dtype of a tensor, or that of which a pair holds the halves."""
-    return torch.float32 if isinstance(t, Pair) else t.dtype
-
-
-def precision_of(inputs: Inputs) -> str:
-    """Return the precision whose stages take such inputs: pairs are of balanced ones alone."""
-    return "balanced" if has_pair(inputs) else "faithful"
-
-
 def call(name: str, *arguments: str) -> Bind:
-    """Return what binds the primitive ``name`` to these inputs in order, None if not there, and to all others by name.
+    """Return what binds the operation ``name`` to these inputs in order, None if not there, and the others by name."""
 
-    A bucket's I/O gives gradients G in the weights' dtype to Triton alone, to others in the arithmetic one.
-    """
-
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
-        if "G" in i and ops.name != "triton":
-            i = i | {"G": i["G"].to(arithmetic(i["U"]))}
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], Any]:
         given = [i.get(key) for key in arguments]
         rest = {key: value for key, value in i.items() if key not in arguments}
         return lambda: getattr(ops, name)(*given, **rest)
@@ -199,7 +181,7 @@ def call(name: str, *arguments: str) -> Bind:
 def over(form: Callable[..., Any], kernel: Callable[..., Any] | None = None) -> Bind:
     """Return what binds a form, called with the primitives and all inputs by name; for Triton a kernel without them."""
 
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], Any]:
         return partial(kernel, **i) if kernel and ops.name == "triton" else partial(form, ops, **i)
 
     return bind
@@ -258,20 +240,18 @@ class Expected:
     wrong: str
 
 
-def expect(case: Case, fresh: Callable[[], Inputs], split: bool = False) -> Expected:
-    """Compute what to compare with; ``fresh`` makes the inputs, always the same, ``split`` as of Case.reference."""
-    truth, wrong = case.reference(doubled(fresh())), ""
+def expect(case: Case, fresh: Callable[[], Inputs]) -> Expected:
+    """Compute what to compare with; ``fresh`` makes the inputs, always the same."""
+    i, wrong = doubled(fresh()), ""
+    truth = flat(case.plain(i) if case.plain else case.bind(i, torch_form(i))())
     if case.plain:
         i = doubled(fresh())
         wrong = gate.disagreement(flat(case.bind(i, torch_form(i))()), truth, AGREE)
-    return Expected(truth, case.reference(fresh(), split), wrong)
+    return Expected(truth, case.reference(fresh()), wrong)
 
 
-def complaint(
-    case: Case, ops: ProKLShampooStages | None, fresh: Callable[[], Inputs], expected: Expected | None = None
-) -> str:
+def complaint(case: Case, ops: Algebra | None, fresh: Callable[[], Inputs], expected: Expected | None = None) -> str:
     """Say what is wrong with the case over a backend's primitives, None for its plain form; "" if nothing is."""
-    results = case.bind(fresh(), ops)() if ops else None
-    expected = expected or expect(case, fresh, has_pair(results))
-    found = flat(results) if ops else expected.usual
+    expected = expected or expect(case, fresh)
+    found = flat(case.bind(fresh(), ops)()) if ops else expected.usual
     return gate.complaint(found, expected.usual, expected.truth) or expected.wrong

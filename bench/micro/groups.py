@@ -1,7 +1,7 @@
 """What the microbenchmarks time: groups of forms on one bucket of weights, and the rows of what was measured.
 
 A group is an operation on the weights of one shape: its plain form, ours over every backend that is fit for the device,
-and what KL-Shampoo does in its place. On a GPU there are also the kernels, each beside its PyTorch form.
+and what KL-Shampoo does in its place. On a GPU there are also the kernels, each beside its PyTorch form in float32.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch
 from bench import rows
 from bench.micro.case import Case, Dtypes, Sizes
 from bench.micro.kernels import KERNELS, PRIMITIVES
-from bench.micro.stages import STAGES
 from bench.shapes import ParameterSet
 from bench.timing.entries import backends
 from prokl import ops
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.shapes import effective_rank
-from prokl.algorithm.stages import ProKLShampooStages
 from prokl.backends.select import select
 
 PLAIN, OURS, KL = "plain", "pro-klshampoo", "kl-shampoo"
@@ -43,9 +42,9 @@ class Form:
     backend: str
     case: Case
 
-    def primitives(self, device: torch.device) -> ProKLShampooStages | None:
-        """Return the backend's primitives, as exact as float32; None for the plain form. Pairs have own cases."""
-        return None if self.name == PLAIN else select(self.backend, device, "faithful").stages[OURS]
+    def primitives(self, device: torch.device) -> Algebra | None:
+        """Return the backend's operations of the case's precision; None for the plain form."""
+        return None if self.name == PLAIN else select(self.backend, device, self.case.precision).ops
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class Group:
 
 
 def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
-    """Return stages and primitives on all buckets of the sets at their largest rank; on a GPU the kernels besides."""
+    """Return the primitives on all buckets of the sets at their largest rank; on a GPU the kernels besides."""
     buckets: dict[Sizes, list[str]] = {}
     for s in sets:
         for (m, n), count in s.oriented.items():
             buckets.setdefault(Sizes(count, m, n, effective_rank(s.ranks[-1], m, n)), []).append(s.name)
-    cases = (*STAGES, *PRIMITIVES, *(KERNELS if device.type == "cuda" else ()))
+    cases = (*PRIMITIVES, *(KERNELS if device.type == "cuda" else ()))
     return [Group(case, s, d, tuple(names)) for case in cases for s, names in buckets.items() for d in case.timed]
 
 
@@ -87,7 +86,7 @@ def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:
     if form.case.polar and d.polar != d.weights:
         dtype += f", Newton-Schulz {str(d.polar).removeprefix('torch.')}"
     notes = [form.case.name] if form.name == KL else []
-    if form.name == OURS and form.case.name in ("track subspace", "refresh eigenbases"):
+    if form.name == OURS and form.case.name in ("track", "refresh"):
         notes.append(f"QR by {ops.explain_qr(device, form.backend)}")
     who = {"case": g.name, "optimizer": form.name, "backend": form.backend, "rank": s.r}
     what = {"metric": "time", "unit": "ms", "dtype": dtype, "shapes": f"{s.B}x{s.m}x{s.n}"}

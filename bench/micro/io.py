@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.micro.case import Bind, Case, Draw, Dtypes, Inputs, Sizes, tensors
-from prokl.algorithm.algebra import Direction
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
-from prokl.algorithm.stages import ProKLShampooStages
+from prokl.algorithm.types import Direction
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot, TorchIO
 from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
@@ -23,12 +23,12 @@ from prokl.kernels import apply, stack, store, usable
 LR, WEIGHT_DECAY = 1e-3, 0.1
 FACTORS = ("X mn polar", "scale .", "left mr", "right nr", "active .?")
 """Of a direction, and which matrices step."""
-STATE = {"U": "nr", "L": "mm", "S": "rr", "Q_L": "mm", "Q_S": "rr"}
-STATE |= {"M": "mn", "R": "nn", "inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
+STATE = {"M_Q": "mn", "U": "nr", "L_Q": "mm", "S": "rr", "R_Q": "nn", "Q_L": "mm", "Q_S": "rr", "Q_R": "nn"}
+STATE |= {"inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
 STATE |= dict.fromkeys(("inv_sqrt_mu", "clipped", "lambda_0"), ".")
 """Sides of what a step stores."""
-KL_STEPPED = "M L R inv_sqrt_lambda_L inv_sqrt_lambda_R clipped lambda_0"
-STEPPED = "U L S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu clipped lambda_0"
+KL_STEPPED = "M_Q L_Q R_Q inv_sqrt_lambda_L inv_sqrt_lambda_R clipped lambda_0"
+STEPPED = "U L_Q S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu clipped lambda_0"
 """In the order of the state."""
 
 
@@ -43,7 +43,7 @@ def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, 
     return inputs
 
 
-def io(i: Inputs, ops: ProKLShampooStages, mode: str = "plain") -> BucketIO:
+def io(i: Inputs, ops: Algebra, mode: str = "plain") -> BucketIO:
     """Return a bucket's I/O on these weights, which are their own gradients; ``mode`` rounds bfloat16 ones."""
     parameters = [torch.nn.Parameter(W, requires_grad=False) for W in i["weights"]]
     for p, W in zip(parameters, i["weights"], strict=True):
@@ -61,7 +61,7 @@ def io(i: Inputs, ops: ProKLShampooStages, mode: str = "plain") -> BucketIO:
 def stack_case(name: str, negate: bool, **fields: Any) -> Case:
     """Return what gathers gradients, with the other sign or not."""
 
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], Any]:
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], Any]:
         own, W = io(i, ops), i["weights"][0]
         skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
         return lambda: own.gather(negate, skipped).G.to(W.dtype)
@@ -72,7 +72,7 @@ def stack_case(name: str, negate: bool, **fields: Any) -> Case:
 def usable_case(name: str, **fields: Any) -> Case:
     """Return what judges a stack of matrices, all of one member, by energies (B,r) in parts."""
 
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Tensor]]:
         energy: Tensor = i["energy"]
         B, device = len(energy), energy.device
         starts = torch.tensor([0, B], device=device)
@@ -95,7 +95,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
     specs = [f"{key} {STATE[key]} {'arithmetic' if STATE[key] == '.' else 'momentum'}" for key in keys.split()]
     specs += [f"new_{spec.rpartition(' ')[0]}" for spec in specs] + [f"{mask} .?" for mask in masks]
 
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Tensor]]:
         slots = []
         for key in keys.split():
             to, value, own = i[key], i[f"new_{key}"], masks[:1] if key in ALWAYS_MOVE else masks
@@ -111,7 +111,7 @@ def store_case(name: str, keys: str, masks: str, **fields: Any) -> Case:
 
 
 def _apply(mode: str = "plain", **decay: bool) -> Bind:
-    def bind(i: Inputs, ops: ProKLShampooStages) -> Callable[[], list[Tensor]]:
+    def bind(i: Inputs, ops: Algebra) -> Callable[[], list[Tensor]]:
         own, direction = io(i, ops, mode), Direction(*(i.get(spec.split()[0]) for spec in FACTORS[:4]), **decay)
 
         def run() -> list[Tensor]:

@@ -15,14 +15,15 @@ from torch.optim import Optimizer
 
 from bench import rows
 from bench.optimizers import OPTIMIZERS, arguments
-from bench.rivals import CapturedMuon, Float32Muon, package
+from bench.rivals import BatchedMuon, CapturedMuon, Float32Muon, package
 from bench.shapes import ParameterSet
 from prokl import ops
 
 PERIOD = 10
 """Steps of a period, one of which refreshes: the default of both methods, and of the peers that have a period."""
-CAPTURED = "Muon in a CUDA graph"
-"""torch's Muon with its step captured by hand: ratios of a GPU are to it, as the host bounds Muon's own step there."""
+CAPTURED, BATCHED = "Muon in a CUDA graph", "batched Muon in a CUDA graph"
+"""torch's Muon with its step captured by hand, as the host bounds it on a GPU; and the same in batches, which takes
+least: ratios of a GPU are to it, of rows that lack it to the other."""
 EAGER = "without CUDA graphs"
 """Note of an optimizer whose steps are launched one by one."""
 
@@ -122,6 +123,8 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         found.append(replace(graphed, settings=(*graphed.settings, ("cuda_graphs", False)), note=EAGER))
         note = "torch.optim.Muon, its step captured in a CUDA graph by hand"
         found.append(replace(muon(torch.bfloat16), optimizer=CAPTURED, make=CapturedMuon, note=note))
+        note = "torch.optim.Muon's step of all weights of a shape at once, captured in a CUDA graph by hand"
+        found.append(replace(muon(torch.bfloat16), optimizer=BATCHED, make=BatchedMuon, note=note))
     return found
 
 

@@ -1,11 +1,11 @@
 """Times whole optimizer steps beside Muon's, AdamW's and other packages'.
 
-Refreshes are amortised over periods of ten steps. The optimizers take turns, period by period, for about a second
-each. Newton-Schulz is in bfloat16 with two rows in float32, or in float32 alone on a CPU that would emulate bfloat16;
-ratios are to torch.optim.Muon with the same one. On a GPU the steps are replayed from CUDA graphs, but for one row, and
-Muon is measured once more with its step captured by hand. The reference, weight by weight, is measured on a CPU, at the
-largest rank only. Nothing is reported of an optimizer that does not go where the reference goes, or whose weights end
-not finite. A peer that cannot run gets a row that says why; what is this package's and fails is wrong.
+Refreshes are amortised over periods of ten steps. The optimizers take turns, period by period, for about a second each.
+Newton-Schulz is in bfloat16 with two rows in float32, or in float32 alone on a CPU that would emulate bfloat16; ratios
+are to torch.optim.Muon with the same one. On a GPU the steps are replayed from CUDA graphs, but for one row, and Muon
+is measured twice more with its step captured by hand, once in batches. The reference, weight by weight, is measured on
+a CPU, at the largest rank only. Nothing is reported of an optimizer that does not go where the reference goes, or whose
+weights end not finite. A peer that cannot run gets a row that says why; what is this package's and fails is wrong.
 """
 
 import statistics

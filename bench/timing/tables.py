@@ -7,11 +7,12 @@ from pandas import DataFrame, Series
 from bench.markdown import figure, table
 from bench.optimizers import label
 from bench.shapes import SETS
-from bench.timing.entries import CAPTURED, EAGER
+from bench.timing.entries import BATCHED, CAPTURED, EAGER
 
 MAIN = (
     "Muon",
     CAPTURED,
+    BATCHED,
     "Pro-KLShampoo, r = 32",
     "Pro-KLShampoo, r = 128",
     "KL-Shampoo",
@@ -38,24 +39,29 @@ def timed(rows: DataFrame) -> DataFrame:
     return rows[(rows["metric"] == "step") & rows["model"].isin(SETS) & rows["median"].notna()] if len(rows) else rows
 
 
-def ratios(run: DataFrame) -> list[float]:
-    """Return ratios to Muon in the same dtype; on a GPU to CAPTURED, NaN where Newton-Schulz is in another dtype."""
-    captured = run[run["optimizer"] == CAPTURED]
-    if captured.empty:
-        return list(run["ratio"])
+def ratios(run: DataFrame) -> tuple[str, list[float]]:
+    """Return what ratios are to, and the ratios: Muon in the same dtype; on a GPU BATCHED, CAPTURED where it is not.
+
+    There they are NaN where Newton-Schulz is in another dtype.
+    """
+    base = next((name for name in (BATCHED, CAPTURED) if (run["optimizer"] == name).any()), "")
+    if not base:
+        return "Muon", list(run["ratio"])
+    captured = run[run["optimizer"] == base]
     of, dtypes = (captured.set_index("model")[key] for key in ("median", "dtype"))
     other = run["optimizer"].isin(OWN) & (run["dtype"] != run["model"].map(dtypes))
-    return list((run["median"] / run["model"].map(of)).mask(other))
+    return base, list((run["median"] / run["model"].map(of)).mask(other))
 
 
 def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
     """Return milliseconds a step and :func:`ratios`, of these optimizers or of all that ran."""
     run = timed(rows)
     usual = next(iter(run.loc[run["optimizer"] == "muon", "dtype"]), "")  # of the most rows
-    cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], ratios(run), strict=True)]
-    base = CAPTURED if (run["optimizer"] == CAPTURED).any() else "Muon"
+    base, found = ratios(run)
+    cells = [f"{figure(ms, 1)} ({figure(ratio, 2)})" for ms, ratio in zip(run["median"], found, strict=True)]
     run = run.assign(name=[name(row, usual) for _, row in run.iterrows()], cell=cells)
     wide = run.pivot(index="name", columns="model", values="cell")
     sets = [s for s in SETS if s in wide]
-    wide = wide.reindex(index=names or run["name"].unique(), columns=sets).astype(object).fillna("-")
+    shown = [own for own in names or run["name"].unique() if own != BATCHED or own in wide.index]
+    wide = wide.reindex(index=shown, columns=sets).astype(object).fillna("-")
     return table(wide.rename_axis(columns=None).rename_axis(f"ms a step (ratio to {base})").reset_index(), 1)

@@ -1,10 +1,11 @@
 """What a gradient may do to a projected state, and the eigenvalues that it leaves: Algorithm 2 (3) bounded.
 
-All of it follows from two sums of squares of A = Q_L^T G~ Q_S and from the energies beside the subspace: by its rows,
-ell_i = sum_j A_ij^2 a_S,j^2, and by its columns, rho_j = sum_i a_L,i^2 A_ij^2 / m. The whitened sizes, which the
-decision goes by, are a_L^2 ell and a_S^2 rho; the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of float32 may
-leave its range, so that they are in float64; beside the matrix products that costs little. On a device without float64
-they are in float32, of a gradient in units in which they stay within its range.
+In the eigenbasis of L the gradient is G' = Q_L^T G, G~ = G' U. All of it follows from two sums of squares of
+A = G~ Q_S and from the energies of rows beside the subspace: by its rows, ell_i = sum_j A_ij^2 a_S,j^2, and by its
+columns, rho_j = sum_i a_L,i^2 A_ij^2 / m. The whitened sizes, which the decision goes by, are a_L^2 ell and a_S^2 rho;
+the eigenvalue EMAs take c^2 ell and c^2 rho. Squares of float32 may leave its range, so that they are in float64;
+beside the matrix products that costs little. On a device without float64 they are in float32, of a gradient in units in
+which they stay within its range.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -14,11 +15,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Admitted, Roots, State, clipped_ema, damp
 from prokl.algorithm.evidence import Sizes, in_range, judge, norm
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling, widest
+from prokl.algorithm.types import Admitted, Roots, State
+
+
+def damp(s: Tensor, eps: Tensor) -> Tensor:
+    """Return 1/(sqrt(lambda) + eps) from s = lambda^-1/2 (Algorithm 2, (P2)); s (B,k) or (B,), eps (B,)."""
+    return s / (1 + (eps if s.ndim == 1 else eps[:, None]) * s)
+
+
+def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
+    """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2, broadcast to the shape of s."""
+    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
 
 
 def inverse_roots(state: State) -> Roots:
@@ -75,7 +86,7 @@ def whitened_sizes(ell: Tensor, rho: Tensor, e_res: Tensor, unit: Tensor, a: Roo
 def whitened_size(A: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Tensor:
     """Return the whitened size (B,) that the decision goes by."""
     a = damped(inverse_roots(state), damping(state, h))
-    e_res = e_res.to(a.mu.dtype)
+    e_res = (e_res.sum(dim=1) if e_res.ndim == 3 else e_res).to(a.mu.dtype)
     A, e_res, unit = in_units(A, e_res, a)
     return whitened_sizes(*row_and_column_energies(A, a), e_res, unit, a, n).overall
 
@@ -85,7 +96,7 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
 
     Args:
         s: undamped, clipped inverse roots before the step.
-        ell: r ldiag (B,m). rho: rdiag (B,r). e_res: diagonal of Q_L^T G_perp G_perp^T Q_L (B,m).
+        ell: r ldiag (B,m). rho: rdiag (B,r). e_res: energies of the rows of G_perp (B,m).
         eps: damping (B,). factor: of the ceilings (B,).
         h: hyper-parameters. n: long side, above r.
 
@@ -100,9 +111,10 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
     return Roots(s_L, s_S, clipped_ema(s.mu, tail, h.beta2, ceiling(n) * factor))
 
 
-def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
-    """Decide about a gradient and average the eigenvalues; see :mod:`prokl.algorithm.stages`."""
+def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+    """Decide about a gradient and average the eigenvalues; see :meth:`prokl.algorithm.algebra.Algebra.admit`."""
     dtype, m = A.dtype, A.shape[-2]
+    e_res = e_res.sum(dim=1) if e_res.ndim == 3 else e_res
     s, eps = inverse_roots(state), damping(state, h)
     a, factor = damped(s, eps), ceiling_factor(state).to(eps.dtype)
     energy = e_res.to(eps.dtype).sum(dim=-1)
@@ -112,7 +124,7 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     changed: State = {}
     used, c = a, torch.ones_like(eps)
     if h.clip_threshold is not None:
-        rms = (norm(QtG).square() + energy).div(m * n).sqrt()
+        rms = (norm(G_tilde).square() + energy).div(m * n).sqrt()
         verdict = judge(whitened_sizes(ell, rho, e_res, unit, a, n), rms, state, h)
         scale, bounded, changed = verdict.scale, verdict.bounded, verdict.changed
         used, c = Roots(a.L * verdict.rows, a.S * verdict.columns, a.mu), verdict.scale.to(eps.dtype)
@@ -121,7 +133,8 @@ def admit(A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int)
     s = averaged(s, ell, rho, e_res, eps, factor, h, n)
     a = damped(s, eps)
     if h.clip_threshold is not None:
-        evident = verdict.evident & in_range(s, n, state["M"].dtype)
+        evident = verdict.evident & in_range(s, n, state["M_Q"].dtype)
     tail = (1 - h.beta2) / n * (a.mu * c).square()
-    used, s, a = (Roots(*(t.to(dtype) for t in roots)) for roots in (used, s, a))
-    return Admitted(scale, used, s, a, tail.to(dtype), changed, bounded, evident)
+    c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
+    used, s = (Roots(*(t.to(dtype) for t in roots)) for roots in (used, s))
+    return Admitted(scale, used, s, c_L, c_S, tail.to(dtype), changed, bounded, evident)

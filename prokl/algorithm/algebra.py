@@ -1,152 +1,277 @@
-"""The algebra over which the batched steps are written, and the direction that they lead to.
+"""The operations over which the steps are written, on a batch of B matrices of any strides, in plain PyTorch.
 
-A backend implements :class:`Algebra`; the stages call nothing else but each other and elementwise PyTorch.
+A backend overrides an operation by what computes the same faster. The steps call nothing else but elementwise PyTorch.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-State = dict[str, Tensor]
-"""Stacked state of B matrices; keys as in :mod:`prokl.algorithm.reference`."""
-Scale = float | Tensor
-"""A number, or one for each matrix (B,)."""
-Factor = Any
-"""A matrix as the products of a backend take it: a tensor, or what the backend has made of one. It has an ``mT``."""
+from prokl.algorithm import admission, evidence, qr
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.shapes import widest
+from prokl.algorithm.types import Admitted, Factor, Scale, State
+
+PANEL, PANELS = 64, 8
+"""Least rows, and most number, of the panels of a symmetric product that are computed, up to the diagonal: on a CPU,
+with products in float32 and float64. Measured (AMD EPYC, one thread, float32, 192 to 1024 rows): panels of 64 and of an
+eighth took 0.6 to 0.9 of the full product's time, others of 32 to 192 rows hardly less or more; in bfloat16 panels took
+longer than the full product."""
 
 
-class Roots(NamedTuple):
-    """Inverse square roots of the eigenvalues of a projected state."""
-
-    L: Tensor
-    """Of lambda_L (B,m)."""
-    S: Tensor
-    """Of lambda_S (B,r)."""
-    mu: Tensor
-    """Of mu_perp (B,)."""
+def _panels(m: int) -> Iterator[slice]:
+    """Yield the rows of every panel."""
+    rows = max(PANEL, -(-m // PANELS))
+    for start in range(0, m, rows):
+        yield slice(start, min(start + rows, m))
 
 
-class Admitted(NamedTuple):
-    """What one gradient a matrix may do, and the eigenvalues that it leaves."""
-
-    scale: Tensor | None
-    """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by; None for 1 without a bound."""
-    used: Roots
-    """Damped inverse roots before the step, as the direction takes them."""
-    s: Roots
-    """Undamped, clipped inverse roots after it: the new state."""
-    a: Roots
-    """The same, damped, for the factors' EMAs and the tracking."""
-    tail: Tensor
-    """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
-    changed: State
-    """For "auto" the new lambda_0 (B,); empty without a bound."""
-    bounded: Tensor | None
-    """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
-    evident: Tensor | None
-    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays. None for True."""
+def per_matrix(scale: Scale) -> Scale:
+    """Return a scale so that it broadcasts over matrices."""
+    return scale[:, None, None] if isinstance(scale, Tensor) else scale
 
 
-@dataclass(frozen=True)
-class Direction:
-    """The direction D = scale X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
+class Algebra:
+    """The operations in PyTorch: for a CPU, for a GPU without Triton, and to test kernels by.
 
-    X: Tensor | None
-    """(B,m,n) in any floating dtype; None when the direction is left right^T alone."""
-    scale: Tensor | None = None
-    """(B,); None is 1."""
-    left: Tensor | None = None
-    """(B,m,r) in the arithmetic dtype, or with ``right`` in a lower one; None is zero."""
-    right: Tensor | None = None
-    """(B,n,r), with ``left``."""
-    decay_after: bool = False
-    """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
-    cautious_decay: bool = False
-    """True if it acts only where D and the weight that it acts on do not differ in sign."""
+    Args:
+        host_readable: True if reading a value on the host costs nothing (a CPU); QR is then LAPACK's Householder,
+            which elsewhere would factor one matrix after another.
+    """
 
-    def dense(self) -> Tensor:
-        """Return D (B,m,n), in the arithmetic dtype."""
-        if self.X is None:
-            assert self.left is not None and self.right is not None
-            dtype = torch.promote_types(self.left.dtype, torch.float32)
-            return self.left.to(dtype) @ self.right.to(dtype).mT
-        D = self.X
-        if self.scale is not None:
-            wide = D.to(self.scale.dtype)  # the arithmetic dtype
-            D = wide * self.scale[:, None, None] if wide is D else wide.mul_(self.scale[:, None, None])
-        if self.left is None:
-            return D
-        assert self.right is not None
-        add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
-        return add(D, self.left.to(D.dtype), self.right.to(D.dtype).mT)
-
-
-def damp(s: Tensor, eps: Tensor) -> Tensor:
-    """Return 1/(sqrt(lambda) + eps) from s = lambda^-1/2 (Algorithm 2, (P2)); s (B,k) or (B,), eps (B,)."""
-    return s / (1 + (eps if s.ndim == 1 else eps[:, None]) * s)
-
-
-def clipped_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor) -> Tensor:
-    """Return min((beta2 lambda + (1-beta2) statistic)^-1/2, limit) with lambda = s^-2, broadcast to the shape of s."""
-    return torch.minimum((beta2 * s**-2 + (1 - beta2) * statistic).rsqrt(), limit)
-
-
-def refreshed(qr: Callable[[Tensor, Tensor], Tensor], F: Tensor, Q: Tensor, rows: Tensor | None) -> Tensor:
-    """Return Q (B,k,k) in whose place ``rows``, or all, have ``qr`` of a factor F (B,k,k) and it; Q itself stays."""
-    return qr(F, Q) if rows is None else Q.index_copy(0, rows, qr(F[rows], Q[rows]))
-
-
-class Algebra(Protocol):
-    """One backend's operations on a batch of B matrices, which take any strides."""
-
-    name: str
+    name = "torch"
     """As in ``backend=``."""
+
+    def __init__(self, host_readable: bool) -> None:
+        self.host_readable = host_readable
+
+    # Products.
+
+    def operand(self, t: Tensor) -> Factor:
+        """Return a large factor as products take it, for several of them."""
+        return t
+
+    def operands(self, x: Tensor, y: Tensor) -> tuple[Factor, Factor]:
+        """Return two factors as :meth:`operand` does."""
+        return self.operand(x), self.operand(y)
+
+    def rounded(self, factor: Factor) -> Tensor:
+        """Return a factor as the low-rank part of an orthogonalised direction takes it."""
+        t: Tensor = factor
+        return t
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha left right + beta C: (B,m,k), (B,k,n), (B,m,n)."""
-        ...
+        if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+            D = (left @ right).mul_(per_matrix(alpha))
+            return D if C is None else D.add_(C if isinstance(beta, float) and beta == 1 else C * per_matrix(beta))
+        if C is not None:
+            return torch.baddbmm(C, left, right, beta=beta, alpha=alpha)
+        D = left @ right
+        return D if alpha == 1 else D.mul_(alpha)
 
     def symmetric_product(
         self, A: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
         """Return alpha A A^T + beta C: (B,m,k), symmetric (B,m,m)."""
-        ...
+        return self.symmetric_polynomial(A, A, C=C, alpha=alpha, beta=beta)
 
     def symmetric_polynomial(
-        self, left: Tensor, right: Tensor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
+        self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
     ) -> Tensor:
-        """Return alpha left right + beta C for symmetric (B,m,m) that commute, as polynomials of one matrix do."""
-        ...
+        """Return alpha left right^T + beta C (B,m,m) where that is symmetric, as of polynomials of one matrix.
 
-    def spectral(self, Q: Tensor, a: Tensor) -> Factor:
-        """Return Q diag(a) Q^T: (B,m,m), (B,m) not negative, symmetric (B,m,m)."""
-        ...
+        A CPU computes the panels up to the diagonal, unless a thin factor's product takes little but the writing.
+        """
+        pays = min(left.shape[-2:]) > PANEL and left.dtype in (torch.float32, torch.float64)
+        if not (self.host_readable and pays):
+            return self.product(left, right.mT, C=C, alpha=alpha, beta=beta)
+        m = left.shape[-2]
+        D = left.new_empty((left.shape[0], m, m))
+        for rows in _panels(m):
+            C_panel = None if C is None else C[:, rows, : rows.stop]
+            # A result of its own: batched BLAS takes no strided one.
+            panel = self.product(left[:, rows], right[:, : rows.stop].mT, C=C_panel, alpha=alpha, beta=beta)
+            D[:, rows, : rows.stop] = panel
+            D[:, : rows.start, rows] = panel[:, :, : rows.start].mT
+        return D
 
-    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Q^T L Q, symmetric, and L Q (B,m,m) for symmetric L and any Q (B,m,m)."""
-        ...
+    # Newton-Schulz.
 
-    def diagonal(self, Q: Tensor, E: Tensor) -> Tensor:
-        """Return the diagonal of Q^T E Q (B,m) for positive semi-definite E: not negative."""
-        ...
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T: (B,m,k), (B,) or None for 1, symmetric (B,m,m)."""
+        return self.symmetric_product(X, alpha=1.0 if scale is None else scale.square())
 
-    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
-        """Return Q of qr(V) for V = Phi U (B,n,r), Phi positive semi-definite, K = U^T V, U orthonormal columns."""
-        ...
+    def shifted_polynomial(
+        self, left: Tensor, right: Tensor, /, *, C: Tensor, alpha: float, beta: float, shift: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return D as :meth:`symmetric_polynomial` does, and D + shift I."""
+        D = self.symmetric_polynomial(left, right, C=C, alpha=alpha, beta=beta)
+        shifted = D.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return D, shifted
 
-    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q of qr(L Q) for symmetric L and an orthogonal basis Q (B,m,m)."""
-        ...
+    # Pro-KLShampoo's passes over m x n, all in the eigenbasis of L.
 
-    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
+    def projections(self, G: Tensor, M: Tensor, U: Factor) -> tuple[Tensor, Tensor]:
+        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
+        return self.product(G, U), self.product(M.to(G.dtype), U)
+
+    def residual(self, G: Tensor, G_tilde: Tensor, U: Factor) -> tuple[Factor, Tensor]:
+        """Return G_perp = G - G~ U^T (B,m,n), and its rows' energies: (B,m), or parts (B,k,m) that add up.
+
+        The difference is formed explicitly: that of Gram matrices loses accuracy as U captures more of the energy (in
+        float32, 64 x 256 and r = 32: 2.7, 13 and 50 times the error at 50, 90 and 99 %).
+        """
+        G_perp = self.product(G_tilde, U.mT, C=G, alpha=-1.0)
+        return self.operand(G_perp), self.row_norms(G_perp).square()
+
+    def admit(self, A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+        """Decide about a gradient by its whitened sizes, and do the eigenvalue EMA of what is left of it.
+
+        Algorithm 2 (3) with :mod:`prokl.algorithm.evidence`.
+
+        Args:
+            A: G~ Q_S (B,m,r). G_tilde: (B,m,r). e_res: of :meth:`residual`.
+            state: before the step.
+            h: hyper-parameters; without ``clip_threshold`` nothing is decided.
+            n: long side, above r.
+        """
+        return admission.admit(A, G_tilde, e_res, state, h, n)
+
+    def combined(
+        self, x: Tensor, alpha: float = 1.0, y: Tensor | None = None, beta: float = 1.0, scale: Tensor | None = None
+    ) -> Factor:
+        """Return scale alpha x + beta y, as products take it; scale (B,) or (B,m), None for 1; y None for 0."""
+        D = x * (alpha if scale is None else (alpha * scale).reshape(x.shape[0], -1, 1))
+        return self.operand(D if y is None else torch.add(D, y, alpha=beta))
+
+    def momentum(
+        self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
+    ) -> tuple[Tensor, Factor | None, Tensor | None]:
+        """Do M <- mu M + g c G and, with G^ = a c G + b M, X = diag(a_L) (G^ - G^par U^T).
+
+        Args:
+            G: (B,m,n), overwritten. M: (B,m,n), overwritten save the rows of it that are not ``active``.
+            G_par: G^ U (B,m,r). U: (B,n,r).
+            admitted: c and a_L of it. h: hyper-parameters.
+            active: (B,) bool, the matrices that step; None: all.
+
+        Returns:
+            M; X; and a factor (B,) beside X, 1 / ||X||, None for 1. Newton-Schulz takes X in its own dtype. X is None
+            where the complement takes no part in the direction. The factor, or X, is 0 where the residual may be
+            rounding alone or X vanishes: Newton-Schulz would inflate it to a full step.
+        """
+        (g, a, b), stored, dtype, c = h.gradient_weights, M.dtype, G.dtype, admitted.scale
+        if c is not None:
+            G = G.mul_(per_matrix(c))
+        if active is not None or stored != dtype:
+            M = M.to(dtype, copy=True)
+        M = torch.add(G, M, alpha=h.momentum, out=M) if g == 1 else M.mul_(h.momentum).add_(G, alpha=g)
+        if h.variant not in COMPLEMENT_VARIANTS:
+            return M, None, None
+        G_hat = torch.add(G if a == 1 else G.mul_(a), M, alpha=b, out=G) if a else torch.mul(M, b, out=G)
+        X = G_hat.baddbmm_(G_par, U.mT, alpha=-1)
+        rows, a_L = self.row_norms(X), admitted.used.L
+        norm, size, captured = (evidence.norm(t, -1) for t in (rows * a_L, rows, self.row_norms(G_par)))
+        negligible = size <= self.noise(U.shape[-2], dtype, stored) * torch.hypot(size, captured)
+        # What rounding leaves of squares below the smallest normal number does not normalise X.
+        inverse = torch.where(negligible | (norm < torch.finfo(dtype).tiny ** 0.5), 0.0, 1 / norm)
+        if h.variant not in POLAR_VARIANTS:
+            return M, self.operand(X.mul_(a_L[:, :, None])), inverse.to(dtype)
+        return M, X.mul_((inverse[:, None] * a_L).to(dtype)[:, :, None]).to(h.polar_dtype(X)), None
+
+    def bounded_rows(
+        self, t: Tensor, rows: Tensor, largest: float, bounded: Tensor | None
+    ) -> tuple[Factor, Tensor | None]:
+        """Return diag(rows) t (B,m,k), brought down to the norm ``largest`` where it is beyond, and where it was.
+
+        The latter is ``bounded`` (B,), bool, set there, too; where that is None nothing is brought down. Norms are in
+        float64 where there is one: squares of whitened float32 may overflow.
+        """
+        t = t * rows[:, :, None]
+        if bounded is None:
+            return self.operand(t), None
+        factor = evidence.clip_factor(evidence.norm(t), largest)
+        return self.operand(t * per_matrix(factor.to(t.dtype))), bounded | (factor < 1)
+
+    def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
+        """Return the size of X - (X U) U^T, over that of X, up to which it may be rounding alone.
+
+        Kernels add X U up in tiles of 16 of the n rows of U or more, each time within half a unit in the last place,
+        eps / 2 or less, of a whole that grows from zero: within n / 64 eps in all, where the tiles are alike. Where U
+        is stored in less, what it loses there, twice, up to half a unit in the last place each.
+        """
+        return max(self.rounding(dtype), n / 64 * torch.finfo(dtype).eps, torch.finfo(stored).eps)
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Return what the products' own roundings may leave: a hundred of them."""
+        return 100 * torch.finfo(dtype).eps
+
+    def row_norms(self, t: Tensor) -> Tensor:
+        """Return the norms (B,m) of rows in the widest dtype: on a CPU in that of t, unless squares leave its range.
+
+        PyTorch would write t once more in the wider dtype there.
+        """
+        if self.host_readable and t.dtype == torch.float32:
+            norms, info = torch.linalg.vector_norm(t, dim=-1), torch.finfo(t.dtype)
+            least = (t.shape[-1] * info.tiny / info.eps) ** 0.5  # what vanished is nothing beside it
+            sure = (norms > least) & norms.isfinite()
+            if bool(sure.all()) or not bool(t[~sure].any()):  # idle rows are zero
+                return norms.to(widest(t.device))
+        return evidence.norm(t, -1)
+
+    # Factorisations.
+
+    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
+        """Return Q (B,n,r) of qr(V) for V = alpha G_perp^T Y + U K.
+
+        V is Phi U with Phi positive semi-definite and K = U^T V, which makes a QR without Householder.
+
+        Args:
+            G_perp: (B,m,n), orthogonal to U. Y: (B,m,r).
+            K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
+        """
+        V = self.product(G_perp.mT, Y, C=self.product(U, K), alpha=alpha)
+        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, self.product)
+
+    def semidefinite_qr(self, L: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q and R of qr(L) for a positive semi-definite L (B,m,m).
+
+        On a CPU LAPACK's QR of 256 x 256 took as long as 5.4 products of that size (AMD EPYC, two cores), no more than
+        what the Cholesky form consists of.
+        """
+        if self.host_readable:
+            return qr.signed_qr(L)
+        Q = qr.cholesky_semidefinite(L, self.product)
+        return Q, self.product(Q.mT, L)
+
+    def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r)."""
-        ...
+        if self.host_readable:
+            return qr.householder_qr(self.product(S, Q))
+        return qr.cholesky_coordinates(S, Q, self.product)
+
+    def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Do (5) of a factor that is kept in its own basis: qr(F_w Q_F) = Q_F qr(F), as F_w Q_F = Q_F F.
+
+        From F, graded as it is, the QR leaves idle rows alone. What many products take from the orthonormality of Q_F a
+        step of Newton-Schulz's iteration gives back.
+
+        Args:
+            F: the factor in the basis, Q_F^T F_w Q_F (B,k,k). Q_F: orthonormal columns (B,k,k).
+
+        Returns:
+            Q = qr(F), by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.
+        """
+        Q, R = self.semidefinite_qr(F)
+        Q_F = self.product(Q_F, Q)
+        Q_F = self.product(Q_F, self.symmetric_product(Q_F.mT), C=Q_F, alpha=-0.5, beta=1.5)
+        return Q, Q_F, self.symmetric_polynomial(R, Q.mT)

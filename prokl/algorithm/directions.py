@@ -32,10 +32,16 @@ def preferred(d: int, c: int, device: torch.device) -> Tensor:
     return (E / torch.linalg.vector_norm(E, dim=0)).to(device)
 
 
-def householder_qr(A: Tensor) -> Tensor:
-    """Return Q (B,d,c) of A (B,d,c) by LAPACK or cuSOLVER, columns signed so that R's diagonal is non-negative."""
+def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative."""
     Q, R = torch.linalg.qr(A)
-    return Q * torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype).unsqueeze(-2)
+    signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
+    return Q * signs.unsqueeze(-2), R * signs.unsqueeze(-1)
+
+
+def householder_qr(A: Tensor) -> Tensor:
+    """Return Q (B,d,c) of :func:`signed_qr`."""
+    return signed_qr(A)[0]
 
 
 def cholesky_qr(A: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
   sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 3.6 times.
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
   step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
-* The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to.
+* The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to. It is
+  beyond where eigenvalues fall faster than the momentum: with momentum 0.99 and beta2 0.9, after a hundred gradients of
+  1e-4, a step without it was 2,120 usual ones; with momentum 0.9 and beta2 0.5 the fuzz met 1e6 and more.
 * A gradient of exactly zero teaches nothing and moves nothing, however many follow. Smaller ones are evidence, and what
   follows them is bounded.
 * lambda_0, the unit of an "auto" start's ceilings and damping, falls to UNITS times what gradients are, so that the
@@ -30,9 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import State
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import widest
+from prokl.algorithm.types import State
 
 UNITS = 100.0
 """How many times a gradient's root mean square lambda_0 may be: below that the ceilings, at least 10 a side, act on it
@@ -42,7 +44,7 @@ COHERENT = 2.0
 """Of the whitened momentum's bound. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
 where gradients did not differ at all, or without momentum; with 2 none was."""
 
-ALWAYS_MOVE = ("M", "clipped", "lambda_0")
+ALWAYS_MOVE = ("M_Q", "clipped", "lambda_0")
 """State that a gradient without evidence changes, too."""
 
 

@@ -43,8 +43,9 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
     """Make Pro-KLShampoo's state from the initialising gradient (Algorithm 2, "Initialization").
 
     With G = X diag(sigma) Y^T: U = Y[:, :r], Q_L = X (all m columns, which also fixes the null space of the
-    rank-r initial L), Q_S = I; L = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = G U. What X and Y are where G
-    leaves them open says :func:`prokl.algorithm.directions.singular_directions`.
+    rank-r initial L), Q_S = I; L_Q = (1-beta2)/r G~ G~^T, S = (1-beta2)/m G~^T G~ with G~ = X^T G U, as M and L are
+    kept in the basis Q_L. :func:`prokl.algorithm.directions.singular_directions` says what X and Y are where G leaves
+    them open.
 
     Args:
         G: finite, non-zero gradient, (..., m, n) with m <= n, float32 or float64.
@@ -54,20 +55,20 @@ def initialise(G: Tensor, rank: int, beta2: float, init_eigenvalue: InitEigenval
             and the ceilings scaled by lambda_0**-0.5, so that scaling G scales the whole state along.
 
     Returns:
-        M, U, L, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, clipped and, for "auto", lambda_0.
+        M_Q, U, L_Q, S, Q_L, Q_S, inv_sqrt_lambda_L, inv_sqrt_lambda_S, inv_sqrt_mu, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, U = singular_directions(G, rank)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
-    Gt = _wide(G) @ _wide(U)
+    Gt = _wide(X).mT @ (_wide(G) @ _wide(U))
     if auto:
         Gt = Gt * lambda_0.rsqrt()[..., None, None]
     state |= {
-        "M": torch.zeros_like(G),
+        "M_Q": torch.zeros_like(G),
         "U": U,
-        "L": ((1 - beta2) / rank * (Gt @ Gt.mT)).to(G.dtype),
+        "L_Q": ((1 - beta2) / rank * (Gt @ Gt.mT)).to(G.dtype),
         "S": ((1 - beta2) / m * (Gt.mT @ Gt)).to(G.dtype),
         "Q_L": X,
         "Q_S": torch.eye(rank, dtype=G.dtype, device=G.device).expand(*G.shape[:-2], rank, rank).clone(),
@@ -82,21 +83,22 @@ def initialise_kl(G: Tensor, beta2: float, init_eigenvalue: InitEigenvalue) -> d
     """Make KL-Shampoo's state from the initialising gradient: both factors whole.
 
     L = (1-beta2)/n G G^T and R = (1-beta2)/m G^T G with their descending eigenvectors, Q_L = X and Q_R = Y completed to
-    a basis. Arguments and "auto" as in :func:`initialise`.
+    a basis, in which both are kept. Arguments and "auto" as in :func:`initialise`.
 
     Returns:
-        M, L, R, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, clipped and, for "auto", lambda_0.
+        M_Q, L_Q, R_Q, Q_L, Q_R, inv_sqrt_lambda_L, inv_sqrt_lambda_R, clipped and, for "auto", lambda_0.
     """
     m, n = G.shape[-2:]
     X, Y = singular_directions(G, n)
     lambda_0 = start_eigenvalue(G, init_eigenvalue)
     auto = init_eigenvalue == "auto"
     state = {"clipped": torch.zeros_like(lambda_0)} | ({"lambda_0": lambda_0} if auto else {})
-    Gs = _wide(G) * lambda_0.rsqrt()[..., None, None] if auto else _wide(G)
+    Gs = _wide(X).mT @ _wide(G) @ _wide(Y)
+    Gs = Gs * lambda_0.rsqrt()[..., None, None] if auto else Gs
     state |= {
-        "M": torch.zeros_like(G),
-        "L": ((1 - beta2) / n * (Gs @ Gs.mT)).to(G.dtype),
-        "R": ((1 - beta2) / m * (Gs.mT @ Gs)).to(G.dtype),
+        "M_Q": torch.zeros_like(G),
+        "L_Q": ((1 - beta2) / n * (Gs @ Gs.mT)).to(G.dtype),
+        "R_Q": ((1 - beta2) / m * (Gs.mT @ Gs)).to(G.dtype),
         "Q_L": X,
         "Q_R": Y,
         "inv_sqrt_lambda_L": _start(lambda_0, m, m, auto),

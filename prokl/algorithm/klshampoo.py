@@ -1,42 +1,23 @@
-"""KL-Shampoo, both factors whole, for all weights of one oriented shape: its stages over the algebra, and its method.
+"""KL-Shampoo, both factors whole, for all weights of one oriented shape; reference_kl.py is its authors' form.
 
-The stages are those of :mod:`prokl.algorithm.reference_kl`. Dimension key: B matrices, m short side, n long side.
+Momentum and both factors are kept in the eigenbases, M_Q = Q_L^T M Q_R, L_Q = Q_L^T L Q_L and R_Q = Q_R^T R Q_R, and
+the gradient is turned into them once. Dimension key: B matrices, m short side, n long side.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm import evidence, reference_kl
-from prokl.algorithm.algebra import Algebra, Direction, Factor, State, clipped_ema, refreshed
+from prokl.algorithm.admission import clipped_ema
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.evidence import Sizes, Verdict
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
-
-
-class Operands(NamedTuple):
-    """What several products take."""
-
-    G: Factor
-    """The gradient (B,m,n)."""
-    Q_L: Factor
-    """(B,m,m)."""
-    Q_R: Factor
-    """(B,n,n)."""
-
-
-class Whitening(NamedTuple):
-    """The raw gradient in the eigenbases, for the decision about it and for the statistics."""
-
-    QtG: Tensor
-    """Q_L^T G (B,m,n)."""
-    A: Tensor
-    """Q_L^T G Q_R (B,m,n)."""
+from prokl.algorithm.types import Direction, State
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:
@@ -61,115 +42,71 @@ def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
     return verdict, state | {key: state[key] * factor for key, factor in factors.items()}
 
 
-class KLShampooStages(Algebra):
-    """KL-Shampoo's step; a :class:`prokl.algorithm.method.Batched`."""
+def whitened_size(ops: Algebra, G: Tensor, state: State, h: Hyper) -> Tensor:
+    """Return the whitened size (B,) of G by the state before it."""
+    Q_L, Q_R = ops.operands(state["Q_L"], state["Q_R"])
+    return whitened_sizes(ops.product(ops.product(Q_L.mT, G), Q_R), state).overall
 
-    def operands(self, G: Tensor, state: State) -> Operands:
-        """Return the gradient and both bases, as products take them."""
-        return Operands(G, state["Q_L"], state["Q_R"])
 
-    def whitening(self, operands: Operands) -> Whitening:
-        """Turn the gradient into the eigenbases."""
-        QtG = self.product(operands.Q_L.mT, operands.G)
-        return Whitening(QtG, self.product(QtG, operands.Q_R))
+def step(
+    ops: Algebra, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
+) -> tuple[Direction, State, Tensor | None]:
+    """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
+    s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
+    (m, n), gain, factor = G.shape[-2:], 1 - h.beta2, ceiling_factor(state)
+    Q_L, Q_R = ops.operands(state["Q_L"], state["Q_R"])
 
-    def momentum(self, G: Tensor, verdict: Verdict | None, state: State, h: Hyper) -> Tensor:
-        """Update the momentum, M <- momentum M + (1 - momentum) c G (B,m,n)."""
-        scaled = G if verdict is None else G * verdict.scale[:, None, None]
-        return torch.lerp(state["M"].to(G.dtype), scaled, 1 - h.momentum)
+    # The gradient in the eigenbases, and what it may do: c, and the eigenvalues that the direction takes.
+    A = ops.product(ops.product(Q_L.mT, G), Q_R)
+    verdict, used = decide(A, state, h)
+    A = A if verdict is None else A * verdict.scale[:, None, None]
 
-    def direction(self, M: Tensor, operands: Operands, state: State, h: Hyper) -> tuple[Tensor, Tensor | None]:
-        """Compute Q_L [(Q_L^T M Q_R) * s/(1 + eps s)] Q_R^T (B,m,n) with s = lambda_L^-1/2 (x) lambda_R^-1/2.
+    # M <- momentum M + (1 - momentum) c G, and the direction Q_L [M_Q * s/(1 + eps s)] Q_R^T.
+    M = torch.lerp(state["M_Q"].to(A.dtype), A, 1 - h.momentum)
+    eps = (h.eps / factor**2)[:, None, None]
+    s = used["inv_sqrt_lambda_L"][:, :, None] * used["inv_sqrt_lambda_R"][:, None, :]
+    D, bounded = M * (s / (1 + eps * s)), None
+    if verdict is not None:
+        cut = evidence.clip_factor(evidence.norm(D), evidence.COHERENT * h.gain * (m * n) ** 0.5)
+        D, bounded = D * cut.to(D.dtype)[:, None, None], verdict.bounded | (cut < 1)
+    D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale(n)), Q_R.mT)
 
-        The factor of ``adjust_lr_fn`` is part of a product.
+    # The EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues.
+    X, Y = A * s_R[:, None, :], A * s_L[:, :, None]
+    ell, rho = X.square().mean(dim=-1), Y.square().mean(dim=-2)
+    X, Y = ops.operands(X, Y)
+    new = {
+        "M_Q": M,
+        "L_Q": ops.symmetric_product(X, C=state["L_Q"], beta=h.beta2, alpha=gain / n),
+        "R_Q": ops.symmetric_product(Y.mT, C=state["R_Q"], beta=h.beta2, alpha=gain / m),
+        "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
+        "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
+    }
+    evident = None
+    if verdict is not None and bounded is not None:
+        new |= verdict.changed | {"clipped": state["clipped"] + bounded}
+        roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
+        evident = verdict.evident & evidence.in_range(roots, n, state["M_Q"].dtype)
+    return Direction(D, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
-        Returns:
-            The direction, and the factor (B,) that it was cut by, None where there is no bound.
-        """
-        mm = self.product
-        _, Q_L, Q_R = operands
-        eps = (h.eps / ceiling_factor(state) ** 2)[:, None, None]
-        s = state["inv_sqrt_lambda_L"][:, :, None] * state["inv_sqrt_lambda_R"][:, None, :]
-        whitened, factor = mm(mm(Q_L.mT, M), Q_R) * (s / (1 + eps * s)), None
-        if h.clip_threshold is not None:
-            m, n = M.shape[-2:]
-            factor = evidence.clip_factor(evidence.norm(whitened), evidence.COHERENT * h.gain * (m * n) ** 0.5)
-            whitened = whitened * factor.to(M.dtype)[:, None, None]
-        return mm(mm(Q_L, whitened, alpha=h.direction_scale(M.shape[-1])), Q_R.mT), factor
 
-    def statistics(
-        self, operands: Operands, whitening: Whitening, verdict: Verdict | None, state: State, h: Hyper
-    ) -> State:
-        """Update the EMAs of both factors and both spectra by c G, each side whitened by the other's eigenvalues."""
-        A = whitening.A
-        m, n = A.shape[-2:]
-        s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-        factor, c_L, c_R = ceiling_factor(state), s_L, s_R
-        if verdict is not None:
-            c_L, c_R = s_L * verdict.scale[:, None], s_R * verdict.scale[:, None]
-        ell = (A * c_R[:, None, :]).square().mean(dim=-1)
-        rho = (A * c_L[:, :, None]).square().mean(dim=-2)
-        X, Y = self.samples(operands, whitening, c_L, c_R)
-        gain = 1 - h.beta2
-        return {
-            "L": self.symmetric_product(X, C=state["L"], beta=h.beta2, alpha=gain / n),
-            "R": self.symmetric_product(Y.mT, C=state["R"], beta=h.beta2, alpha=gain / m),
-            "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
-            "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
-        }
-
-    def samples(self, operands: Operands, whitening: Whitening, c_L: Tensor, c_R: Tensor) -> tuple[Factor, Factor]:
-        """Return G Q_R c_R and c_L Q_L^T G (B,m,n), whose products with themselves the factors average."""
-        return self.product(operands.G, operands.Q_R) * c_R[:, None, :], whitening.QtG * c_L[:, :, None]
-
-    def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
-        """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R), of ``rows`` or all."""
-        return {
-            "Q_L": refreshed(self.refresh_basis, state["L"], state["Q_L"], rows),
-            "Q_R": refreshed(self.refresh_basis, state["R"], state["Q_R"], rows),
-        }
-
-    def whitened_size(self, G: Tensor, state: State, h: Hyper) -> Tensor:
-        """Return the whitened size (B,) of G by the state before it."""
-        return whitened_sizes(self.whitening(self.operands(G, state)).A, state).overall
-
-    def next_direction(
-        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
-    ) -> Direction:
-        """Return the direction that the next step takes with G."""
-        G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        operands = self.operands(G, state)
-        verdict, used = decide(self.whitening(operands).A, state, h)
-        delta, _ = self.direction(self.momentum(G, verdict, state, h), operands, used, h)
-        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay)
-
-    def step(
-        self, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
-    ) -> tuple[Direction, State, Tensor | None]:
-        """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
-        G = G.to(state["inv_sqrt_lambda_L"].dtype)
-        operands = self.operands(G, state)
-        whitening = self.whitening(operands)
-        verdict, used = decide(whitening.A, state, h)
-        M = self.momentum(G, verdict, state, h)
-        delta, factor = self.direction(M, operands, used, h)
-        new = {"M": M} | self.statistics(operands, whitening, verdict, state, h)
-        evident = None
-        if verdict is not None and factor is not None:
-            bounded = verdict.bounded | (factor < 1)
-            new |= verdict.changed | {"clipped": state["clipped"] + bounded}
-            roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
-            evident = verdict.evident & evidence.in_range(roots, M.shape[-1], state["M"].dtype)
-        return Direction(delta, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
+def refresh(ops: Algebra, state: State) -> State:
+    """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R); what is kept in the bases turns along."""
+    P_L, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
+    P_R, Q_R, R = ops.refreshed(state["R_Q"], state["Q_R"])
+    M = ops.product(ops.product(P_L.mT, state["M_Q"].to(P_L.dtype)), P_R)
+    return {"Q_L": Q_L, "L_Q": L, "Q_R": Q_R, "R_Q": R, "M_Q": M}
 
 
 class KLShampooMethod:
     """KL-Shampoo as a :class:`prokl.algorithm.method.Method`."""
 
-    name: str = "kl-shampoo"
     fixed: tuple[str, ...] = ("state_dtype", "init_eigenvalue")
     check = staticmethod(check_common)
     hyper = staticmethod(Hyper.of)
+    step = staticmethod(step)
+    refresh = staticmethod(refresh)
+    whitened_size = staticmethod(whitened_size)
     reference_refresh = staticmethod(reference_kl.refresh_eigenbases)
 
     def rank(self, group: Group, m: int, n: int) -> int:
@@ -179,9 +116,9 @@ class KLShampooMethod:
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""
         shapes: dict[str, tuple[int, ...]] = {
-            "M": (m, n),
-            "L": (m, m),
-            "R": (n, n),
+            "M_Q": (m, n),
+            "L_Q": (m, m),
+            "R_Q": (n, n),
             "Q_L": (m, m),
             "Q_R": (n, n),
             "inv_sqrt_lambda_L": (m,),

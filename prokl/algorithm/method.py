@@ -1,4 +1,4 @@
-"""The two interfaces of an algorithm to the rest of prokl: what tells one matrix method from another, and its step."""
+"""The interface of an algorithm to the rest of prokl: what tells one matrix method from another, and its step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Direction, State
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import Hyper
+from prokl.algorithm.types import Direction, State
 
 H = TypeVar("H", bound=Hyper)
-B = TypeVar("B", bound=Hyper, contravariant=True)
 Group = dict[str, Any]
 """A parameter group, with all of its hyper-parameters."""
 
@@ -22,8 +22,6 @@ class Method(Protocol[H]):
     Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
     """
 
-    name: str
-    """Of its stages in a backend."""
     fixed: tuple[str, ...]
     """Hyper-parameters that the state of a weight is made with and that may not change under it."""
 
@@ -54,40 +52,16 @@ class Method(Protocol[H]):
         """Make the state (B,...) from the initialising gradients G (B,m,n), finite and not zero."""
         ...
 
-    def reference_step(
-        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
-    ) -> tuple[Tensor, State]:
-        """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
-        ...
-
-    def reference_refresh(self, state: State) -> State:
-        """Return what the specification's refresh changes, for one matrix."""
-        ...
-
-
-class Batched(Protocol[B]):
-    """The batched step of a method on a backend.
-
-    Dimension key: B matrices, m short side, n long side. All tensors are oriented, so m <= n.
-    """
-
-    def whitened_size(self, G: Tensor, state: State, h: B) -> Tensor:
-        """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
-        ...
-
-    def next_direction(self, G: Tensor, state: State, h: B, aspect_scale: Tensor, active: Tensor | None) -> Direction:
-        """Return the direction that the next step takes with G; like :meth:`step` it may overwrite G and M."""
-        ...
-
     def step(
-        self, G: Tensor, state: State, h: B, aspect_scale: Tensor, active: Tensor | None
+        self, ops: Algebra, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step after the initialising one, all but the refresh, for B matrices.
 
         Args:
-            G: gradients (B,m,n). They are the step's own, as the state's M is: both may be overwritten, save the rows
-                of M that are not active.
-            state: stacked state in the arithmetic dtype, M in its own.
+            ops: the operations of a backend.
+            G: gradients (B,m,n).
+            state: stacked state in the arithmetic dtype, M_Q in its own. M_Q is the step's: it may be overwritten, save
+                the rows that are not active.
             h: hyper-parameters.
             aspect_scale: c_a (B,), of the weights' original shapes.
             active: (B,) bool, the matrices that step; None: all. What comes out for the others may be anything.
@@ -98,6 +72,20 @@ class Batched(Protocol[B]):
         """
         ...
 
-    def refresh_eigenbases(self, state: State, rows: Tensor | None) -> State:
-        """Return the refreshed eigenbases (B,...), those of ``rows`` (an index) alone; None refreshes all."""
+    def refresh(self, ops: Algebra, state: State) -> State:
+        """Return what a refresh of the eigenbases changes, of B matrices."""
+        ...
+
+    def whitened_size(self, ops: Algebra, G: Tensor, state: State, h: H) -> Tensor:
+        """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
+        ...
+
+    def reference_step(
+        self, W: Tensor, G: Tensor, state: State, h: H, *, aspect_scale: float, refresh: bool, stored: torch.dtype
+    ) -> tuple[Tensor, State]:
+        """Do one step of the specification for one matrix; see :func:`prokl.algorithm.reference.step`."""
+        ...
+
+    def reference_refresh(self, state: State) -> State:
+        """Return what the specification's refresh changes, for one matrix."""
         ...

@@ -1,24 +1,110 @@
-"""Pro-KLShampoo and its variants: settings, state, start and specification; its step is in stages.py."""
+"""Pro-KLShampoo and its variants for all weights of one oriented shape; reference.py beside it is the paper's text.
+
+(1) to (5) are the parts of Algorithm 2 as docs/algorithm.md numbers them. Momentum and L are kept in the eigenbasis of
+L, M_Q = Q_L^T M and L_Q = Q_L^T L Q_L, and the gradient is turned into it once: then L^-1/2 scales rows, the energies
+that lambda_L and mu_perp average are sums of rows, and only the direction is turned back.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from prokl.algorithm import reference
-from prokl.algorithm.algebra import State
+from prokl.algorithm import admission, evidence, reference
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.initial import initialise
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import ProHyper, check_pro
+from prokl.algorithm.newton_schulz import newton_schulz
+from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper, check_pro
 from prokl.algorithm.shapes import effective_rank
+from prokl.algorithm.types import Direction, State
+
+
+def step(
+    ops: Algebra, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None
+) -> tuple[Direction, State, Tensor | None]:
+    """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
+    U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))
+    (m, n), r, gain, (g, a, b) = G.shape[-2:], U.shape[-1], 1 - h.beta2, h.gradient_weights
+    U_, Q = ops.operands(U, Q_L)
+
+    # The gradient in the eigenbasis, on the subspace and beside it, and what it may do: c, and the new eigenvalues.
+    G = ops.product(Q.mT, G)
+    G_tilde, M_tilde = ops.projections(G, M, U_)
+    G_perp, e_res = ops.residual(G, G_tilde, U_)
+    A = ops.product(G_tilde, Q_S)
+    admitted = ops.admit(A, G_tilde, e_res, state, h, n)
+
+    # (1) M <- mu M + g c G; G^ = a c G + b M, on the subspace and, whitened, beside it.
+    G_par = ops.combined(G_tilde, a + b * g, M_tilde, b * h.momentum, admitted.scale)
+    M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
+
+    # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
+    size, used, usual, bounded = h.direction_scale(n), admitted.used, evidence.COHERENT * h.gain, admitted.bounded
+    left = right = None
+    if X is not None and h.variant in POLAR_VARIANTS:
+        turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
+        X = newton_schulz(X, scale, h.ns_steps, h.ns_coefficients, ops, turn=turn)
+        c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)
+        scale = c_a if scale is None else scale * c_a
+    elif X is not None and scale is not None:  # Smok-Hop's mu_perp^-1/2 X, bounded; scale is 1 / ||X||, or 0
+        most = usual * (m * (n - r)) ** 0.5 * scale / used.mu
+        limit = (scale > 0).to(most.dtype) if bounded is None else most.clamp(max=1.0)
+        bounded = None if bounded is None else bounded | ((most > 0) & (most < 1))
+        X, scale = ops.product(Q, X), size * used.mu * limit
+    if h.variant in SUBSPACE_VARIANTS:
+        right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
+        weight = size * h.subspace_weight(m, n, r)
+        left = ops.product(ops.product(G_par, Q_S) * used.S[:, None, :], Q_S.mT)
+        left, bounded = ops.bounded_rows(left, weight * used.L, usual * weight * (m * r) ** 0.5, bounded)
+        left = ops.product(Q, left).to(right.dtype)
+
+    # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
+    onto, Z = A * admitted.c_S[:, None, :], G_tilde * admitted.c_L[:, :, None]
+    L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=gain / n)
+    L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
+    S = ops.symmetric_product(Z.mT, C=state["S"], beta=h.beta2, alpha=gain / m)
+
+    # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
+    K = torch.lerp(state["S"], S, 1 + h.beta2)
+    U_new = ops.track(G_perp, ops.combined(Z, scale=admitted.c_L), K, U, gain / m)
+    T = ops.product(U.mT, U_new)
+    S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
+
+    new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S} | admitted.changed
+    new |= dict(zip(("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu"), admitted.s, strict=True))
+    if bounded is not None:
+        new["clipped"] = state["clipped"] + bounded
+    return Direction(X, scale, left, right, cautious_decay=h.cautious_weight_decay), new, admitted.evident
+
+
+def refresh(ops: Algebra, state: State) -> State:
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. Q_S is no orthogonal basis before."""
+    Q, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
+    M = ops.product(Q.mT, state["M_Q"].to(Q.dtype))
+    return {"Q_L": Q_L, "L_Q": L, "M_Q": M, "Q_S": ops.coordinates_qr(state["S"], state["Q_S"])}
+
+
+def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:
+    """Return the size (B,) of G that :mod:`prokl.algorithm.evidence` decides by, in the widest dtype."""
+    U, Q = ops.operands(state["U"], state["Q_L"])
+    G = ops.product(Q.mT, G)
+    G_tilde = ops.product(G, U)
+    e_res = ops.residual(G, G_tilde, U)[1]
+    return admission.whitened_size(ops.product(G_tilde, state["Q_S"]), e_res, state, h, G.shape[-1])
 
 
 class ProKLShampooMethod:
     """Pro-KLShampoo and its variants as a :class:`prokl.algorithm.method.Method`."""
 
-    name: str = "pro-klshampoo"
     fixed: tuple[str, ...] = ("rank", "variant", "state_dtype", "init_eigenvalue")
     check = staticmethod(check_pro)
     hyper = staticmethod(ProHyper.of)
+    step = staticmethod(step)
+    refresh = staticmethod(refresh)
+    whitened_size = staticmethod(whitened_size)
     reference_step = staticmethod(reference.step)
     reference_refresh = staticmethod(reference.refresh_eigenbases)
 
@@ -29,9 +115,9 @@ class ProKLShampooMethod:
     def state_shapes(self, m: int, n: int, rank: int, group: Group) -> dict[str, tuple[int, ...]]:
         """Return the shape of every state tensor of one matrix, by its key."""
         shapes: dict[str, tuple[int, ...]] = {
-            "M": (m, n),
+            "M_Q": (m, n),
             "U": (n, rank),
-            "L": (m, m),
+            "L_Q": (m, m),
             "S": (rank, rank),
             "Q_L": (m, m),
             "Q_S": (rank, rank),

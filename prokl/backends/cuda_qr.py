@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Algebra, Factor
+from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.types import Factor
 from prokl.backends import extension
-from prokl.backends.torch_ops import TorchAlgebra
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 BLOCK = {torch.float32: 128, torch.float64: 64}
@@ -122,20 +122,18 @@ def track(ops: Products, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha:
     return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, used, 2)
 
 
-def refresh_basis(ops: Algebra, L: Tensor, Q: Tensor) -> Factorisation:
-    """Return Q of qr(L Q) (Algorithm 2 (5)) for symmetric L and a basis Q (B,m,m): that of Q C, C C^T = Q^T L Q.
+def semidefinite_qr(ops: Products, L: Tensor) -> Factorisation:
+    """Return Q of the QR of a positive semi-definite L (B,m,m), that of C, C C^T = L (Algebra.refreshed).
 
-    Q C C^T is Q Q^T L Q: what Q lacks of an orthogonal matrix turns every span of leading columns as far as it is
-    itself, no further, and is gone from what is returned. Of a basis stored in bfloat16 that is what storing it again
-    does. Where L is singular to working precision L + delta I takes its place; where it is indefinite beyond that,
-    Householder's QR of L Q; where it is not finite Q is kept.
+    Where L is singular to working precision L + delta I takes its place; where it is indefinite beyond that,
+    Householder's QR of L; where it is not finite Q is I.
     """
-    H, A = ops.congruence(L, Q)
-    C, used = torch.ops.prokl.semidefinite_root(H)
-    return _orthonormalised(ops, ops.product(Q, C), A, Q, used, 2, of_root=True)
+    C, used = torch.ops.prokl.semidefinite_root(L)
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return _orthonormalised(ops, C, L, eye, used, 2, of_root=True)
 
 
-def refresh_coordinates(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
+def coordinates_qr(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
     """Return Q of qr(S Q) for symmetric S and any Q (B,r,r), no basis between refreshes; Q where S is not finite."""
     return _factorised(ops, ops.product(S, Q), Q)
 
@@ -190,7 +188,7 @@ def _gram(ops: Products, W: Tensor) -> Tensor:
 def _products(device: torch.device) -> Products:
     """Return products that are exact to float32, whatever torch's TF32 switches say."""
     if device.type != "cuda":
-        return TorchAlgebra(host_readable=False)
+        return Algebra(host_readable=False)
     from prokl.kernels.product import product  # which need Triton
     from prokl.kernels.symmetric_product import symmetric_product
 
@@ -223,7 +221,7 @@ def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dty
     """Check once that the extension runs there: driver and device stay what they are."""
     reason = extension.unsupported_reason(device)
     if reason is not None:
-        raise ValueError(f"Invalid device={device}: {reason}. prokl.backends.qr has the same methods in PyTorch.")
+        raise ValueError(f"Invalid device={device}: {reason}. prokl.algorithm.qr has the same methods in PyTorch.")
     functions: ModuleType = getattr(module, DTYPES[dtype])
     return functions
 

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Direction
 from prokl.algorithm.shapes import MatrixShape
+from prokl.algorithm.types import Direction
 from prokl.backends.rounding import Rounding
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
-from prokl.algorithm.method import Batched
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import BACKENDS
 from prokl.algorithm.shapes import widest
-from prokl.backends import extension, torch_ops, torch_pairs
+from prokl.backends import extension, torch_pairs
 from prokl.backends.device import gpu_unsupported_reason, is_host_readable
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding
@@ -26,8 +25,8 @@ class Backend:
     """Everything that a bucket needs of a backend on one kind of device."""
 
     name: str
-    stages: Mapping[str, Batched[Any]]
-    """The batched step of each method, by its name."""
+    ops: Algebra
+    """The operations of its steps."""
     io: Callable[[Sequence[Member], Layout, Rounding], BucketIO]
     host_readable: bool
     """True if a step may read results on the host: on a CPU, and in the specification, which does so anyway."""
@@ -44,12 +43,11 @@ memory: nothing that a CUDA graph can capture, and the QR of a refresh in PyTorc
 
 @cache
 def _torch_backend(host_readable: bool, balanced: bool) -> Backend:
-    of = torch_pairs.STAGES if balanced else torch_ops.STAGES
-    stages = {name: form(host_readable) for name, form in of.items()}
-    return Backend("torch", stages, TorchIO, host_readable, graphs=False)
+    ops = (torch_pairs.PairedAlgebra if balanced else Algebra)(host_readable)
+    return Backend("torch", ops, TorchIO, host_readable, graphs=False)
 
 
-REFERENCE = Backend("reference", {}, TorchIO, host_readable=True, graphs=False)
+REFERENCE = Backend("reference", Algebra(host_readable=True), TorchIO, host_readable=True, graphs=False)
 """The specification itself, one matrix at a time."""
 
 
@@ -57,9 +55,8 @@ REFERENCE = Backend("reference", {}, TorchIO, host_readable=True, graphs=False)
 def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, graphs: bool) -> Backend:
     from prokl.backends import triton_ops, triton_pairs  # with kernels.launch the only imports of Triton
 
-    of = triton_pairs.STAGES if balanced else triton_ops.STAGES
-    stages = {name: form(use_cuda_qr, host_readable) for name, form in of.items()}
-    return Backend("triton", stages, triton_ops.TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
+    ops = (triton_pairs.PairedAlgebra if balanced else triton_ops.TritonAlgebra)(use_cuda_qr, host_readable)
+    return Backend("triton", ops, triton_ops.TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
 
 
 def _interpreted() -> bool:

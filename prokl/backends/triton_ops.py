@@ -1,4 +1,4 @@
-"""The algebra as Triton launches, the stages fused, and the reading and writing of a bucket through tables.
+"""The operations as Triton launches, and the reading and writing of a bucket through tables.
 
 Products of float32 are split into three of TF32 (``tf32x3``), about as exact as float32 and several times as fast on
 a GPU; torch's own TF32 switches touch none of them.
@@ -8,35 +8,30 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Admitted, Algebra, Direction, Factor, Roots, Scale, State
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.evidence import UNITS
-from prokl.algorithm.klshampoo import KLShampooStages
-from prokl.algorithm.method import Batched
-from prokl.algorithm.settings import COMPLEMENT_VARIANTS, Hyper, ProHyper
+from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.stages import Lookahead, Projected, ProKLShampooStages, Residual
-from prokl.backends import cuda_qr, qr
+from prokl.algorithm.types import Admitted, Direction, Factor, Roots, Scale, State
+from prokl.backends import cuda_qr
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
-from prokl.kernels.combine import combine, samples
+from prokl.kernels.combine import combine
 from prokl.kernels.momentum import momentum as launch_momentum
-from prokl.kernels.norms import cut, inverse_norm
-from prokl.kernels.precondition import can_use_precondition, precondition
-from prokl.kernels.product import product
+from prokl.kernels.norms import bound_rows, inverse_norm
+from prokl.kernels.product import product, product_with_energies
 from prokl.kernels.project import project
 from prokl.kernels.stack import stack
 from prokl.kernels.store import store
-from prokl.kernels.symmetric_forms import coordinates_ema, factor_ema, gram, shifted_polynomial
-from prokl.kernels.symmetric_product import symmetric_polynomial, symmetric_product
+from prokl.kernels.symmetric_product import gram, shifted_polynomial, symmetric_polynomial, symmetric_product
 from prokl.kernels.usable import usable
 
 
@@ -49,12 +44,17 @@ class TritonAlgebra(Algebra):
     """
 
     name = "triton"
-    # The launchers are the entries: they take a tile and a precision besides.
+    pairs = False
+    """True if large float32 factors are pairs."""
+    # The launchers are the operations: they take a tile and a precision besides.
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
+    shifted_polynomial = staticmethod(shifted_polynomial)
+    projections = staticmethod(project)
 
     def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
-        self.use_cuda_qr, self.host_readable = use_cuda_qr, host_readable
+        super().__init__(host_readable)
+        self.use_cuda_qr = use_cuda_qr
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
@@ -65,54 +65,25 @@ class TritonAlgebra(Algebra):
             return torch.bmm(left, right)  # of Newton-Schulz; faster by a sixth, with an addend slower (H200)
         return product(left, right, C=C, alpha=alpha, beta=beta)
 
-    def spectral(self, Q: Tensor, a: Tensor) -> Factor:
-        """Return Q diag(a) Q^T."""
-        return symmetric_product(Q * a.sqrt()[:, None, :])
+    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
+        """Return scale^2 X X^T."""
+        return symmetric_product(X) if scale is None else gram(X, scale)
 
-    def congruence(self, L: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Q^T L Q, of which half is computed, and L Q."""
-        A = product(L, Q)
-        # Its second factor is read along its rows: the lower half of Q^T ((L Q)^T)^T.
-        return symmetric_polynomial(Q.mT, A.mT), A
+    def combined(
+        self, x: Tensor, alpha: float = 1.0, y: Tensor | None = None, beta: float = 1.0, scale: Tensor | None = None
+    ) -> Factor:
+        """Return scale alpha x + beta y in one launch, split as it is stored where large factors are pairs."""
+        return combine(x, alpha, y, beta, scale, pair=self.pairs)
 
-    def diagonal(self, Q: Tensor, E: Tensor) -> Tensor:
-        """Return the diagonal of Q^T E Q."""
-        return product(E, Q).mul_(Q).sum(dim=-2).clamp_(min=0)
+    def residual(self, G: Tensor, G_tilde: Tensor, U: Factor) -> tuple[Factor, Tensor]:
+        """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
+        return product_with_energies(self.operand(G_tilde), U.mT, C=G, alpha=-1.0, pair=self.pairs)
 
-    def tracking_qr(self, V: Tensor, K: Tensor, U: Tensor) -> Tensor:
-        """Return Q of qr(V), in PyTorch."""
-        return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, product)
-
-    def refresh_basis(self, L: Tensor, Q: Tensor) -> Tensor:
-        """Return Q of qr(L Q)."""
-        if self.use_cuda_qr:
-            return cuda_qr.refresh_basis(self, L, Q).Q
-        return qr.householder_qr(product(L, Q)) if self.host_readable else qr.cholesky_refresh(L, Q, product)
-
-    def refresh_coordinates(self, S: Tensor, Q: Tensor) -> Tensor:
-        """Return Q of qr(S Q)."""
-        if self.use_cuda_qr:
-            return cuda_qr.refresh_coordinates(self, S, Q).Q
-        return qr.householder_qr(product(S, Q)) if self.host_readable else qr.cholesky_coordinates(S, Q, product)
-
-
-class TritonStages(TritonAlgebra, ProKLShampooStages):
-    """Pro-KLShampoo's stages, those that are fused."""
-
-    shifted_polynomial = staticmethod(shifted_polynomial)
-    factor_ema = staticmethod(factor_ema)
-    coordinates_ema = staticmethod(coordinates_ema)
-    cut = staticmethod(cut)
-
-    def projections(self, G: Tensor, M: Tensor, U: Tensor, active: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Read G and M once for G U and M U."""
-        return project(G, M, U, active)[:2]
-
-    def admit(self, A: Tensor, QtG: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
+    def admit(self, A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
         outputs = admit(
             A,
-            QtG,
+            G_tilde,
             e_res,
             (state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_S"], state["inv_sqrt_mu"]),
             state.get("lambda_0"),
@@ -122,73 +93,73 @@ class TritonStages(TritonAlgebra, ProKLShampooStages):
             damping=h.eps,
             n=n,
             ceilings=(ceiling(A.shape[1]), ceiling(n)),
-            largest=torch.finfo(state["M"].dtype).max,
+            largest=torch.finfo(state["M_Q"].dtype).max,
         )
-        c, *of_mu, tail, lambda_0 = outputs.scalars.unbind()
-        used, s, a = map(Roots, outputs.rows.unbind(), outputs.columns.unbind(), of_mu)
+        c, used_mu, s_mu, tail, lambda_0 = outputs.scalars.unbind()
+        (used_L, s_L, c_L), (used_S, s_S, c_S) = outputs.rows.unbind(), outputs.columns.unbind()
+        used, s = Roots(used_L, used_S, used_mu), Roots(s_L, s_S, s_mu)
         if h.clip_threshold is None:
-            return Admitted(None, used, s, a, tail, {}, None, None)
+            return Admitted(None, used, s, c_L, c_S, tail, {}, None, None)
         changed = {"lambda_0": lambda_0} if "lambda_0" in state else {}
         evident, bounded = outputs.flags.unbind()
-        return Admitted(c, used, s, a, tail, changed, bounded, evident)
+        return Admitted(c, used, s, c_L, c_S, tail, changed, bounded, evident)
 
     def momentum(
-        self, G: Tensor, projected: Projected, scale: Tensor | None, state: State, h: ProHyper, active: Tensor | None
-    ) -> tuple[Tensor, Lookahead]:
-        """Update M in place and form the residual in one launch, after one for G^ U."""
-        (g, a, b), M, U = h.gradient_weights, state["M"], projected.U
-        G_par = self.combined(projected.G_tilde, a + b * g, projected.M_tilde, b * h.momentum, scale)
-        projection = G_par if h.variant in COMPLEMENT_VARIANTS else None
-        G_hat_perp, size, full_size = launch_momentum(
-            G, M, projection, U, momentum=h.momentum, weights=(g, a, b), scale=scale, active=active
-        )
-        if G_hat_perp is None or size is None or full_size is None:
-            return M, Lookahead(G_par, None, U)
-        return M, Lookahead(
-            G_par, Residual(G_hat_perp, size, full_size, self.noise(G.shape[-1], size.dtype, M.dtype)), U
-        )
-
-    def combined(self, x: Tensor, alpha: float, y: Tensor, beta: float, scale: Tensor | None) -> Factor:
-        """Return scale alpha x + beta y."""
-        return combine(x, alpha, y, beta, scale)
-
-    def precondition(self, P: Factor, G_par: Factor, Q_S: Tensor, a_S: Tensor, alpha: float) -> Tensor:
-        """Return alpha P G_par S^-1/2 in one launch, but where r x r does not fit one program."""
-        if not can_use_precondition(P, G_par, Q_S, a_S):
-            return super().precondition(P, G_par, Q_S, a_S, alpha)
-        return precondition(P, G_par, Q_S, a_S, alpha)
-
-    def whiten(self, P: Factor, residual: Residual, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return X = P G^_perp and the inverse of its norm, which comes with the product and is left to the next."""
-        G_hat_perp, size, full_size, noise = residual
+        self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
+    ) -> tuple[Tensor, Factor | None, Tensor | None]:
+        """Update M in place and form X in one launch; what normalises it is left to the products where it can be."""
+        arithmetic, dtype = admitted.used.L.dtype, h.polar_dtype(admitted.used.L)
+        polar = h.variant in POLAR_VARIANTS
         # Of float64 halves would leave float32's range, in which they are multiplied: X is normalised before.
-        half = torch.bfloat16 if dtype == torch.bfloat16 and size.dtype != torch.float64 else None
-        X, energy = product(P, G_hat_perp, out_dtype=half, energy=True)
-        inverse = inverse_norm(energy, size, full_size, noise)
-        return (X, inverse) if X.dtype == dtype else ((X * inverse[:, None, None]).to(dtype), None)
+        half = polar and dtype == torch.bfloat16 and arithmetic != torch.float64
+        X, squares = launch_momentum(
+            G,
+            M,
+            G_par if h.variant in COMPLEMENT_VARIANTS else None,
+            U,
+            admitted.used.L,
+            momentum=h.momentum,
+            weights=h.gradient_weights,
+            scale=admitted.scale,
+            active=active,
+            out_dtype=torch.bfloat16 if half else None,
+            pair=self.pairs and h.variant in COMPLEMENT_VARIANTS and not polar,
+        )
+        if X is None:
+            return M, None, None
+        norm, size, full_size = squares
+        inverse = inverse_norm(norm, size, full_size, self.noise(G.shape[-1], squares.dtype, M.dtype) ** 2)
+        if not polar:
+            return M, X, inverse
+        if not half:
+            assert isinstance(X, Tensor)
+            return M, (X * inverse[:, None, None]).to(dtype), None
+        return M, X, inverse
 
-    def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
-        """Return scale^2 X X^T."""
-        return symmetric_product(X) if scale is None else gram(X, scale)
+    def bounded_rows(
+        self, t: Tensor, rows: Tensor, largest: float, bounded: Tensor | None
+    ) -> tuple[Factor, Tensor | None]:
+        """Return diag(rows) t, bounded, in one launch, split as it is stored where large factors are pairs."""
+        if bounded is None:
+            return self.combined(t, scale=rows), None
+        return bound_rows(t, rows, largest, bounded, pair=self.pairs)
 
-    def samples(
-        self, GQ: Tensor, QtG: Tensor, a: Roots, scale: Tensor | None, weight: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Whiten what the factors' EMAs are made of, in one launch."""
-        return samples(GQ, QtG, a.L, a.S, scale, weight)
-
-    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: Scale) -> Tensor:
+    def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
         if self.use_cuda_qr:
             return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q
         return super().track(G_perp, Y, K, U, alpha)
 
+    def semidefinite_qr(self, L: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Q and R of qr(L)."""
+        if not self.use_cuda_qr:
+            return super().semidefinite_qr(L)
+        Q = cuda_qr.semidefinite_qr(self, L).Q
+        return Q, self.product(Q.mT, L)
 
-class TritonKLStages(TritonAlgebra, KLShampooStages):
-    """KL-Shampoo's stages, as they are written, over launches."""
-
-
-STAGES: dict[str, Callable[[bool, bool], Batched[Any]]] = {"pro-klshampoo": TritonStages, "kl-shampoo": TritonKLStages}
+    def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
+        """Return Q of qr(S Q)."""
+        return cuda_qr.coordinates_qr(self, S, Q).Q if self.use_cuda_qr else super().coordinates_qr(S, Q)
 
 
 class TritonIO:

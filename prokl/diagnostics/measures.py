@@ -7,21 +7,18 @@ Dimension key: B matrices, m short side, n long side, r rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import Direction
-from prokl.algorithm.method import Batched
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.newton_schulz import gram_factor
 from prokl.algorithm.settings import POLAR_VARIANTS, ProHyper
+from prokl.algorithm.types import Direction
 from prokl.backends.device import on_device
 from prokl.backends.io import in_float32
-from prokl.backends.torch_ops import STAGES, TorchStages
 from prokl.diagnostics.weights import Batch
 
-OPS = TorchStages(host_readable=False)
+OPS = Algebra(host_readable=False)
 """PyTorch's form, which runs on any device."""
 
 BASES = ("U", "Q_L", "Q_S", "Q_R")
@@ -96,7 +93,7 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
     if "U" in batch.state:
         captured, norm = (torch.linalg.vector_norm(t, dim=(-2, -1)) for t in (G @ batch.state["U"], G))
         figures["captured_energy"] = (captured / norm).square()
-    figures["whitened_size"] = _stages(batch).whitened_size(G, batch.state, h)
+    figures["whitened_size"] = batch.method.whitened_size(OPS, G, batch.state, h)
     direction = coming_direction(batch, G, usable)
     D = direction.dense()
     figures["update_rms"] = torch.linalg.vector_norm(D, dim=(-2, -1)) / (batch.m * batch.n) ** 0.5
@@ -116,14 +113,10 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
 def coming_direction(batch: Batch, G: Tensor, usable: Tensor) -> Direction:
     """Return D of the step W <- (1 - lr wd) W - lr D that the gradient G (B,m,n) leads to, in PyTorch.
 
-    G and the batch's M may be overwritten.
+    The batch's M_Q may be overwritten.
     """
     scales = on_device([shape.aspect_scale for shape in batch.shapes], G.dtype, G.device)
-    return _stages(batch).next_direction(G, batch.state, batch.method.hyper(batch.group), scales, usable)
-
-
-def _stages(batch: Batch) -> Batched[Any]:
-    return STAGES[batch.method.name](False)
+    return batch.method.step(OPS, G, batch.state, batch.method.hyper(batch.group), scales, usable)[0]
 
 
 def _trace(A: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def _batch(
             has_gradient.append(p.grad is not None)
         for key in state_keys:
             value = entry[key + piece.suffix]
-            dtype = value.dtype if key == "M" else arithmetic  # as the step has them
+            dtype = value.dtype if key == "M_Q" else arithmetic  # as the step has them
             parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(dtype))
         if not with_gradients:
             continue

@@ -364,13 +364,15 @@ def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     """Return the operations of a step of one matrix, refreshes amortised."""
     m, n = piece.shape.m, piece.shape.n
     r, tau, T = method.rank(group, m, n), group["precondition_frequency"], group.get("ns_steps", 0)
-    if not r:  # products of both factors; a refresh has a product and a QR of 8/3 k^3 each
-        return 2 * (5 * m * n * n + 4 * m * m * n) + 14 / 3 * (m**3 + n**3) / tau
-    step = 6 * m * n * r + 2 * m * m * n + 2 * m**3 + 4 * m * m * r + 4 * m * r * r + 4 * n * r * r + 4 * r**3
+    # A refresh has a QR of 8/3 k^3 and four products of each factor, and turns what is kept in the basis.
+    if not r:
+        return 6 * (m * n * n + m * m * n) + (32 / 3 * (m**3 + n**3) + 2 * (m * m * n + m * n * n)) / tau
+    step = 6 * m * n * r + 2 * m * m * n + 2 * m * m * r + 4 * m * r * r + 4 * n * r * r + 3 * r**3
     runs = -(-T // GRAM_RUN)
-    gram = 2 * runs * m * m * n + (4 * T - 3 * runs) * m**3
-    newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3)
-    return 2 * (step + newton_schulz) - 4 / 3 * r**3 + 14 / 3 * (m**3 + r**3) / tau
+    gram = 2 * runs * m * m * n + (4 * T - 3 * runs + 1) * m**3
+    newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3) + m * m * n
+    refresh = 32 / 3 * m**3 + 2 * m * m * n + 14 / 3 * r**3
+    return 2 * (step + newton_schulz) - 4 / 3 * r**3 + refresh / tau
 
 
 def _plain(value: Any) -> Any:

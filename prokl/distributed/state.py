@@ -27,7 +27,7 @@ def layout_of_weight(unit: Unit, method: Method[Any]) -> StateLayout:
         layout = needed(piece, method, group)
         layout["step" + piece.suffix] = ((piece.shape.count,) if p.ndim == 3 else (), torch.int64)
         if mode_of(group, p.dtype) == MASTER:
-            layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
+            layout[MASTER + piece.suffix] = (layout["M_Q" + piece.suffix][0], torch.float32)
         merged.update(layout)
     return merged
 

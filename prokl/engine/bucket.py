@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prokl.algorithm.algebra import State
 from prokl.algorithm.evidence import ALWAYS_MOVE
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
+from prokl.algorithm.types import State
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, mode_of
@@ -145,7 +145,7 @@ class Bucket:
                     view.copy_(state[key + member.suffix])
         if self.records[i].own_master and MASTER not in self.stacks:
             master = state.get(MASTER + member.suffix)
-            if isinstance(master, Tensor) and (master.shape, master.dtype) == (views["M"].shape, torch.float32):
+            if isinstance(master, Tensor) and (master.shape, master.dtype) == (views["M_Q"].shape, torch.float32):
                 del state[MASTER + member.suffix]  # a weight that has become wider goes on from its own bits
         views = {key + member.suffix: view for key, view in views.items()}
         state.update(views | {"step" + member.suffix: self._clock(member)})
@@ -275,9 +275,8 @@ class Bucket:
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
-        state, active = self._arithmetic("M"), self._active(moving, steps)
-        stages = backend.stages[self.method.name]
-        direction, new, evident = stages.step(G, state, self.h, self.aspect_scale, active)
+        state, active = self._arithmetic(), self._active(moving, steps)
+        direction, new, evident = self.method.step(backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
@@ -287,17 +286,20 @@ class Bucket:
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of those of ``rows`` whose gradient is finite."""
         state, some = self._arithmetic(), self.rows.of(rows)
-        stages = backend.stages[self.method.name]
-        new = stages.refresh_eigenbases(state, None if some is None else some.indices)
+        if some is None:
+            new = self.method.refresh(backend.ops, state)
+        else:
+            part = self.method.refresh(backend.ops, {key: value[some.indices] for key, value in state.items()})
+            new = {key: state[key].to(value.dtype).index_copy(0, some.indices, value) for key, value in part.items()}
         masks: tuple[Tensor, ...] = (finite,) if some is None else (finite, some.mask)
         if some is None and backend.host_readable and bool(finite.all()):
             masks = ()
         self._store(new, masks, masks)
 
-    def _arithmetic(self, *besides: str) -> State:
-        """Return the state in the arithmetic dtype, of M and the masters only what is asked for: as they are kept."""
-        state = {key: stack for key, stack in self.stacks.items() if key in besides or key not in ("M", MASTER)}
-        others = [key for key, stack in state.items() if key not in besides and stack.dtype != self.dtype]
+    def _arithmetic(self) -> State:
+        """Return the state without masters in the arithmetic dtype, M_Q as it is kept: its passes convert it."""
+        state = {key: stack for key, stack in self.stacks.items() if key != MASTER}
+        others = [key for key, stack in state.items() if key != "M_Q" and stack.dtype != self.dtype]
         fresh = {key: torch.empty_like(state[key], dtype=self.dtype) for key in others}
         self.io.store([Slot(value, state[key]) for key, value in fresh.items()])
         return state | fresh

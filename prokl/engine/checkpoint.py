@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import apart, check_adamw
+from prokl.backends.device import without_autocast
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine import adamw
 from prokl.engine.newcomers import resolved
@@ -25,10 +27,6 @@ OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
 
 OF_OTHERS = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
-
-
-FORMER = ("trust", "stale")
-"""State keys that checkpoints between 0.4 and 0.5 have."""
 
 
 class _NoCast:
@@ -87,7 +85,7 @@ def prepare(
     Raises:
         ValueError: a group is of another algorithm, or a weight's name is another weight's there.
     """
-    saved = _with_frozen(state_dict["param_groups"], here)
+    saved = state_dict["param_groups"]
     if len(saved) != len(here):
         return state_dict  # torch says what is wrong
     saved = [_by_name(group) for group in saved]
@@ -111,59 +109,12 @@ def prepare(
         else:
             groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
         groups[i] = resolved(groups[i], defaults.keys() | adamw_defaults.keys()) | {"lr": apart(groups[i]["lr"])}
+    names = {i: name for group in saved for i, name in zip(group["params"], _names(group), strict=False)}
     state = {
-        i: {k: _NoCast(v) for k, v in entry.items()} if i in matrix else entry
+        i: {k: _NoCast(v) for k, v in of_today(entry, names.get(i, f"weight {i}")).items()} if i in matrix else entry
         for i, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _with_frozen(saved: list[Group], here: list[Group]) -> list[Group]:
-    """Return loaded groups with a place for every weight that is frozen here: until 0.5 such weights were in no group.
-
-    Only where all of them have names, and theirs are some of ours; PyTorch says what is wrong otherwise.
-
-    Raises:
-        ValueError: a weight that they lack requires grad here.
-    """
-    places = {name: (g, i) for g in saved for i, name in enumerate(_names(g))}
-    weights = {name: p for g in here for name, p in zip(_names(g), g["params"], strict=False)}
-    unique = sum(len(_names(g)) for g in saved) == len(places)
-    if (
-        not unique
-        or not places
-        or not places.keys() < weights.keys()
-        or sum(len(g["params"]) for g in here) > len(weights)
-    ):
-        return saved
-    trained = next((name for name, p in weights.items() if name not in places and p.requires_grad), None)
-    if trained is not None:
-        raise ValueError(
-            f"The loaded state dict has no weight {trained!r}, which requires grad here. If it was saved of a partly "
-            "frozen model, freeze what was frozen then, load, and unfreeze it then."
-        )
-    groups, fresh = [], iter(range(len(places), len(weights)))
-    for group in here:
-        names = _names(group)
-        sources = [places[name][0] for name in names if name in places]
-        source = sources[0] if sources else {**group, "params": [0]}
-        if any(other is not source for other in sources):
-            return saved
-        loaded = {**source, "param_names": group["param_names"]}
-        if not all(
-            isinstance(weight, str) for weight in source["params"]
-        ):  # else of torch.distributed.checkpoint: ours
-            loaded["params"] = [source["params"][places[n][1]] if n in places else next(fresh) for n in names]
-        for key, default in DEFAULTS.items():
-            values = [_reading(*(places.get(n) or (group, i)), key, default) for i, n in enumerate(names)]
-            loaded[key] = default if all(value == default for value in values) else values
-        groups.append(loaded)
-    return groups
-
-
-def _reading(group: Group, place: int, key: str, default: Any) -> Any:
-    value = group.get(key, default)
-    return value[place] if isinstance(value, list) else value
 
 
 def _by_name(group: Group) -> Group:
@@ -259,7 +210,6 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
             _check_split(entry, parts, name, how.split)
             if layouts := _layouts(entry, p, parts, method, group):
                 for piece, layout in zip(parts, layouts, strict=True):
-                    entry = _of_today(piece, entry, layout)
                     if misfit := _misfit(entry, layout, piece, optimizer):
                         misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
                         break
@@ -310,13 +260,13 @@ def _layouts(
         return []
     for piece, layout in zip(parts, layouts, strict=True):
         if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in entry:  # else they start as W
-            layout[MASTER + piece.suffix] = (layout["M" + piece.suffix][0], torch.float32)
+            layout[MASTER + piece.suffix] = (layout["M_Q" + piece.suffix][0], torch.float32)
     return layouts
 
 
 def _check_split(entry: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
     """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
-    held = {key[1:] for key in entry if key == "M" or (key.startswith("M.") and key[2:].isdigit())}
+    held = {key[3:] for key in entry if key == "M_Q" or (key.startswith("M_Q.") and key[4:].isdigit())}
     if held and held != {piece.suffix for piece in parts}:
         raise ValueError(
             f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
@@ -386,20 +336,52 @@ def _check_values(entry: dict[str, Any], needed: StateLayout, piece: Piece) -> N
             )
 
 
-def _of_today(piece: Piece, entry: dict[str, Any], needed: StateLayout) -> dict[str, Any]:
-    """Return loaded state without a piece's keys that are no more, and with the count that files before 0.5 lack."""
-    if not isinstance(entry.get("M" + piece.suffix), Tensor):
-        return entry
-    clipped = "clipped" + piece.suffix
-    shape, dtype = needed[clipped]
-    kept = {key: value for key, value in entry.items() if key not in {former + piece.suffix for former in FORMER}}
-    return {clipped: torch.zeros(shape, dtype=dtype, device="cpu"), **kept}
+@without_autocast
+def of_today(entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a weight's loaded state with that of 0.5, M, L and R in the weight's coordinates, in the eigenbases.
+
+    Raises:
+        ValueError: it is of a version before 0.5.
+    """
+    for key in [key for key in entry if key == "M" or (key.startswith("M.") and key[2:].isdigit())]:
+        suffix = key[1:]
+        keys = ("M", "L", "R", "Q_L", "Q_R")
+        own = {k: entry[k + suffix] for k in keys if isinstance(entry.get(k + suffix), Tensor)}
+        if not own.keys() >= {"M", "L", "Q_L"}:
+            continue  # what is missing is told with the shapes
+        if "clipped" + suffix not in entry:
+            raise ValueError(
+                f"The loaded state of {name} is of prokl 0.4 or older, whose files prokl 0.6 does not read. Load it "
+                "with prokl 0.5 and save it there, then load that file."
+            )
+        if any(hasattr(t, "placements") for t in own.values()):  # a DTensor
+            raise ValueError(
+                f"The loaded state of {name} is of prokl 0.5, and a part: prokl 0.6 keeps M and L in another basis. "
+                "Load what gather_state_dict() of prokl 0.5 gave, or one file made by dcp_to_torch_save."
+            )
+        stored, wide = own["M"].dtype, torch.promote_types(own["M"].dtype, torch.float32)
+        own = {k: t.to(wide) for k, t in own.items()}
+        bases = {k: orthonormalised(own[k]) for k in ("Q_L", "Q_R") if k in own}
+        turned = in_eigenbases(own | bases)
+        entry = {k: t for k, t in entry.items() if k not in {"M" + suffix, "L" + suffix, "R" + suffix}}
+        entry |= {k + suffix: t if k in bases else t.to(stored) for k, t in turned.items()}
+    return entry
+
+
+def orthonormalised(Q: Tensor) -> Tensor:
+    """Return the orthonormal basis nearest to one that bfloat16 rounded; zeros, of matrices that begin, stay zeros.
+
+    Newton-Schulz's iteration squares what deviates, 2e-2 of a bfloat16 basis: below float64's rounding after four.
+    """
+    for _ in range(4):
+        Q = 1.5 * Q - 0.5 * Q @ (Q.mT @ Q)
+    return Q
 
 
 def _has_clock(piece: Piece, entry: dict[str, Any]) -> bool:
     step = entry["step" + piece.suffix]
     if isinstance(step, Tensor):
         step = step.tolist() if step.ndim == (piece.p.ndim == 3) else None
-    steps = step if piece.p.ndim == 3 else [step]  # a list before 0.5
+    steps = step if piece.p.ndim == 3 else [step]
     right = isinstance(steps, (list, tuple)) and len(steps) == piece.shape.count
     return right and all(type(count) is int and count >= -1 for count in steps)

@@ -174,7 +174,7 @@ class Engine:
         if unit.matrix:
             self.signatures.check_reading(unit, state)
             _check_matrix(unit, steps=p.grad is not None)  # it may have come by other ways than a group
-        if state and state.keys() & ({"exp_avg"} if unit.matrix else {"M", "M.0"}):
+        if state and state.keys() & ({"exp_avg"} if unit.matrix else {"M_Q", "M_Q.0"}):
             raise ValueError(
                 f"Invalid algorithm={unit.group['algorithm']!r}: {name} has the state of another algorithm. Set it "
                 "back, or start a new optimizer."
@@ -296,7 +296,7 @@ class Engine:
     def _takes_part(self, piece: Piece) -> bool:
         """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
         state = self.state.get(piece.p, {})
-        M = state.get("M" + piece.suffix)
+        M = state.get("M_Q" + piece.suffix)
         return piece.p.grad is not None or max(clock(piece, state)) >= 0 or (M is not None and M._is_view())
 
     def shape(self, group: Group, piece: Piece) -> Shape:

@@ -18,6 +18,9 @@ StateLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 SCALARS = ("lambda_0", "clipped")
 """State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
 
+BASES = ("Q_L", "Q_R")
+"""State that is kept in float32 at least: what is stored beside it is in these bases, and turns with their rounding."""
+
 
 def state_dtype(group: Group, p: Tensor) -> torch.dtype:
     """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
@@ -31,7 +34,8 @@ def layout_of_state(piece: Piece, method: Method[Any], rank: int, group: Group) 
     """Return shape and dtype of every state tensor of one matrix of a piece."""
     stored, arithmetic = state_dtype(group, piece.p), compute_dtype(piece.p.dtype, state_dtype(group, piece.p))
     shapes = method.state_shapes(piece.shape.m, piece.shape.n, rank, group)
-    return {key: (shape, arithmetic if key in SCALARS else stored) for key, shape in shapes.items()}
+    dtypes = dict.fromkeys(SCALARS, arithmetic) | dict.fromkeys(BASES, torch.promote_types(stored, torch.float32))
+    return {key: (shape, dtypes.get(key, stored)) for key, shape in shapes.items()}
 
 
 def blank_state(piece: Piece, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def assert_trained_by_prokl(optimizer):
             if not p.requires_grad:
                 assert p not in optimizer.state
                 continue
-            assert optimizer.state[p].keys() & ({"M", "M.0"} if group["algorithm"] == "matrix" else {"exp_avg"})
+            assert optimizer.state[p].keys() & ({"M_Q", "M_Q.0"} if group["algorithm"] == "matrix" else {"exp_avg"})
     assert {group["algorithm"] for group in optimizer.param_groups} <= {"matrix", "adamw"}
-    assert any("M" in state for state in optimizer.state.values())
+    assert any("M_Q" in state for state in optimizer.state.values())
 
 
 def assert_schedule_scales_every_group_alike(optimizer, factor):

@@ -14,9 +14,9 @@ def assert_routes_survived(state, steps):
     assert {name for name, own in state.items() if "exp_avg" not in own} == matrices
     for name in matrices:
         pieces = (".0", ".1") if "gate_up" in name else ("",)
-        assert {key for key in state[name] if key.startswith("M")} == {"M" + piece for piece in pieces}
+        assert {key for key in state[name] if key.startswith("M_Q")} == {"M_Q" + piece for piece in pieces}
         assert [int(state[name]["step" + piece]) for piece in pieces] == [steps - 1] * len(pieces)
-        assert state[name]["M" + pieces[0]].shape == ((32, 128))
+        assert state[name]["M_Q" + pieces[0]].shape == ((32, 128))
 
 
 def saved(folder, kind):

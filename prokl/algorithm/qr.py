@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.directions import householder_qr as householder_qr
+from prokl.algorithm.directions import signed_qr as signed_qr
 
 ONE_PASS = 0.5
 """Largest ||W^T W - I||_F after which one Cholesky pass is enough: cond(W)^2 <= (1 + .5)/(1 - .5) = 3, and a
@@ -87,38 +88,36 @@ def cholesky_tracking(V: Tensor, K: Tensor, U: Tensor, mm: Product = torch.matmu
     return _where(ok, Q, _where(shifted_ok, shifted, U))
 
 
-def _cholesky_refresh(L: Tensor, Q: Tensor, shift: Tensor | float, mm: Product) -> tuple[Tensor, Tensor]:
-    H = mm(Q.mT, mm(L, Q))
-    eye = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
-    C, info = torch.linalg.cholesky_ex((H + H.mT) / 2 + shift * eye)
+def _cholesky_semidefinite(L: Tensor, shift: Tensor | float, mm: Product) -> tuple[Tensor, Tensor]:
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    C, info = torch.linalg.cholesky_ex((L + L.mT) / 2 + shift * eye)
     scaled = C / torch.linalg.vector_norm(C, dim=-2, keepdim=True)
-    q, ok = _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1), mm)
-    return mm(Q, q), ok
+    return _orthonormalise(scaled, (info == 0) & scaled.isfinite().all(dim=-1).all(dim=-1), mm)
 
 
-def cholesky_refresh(L: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
-    """Return Q of qr(L Q) for symmetric L (B,m,m) and an orthogonal basis Q (B,m,m), without Householder.
+def cholesky_semidefinite(L: Tensor, mm: Product = torch.matmul) -> Tensor:
+    """Return Q of qr(L) for symmetric positive semi-definite L (B,m,m), without Householder.
 
-    H = Q^T L Q = C C^T gives L Q = Q C C^T, so that qr(L Q).Q = Q qr(C).Q with cond(C) = sqrt(cond(L)). The
-    basis is re-orthonormalised first, so that one rounded to half precision in storage does as well. Where
-    Cholesky fails L + delta I is taken, which has the same eigenvectors; where even that fails Q is kept.
+    L = C C^T gives qr(L).Q = qr(C).Q with cond(C) = sqrt(cond(L)). Where Cholesky fails L + delta I is taken, which has
+    the same eigenvectors; where even that fails Q is I.
     """
-    Q, _, _ = _cholesky_pass(Q, mm)
-    fresh, ok = _cholesky_refresh(L, Q, 0.0, mm)
-    shifted, shifted_ok = _cholesky_refresh(L, Q, shift_of(L), mm)
-    return _where(ok, fresh, _where(shifted_ok, shifted, Q))
+    Q, ok = _cholesky_semidefinite(L, 0.0, mm)
+    shifted, shifted_ok = _cholesky_semidefinite(L, shift_of(L), mm)
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    return _where(ok, Q, _where(shifted_ok, shifted, eye))
 
 
 def cholesky_coordinates(S: Tensor, Q: Tensor, mm: Product = torch.matmul) -> Tensor:
     """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r): Q_S between refreshes is no basis.
 
-    Q = O R with O orthogonal, hence qr(S Q).Q = qr(S O).Q. O comes from Cholesky QR of Q's unit columns, the first of
-    its three passes shifted. Where Q is singular to working precision (a tracked direction was replaced as a whole) O
-    is the identity.
+    Q = O R with O orthogonal, hence qr(S Q).Q = qr(S O).Q = O qr(O^T S O).Q. O comes from Cholesky QR of Q's unit
+    columns, the first of its three passes shifted. Where Q is singular to working precision (a tracked direction was
+    replaced as a whole) O is the identity.
     """
     Q = Q / torch.linalg.vector_norm(Q, dim=-2, keepdim=True)
     N = mm(Q.mT, Q)
     eye = torch.eye(N.shape[-1], dtype=N.dtype, device=N.device)
     T, ok = _inverse_transposed_cholesky(N + shift_of(N) * eye)
     basis, ok = _orthonormalise(mm(Q, T), ok, mm)
-    return cholesky_refresh(S, _where(ok, basis, eye.expand_as(basis)), mm)
+    basis = _where(ok, basis, eye.expand_as(basis))
+    return mm(basis, cholesky_semidefinite(mm(basis.mT, mm(S, basis)), mm))

@@ -1,0 +1,87 @@
+"""What the parts of a step hand each other: state, inverse roots, the decision about a gradient, the direction.
+
+Dimension key: B matrices, m short side, n long side, r rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+"""Stacked state of B matrices, by the keys of ``optimizer.state``."""
+Scale = float | Tensor
+"""A number, or one for each matrix (B,)."""
+Factor = Any
+"""A matrix as the products of a backend take it: a tensor, or what the backend has made of one. It has an ``mT``."""
+
+
+class Roots(NamedTuple):
+    """Inverse square roots of the eigenvalues of a projected state."""
+
+    L: Tensor
+    """Those of lambda_L (B,m)."""
+    S: Tensor
+    """Those of lambda_S (B,r)."""
+    mu: Tensor
+    """That of mu_perp (B,)."""
+
+
+class Admitted(NamedTuple):
+    """What one gradient a matrix may do, and the eigenvalues that it leaves."""
+
+    scale: Tensor | None
+    """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by; None for 1 without a bound."""
+    used: Roots
+    """Damped inverse roots before the step, as the direction takes them."""
+    s: Roots
+    """Undamped, clipped inverse roots after it: the new state."""
+    c_L: Tensor
+    """c times the new damped inverse roots of L (B,m), for the factors' EMAs and the tracking."""
+    c_S: Tensor
+    """c times those of S (B,r)."""
+    tail: Tensor
+    """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
+    changed: State
+    """For "auto" the new lambda_0 (B,); empty without a bound."""
+    bounded: Tensor | None
+    """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
+    evident: Tensor | None
+    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays. None for True."""
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The direction D = scale X + left right^T (B,m,n) as its factors, so that one kernel can form and apply it."""
+
+    X: Tensor | None
+    """(B,m,n) in any floating dtype; None when the direction is left right^T alone."""
+    scale: Tensor | None = None
+    """(B,); None is 1."""
+    left: Tensor | None = None
+    """(B,m,r) in the arithmetic dtype, or with ``right`` in a lower one; None is zero."""
+    right: Tensor | None = None
+    """(B,n,r), with ``left``."""
+    decay_after: bool = False
+    """True if weight decay acts on the stepped weight, W <- decay (W - lr D), and not beside the step."""
+    cautious_decay: bool = False
+    """True if it acts only where D and the weight that it acts on do not differ in sign."""
+
+    def dense(self) -> Tensor:
+        """Return D (B,m,n), in the arithmetic dtype."""
+        if self.X is None:
+            assert self.left is not None and self.right is not None
+            dtype = torch.promote_types(self.left.dtype, torch.float32)
+            return self.left.to(dtype) @ self.right.to(dtype).mT
+        D = self.X
+        if self.scale is not None:
+            wide = D.to(self.scale.dtype)  # the arithmetic dtype
+            D = wide * self.scale[:, None, None] if wide is D else wide.mul_(self.scale[:, None, None])
+        if self.left is None:
+            return D
+        assert self.right is not None
+        add = torch.baddbmm if D is self.X else Tensor.baddbmm_  # X may be read again
+        return add(D, self.left.to(D.dtype), self.right.to(D.dtype).mT)
