@@ -207,6 +207,8 @@ def _launch(
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     if batch:
+        # A square contracted into a sum across lanes would leave each lane its own rounding of one number.
+        fusion = {"enable_fp_fusion": False} if energy else {}
         launch.start(
             product_kernel,
             (batch * tiles_m * tiles_n,),
@@ -247,6 +249,7 @@ def _launch(
             TILE_K=tile.k,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **fusion,
         )
     return D, parts
 
