@@ -12,7 +12,7 @@ from bench.micro.case import Sizes
 from bench.micro.kernels import KERNELS
 from bench.shapes import ParameterSet
 from bench.timing import agreement
-from prokl.backends import triton_ops, triton_pairs
+from prokl.backends import triton_ops
 from prokl.backends.select import select
 from prokl.engine.graphs import Graphs, Recorded
 from prokl.kernels import launch
@@ -78,9 +78,9 @@ def test_graphs_that_go_elsewhere_are_noticed(monkeypatch):
 def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
     """What a kernel stores or takes as a pair is held to what a pair holds, not to what bfloat16 does."""
     case = next(own for own in KERNELS if own.name == case)
-    for module, name in ((triton_ops, "product"), (triton_pairs, "product_with_energies")):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
+    for name in ("product", "product_with_energies"):
+        kernel = getattr(triton_ops, name)
+        monkeypatch.setattr(triton_ops, name, lambda *a, kernel=kernel, **k: one_half(kernel(*map(one_half, a), **k)))
     with pytest.raises(ArithmeticError, match="error .*e-03 in float32, may be .*e-0[56]"):
         first.kernel(case, SMALL, DEVICE)
 
