@@ -106,7 +106,7 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
         if row["arch"] != "80" or row["kernel"] not in ONE_STEP:
             continue
         a = launch.by_name
-        pairs = row["config"].split()[5] == "fp32" and a.get("U_LO")
+        pairs = row["config"].split()[5:7] == ["fp32", "U:bf16"] and a.get("U_LO")  # of a bfloat16 M two products
         in_parts = pairs or a.get("PRECISION") == "tf32x3"
         of_ieee = row["kernel"].endswith("product") and (a["num_warps"], a["TILE_K"]) == (IEEE.warps, IEEE.k)
         if of_ieee or not in_parts:  # that tile is compiled, but only chosen without tensor cores
