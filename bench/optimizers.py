@@ -28,6 +28,9 @@ RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
 OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 """This package's."""
 
+ROLES = {"q_proj": "qk", "k_proj": "qk", "v_proj": "v", "o_proj": "o"}
+"""By layer of :mod:`bench.models`, what its weight is in attention."""
+
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings of prokl's optimizers as their constructors take them: the advanced ones in one mapping."""
@@ -51,6 +54,10 @@ class Hyper:
     momentum: float | None = None  # of the matrices where it is not the method's own
     beta2: float | None = None  # of preconditioners, likewise
     float32: bool = False  # whether Newton-Schulz multiplies in it everywhere, not only where a CPU emulates bfloat16
+    qk_pieces: int = 1  # equal pieces of the rows of each query and key weight, stepped as weights of their own
+    qk_rate: float = 1.0  # times lr: the rate of query and key weights
+    qk_rank: int | None = None  # of their pieces
+    vo_pieces: int = 1  # of the rows of each value weight and of the columns of each output weight
 
 
 @dataclass(frozen=True)
@@ -106,7 +113,7 @@ def label(method: str, rank: object = None) -> str:
 
 def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
     """Return parameter groups by prokl's own routing, so that all methods agree on what counts as a matrix."""
-    return prokl.param_groups(
+    groups = prokl.param_groups(
         model,
         lr=h.lr,
         adamw_lr=h.adamw_lr,
@@ -116,12 +123,30 @@ def split(model: nn.Module, h: Hyper) -> list[dict[str, Any]]:
         rank=h.rank,
         heads=False,  # whole weights, as the paper's and as all recorded rows
     )
+    return [own for group in groups for own in _by_role(group, h)]
+
+
+def _by_role(group: dict[str, Any], h: Hyper) -> list[dict[str, Any]]:
+    """Divide the matrix group where the weights of attention are in pieces or have a rate of their own."""
+    if group["algorithm"] != "matrix" or (h.qk_pieces, h.qk_rate, h.qk_rank, h.vo_pieces) == (1, 1.0, None, 1):
+        return [group]
+    qk, vo = (count if count > 1 else None for count in (h.qk_pieces, h.vo_pieces))
+    of_role: dict[str, dict[str, Any]] = {
+        "qk": {"split": qk, "lr": h.lr * h.qk_rate} | ({} if h.qk_rank is None else {"rank": h.qk_rank}),
+        "v": {"split": vo},
+        "o": {"split": vo, "transposed": vo is not None},  # its columns are what heads give
+        "": {},
+    }
+    members: dict[str, list[Any]] = {role: [] for role in of_role}
+    for name, weight in group["params"]:
+        members[ROLES.get(name.split(".")[-2], "")].append((name, weight))
+    return [group | own | {"params": members[role]} for role, own in of_role.items()]
 
 
 def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a whole model, to step one after another; ``state_dtype`` is of prokl's own."""
     if h.method == "adamw":
-        return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)), h.lr)]
+        return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)))]
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if h.method in OWN:  # which have AdamW inside
@@ -133,7 +158,8 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
             settings["ns_dtype"] = torch.float32
         return [entry.make(groups, state_dtype=state_dtype, **arguments(settings))]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
-    weights = [weight for group in groups if group["algorithm"] != "adamw" for _, weight in group["params"]]
+    matrices = [group for group in groups if group["algorithm"] != "adamw"]
+    weights = [weight for group in matrices for _, weight in group["params"]]
     make, float32 = entry.make, h.float32 or rivals.emulated(weights[0].device)
     if make is torch.optim.Muon and float32:
         make = rivals.Float32Muon
@@ -141,9 +167,11 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
         settings["float32"] = float32
     if h.method == "cosmos" and float32:
         settings["ns_dtype"] = torch.float32
-    return [make(weights, lr=h.lr, weight_decay=h.weight_decay, **settings), _adamw(rest, h.adamw_lr)]
+    settings |= {"lr": h.lr, "weight_decay": h.weight_decay}
+    divided = len(matrices) > 1
+    return [rivals.in_pieces(make, matrices, **settings) if divided else make(weights, **settings), _adamw(rest)]
 
 
-def _adamw(groups: list[dict[str, Any]], lr: float | None) -> torch.optim.Optimizer:
-    own = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-    return torch.optim.AdamW(own, lr=lr, betas=ADAMW_BETAS)
+def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    own = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+    return torch.optim.AdamW(own, betas=ADAMW_BETAS)

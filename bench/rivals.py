@@ -5,6 +5,7 @@ package is imported when one is built. On a CPU that would emulate bfloat16, in 
 where a comparison asks for it, their Newton-Schulz multiplies in float32, as prokl's does there.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -70,6 +71,32 @@ def cautious_adamw(weights: list[Tensor], lr: float, weight_decay: float) -> Opt
     heavyball.utils.compile_mode = None  # else it compiles each of its functions, for minutes
     decay = weight_decay or CAUTIOUS_DECAY
     return heavyball.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=decay, cautious_weight_decay=True)
+
+
+def in_pieces(make: Callable[..., Optimizer], groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    """Return an optimizer of the pieces of the weights, which share their memory, read as prokl's groups say."""
+
+    def pieces(t: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        return (t.mT if group.get("transposed") else t).chunk(group.get("split") or 1)
+
+    held = [
+        [(W, [torch.nn.Parameter(piece) for piece in pieces(W.detach(), group)]) for _, W in group["params"]]
+        for group in groups
+    ]
+    own = [
+        {"params": [piece for _, its in each for piece in its], "lr": group["lr"]}
+        for group, each in zip(groups, held, strict=True)
+    ]
+    made = make(own, **settings)
+
+    def take_gradients(*_: Any) -> None:
+        for group, each in zip(groups, held, strict=True):
+            for W, its in each:
+                for piece, gradient in zip(its, pieces(W.grad, group), strict=True):  # type: ignore[arg-type]
+                    piece.grad = gradient
+
+    made.register_step_pre_hook(take_gradients)
+    return made
 
 
 def emulated(device: torch.device) -> bool:

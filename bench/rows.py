@@ -57,7 +57,8 @@ COLUMNS = {
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),
     **_columns("instructions", "multiplications loop_waits load_bytes store_bytes"),
     # What a run was made of.
-    **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2"),
+    **_columns("preset", real="lr alpha_kl weight_decay adamw_lr adamw_weight_decay momentum beta2 qk_rate"),
+    **_columns(whole="qk_pieces qk_rank vo_pieces"),
     **_columns("family tied", "layers width heads mlp_width vocabulary context parameters"),
     **_columns("autocast compiled state_dtype", "steps eval_windows batch micro_batch"),
     **_columns("data data_sha256"),
