@@ -6,11 +6,12 @@ from itertools import islice
 
 import pytest
 import torch
+from pandas import DataFrame
 
 from bench import optimizers, rivals, rows
 from bench.models import CONFIGS, build
 from bench.optimizers import Hyper
-from bench.study import attention
+from bench.study import attention, attention_tables
 from bench.study.attention import HEADS, Trial, chosen, trials, wanted
 from bench.study.runs import Options
 from bench.study.scales import TINY
@@ -110,6 +111,30 @@ def test_what_is_not_known_of_both_models_is_not_chosen():
     gpt2, llama = trials(400, HEADS, 2.0)
     assert chosen(400, {gpt2.key: 0.0}, 2) == []
     assert chosen(400, {gpt2.key: 0.0, llama.key: math.inf}, 2) == [(HEADS, 2.0)]
+
+
+def cells(text):
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+
+
+def test_the_table_has_differences_by_seed_and_the_mean_of_the_seeds_that_confirm():
+    def row(model, loss, seed=0, form="pro-klshampoo", qk=1, rate=1.0, lr=0.01333):
+        own = {"model": model, "steps": 400, "optimizer": form, "qk_pieces": qk, "qk_rate": rate, "vo_pieces": 1}
+        return own | {"lr": lr, "seed": seed, "validation_loss": loss, "optimizer_per_model": 0.5, "qk_rank": math.nan}
+
+    llama = [row("llama-tiny", loss, seed, qk=qk) for qk, seed, loss in ((1, 0, 2.0), (1, 1, 2.5), (6, 0, 1.75))]
+    llama += [row("llama-tiny", loss, seed, qk=6) for seed, loss in ((1, 2.25), (2, 9.0))]  # 2 has no whole one
+    gpt2 = [row("gpt2-tiny", loss, seed) for seed, loss in enumerate((1.0, 1.5, 1.75, 2.0))]
+    gpt2 += [row("gpt2-tiny", loss - 0.25, seed, rate=2.0) for seed, loss in enumerate((1.0, 1.5, 1.75, 2.0))]
+    gpt2 += [row("gpt2-tiny", 0.5, lr=0.02), row("gpt2-tiny", math.nan, form="adamw", lr=0.00225)]
+    found = DataFrame(llama + gpt2)
+    assert cells(attention_tables.cases_table(found, [400])) == [
+        ["Pro-KLShampoo", "whole", "1", "whole", "1.000; 1.750 ± 0.144 (3)", "2.000; 2.500 (1)", "0.50 / 0.50"],
+        ["Pro-KLShampoo", "whole", "2", "whole", "-0.250; -0.250 ± 0.000 (3)", "-", "0.50 / -"],
+        ["Pro-KLShampoo", "heads", "1", "whole", "-", "-0.250; -0.250 (1)", "- / 0.50"],
+        ["AdamW", "whole", "1", "whole", "inf", "-", "0.50 / -"],
+    ]
+    assert cells(attention_tables.rates_table(found)) == [["whole", "1", "whole", "0.0133: 1.000, 0.02: 0.500"]]
 
 
 @pytest.mark.slow
