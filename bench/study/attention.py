@@ -107,8 +107,8 @@ def larger(pieces: int, rate: float, seed: int) -> Trial:
 def wanted(known: Losses) -> Iterator[Trial]:
     """Yield all runs, the most telling first; which cases are confirmed beside the main ones follows from the losses.
 
-    The cases were fixed before the first run, and the order changed twice as the machine was shared: when the first
-    seed's losses of 400 steps were known, runs of half heads at 1,600 were moved up and some of twice the rate added.
+    The cases were fixed before the first run. As the machine was shared, the order was changed when losses were known:
+    of the first seed at 400 steps, then of heads at 1,600. The first change added runs at twice the rate, too.
     """
     short, middle, long = 400, 1600, 6400
     rivals, halves, both = ("muon-0.9", "kl-shampoo"), PIECES["half heads"], (1, HEADS)
@@ -122,16 +122,23 @@ def wanted(known: Losses) -> Iterator[Trial]:
     for pieces in both:
         yield from trials(short, pieces, vo=HEADS)
     yield from trials(short, HEADS, rank=4)  # "auto" is 2, a sixth of 16 rows
-    for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(short, known, 2)))):
+    for seed, case in product(OTHER_SEEDS, ((1, 1.0), (HEADS, 1.0), (HEADS, 2.0))):
         yield from trials(short, *case, seed=seed)
-    for form, case in product(rivals, main):
-        yield from trials(short, *case, form=form)
+    for seed in OTHER_SEEDS[:2]:
+        yield from trials(middle, HEADS, 2.0, seed=seed)
+    for form, pieces in product(rivals, both):
+        yield from trials(short, pieces, form=form)
+    yield from trials(long, HEADS)  # lengths.csv has whole weights
+    yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
     for power, case in product((-1, 1), main):
         yield from trials(short, *case, power=power)
-    for seed, pieces in product(OTHER_SEEDS[:2], both):
-        yield from trials(middle, pieces, 2.0, seed=seed)
+    for form, pieces in product(rivals, both):
+        yield from trials(short, pieces, 2.0, form)
+    for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(short, known, 2)))):
+        yield from trials(short, *case, seed=seed)
+    for seed in OTHER_SEEDS[:2]:
+        yield from trials(middle, 1, 2.0, seed=seed)
     yield from trials(middle, halves, 1.0)
-    yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
     for pieces in both:
         yield from trials(middle, pieces, form=rivals[0])
     for rate in (1.0, 2.0, 4.0):
