@@ -129,18 +129,18 @@ def wanted(known: Losses) -> Iterator[Trial]:
     for form, pieces in product(rivals, both):
         yield from trials(short, pieces, form=form)
     yield from trials(long, HEADS)  # lengths.csv has whole weights
-    yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
-    for power, case in product((-1, 1), main):
+    for pieces in both:
+        yield from trials(middle, pieces, form=rivals[0])
+    for power, case in product((-1, 1), main[::-1]):
         yield from trials(short, *case, power=power)
     for form, pieces in product(rivals, both):
         yield from trials(short, pieces, 2.0, form)
+    yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
     for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(short, known, 2)))):
         yield from trials(short, *case, seed=seed)
     for seed in OTHER_SEEDS[:2]:
         yield from trials(middle, 1, 2.0, seed=seed)
     yield from trials(middle, halves, 1.0)
-    for pieces in both:
-        yield from trials(middle, pieces, form=rivals[0])
     for rate in (1.0, 2.0, 4.0):
         yield from trials(short, 1, rate, "adamw")
     for pieces in both:
