@@ -64,7 +64,9 @@ def test_all_that_was_asked_for_is_trained_once_at_the_best_rates():
     decays = [(trial.base, trial.hyper.weight_decay) for trial in order if trial.hyper.weight_decay]
     assert decays == [(case, decay) for decay in (0.1, 0.03) for case in three]
     own = {trial.case.removeprefix(f"{OURS}, "): trial for trial in order if trial.base == OURS}
-    assert [*own][2:] == ["rank 32", "rank 256", "momentum and beta2 0.95", "alpha_kl 0.01", "bfloat16 state"]
+    by_heads = {trial.base: trial.hyper.qk_pieces for trial in order if trial.case.endswith("q, k by heads")}
+    assert by_heads == {OURS: 6, MUON_9: 6}
+    assert [*own][3:] == ["rank 32", "rank 256", "momentum and beta2 0.95", "alpha_kl 0.01", "bfloat16 state"]
     assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
     assert own["bfloat16 state"].state_dtype == "bfloat16"
     longer = [(trial.case, trial.hyper.lr) for trial in order if trial.scale.steps == 3200]

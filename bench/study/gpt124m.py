@@ -7,7 +7,7 @@ This order was fixed before the first run. Which rates follow depends on losses 
 
 1. AdamW's search. Its best rate is that of embedding and head under every other method, as in the paper.
 2. Pro-KLShampoo and Muon with momentum 0.9 at their first two rates, KL-Shampoo at its first, then the searches of the
-   former two. These are the first ten runs or so.
+   former two, and both with queries and keys by heads at their best rates. These are the first twelve runs or so.
 3. Muon and the paper's form of Pro-KLShampoo at their first rates, KL-Shampoo's search, SOAP at its first rate.
 4. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
 5. Changes of Pro-KLShampoo at its best rate, one at a time. Then the searches of Muon, the paper's form and SOAP.
@@ -172,6 +172,9 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
     yield search[KL].trials[0]
     for form in (OURS, MUON_9):
         yield from search[form].trials[2:]
+    for form in (OURS, MUON_9):
+        if (its := search[form].best) is not None:
+            yield its.changed("q, k by heads", qk_pieces=scale.config.heads)
     yield from (search[form].trials[0] for form in (MUON, PAPER))
     yield from search[KL].trials[1:]
     yield search[SOAP].trials[0]
