@@ -7,4 +7,4 @@ from prokl.optimizer import KLShampoo, ProKLShampoo
 from prokl.routing.param_groups import param_groups
 
 __all__ = ["KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
-__version__ = "0.5.1.dev0"
+__version__ = "0.6.0.dev0"

@@ -95,6 +95,10 @@ def _residual(ops: Algebra, G: Tensor, G_tilde: Tensor, U: Factor) -> list[Any]:
     return [G_perp, Parts(energies)]
 
 
+def _bounded_rows(ops: Algebra, t: Tensor, rows: Tensor, bounded: Tensor) -> Factor:
+    return ops.bounded_rows(t, rows, 1.0, bounded)[0]
+
+
 def _momentum(
     variant: str = "pro-klshampoo", scaled: bool = True, active: bool = False, pair: bool = False, **fields: Any
 ) -> Case:
@@ -156,6 +160,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("product Q X of pairs", "mm pair, mn pair"),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", timed=(FP32,)),
     product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", timed=(FP32,)),
+    Case("bounded rows, split", tensors("t mr", "rows m+", "bounded .?"), over(_bounded_rows), module=norms, **PAIRED),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
     apply_case("X scale left right active", half=True, timed=(FP32,), operand="polar"),
@@ -182,6 +187,8 @@ KERNELS: tuple[Case, ...] = (
     _momentum(scaled=False),
     _momentum("subspace-only"),
     _momentum("smok-hop"),
+    Case("bounded rows", tensors("t mr", "rows m+", "bounded .?"), over(_bounded_rows),
+         dtypes=(FP32, FP64), timed=(FP32,), module=norms),
     Case("inverse norm", tensors("energy m+", "size r+", "whole r+"),
          over(_normalising, lambda energy, size, whole: norms.inverse_norm(energy, size, whole, NOISE)),
          dtypes=(FP32, FP64), timed=(FP32,), module=norms),
