@@ -100,11 +100,18 @@ def recorded(monkeypatch):
     return recordings
 
 
+class OfKernelsGradients(Algebra):
+    """PyTorch's operations on gradients as kernels gather them, in bfloat16 beside state in float32."""
+
+    def product(self, left, right, /, **more):
+        return super().product(left, right.to(left.dtype), **more)
+
+
 @pytest.fixture
 def few_kernels(monkeypatch):
     """Kernels only where the step reaches through tables on the device; the rest in PyTorch, which is quicker here."""
     triton = select("triton", torch.device("cpu"))
-    backend = replace(triton, name="few kernels", ops=Algebra(False), graphs=True)
+    backend = replace(triton, name="few kernels", ops=OfKernelsGradients(False), graphs=True)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: backend))
 
 
