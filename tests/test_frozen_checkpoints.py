@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import prokl
+from prokl.engine.checkpoint import of_today
 from tests import freeze
 from tests.distributed.checkpoints import read, written
 from tests.inputs import same_bits
@@ -201,3 +202,13 @@ def test_an_old_checkpoint_goes_on_divided(file, name, pools):
     """One that was saved divided, and those of one process."""
     found = read(pools[2].run(go_on_divided, file, name)[0])
     assert_goes_on(found, frozen(file)["cases"][name])
+
+
+def test_a_state_of_0_5_is_converted_in_float64():
+    """Whatever torch's TF32 switches say: a basis off by their rounding would stay so until a refresh."""
+    L = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
+    L, Q_L = L @ L.mT, torch.linalg.qr(L)[0]
+    entry = {"M": L[:, :40].clone(), "L": L, "Q_L": Q_L, "clipped": torch.zeros(())}
+    found, exact = (of_today(each, "w") for each in (entry, {key: t.double() for key, t in entry.items()}))
+    for key in ("M_Q", "L_Q", "Q_L"):
+        assert torch.equal(found[key], exact[key].float()), key

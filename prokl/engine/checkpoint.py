@@ -13,6 +13,7 @@ from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import apart, check_adamw
+from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine import adamw
@@ -359,12 +360,12 @@ def of_today(entry: dict[str, Any], name: str) -> dict[str, Any]:
                 f"The loaded state of {name} is of prokl 0.5, and a part: prokl 0.6 keeps M and L in another basis. "
                 "Load what gather_state_dict() of prokl 0.5 gave, or one file made by dcp_to_torch_save."
             )
-        stored, wide = own["M"].dtype, torch.promote_types(own["M"].dtype, torch.float32)
-        own = {k: t.to(wide) for k, t in own.items()}
+        stored, of_bases = own["M"].dtype, torch.promote_types(own["M"].dtype, torch.float32)
+        own = {k: t.to(widest(t.device)) for k, t in own.items()}  # torch's TF32 switches leave its products alone
         bases = {k: orthonormalised(own[k]) for k in ("Q_L", "Q_R") if k in own}
         turned = in_eigenbases(own | bases)
         entry = {k: t for k, t in entry.items() if k not in {"M" + suffix, "L" + suffix, "R" + suffix}}
-        entry |= {k + suffix: t if k in bases else t.to(stored) for k, t in turned.items()}
+        entry |= {k + suffix: t.to(of_bases if k in bases else stored) for k, t in turned.items()}
     return entry
 
 
