@@ -1,6 +1,7 @@
 """The script ./run: which commands its jobs are, where their rows go, and what it refuses."""
 
 import os
+import re
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -82,6 +83,15 @@ def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_bu
         assert script("gpu", "--part", "first")[1] == ["-m bench.compile_report unpack", "-m bench.first"]
         build, cache = log.read_text().splitlines()[-1].split(" ")
         assert (build == "0") is placed and cache == str(home / ".cache" / "prokl" / "triton")
+
+
+def test_gpu_tests_have_every_file_that_takes_a_gpu_by_itself():
+    listed = re.search(r"for subject in (.*?); do", (ROOT / "run").read_text(), re.DOTALL)[1].replace("\\", "").split()
+    files = {path.stem.removeprefix("test_"): path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    assert not {*listed} - {*files}
+    own = r"^DEVICE = .*is_available\(\)|import .*\bDEVICE\b"
+    taking = {name for name, text in files.items() if re.search(own, text, re.MULTILINE)}
+    assert taking - {"bench_first"} <= {*listed}  # which is a part of its own
 
 
 def test_training_on_a_gpu_has_data_and_minutes_and_caches_that_outlive_the_checkout(script, tmp_path, monkeypatch):
