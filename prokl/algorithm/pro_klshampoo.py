@@ -130,7 +130,7 @@ class ProKLShampooMethod:
 
     def workspace(self, m: int, n: int, rank: int) -> int:
         """Return the elements of temporary memory that a step needs for one matrix at most."""
-        return 8 * m * n + 9 * m * m + 6 * n * rank
+        return 8 * m * n + 9 * m * m + (6 * n + 4 * m) * rank
 
     def initialise(self, G: Tensor, rank: int, group: Group) -> State:
         """Make the state (B,...) from the initialising gradients G (B,m,n)."""
