@@ -131,9 +131,9 @@ GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips 
 
 # Wide tiles do most arithmetic for a byte read. 128 divides m = 768 and 3072; (128 + 128) x 64 elements in three
 # stages are 96 KB in half precision, so that two programs fit a processor of sm_90. On an H200 four warps took 0.71 to
-# 1.04 of the time of eight in half precision, mostly 0.82 to 0.93; 128 x 256 gained 3 to 10 % of G_perp and whiten and
-# lost elsewhere. In float32, where 128 x 128 spills on sm_80, 128 x 64 x 16 took 0.83 to 1.06 of the time of 128 x 64 x
-# 32 with eight warps, and 0.89 of large ones.
+# 1.04 of the time of eight in half precision, mostly 0.82 to 0.93; 128 x 256 gained 3 to 10 % of G_perp and of m x m by
+# m x n, and lost elsewhere. In float32, where 128 x 128 spills on sm_80, 128 x 64 x 16 took 0.83 to 1.06 of the time of
+# 128 x 64 x 32 with eight warps, and 0.89 of large ones.
 UNALIGNED = Tile(64, 64, 32, 8, 3)
 TF32 = Tile(64, 64, 16, 4, 4)  # of a product of parts a warp takes 16 rows: eight warps would compute everything twice
 IEEE = Tile(64, 64, 16, 8, 3)  # without tensor cores operands are held in registers, too many of them at a depth of 32

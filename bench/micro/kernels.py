@@ -127,7 +127,7 @@ def _normalising(ops: Algebra, energy: Tensor, size: Tensor, whole: Tensor) -> T
     return torch.where(negligible, 0.0, energy.sum(dim=1).rsqrt())
 
 
-def _congruence(i: Inputs, ops: Algebra) -> Callable[[], Tensor]:
+def _symmetric_RQ(i: Inputs, ops: Algebra) -> Callable[[], Tensor]:
     Q, R = i["Q"], i["Q"].mT @ i["L"]
     return lambda: ops.symmetric_polynomial(R, Q.mT)
 
@@ -204,7 +204,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric W", "rnT", timed=(FP32,)),
     product_case("product Q Q", "mm, mm", ("C mm",), timed=(FP32,)),
     product_case("product Q^T M", "mmT, mn", timed=(FP32,)),
-    Case("symmetric R Q", tensors("Q mm", "L mm~"), _congruence, timed=(FP32,), module=symmetric_product),
+    Case("symmetric R Q", tensors("Q mm", "L mm~"), _symmetric_RQ, timed=(FP32,), module=symmetric_product),
     Case("symmetric X", tensors("X mn polar", "scale .+ polar"), call("gram", "X", "scale"), **GRAM),
     Case("symmetric polynomial", tensors("R mm~ polar"), over(_polynomial), **GRAM),
     Case("shifted polynomial", tensors("R mm~ polar"), over(_shifted_polynomial), **GRAM),
