@@ -53,7 +53,7 @@ def step(
 ) -> tuple[Direction, State, Tensor | None]:
     """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]
-    (m, n), gain, factor = G.shape[-2:], 1 - h.beta2, ceiling_factor(state)
+    (m, n), ema, factor = G.shape[-2:], 1 - h.beta2, ceiling_factor(state)
     Q_L, Q_R = ops.operands(state["Q_L"], state["Q_R"])
 
     # The gradient in the eigenbases, and what it may do: c, and the eigenvalues that the direction takes.
@@ -77,8 +77,8 @@ def step(
     X, Y = ops.operands(X, Y)
     new = {
         "M_Q": M,
-        "L_Q": ops.symmetric_product(X, C=state["L_Q"], beta=h.beta2, alpha=gain / n),
-        "R_Q": ops.symmetric_product(Y.mT, C=state["R_Q"], beta=h.beta2, alpha=gain / m),
+        "L_Q": ops.symmetric_product(X, C=state["L_Q"], beta=h.beta2, alpha=ema / n),
+        "R_Q": ops.symmetric_product(Y.mT, C=state["R_Q"], beta=h.beta2, alpha=ema / m),
         "inv_sqrt_lambda_L": clipped_ema(s_L, ell, h.beta2, (ceiling(m) * factor)[:, None]),
         "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
     }

@@ -27,7 +27,7 @@ def step(
 ) -> tuple[Direction, State, Tensor | None]:
     """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
     U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))
-    (m, n), r, gain, (g, a, b) = G.shape[-2:], U.shape[-1], 1 - h.beta2, h.gradient_weights
+    (m, n), r, ema, (g, a, b) = G.shape[-2:], U.shape[-1], 1 - h.beta2, h.gradient_weights
     U_, Q = ops.operands(U, Q_L)
 
     # The gradient in the eigenbasis, on the subspace and beside it, and what it may do: c, and the new eigenvalues.
@@ -63,13 +63,13 @@ def step(
 
     # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
     onto, Z = A * admitted.c_S[:, None, :], G_tilde * admitted.c_L[:, :, None]
-    L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=gain / n)
+    L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=ema / n)
     L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
-    S = ops.symmetric_product(Z.mT, C=state["S"], beta=h.beta2, alpha=gain / m)
+    S = ops.symmetric_product(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m)
 
     # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
     K = torch.lerp(state["S"], S, 1 + h.beta2)
-    U_new = ops.track(G_perp, ops.combined(Z, scale=admitted.c_L), K, U, gain / m)
+    U_new = ops.track(G_perp, ops.combined(Z, scale=admitted.c_L), K, U, ema / m)
     T = ops.product(U.mT, U_new)
     S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
 
