@@ -16,7 +16,7 @@ from prokl.algorithm.settings import plain
 from prokl.routing.rules import Owner
 
 PROJECTION = re.compile(
-    r"(?:(?:to|add|linear)_|w_?)?(q|k|query|key)(?:_b)?(?:_(?:proj|projection|lin|linear|attn|layer|global))?(?:_weight)?"
+    r"(?:(?:to|add|linear|c)_|w_?)?(q|k|query|key|queries|keys)s?(?:_b)?(?:_(?:proj|projection|lin|linear|attn|layer|global))?(?:_weight)?"
 )
 """Names of modules and parameters that make queries or keys."""
 QKV, KV = re.compile(r"(\w+_)?w?qkv(_proj)?|c_attn"), re.compile(r"(\w+_)?w?kv(_proj)?|c_attn")
