@@ -97,6 +97,11 @@ def test_a_key_of_a_scheduler_a_trainer_or_another_optimizer_is_kept(cls, algori
     assert own.items() <= optimizer.param_groups[1].items()
 
 
+def test_heads_of_a_group_are_told_to_be_its_split():
+    with pytest.raises(ValueError, match="Invalid heads=4 of a new group: .* the nearest is split"):
+        PRO([{"params": [weight(4, 6)], "heads": 4}])
+
+
 @both
 def test_a_setting_of_the_other_algorithm_or_optimizer_is_no_misspelling(cls):
     """As ZeroRedundancyOptimizer puts what it was made with into every group, and both take the same groups."""

@@ -97,7 +97,7 @@ def _settled(title: str, kwargs: dict[str, Any], defaults: Mapping[str, Any]) ->
         pairs = ", ".join(f"{key!r}: {value!r}" for key, value in old.items())
         warnings.warn(
             f"{_listed(old, old)} of {title}: advanced settings have one argument now, advanced={{{pairs}}}. The "
-            "keywords go with 0.6; in groups and checkpoints nothing changes.",
+            "keywords go in a later release; in groups and checkpoints nothing changes.",
             FutureWarning,
             stacklevel=3,
         )
