@@ -135,20 +135,20 @@ def wanted(known: Losses) -> Iterator[Trial]:
         yield from trials(short, *case, power=power)
     for form, pieces in product(rivals, both):
         yield from trials(short, pieces, 2.0, form)
+    for rate in (1.0, 2.0, 4.0):
+        yield from trials(short, 1, rate, "adamw")
+    for form, seed, pieces in product(rivals, OTHER_SEEDS, both):
+        yield from trials(short, pieces, form=form, seed=seed)
     yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
     for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(short, known, 2)))):
         yield from trials(short, *case, seed=seed)
     for seed in OTHER_SEEDS[:2]:
         yield from trials(middle, 1, 2.0, seed=seed)
     yield from trials(middle, halves, 1.0)
-    for rate in (1.0, 2.0, 4.0):
-        yield from trials(short, 1, rate, "adamw")
     for pieces in both:
         yield from trials(long, pieces)
     for pieces in both:
         yield from trials(middle, pieces, form=rivals[1])
-    for form, seed, pieces in product(rivals, OTHER_SEEDS, both):
-        yield from trials(short, pieces, form=form, seed=seed)
     for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(middle, known, 1)))):
         yield from trials(middle, *case, seed=seed)
     for pieces in both:
