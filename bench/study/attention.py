@@ -139,14 +139,14 @@ def wanted(known: Losses) -> Iterator[Trial]:
         yield from trials(short, HEADS, rate, power=power)
     yield from trials(middle, HEADS, power=-1)
     yield from trials(middle, HEADS, 2.0, power=-1, seed=OTHER_SEEDS[0])
+    for form, seed, pieces in product(rivals, OTHER_SEEDS, both):
+        yield from trials(short, pieces, form=form, seed=seed)
     for case in main[::-1]:
         yield from trials(short, *case, power=1)
     for form, pieces in product(rivals, both):
         yield from trials(short, pieces, 2.0, form)
     for rate in (1.0, 2.0, 4.0):
         yield from trials(short, 1, rate, "adamw")
-    for form, seed, pieces in product(rivals, OTHER_SEEDS, both):
-        yield from trials(short, pieces, form=form, seed=seed)
     yield from (larger(pieces, 1.0, FIRST_SEED) for pieces in both)
     for seed, case in product(OTHER_SEEDS, dict.fromkeys((*main, *chosen(short, known, 2)))):
         yield from trials(short, *case, seed=seed)
