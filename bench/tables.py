@@ -18,6 +18,7 @@ from pandas import DataFrame
 from bench.ablations import tables as ablations
 from bench.command import UsageError, command, options
 from bench.rows import RESULTS, ROOT, frame
+from bench.study import attention_tables as attention
 from bench.study import figures, gpt124m, gpt124m_tables, size
 from bench.study import lengths_tables as lengths
 from bench.timing import tables as timing
@@ -38,6 +39,9 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "robustness": ("robustness.csv", ablations.robustness_table),
     "size": ("size.csv", size.size_table),
     "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
+    "attention": ("attention.csv", partial(attention.cases_table, lengths=(400,))),
+    "attention-longer": ("attention.csv", partial(attention.cases_table, lengths=(1600,))),
+    "attention-rates": ("attention.csv", attention.rates_table),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
     "lengths-settings": ("lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
