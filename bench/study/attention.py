@@ -1,4 +1,4 @@
-"""Attention's weights in pieces and at rates of their own: which runs are made, in an order that was fixed before.
+"""Attention's weights in pieces and at rates of their own: which runs are made, and in which order.
 
 One seed chooses, three others confirm. A rate is the best known one of whole weights, or one power of STEP to a side of
 it. Newton-Schulz multiplies in float32 everywhere, and each run is evaluated at its end alone.
