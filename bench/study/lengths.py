@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ADAMW_LR = 3e-3
 """Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
+HEADS = 6
+"""Of both models."""
 RANK = 16
 """Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
 STEP = 1.5
@@ -68,11 +70,17 @@ FORMS: dict[str, Form] = {
     "adamw": _form("adamw", 1e-3, 2, 2),
     "muon": _form("muon", 2e-2, -2, 0),
     "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
+    "muon-0.9-heads": _form(
+        "muon", 2e-2, -1, -1, "Muon, momentum 0.9, q and k by heads", momentum=0.9, qk_pieces=HEADS
+    ),
     "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
     "kl-shampoo-0.9": _form(
         "kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
     ),
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
+    "pro-klshampoo-heads": _form(
+        "pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, q and k by heads", qk_pieces=HEADS
+    ),
     "pro-klshampoo-paper": _form(
         "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
         rank=RANK, alpha_kl=0.01, preset="paper", bounded=False,
