@@ -16,11 +16,13 @@ class ParameterSet:
         name: key of the set.
         shapes: (count, rows, cols), rows and columns as torch holds the weight.
         ranks: of the tracked subspace, to measure with.
+        heads: of attention, to whose rows query and key can be split.
     """
 
     name: str
     shapes: tuple[tuple[int, int, int], ...]
     ranks: tuple[int, ...]
+    heads: int = 1
 
     @property
     def text(self) -> str:
@@ -45,11 +47,12 @@ class ParameterSet:
 def _of_model(model: str, divided: int) -> ParameterSet:
     """Return query, key, value and output, and the MLP up and down: layers, widths and ranks divided."""
     config = CONFIGS[model]
-    layers, width, hidden = (size // divided for size in (config.layers, config.width, config.mlp_width))
+    sizes = config.layers, config.width, config.mlp_width, config.heads  # so that heads keep their width
+    layers, width, hidden, heads = (size // divided for size in sizes)
     up = 2 * layers if FAMILIES[config.family].gated else layers
     shapes = (4 * layers, width, width), (up, hidden, width), (layers, width, hidden)
     name = model if divided == 1 else f"{model}/{divided}"
-    return ParameterSet(name, shapes, tuple(rank // divided for rank in (32, 64, 128)))
+    return ParameterSet(name, shapes, tuple(rank // divided for rank in (32, 64, 128)), heads)
 
 
 PAPER = ("gpt2-124m", "gpt2-350m", "llama-134m", "llama-450m")

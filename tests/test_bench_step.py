@@ -12,7 +12,7 @@ from bench.rivals import BatchedMuon, Float32Muon
 from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
-from bench.timing.entries import BATCHED, CAPTURED, EAGER, PERIOD, kl, model_entries, muon, pro
+from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS, PERIOD, kl, model_entries, muon, pro
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, failure
 from prokl import ProKLShampoo
@@ -81,9 +81,18 @@ def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_
         )
         assert [e.backend for e in found if e.backend == "reference"] == ["reference"] * 2 * (device.type == "cpu")
         eager = [3] * (device.type == "cuda")
-        assert [e.rank for e in own] == [2, 3, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
+        assert [e.rank for e in own] == [2, 3, 4, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
         weights = [torch.nn.Parameter(torch.zeros(8, 12))]
         assert all(e.build(weights).param_groups[0]["cuda_graphs"] is (e.note != EAGER) for e in own)
+
+
+def test_the_later_half_of_square_weights_is_split_by_heads():
+    """Weights of a set are counted query, key, value and output in one, so half of them is."""
+    entry = next(e for e in model_entries(replace(TINY, heads=2), CPU, torch.float32) if e.note == HEADS)
+    weights = [torch.nn.Parameter(torch.zeros(8, n)) for n in (8, 8, 12)]
+    split, whole = entry.build(weights).param_groups
+    assert split["split"] == 2 and split["params"][0] is weights[1] and len(split["params"]) == 1
+    assert whole["split"] is None and [W.shape[1] for W in whole["params"]] == [8, 12]
 
 
 def off(optimizer):

@@ -43,7 +43,8 @@ def complaint(entry: Entry, shape: Shape, device: torch.device) -> str:
     state: dict[str, Any] = reference.state_dict()["state"][0]  # where all of them start
     for key in {"L_Q", "R_Q"} & state.keys():
         # A few gradients leave R singular where n is many times m: rounding would choose its null space's basis.
-        state[key].diagonal().add_(state[key].diagonal().mean())
+        diagonal = state[key].diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(diagonal.mean())
 
     def moved(backend: str, dtype: torch.dtype, precision: str | None = None) -> list[Tensor]:
         """Return how far the last weight of the bucket gets; the reference has no buckets."""

@@ -7,6 +7,7 @@ which these are timed are not compiled either.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ CAPTURED, BATCHED = "Muon in a CUDA graph", "batched Muon in a CUDA graph"
 least: ratios of a GPU are to it, of rows that lack it to the other."""
 EAGER = "without CUDA graphs"
 """Note of an optimizer whose steps are launched one by one."""
+HEADS = "q, k by heads"
+"""Note of one that steps query and key weights by heads, as groups of ``param_groups`` do."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class Entry:
         return self.make(weights, **(arguments(own) if "precision" in own else own))  # which prokl's have alone
 
     @property
-    def key(self) -> tuple[str, str, int | None, torch.dtype | None, bool]:
+    def key(self) -> tuple[str, str, int | None, torch.dtype | None, str]:
         """Tell it from the others of a set."""
-        return self.optimizer, self.backend, self.rank, self.polar, self.note == EAGER
+        return self.optimizer, self.backend, self.rank, self.polar, self.note if self.note in (EAGER, HEADS) else ""
 
     @property
     def dtypes(self) -> str:
@@ -74,6 +77,15 @@ def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo"
     settings["precision"] = None
     own = polar if name == "pro-klshampoo" else None
     return Entry(name, OPTIMIZERS[name].make, tuple(settings.items()), backend, rank, own)
+
+
+def by_heads(heads: int, weights: list[Tensor], **settings: Any) -> Optimizer:
+    """Build Pro-KLShampoo of weights of which the later half of the square ones, as many as query and key, is split."""
+    square = [W for W in weights if W.shape[0] == W.shape[1]]
+    split = square[len(square) // 2 :]
+    whole = [W for W in weights if not any(W is own for own in split)]
+    groups: list[dict[str, Any]] = [{"params": split, "split": heads, "rank": "auto"}]
+    return OPTIMIZERS["pro-klshampoo"].make(groups + [{"params": whole}] * bool(whole), **settings)
 
 
 def kl(backend: str) -> Entry:
@@ -111,6 +123,10 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         muon(polar),
         Entry("adamw", OPTIMIZERS["adamw"].make, (("lr", 1e-3), ("fused", True)), note="fused"),
         *(pro(backend, rank, polar) for backend in batched for rank in s.ranks),
+        *(
+            replace(pro(backend, s.ranks[-1], polar), make=partial(by_heads, s.heads), note=HEADS)
+            for backend in batched
+        ),
         *(pro(backend, middle, polar, "smok-hop") for backend in batched),
         *(kl(backend) for backend in batched),
     ]

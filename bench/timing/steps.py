@@ -42,7 +42,7 @@ def run_rows(run: TimedRun, medians: dict[Any, float], polar: torch.dtype) -> It
     """
     entry = run.entry
     row = {**head(entry, run.problem.parameters), "unit": "ms", "rounds": len(run.periods)}
-    reference = medians.get(("muon", "", None, entry.polar or polar, False))
+    reference = medians.get(("muon", "", None, entry.polar or polar, ""))
     ratio = None if reference is None else medians[entry.key] / reference
     yield row | {"metric": "step", "ratio": ratio} | rows.quartiles(step_ms(run))
     if entry.backend:

@@ -7,7 +7,7 @@ from pandas import DataFrame, Series
 from bench.markdown import figure, table
 from bench.optimizers import label
 from bench.shapes import SETS
-from bench.timing.entries import BATCHED, CAPTURED, EAGER
+from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS
 
 MAIN = (
     "Muon",
@@ -27,8 +27,8 @@ def name(row: Series, dtype: str) -> str:
     said = label(row["optimizer"], row["rank"] if row["optimizer"] == "pro-klshampoo" and row["rank"] > 0 else None)
     if row["backend"] == "reference":
         said += ", weight by weight"
-    if row.get("note") == EAGER:
-        said += f", {EAGER}"
+    if (note := row.get("note")) in (EAGER, HEADS):
+        said += f", {note}"
     if row["optimizer"] in OWN and dtype and row["dtype"] != dtype:
         said += f", Newton–Schulz in {row['dtype'].rpartition(' ')[2]}"
     return said
