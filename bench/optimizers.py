@@ -16,11 +16,11 @@ import prokl
 from bench import rivals
 from bench.training.cosmos import Cosmos
 from bench.training.online_kl_shampoo import OnlineKLShampoo
-from prokl.algorithm.settings import PRESETS, PRO_ADVANCED
+from prokl.algorithm.settings import PRO_ADVANCED
 
 ADAMW_BETAS = (0.9, 0.95)  # paper, appendix "Hyperparameter sweeps"
 CLIP = PRO_ADVANCED["clip_threshold"]
-PAPER: dict[str, Any] = {"rank": 128} | {name: PRESETS["paper"][name] for name in ("momentum", "beta2", "alpha_kl")}
+PAPER: dict[str, Any] = {"rank": 128} | {name: prokl.PAPER[name] for name in ("momentum", "beta2", "alpha_kl")}
 """Settings of the paper's ablations, for which nobody has found others."""
 PRO = "pro-klshampoo"
 RANKED = (PRO, "smok-hop", "cosmos", "subspace-only", "complement-only")
@@ -30,12 +30,6 @@ OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 
 ROLES = {"q_proj": "qk", "k_proj": "qk", "v_proj": "v", "o_proj": "o"}
 """By layer of :mod:`bench.models`, what its weight is in attention."""
-
-
-def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of prokl's optimizers as their constructors take them: the advanced ones in one mapping."""
-    own = {key: value for key, value in settings.items() if key in PRO_ADVANCED}
-    return {key: value for key, value in settings.items() if key not in own} | {"advanced": own}
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Hyper:
     adamw_weight_decay: float = 0.0  # of embedding and head under every other method
     rank: int | None = None  # of the tracked subspace
     alpha_kl: float | None = None  # Pro-KLShampoo's mixing weight
-    preset: str | None = None  # of prokl's own
+    preset: str | None = None  # "paper": prokl's own have the other settings of prokl.PAPER
     bounded: bool = True  # whether prokl's own have their clip_threshold, whatever the preset
     momentum: float | None = None  # of the matrices where it is not the method's own
     beta2: float | None = None  # of preconditioners, likewise
@@ -150,13 +144,15 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     entry, groups = OPTIMIZERS[h.method], split(model, h)
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if h.method in OWN:  # which have AdamW inside
-        settings["preset"] = h.preset
+        if h.preset == "paper":
+            others = {"clip_threshold"} if h.method != "kl-shampoo" else {"clip_threshold", "alpha_kl"}
+            settings = {key: value for key, value in prokl.PAPER.items() if key not in others} | settings
         for group in groups:
             if group["algorithm"] == "matrix":
                 group["clip_threshold"] = CLIP if h.bounded else None
         if h.float32 and entry.make is not prokl.KLShampoo:
             settings["ns_dtype"] = torch.float32
-        return [entry.make(groups, state_dtype=state_dtype, **arguments(settings))]
+        return [entry.make(groups, state_dtype=state_dtype, **settings)]
     rest = [group for group in groups if group["algorithm"] == "adamw"]
     matrices = [group for group in groups if group["algorithm"] != "adamw"]
     weights = [weight for group in matrices for _, weight in group["params"]]

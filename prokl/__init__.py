@@ -3,8 +3,8 @@
 from prokl import cuda_qr as cuda_qr
 from prokl import diagnostics
 from prokl import ops as ops
-from prokl.optimizer import KLShampoo, ProKLShampoo
+from prokl.optimizer import PAPER, KLShampoo, ProKLShampoo
 from prokl.routing.param_groups import param_groups
 
-__all__ = ["KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
+__all__ = ["PAPER", "KLShampoo", "ProKLShampoo", "diagnostics", "param_groups"]
 __version__ = "0.6.0.dev0"

@@ -5,10 +5,12 @@ A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any, ClassVar, overload
 
 import torch
@@ -18,15 +20,16 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from prokl.algorithm.method import Method
-from prokl.algorithm.settings import ALGORITHMS, apart, check_adamw, check_choice, portable
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, clone_if_tensor, plain
 from prokl.distributed.blocks import check_placements
 from prokl.distributed.division import Division
 from prokl.distributed.state import check_undivided
 from prokl.distributed.team import check_group
 from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
+from prokl.engine.arguments import check_known, in_float16, without_effect
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.newcomers import resolved, split_off_vectors
+from prokl.engine.newcomers import plain_group, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
 from prokl.engine.validation import check_algorithm_named, check_keys, check_names, check_no_module, names_alike
 
@@ -39,16 +42,24 @@ class MatrixOptimizer(Optimizer):
     _division: Division | None = None
     _adding = False  # True while the constructor adds one group after the other
 
-    def __init__(self, params: Any, defaults: dict[str, Any], process_group: Any = None) -> None:
+    def __init__(
+        self, params: Any, settings: dict[str, Any], advanced: Mapping[str, Any], process_group: Any = None
+    ) -> None:
+        check_known(type(self).__name__, advanced, [*settings, "process_group"])
         check_no_module(params)
         if process_group is not None:
             check_group(process_group)
-        defaults = resolved(defaults, defaults)
+        defaults = plain_group({**settings, **advanced}, settings)
         self.method.check(defaults)
         self._process_group, self._adding = process_group, True
-        super().__init__(params, {**defaults, "lr": apart(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
+        super().__init__(params, {**defaults, "lr": clone_if_tensor(defaults["lr"]), "algorithm": "matrix", **DEFAULTS})
         self._adding = False
         check_names(self.param_groups)
+        arguments = inspect.signature(type(self)).parameters  # a subclass may have defaults of its own
+        usual = settings | {key: arguments[key].default for key in settings.keys() & arguments.keys()}
+        for message in (without_effect(self.param_groups, defaults, usual), in_float16(self.param_groups)):
+            if message is not None:
+                warnings.warn(message, stacklevel=3)
 
     @property
     def engine(self) -> Engine:
@@ -100,10 +111,10 @@ class MatrixOptimizer(Optimizer):
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        group = resolved(param_group, self.defaults.keys() | adamw.ARGUMENTS)
+        group = plain_group(param_group, self.defaults.keys() | adamw.ARGUMENTS)
         algorithm = group.setdefault("algorithm", "matrix")
         if "lr" in group or algorithm != "adamw":
-            group["lr"] = apart(group.get("lr", self.defaults["lr"]))
+            group["lr"] = clone_if_tensor(group.get("lr", self.defaults["lr"]))
         check_choice("algorithm", group["algorithm"], ALGORITHMS)
         of_adamw = self._of_adamw().keys() | {"lr", "algorithm", "params"}
         if algorithm == "adamw":
@@ -231,8 +242,13 @@ class MatrixOptimizer(Optimizer):
     def _exported(self, _: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
         """Return what ``state_dict`` gives: not the live dicts, but their tensors."""
         settings = self.defaults.keys() | adamw.ARGUMENTS
-        groups = [resolved(group, settings) for group in packed["param_groups"]]
-        groups = [{key: portable(key, value) for key, value in group.items()} for group in groups]
+        groups = [plain_group(group, settings) for group in packed["param_groups"]]
+        for group in groups:
+            for key, value in group.items():
+                if isinstance(value, torch.dtype) and key in settings:
+                    group[key] = str(value).removeprefix("torch.")  # which every kind of checkpoint takes
+                elif isinstance(value, Real):  # also NumPy's that a scheduler left beside the settings
+                    group[key] = plain(value)
         state = checkpoint.with_step_tensors(packed["state"])
         if self._division is not None:
             state = self._division.exported(self._outer, state)
@@ -259,7 +275,7 @@ class MatrixOptimizer(Optimizer):
                 if here:
                     full[key] = whole.to("cpu", copy=whole is value) if isinstance(whole, Tensor) else whole
             gathered[i] = full
-        groups = [{key: apart(value) for key, value in group.items()} for group in packed["param_groups"]]
+        groups = [{key: clone_if_tensor(value) for key, value in group.items()} for group in packed["param_groups"]]
         return {**packed, "state": gathered, "param_groups": groups} if here else {}
 
     @torch.inference_mode(False)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack  # typing's from Python 3.11 on; torch requires it
 
 from prokl.algorithm.klshampoo import KLShampooMethod
 from prokl.algorithm.pro_klshampoo import ProKLShampooMethod
-from prokl.algorithm.settings import KL_ADVANCED, PRO_ADVANCED, AdjustLrFn, Advanced, AlphaKL, Preset, Variant
+from prokl.algorithm.settings import KL_ADVANCED, PRO_ADVANCED, AdjustLrFn, Advanced, AlphaKL, Variant
 from prokl.algorithm.shapes import Rank
-from prokl.engine.arguments import constructor
 from prokl.matrix_optimizer import MatrixOptimizer
 
 if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the types of arguments
@@ -20,6 +20,16 @@ if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the 
     from torch.distributed.device_mesh import DeviceMesh
 else:
     ProcessGroup = DeviceMesh = None
+
+PAPER: dict[str, Any] = {
+    "momentum": 0.95,
+    "beta2": 0.95,
+    "alpha_kl": 0.01,
+    "init_eigenvalue": 0.1,
+    "clip_threshold": None,
+}
+"""Arguments of ``ProKLShampoo(groups, **PAPER)``, Algorithm 2 as printed: without a bound, with lambda_0 of the paper's
+experiments, and with the alpha_kl that it selected for three of its four models."""
 
 
 class ProKLShampoo(MatrixOptimizer):
@@ -59,19 +69,20 @@ class ProKLShampoo(MatrixOptimizer):
         adjust_lr_fn: "original", or None: as above. "match_rms_adamw": updates have the size of AdamW's.
         process_group: the ranks, a group or a mesh, that share step and state of weights that are no DTensors, with the
             same gradients, as under DDP. All must call ``step`` and ``load_state_dict``.
-        preset: "paper" is Algorithm 2 as printed: momentum=0.95, beta2=0.95, alpha_kl=0.01, init_eigenvalue=0.1,
-            clip_threshold=None, where these are not given. It has whole weights: ``heads=False`` of ``param_groups``.
-        advanced: what hardly anyone sets, a dict of: ``eps``, ``init_eigenvalue``, ``clip_threshold``, ``precision``,
-            ``cautious_weight_decay``, ``cuda_graphs``, ``ns_steps``, ``ns_coefficients``, ``ns_dtype``.
+        advanced: keywords that hardly anyone sets: eps=1e-8, init_eigenvalue="auto", clip_threshold=5.0,
+            precision=None, cautious_weight_decay=False, cuda_graphs=True, ns_steps=5,
+            ns_coefficients=(3.4445, -4.7750, 2.0315), ns_dtype=None.
+
+    ``ProKLShampoo(groups, **prokl.PAPER)`` is Algorithm 2 as printed; ``**(prokl.PAPER | {"alpha_kl": 0.015})`` changes
+    an argument. The paper has whole weights: ``heads=False`` of ``param_groups``.
 
     Raises:
-        TypeError: ``params`` is a module, ``process_group`` no group, or ``advanced`` holds something unknown.
+        TypeError: ``params`` is a module, ``process_group`` no group, or an argument is unknown.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
     method = ProKLShampooMethod()
 
-    @constructor(PRO_ADVANCED)
     def __init__(
         self,
         params: Any,
@@ -90,10 +101,9 @@ class ProKLShampoo(MatrixOptimizer):
         maximize: bool = False,
         adjust_lr_fn: AdjustLrFn | None = "original",
         process_group: ProcessGroup | DeviceMesh | None = None,
-        preset: Preset | None = None,
-        advanced: Advanced | None = None,
+        **advanced: Unpack[Advanced],
     ) -> None:
-        defaults = {
+        settings = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -107,9 +117,9 @@ class ProKLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "adjust_lr_fn": adjust_lr_fn,
-            **(advanced or {}),
+            **PRO_ADVANCED,
         }
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, settings, advanced, process_group)
 
 
 class KLShampoo(MatrixOptimizer):
@@ -132,17 +142,17 @@ class KLShampoo(MatrixOptimizer):
         maximize: likewise.
         process_group: likewise.
         adjust_lr_fn: "match_rms_adamw" multiplies the direction by 0.2 sqrt((1 + momentum) / (1 - momentum)).
-        preset: "paper" is the authors' form: init_eigenvalue=0.1, clip_threshold=None, where these are not given.
         advanced: as in :class:`ProKLShampoo`, without Newton-Schulz's. ``eps`` damps the product of both sides once.
 
+    The authors' form has init_eigenvalue=0.1 and clip_threshold=None.
+
     Raises:
-        TypeError: ``params`` is a module, ``process_group`` no group, or ``advanced`` holds something unknown.
+        TypeError: ``params`` is a module, ``process_group`` no group, or an argument is unknown.
         ValueError: a hyper-parameter out of bounds, or a parameter that the matrix method cannot take.
     """
 
     method = KLShampooMethod()
 
-    @constructor(KL_ADVANCED)
     def __init__(
         self,
         params: Any,
@@ -158,10 +168,9 @@ class KLShampoo(MatrixOptimizer):
         maximize: bool = False,
         adjust_lr_fn: AdjustLrFn | None = "original",
         process_group: ProcessGroup | DeviceMesh | None = None,
-        preset: Preset | None = None,
-        advanced: Advanced | None = None,
+        **advanced: Unpack[Advanced],
     ) -> None:
-        defaults = {
+        settings = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -172,6 +181,6 @@ class KLShampoo(MatrixOptimizer):
             "backend": backend,
             "maximize": maximize,
             "adjust_lr_fn": adjust_lr_fn,
-            **(advanced or {}),
+            **KL_ADVANCED,
         }
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, settings, advanced, process_group)

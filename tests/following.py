@@ -9,7 +9,7 @@ import torch
 from prokl.algorithm.coordinates import in_weight_coordinates
 from tests.inputs import KL, PRO, normal
 from tests.kl_transcription import KLTranscription
-from tests.problems import largest, made
+from tests.problems import largest
 from tests.transcription import ProTranscription, column_signs, relative_error, with_signs
 
 TOLERANCE = 1e-9
@@ -31,17 +31,17 @@ def errors_of(parameter, state, signs, paper, start):
     return errors
 
 
-def follow(cls, backend, gradients, preset=None, **settings):
+def follow(cls, backend, gradients, own=None, **settings):
     """Step one optimizer over weights beside their transcriptions, and compare; return these and the optimizer.
 
     Args:
-        gradients: of every weight, a sequence. preset: of the optimizer; the transcription does not know presets: its
-            defaults are the paper's. settings: of both.
+        gradients: of every weight, a sequence. own: settings of the optimizer alone, as the paper's, which are the
+            transcription's defaults. settings: of both.
     """
     starts = [0.1 * normal(*sequence[0].shape, seed=7, dtype=torch.float64) for sequence in gradients]
     papers = [{PRO: ProTranscription, KL: KLTranscription}[cls](start, **settings) for start in starts]
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    optimizer = made(cls, parameters, backend=backend, preset=preset, **settings)
+    optimizer = cls(parameters, backend=backend, **(own or {}), **settings)
     signs = {}
     for t in range(len(gradients[0])):
         for parameter, sequence in zip(parameters, gradients, strict=True):

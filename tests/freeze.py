@@ -20,7 +20,6 @@ and has:
         after       weights, and state of the state dict, after these steps
 """
 
-import inspect
 import os
 import sys
 import tempfile
@@ -100,8 +99,6 @@ def build(case, **more):
     weights = {name: torch.nn.Parameter(W.clone()) for name, W in case["weights"].items()}
     groups = [{**group, "params": [(name, weights[name]) for name in group["params"]]} for group in case["groups"]]
     make, settings = getattr(prokl, case["method"]), {**case["settings"], **more}
-    plain = inspect.signature(make).parameters
-    settings["advanced"] = {key: settings.pop(key) for key in settings.keys() - plain.keys()}
     return weights, make(groups, **settings)
 
 

@@ -20,7 +20,6 @@ import torch
 from tests.fuzz_cases import Case, draw, gradients
 from tests.fuzz_checks import History, check, snapshot
 from tests.inputs import forbid_host_reads
-from tests.problems import made
 
 
 def histories(case: Case) -> list[History]:
@@ -30,7 +29,7 @@ def histories(case: Case) -> list[History]:
             forbid_host_reads(stack.enter_context(pytest.MonkeyPatch.context()))
         weights = case.weights()
         backend = "torch" if case.path == "blind" else case.path
-        optimizer = made(case.optimizer, weights, backend=backend, **case.settings)
+        optimizer = case.optimizer(weights, backend=backend, **case.settings)
         snapshots, steps = [[snapshot(p, {}) for p in weights]], list(gradients(case))
         for step in steps:
             for p, g in zip(weights, step, strict=True):

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from prokl import ProKLShampoo
-from prokl.algorithm.settings import PRO_ADVANCED
 from prokl.backends.select import select
-from prokl.matrix_optimizer import MatrixOptimizer
 
 VARIANTS = ("pro-klshampoo", "smok-hop", "subspace-only", "complement-only")
 
@@ -30,22 +28,14 @@ def gradient_stream(shapes, steps, seed=0, scale=1.0, noise=0.3, signal_rank=3, 
     ]
 
 
-def made(cls, params, **settings):
-    """``cls(params, ...)``; of this package's optimizers the advanced settings may stand beside the others."""
-    if not issubclass(cls, MatrixOptimizer):
-        return cls(params, **settings)
-    advanced = {key: settings.pop(key) for key in PRO_ADVANCED.keys() & settings.keys()}
-    return cls(params, **settings, advanced=advanced)
-
-
 def run(cls, stream, *, absent=lambda i, t: False, dtype=torch.float64, observe=None, **kwargs):
-    """Step ``made(cls, parameters, **kwargs)`` over a stream; ``absent(i, t)`` withholds parameter i's gradient."""
+    """Step ``cls(parameters, **kwargs)`` over a stream; ``absent(i, t)`` withholds parameter i's gradient."""
     weights = torch.Generator().manual_seed(1)
     parameters = [
         torch.nn.Parameter(torch.randn(g.shape, generator=weights, dtype=torch.float64).to(g.device, dtype))
         for g in stream[0]
     ]
-    optimizer = made(cls, parameters, **kwargs)
+    optimizer = cls(parameters, **kwargs)
     for t, gradients in enumerate(stream):
         for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
             p.grad = None if absent(i, t) else g.to(p.dtype)

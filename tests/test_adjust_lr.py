@@ -7,7 +7,6 @@ import torch
 
 from prokl import diagnostics
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
-from tests.problems import made
 from tests.training import give, refused, train
 from tests.transcription import relative_error
 
@@ -28,7 +27,7 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
     settings = {"lr": 0.1, "weight_decay": 0.3, "adjust_lr_fn": name}
     own = {"variant": "complement-only", "rank": 1, "clip_threshold": None, "backend": backend}
     ours, theirs = weight(*shape), weight(*shape)
-    start, optimizer = ours.detach().clone(), made(PRO, [ours], **settings, **own)
+    start, optimizer = ours.detach().clone(), PRO([ours], **settings, **own)
     step(optimizer, [ours], [first])
     step(optimizer, [ours], [G])
     step(torch.optim.Muon([theirs], **settings), [theirs], [G])
@@ -57,7 +56,7 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
 )
 def test_updates_have_the_root_mean_square_of_adamws_whatever_the_momentum(cls, kw, shape, low, high):
     p = weight(*shape, dtype=torch.float64)
-    optimizer = train(made(cls, [p], lr=1.0, adjust_lr_fn=MATCHED, **kw), range(59))
+    optimizer = train(cls([p], lr=1.0, adjust_lr_fn=MATCHED, **kw), range(59))
     before = p.detach().clone()
     train(optimizer, [59])
     assert low < float((before - p.detach()).square().mean().sqrt()) < high

@@ -3,8 +3,6 @@
 Gradients carry enough noise that no eigenbasis is left to rounding.
 """
 
-from enum import Enum
-
 import pytest
 import torch
 
@@ -12,7 +10,6 @@ import prokl
 from prokl.algorithm import reference
 from tests.following import TOLERANCE, follow
 from tests.inputs import BACKENDS, PRO
-from tests.problems import made
 from tests.transcription import VARIANTS, ProTranscription, idealised_step, low_rank_plus_noise, relative_error
 
 STEPS = 25
@@ -65,29 +62,21 @@ def test_step_follows_algorithm_2(backend, variant, start_value, scale, shape, r
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [1e-4, 1.0])
-def test_the_papers_preset_alone_is_algorithm_2(backend, scale):
+def test_the_papers_arguments_are_algorithm_2(backend, scale):
     """An outlier of 1,000 times and a silence among the gradients: nothing bounds and nothing is kept."""
     shapes = [(12, 20), (20, 12), (14, 14)]
     gradients = [low_rank_plus_noise(shape, STEPS + 1, scale=scale, seed=i) for i, shape in enumerate(shapes)]
     for sequence in gradients:
         sequence[12] = sequence[12] * 1000
         sequence[15:18] = [G * 1e-6 for G in sequence[15:18]]
-    follow(PRO, backend, gradients, preset="paper", lr=0.02, rank=5)
+    follow(PRO, backend, gradients, prokl.PAPER, lr=0.02, rank=5)
 
 
-def test_what_is_given_wins_over_the_preset_and_another_one_is_refused():
+def test_an_argument_replaces_the_papers():
     W = torch.nn.Parameter(torch.randn(4, 5))
-    group = prokl.ProKLShampoo([W], preset="paper", alpha_kl=0.015).param_groups[0]
-    assert (group["init_eigenvalue"], group["clip_threshold"], group["alpha_kl"]) == (0.1, None, 0.015)
-    assert "preset" not in group
-    assert made(prokl.ProKLShampoo, [W], preset="paper", clip_threshold=5.0).param_groups[0]["clip_threshold"] == 5.0
-    assert prokl.ProKLShampoo([W], preset=Enum("Name", {"A": "paper"}, type=str).A).param_groups[0]["beta2"] == 0.95
-    group = prokl.KLShampoo([W], preset="paper").param_groups[0]
-    assert (group["init_eigenvalue"], group["clip_threshold"]) == (0.1, None) and "alpha_kl" not in group
-    for cls in (prokl.ProKLShampoo, prokl.KLShampoo):
-        assert cls([W], preset=None).param_groups == cls([W]).param_groups
-        with pytest.raises(ValueError, match=r"Invalid preset='muon': must be one of \(None, 'paper'\)"):
-            cls([W], preset="muon")
+    group = PRO([W], **(prokl.PAPER | {"alpha_kl": 0.015})).param_groups[0]
+    assert group.items() >= (prokl.PAPER | {"alpha_kl": 0.015}).items()
+    assert prokl.PAPER["alpha_kl"] == 0.01
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -144,7 +133,7 @@ def test_residual_of_rounding_noise_contributes_nothing(backend, shape):
     settings = HYPERPARAMETERS | {"weight_decay": 0.0, "lr": 1.0}
     parameter = torch.nn.Parameter(torch.zeros(*shape, dtype=torch.float64))
     paper = ProTranscription(parameter.detach(), rank=4, variant="subspace-only", **settings)
-    optimizer = made(prokl.ProKLShampoo, [parameter], rank=4, backend=backend, init_eigenvalue=0.1, **settings)
+    optimizer = prokl.ProKLShampoo([parameter], rank=4, backend=backend, init_eigenvalue=0.1, **settings)
     for G in gradients:
         parameter.grad = G.clone()
         optimizer.step()

@@ -23,7 +23,6 @@ from tests.inputs import (
     step,
     weight,
 )
-from tests.problems import made
 from tests.training import contents, differences, train, weights_of
 
 POISONS = {"nan": NAN, "inf": INF, "-inf": -INF, "square overflows": 1e25, "sum of squares overflows": 1e19}
@@ -54,7 +53,7 @@ def poison_run(method, backend, dtype, bad_call, calls, names=NAMES):
             w.view(-1)[0] = -0.0
     adamw = {"params": [("bias", weight(4, dtype=dtype))], "algorithm": "adamw", "lr": 1e-3}
     groups = [{"params": list(weights.items())}, adamw]
-    optimizer = made(cls, groups, backend=backend, precondition_frequency=TAU, **kwargs)
+    optimizer = cls(groups, backend=backend, precondition_frequency=TAU, **kwargs)
     for call in range(calls):
         given = {n: normal(*shapes[n], seed=100 * call + NAMES.index(n), dtype=dtype) for n in names}
         if call == bad_call and names is NAMES:
@@ -128,7 +127,7 @@ def test_matrices_of_a_stack_go_where_they_go_alone(method, path):
     cls, kwargs = method
     stack = weight(3, 4, 6)
     singles = [torch.nn.Parameter(m.clone()) for m in stack.detach()]
-    together, apart = (made(cls, p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
+    together, apart = (cls(p, backend=path, precondition_frequency=TAU, **kwargs) for p in ([stack], singles))
     for call in range(7):
         g = normal(3, 4, 6, seed=call) * torch.tensor([1.0, 0.1, 10.0]).view(3, 1, 1)
         if call < 2:
@@ -183,7 +182,7 @@ def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls):
 def test_gradients_of_rank_1_from_the_first_on_keep_bases_orthonormal(method, path, shape, dtype, tolerance):
     cls, kwargs = method
     w = weight(*shape, dtype=dtype)
-    optimizer = made(cls, [w], backend=path, **kwargs)
+    optimizer = cls([w], backend=path, **kwargs)
     for t in range(12):  # with a refresh among them
         column = normal(*shape[:-1], 1, seed=t, dtype=dtype)
         row = normal(*shape[:-2], 1, shape[-1], seed=t, dtype=dtype)
@@ -216,7 +215,7 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
     final = []
     for size in (1.0, scale):
         w = weight(4, 6, dtype=torch.float64)
-        train(made(cls, [w], backend=path, **kwargs), range(8), size=size)
+        train(cls([w], backend=path, **kwargs), range(8), size=size)
         final.append(w.detach())
     moved = (final[0] - weight(4, 6, dtype=torch.float64).detach()).norm()
     assert moved > 0
@@ -229,7 +228,7 @@ def test_float64_gradients_of_any_size_train_alike(method, path, scale):
 def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method, backend, scale, start):
     cls, kwargs = method
     w = weight(4, 6)
-    optimizer = train(made(cls, [w], backend=backend, init_eigenvalue=start, **kwargs), range(12), size=scale)
+    optimizer = train(cls([w], backend=backend, init_eigenvalue=start, **kwargs), range(12), size=scale)
     assert all(v.isfinite().all() for k, v in contents(optimizer)[0].items() if k != "step")
     if optimizer.state[w]["step"] == -1:
         rest = range(12, NEVER_MOVED_AFTER)
@@ -242,8 +241,8 @@ def test_float32_gradients_whose_squares_underflow_train_or_are_reported(method,
 def test_a_complement_whose_squares_underflow_makes_no_step_of_their_rounding(path, ns_steps, shape):
     """Its norm, of which rounding leaves a part, would make a start outside Newton-Schulz's region of convergence."""
     w, size = weight(*shape), {}
-    optimizer = made(
-        PRO, [w], rank=1, lr=1.0, variant="complement-only", ns_steps=ns_steps, init_eigenvalue=3e3, backend=path
+    optimizer = PRO(
+        [w], rank=1, lr=1.0, variant="complement-only", ns_steps=ns_steps, init_eigenvalue=3e3, backend=path
     )
     for t in range(8):
         before = w.detach().clone()

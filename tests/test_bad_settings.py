@@ -9,7 +9,6 @@ from torch import nn
 
 from prokl import param_groups
 from tests.inputs import INF, KL, NAN, PRO, both, normal, step, weight
-from tests.problems import made
 from tests.test_plain_memory import NOT_PLAIN
 from tests.training import differences, fine_and_odd, refused, train, weights_of
 
@@ -74,7 +73,7 @@ def test_a_bad_setting_is_refused_wherever_it_comes_from(cls, place, name, value
             cls([{"params": [weight(4, 6)]}, {"params": [weight(4, 6)], **bad}])
         if place == 0 and name != "algorithm":
             with pytest.raises(ValueError, match=says):
-                made(cls, [weight(4, 6)], **{name: value})
+                cls([weight(4, 6)], **{name: value})
         group = {"params": [("late", weight(4, 6))], **bad}
         given = {**group}
         with refused(optimizer, says):

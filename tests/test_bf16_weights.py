@@ -13,7 +13,6 @@ from prokl.backends.io import Layout, Member, Rates, TorchIO
 from prokl.backends.rounding import Rounding, noise, stochastic
 from prokl.backends.triton_ops import TritonIO
 from tests.inputs import BACKENDS, KL, PRO, normal, same_bits, step, weight
-from tests.problems import made
 from tests.training import contents, differences, fresh, named, refused, train, weights_of
 
 BF16 = torch.bfloat16
@@ -87,7 +86,7 @@ def test_a_bucket_made_as_several_and_the_reference_write_what_one_does(cls, kwa
 
     def trained(backend):
         weights = named(*shapes, dtype=BF16)
-        optimizer = made(cls, weights, lr=0.02, bf16_weights=mode, backend=backend, **kwargs)
+        optimizer = cls(weights, lr=0.02, bf16_weights=mode, backend=backend, **kwargs)
         train(optimizer, range(4), missing={(0, 0)})  # the first begins later
         return torch.cat([p.detach().flatten() for _, p in weights])
 
@@ -109,7 +108,7 @@ def test_steps_below_half_a_unit_add_up(cls, kwargs, backend):
         half = mode != "float32"
         p = torch.nn.Parameter(weight(30, 40, dtype=BF16).data.clamp(1.125, 1.875).to(BF16 if half else torch.float32))
         start = p.detach().double().clone()
-        optimizer = made(cls, [p], lr=1e-3, backend=backend, bf16_weights=mode if half else "plain", **kwargs)
+        optimizer = cls([p], lr=1e-3, backend=backend, bf16_weights=mode if half else "plain", **kwargs)
         for t in range(1 + steps):
             before = p.detach().double()
             step(optimizer, [p], [normal(30, 40, seed=t % 2, dtype=BF16).to(p.dtype)])
@@ -166,7 +165,7 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
 
 def test_a_master_counts_wherever_its_weight_has_not_been_changed():
     p = weight(12, 20, dtype=BF16)
-    optimizer = train(made(PRO, [p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32), range(4))
+    optimizer = train(PRO([p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32), range(4))
     master = optimizer.state[p]["master"]
     expected = master.clone()
     p.data[:, 5] += 1
@@ -213,7 +212,7 @@ def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_mas
     cls, kwargs, shape, own, dtype, reload
 ):
     p = weight(*shape, dtype=BF16)
-    optimizer = train(made(cls, [{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs), range(3))
+    optimizer = train(cls([{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs), range(3))
     assert [key for key in optimizer.state[p] if key.startswith("master")]
     p.grad, p.data = None, p.data.to(dtype)
     expected = p.data.clone()
@@ -228,7 +227,7 @@ def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_mas
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(cls, kwargs, mode):
     p = weight(20, 12)
-    optimizer = made(cls, [p], bf16_weights=mode, **kwargs)
+    optimizer = cls([p], bf16_weights=mode, **kwargs)
     theirs = optimizer.state[p]["master"] = p.detach().double()
     train(optimizer, range(3))
     assert same_bits(contents(train(fresh(optimizer), [3]))[0]["master"], theirs)

@@ -13,7 +13,6 @@ from prokl.algorithm import evidence, reference
 from prokl.algorithm.settings import ProHyper
 from tests.following import follow
 from tests.inputs import BACKENDS, KL, PRO, normal, step, weight
-from tests.problems import made
 from tests.training import contents, differences, train
 from tests.transcription import VARIANTS, low_rank_plus_noise
 
@@ -94,7 +93,7 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
 def grown(cls, kw, backend, shape=(6, 10), steps=30, dtype=torch.float32):
     """A weight that has trained on ordinary gradients."""
     p = weight(*shape, dtype=dtype)
-    return p, train(made(cls, [p], lr=0.1, backend=backend, **kw), range(steps))
+    return p, train(cls([p], lr=0.1, backend=backend, **kw), range(steps))
 
 
 def test_of_an_idle_weight_only_the_bases_go_on(method):
@@ -117,7 +116,7 @@ def test_a_start_out_of_proportion_falls_as_the_papers(method):
     found = []
     for threshold in (5.0, None):
         p = weight(6, 10)
-        optimizer = train(made(cls, [p], lr=0.0, clip_threshold=threshold, **kw), [0], size=1e4)
+        optimizer = train(cls([p], lr=0.0, clip_threshold=threshold, **kw), [0], size=1e4)
         found.append(train(optimizer, range(1, 30)).state[p]["inv_sqrt_lambda_L"])
     assert torch.equal(*found)
 
@@ -128,7 +127,7 @@ def test_a_row_that_wakes_is_followed_in_two_steps(method):
     cls, kw = method
     m, n = 16, 24
     p = weight(m, n)
-    optimizer = made(cls, [p], lr=0.1, **kw)
+    optimizer = cls([p], lr=0.1, **kw)
     for t in range(160):
         G = normal(m, n, seed=t)
         if t > 40:
@@ -156,7 +155,7 @@ def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method):
     """Between refreshes Q_S shrinks with every turn of U: without them the subspace part would vanish."""
     cls, kw = method
     p = weight(6, 10)
-    optimizer = made(cls, [p], lr=0.1, precondition_frequency=2, **kw)
+    optimizer = cls([p], lr=0.1, precondition_frequency=2, **kw)
     bases = [key for key in ("Q_L", "Q_S", "Q_R") if key in optimizer.method.state_shapes(6, 10, 3, optimizer.defaults)]
     for t in range(101):
         train(optimizer, [t], size=1.0 if t % 2 == 1 or not t else 1e-4)
@@ -169,7 +168,7 @@ def test_bases_are_refreshed_though_every_refresh_step_has_no_evidence(method):
 def test_gradients_that_hardly_turn_are_not_bounded(method, momentum, coherence):
     cls, kw = method
     p, mean = weight(16, 32), normal(16, 32, seed=999)
-    optimizer = made(cls, [p], lr=0.0, momentum=momentum, **kw)
+    optimizer = cls([p], lr=0.0, momentum=momentum, **kw)
     counts = []
     for t in range(60):
         step(optimizer, [p], [coherence * mean + (1 - coherence**2) ** 0.5 * normal(16, 32, seed=t)])

@@ -8,7 +8,6 @@ import torch
 
 from prokl.kernels.apply import apply
 from tests.inputs import KL, PRO, normal, step, weight
-from tests.problems import made
 from tests.test_apply import DEVICE, GUARD
 from tests.test_stack import FEW, Bucket
 
@@ -55,7 +54,7 @@ def test_a_whole_step_of_the_kernels_follows_the_reference(method, monkeypatch):
     weights = {}
     for backend in ("reference", "triton"):
         p = torch.nn.Parameter(weight(10, 6, dtype=torch.float64).detach().to(DEVICE))
-        optimizer = made(cls, [p], backend=backend, **settings)
+        optimizer = cls([p], backend=backend, **settings)
         for t in range(5):
             step(optimizer, [p], [normal(10, 6, seed=t, dtype=torch.float64).to(DEVICE)])
         weights[backend] = p.detach()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.inputs import BACKENDS, KL, NAN, PRO, both, normal, same_bits, step, weight
-from tests.problems import made
 from tests.training import (
     OTHERS,
     assert_close,
@@ -34,7 +33,7 @@ def backend(request):
 
 def build(method, *shapes, dtype=torch.float32, **settings):
     cls, kwargs = method
-    return made(cls, named(*(shapes or SHAPES), dtype=dtype), **kwargs, **settings)
+    return cls(named(*(shapes or SHAPES), dtype=dtype), **kwargs, **settings)
 
 
 def test_maximize_equals_minimising_the_negated_gradient(method, backend):

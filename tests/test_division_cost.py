@@ -35,7 +35,7 @@ def householder(n, k):
 def test_a_matrix_costs_the_products_and_qrs_of_its_step_with_refreshes_amortised(cls, shape, ns_steps):
     (m, n), r, g = sorted(shape), 5, torch.Generator().manual_seed(1)
     W = torch.nn.Parameter(torch.randn(shape, generator=g))
-    own = {"rank": r, "advanced": {"ns_steps": ns_steps}} if cls is ProKLShampoo else {}
+    own = {"rank": r, "ns_steps": ns_steps} if cls is ProKLShampoo else {}
     optimizer = cls([W], backend="torch", precondition_frequency=TAU, **own)
     products = []
     for _ in range(2 + TAU):

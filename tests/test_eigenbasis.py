@@ -6,7 +6,7 @@ import torch
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.coordinates import in_eigenbases, in_weight_coordinates
 from tests.inputs import BACKENDS, KL, METHODS, PRO, normal
-from tests.problems import gradient_stream, made, relative, run
+from tests.problems import gradient_stream, relative, run
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
 REFRESHES = 10_000
@@ -60,7 +60,7 @@ def of_idle_rows(backend, settings, steps=80, m=24, n=48, idle=8):
         torch.logspace(0, -1, n, dtype=torch.float64),
     )
     W = torch.nn.Parameter(torch.zeros(m, n))
-    optimizer = made(settings[0], [W], lr=1.0, backend=backend, precondition_frequency=4, **settings[1])
+    optimizer = settings[0]([W], lr=1.0, backend=backend, precondition_frequency=4, **settings[1])
     shares = []
     for t in range(steps):
         G = mixed @ (rows * torch.randn(m, n, generator=g, dtype=torch.float64) * columns)
@@ -99,7 +99,7 @@ def error_of_state(grade, state_dtype, m=64, n=192, steps=100):
     for dtype in (torch.float64, state_dtype):
         W = torch.nn.Parameter(torch.zeros(m, n))
         settings = {"rank": 8, "state_dtype": dtype, "ns_dtype": torch.float32, "lr": 1.0, "weight_decay": 0.0}
-        runs.append((W, made(PRO, [W], backend="torch", **settings)))
+        runs.append((W, PRO([W], backend="torch", **settings)))
     errors = []
     for _ in range(steps):
         G = mixed @ (rows * torch.randn(m, n, generator=g, dtype=torch.float64))
@@ -145,7 +145,7 @@ def test_coordinates_there_and_back_are_the_same(cls):
 def test_the_state_is_what_it_says():
     """L_Q is diagonal where the first gradient leaves it, and M_Q is M turned by Q_L."""
     W = torch.nn.Parameter(normal(6, 10, dtype=torch.float64))
-    optimizer = made(PRO, [W], rank=3)
+    optimizer = PRO([W], rank=3)
     W.grad = normal(6, 10, seed=1, dtype=torch.float64)
     optimizer.step()
     L = optimizer.state[W]["L_Q"]

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.engine.graphs import Capture, record
-from tests.problems import allowed, gradient_stream, held, made, precision_of, relative, run, ways
+from tests.problems import allowed, gradient_stream, held, precision_of, relative, run, ways
 from tests.test_graphs import replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -159,7 +159,7 @@ def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_number
     torch.cuda.empty_cache()
     torch.nn.functional.dropout(x)  # which torch up to 2.11 refuses after a capture that could not be ended
     W = torch.nn.Parameter(torch.zeros(96, 160, device=device))
-    optimizer = made(KLShampoo, [W], backend="triton", cuda_graphs=False)
+    optimizer = KLShampoo([W], backend="triton", cuda_graphs=False)
     for _ in range(2):
         W.grad = torch.randn(96, 160).to(device)
         optimizer.step()
@@ -180,7 +180,7 @@ def test_a_step_takes_no_more_memory_than_the_workspace_says(cls, kwargs, shape)
     kwargs, rank = (kwargs | {"rank": 128}, 128) if "rank" in kwargs else (kwargs, 0)
     signal = [torch.randn(*shape, device=CUDA) for _ in range(3)]
     parameters = [torch.nn.Parameter(torch.zeros(*shape, device=CUDA)) for _ in signal]
-    optimizer = made(cls, parameters, backend="triton", **kwargs)
+    optimizer = cls(parameters, backend="triton", **kwargs)
     taken = []
     for _ in range(2 * PERIOD + 2):
         give(parameters, [g + 0.3 * torch.randn_like(g) for g in signal])

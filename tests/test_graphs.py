@@ -25,7 +25,7 @@ from prokl.engine.bucket import Bucket
 from prokl.engine.engine import Engine
 from prokl.kernels import launch
 from tests.inputs import HOST_READS, forbid_host_reads
-from tests.problems import gradient_stream, made
+from tests.problems import gradient_stream
 from tests.training import contents, differences
 
 SHAPES = [(6, 10), (10, 6), (4, 4)]
@@ -132,7 +132,7 @@ def train(
     parameters = [torch.nn.Parameter(torch.randn(s, generator=g).to(device, dtype)) for s in shapes]
     fixed = {"backend": "triton", "precondition_frequency": 3, "weight_decay": 0.1, "init_eigenvalue": 0.1}
     groups = [{"params": parameters, "split": split}]
-    optimizer = made(cls, groups, cuda_graphs=graphs, **{**fixed, **own, **settings})
+    optimizer = cls(groups, cuda_graphs=graphs, **{**fixed, **own, **settings})
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     for t, gradients in enumerate(gradient_stream(shapes, steps, dtype=dtype)):
         gradients = [x.to(device, copy=True) for x in gradients]

@@ -113,7 +113,7 @@ def test_lrs_and_decays_of_many_groups_change_under_one_recording(schedule, reco
             apart(shapes=SHAPES[2:]),
             rank=3,
             precondition_frequency=3,
-            advanced={"cuda_graphs": graphs},
+            cuda_graphs=graphs,
             backend="triton",
         )
         for call in range(8):

@@ -59,11 +59,17 @@ def test_a_misspelt_setting_is_named_with_the_one_that_is_meant(cls, algorithm):
 
 
 @of_either
-@pytest.mark.parametrize("key, value", [("preset", "paper"), ("process_group", None)])
-def test_what_only_a_constructor_takes_is_refused_in_a_group(algorithm, key, value):
+@pytest.mark.parametrize(
+    "key, value, remedy",
+    [
+        ("process_group", None, r"Pass it to the constructor"),
+        ("preset", "paper", r"ProKLShampoo\(groups, \*\*prokl\.PAPER\)"),
+        ("advanced", {"eps": 0.1}, r"give its settings beside the others"),
+    ],
+)
+def test_what_a_group_has_not_is_refused_with_the_remedy(algorithm, key, value, remedy):
     group = {"params": [weight(3, 5)], "algorithm": algorithm, "lr": 0.1, key: value}
-    says = rf"^Invalid {key}={value!r} of a new group: .* Pass it to the constructor"
-    refused_everywhere(PRO, group, says)
+    refused_everywhere(PRO, group, rf"^Invalid {key}={value!r} of a new group: groups have none.* {remedy}")
 
 
 @both

@@ -24,7 +24,7 @@ def stepped(cls, steps=2, **kwargs):
 @pytest.mark.slow
 @pytest.mark.parametrize("cls, precision", [(prokl.ProKLShampoo, "balanced"), (prokl.KLShampoo, "faithful")])
 def test_the_launches_of_a_step_go_to_the_launcher_and_give_what_the_backend_gives(cls, precision):
-    own = {"advanced": {"precision": precision}}
+    own = {"precision": precision}
     launched, seen, start = [], set(), launch.start
 
     def launcher(kernel, grid, device, *arguments, **constants):

@@ -164,7 +164,7 @@ def test_a_gradient_of_more_digits_than_its_weight_is_not_rounded_to_it(backend)
     def moved(dtype, kept):
         p = torch.nn.Parameter(torch.zeros(6, 10, dtype=dtype))
         p.grad_dtype = None
-        optimizer = PRO([p], rank=2, backend=backend, bf16_weights="master", advanced={"ns_dtype": torch.float32})
+        optimizer = PRO([p], rank=2, backend=backend, bf16_weights="master", ns_dtype=torch.float32)
         for call in range(4):
             G = 10 * normal(6, 1) @ normal(1, 10, seed=1) + 0.01 * normal(6, 10, seed=2 + call)
             p.grad = G.to(kept)

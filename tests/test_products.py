@@ -30,7 +30,6 @@ from tests.kernel_cases import (
     SYMMETRIC,
     assert_close,
 )
-from tests.problems import made
 
 BOTH = pytest.mark.parametrize("case", [PRODUCT, SYMMETRIC], ids=lambda case: case.name)
 
@@ -181,7 +180,7 @@ def test_a_gradient_inside_the_subspace_leaves_no_residual_for_newton_schulz(str
     g = torch.Generator().manual_seed(0)
     for n in range(9, 40):
         W = torch.nn.Parameter(torch.zeros(8, n))
-        optimizer = made(prokl.ProKLShampoo, [W], lr=1.0, rank=4, alpha_kl=0.0, backend="torch", precision="balanced")
+        optimizer = prokl.ProKLShampoo([W], lr=1.0, rank=4, alpha_kl=0.0, backend="torch", precision="balanced")
         row = {"equal columns": torch.ones(n), "two columns": (torch.arange(n) < 2).float()}.get(
             structure, torch.randn(n, generator=g).sign()
         )

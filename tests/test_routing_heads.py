@@ -11,7 +11,7 @@ from prokl import KLShampoo, ProKLShampoo, param_groups
 from tests.inputs import forbid_host_reads, same_bits, step
 from tests.routing import RATES, Conv1D, at, holding, linear, of_class
 from tests.routing import routes as every_route
-from tests.training import refused, silent, told_once, train
+from tests.training import refused, train
 
 UNKNOWN = "; not by heads: their number is not known (heads= tells it)"
 
@@ -97,7 +97,7 @@ STATED = {
 def test_queries_and_keys_divide_by_heads_that_modules_state(model, expected):
     assert list(read(model).values()) == expected
     off = routes(model, heads=False)
-    assert not any(route.by_heads or "heads" in route.reason for route in off.values())
+    assert not any("heads" in route.reason for route in off.values())
 
 
 # A module, and what is said of its first weight.
@@ -152,7 +152,7 @@ WHOLE = {
 @pytest.mark.parametrize("model, said", WHOLE.values(), ids=WHOLE)
 def test_without_a_number_that_fits_a_weight_stays_whole(model, said):
     route = next(iter(routes(model).values()))
-    assert route.split is None and not route.by_heads
+    assert route.split is None
     reason = route.reason.split("; ", 1)
     assert f"; {reason[1]}".startswith(said) if said else len(reason) == 1
 
@@ -169,7 +169,6 @@ def test_reasons_say_how_many_heads_of_how_many_rows():
         "linear layer; by heads: 2 × 4",
         "linear layer",
     ]
-    assert [r.by_heads for r in found.values()] == [True, True, False]
     (in_proj, *_) = routes(nn.MultiheadAttention(16, 2)).values()
     assert in_proj.reason == "q, k and v of MultiheadAttention, fused; split into 3; q and k by heads: 2 × 8"
     (c_attn,) = routes(with_settings(holding(c_attn=Conv1D(16, 8)), num_heads=2, head_dim=4)).values()
@@ -258,16 +257,6 @@ def test_without_names_there_is_a_group_for_each_division():
     assert [g.get("split") for g in groups] == [3, 2, None]
 
 
-def test_the_preset_of_the_paper_tells_of_weights_by_heads():
-    groups = param_groups(attention(num_heads=3), **RATES)
-    for cls in (ProKLShampoo, KLShampoo):
-        with told_once(r"^preset='paper' .* whole weights, and 2 of these are divided by .*heads=False", __file__):
-            cls(groups, preset="paper")
-        with silent():
-            cls(groups)
-            cls(param_groups(attention(num_heads=3), **RATES, heads=False), preset="paper")
-
-
 class Attention(nn.Module):
     """Queries and keys of every form: apart with fewer keys, fused, stored (in, out), head by head, and a stack."""
 
@@ -299,7 +288,7 @@ def test_heads_are_stepped_as_weights_of_their_own_would_be(cls, backend, monkey
     groups = param_groups(Attention(), **RATES)
     routed = [route for route in groups.routes if route.algorithm == "matrix"]
     weights = [p for _, p in groups[0]["params"]]
-    assert len(routed) == len(weights) == 8 and sum(r.by_heads for r in routed) == 6
+    assert len(routed) == len(weights) == 8 and sum(" by heads: " in r.reason for r in routed) == 6
     own = []
     for route, p in zip(routed, weights, strict=True):
         p.data.normal_()

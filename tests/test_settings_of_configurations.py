@@ -1,20 +1,21 @@
 """Settings as configuration systems and NumPy give them: told apart from what was meant, and kept in plain types."""
 
 import enum
-import inspect
+import re
 import typing
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+import typing_extensions
 from torch import nn
 
 from prokl import param_groups
+from prokl.algorithm.settings import KL_ADVANCED, PRO_ADVANCED, Advanced
 from tests.inputs import KL, PRO, both, weight
-from tests.problems import made
 from tests.routing import holding
-from tests.training import OTHERS, differences, named, reloaded, silent, told_once, train
+from tests.training import OTHERS, differences, named, reloaded, silent, train
 
 
 class Listed(Sequence):
@@ -60,7 +61,7 @@ def by_hand(cls, given):
 
 
 WAYS = {
-    "constructor": lambda cls, given: made(cls, named((4, 6)), **given),
+    "constructor": lambda cls, given: cls(named((4, 6)), **given),
     "group": lambda cls, given: cls([{"params": named((4, 6)), **given}]),
     "by hand": by_hand,
 }
@@ -94,7 +95,7 @@ def test_settings_of_other_types_are_kept_as_pythons_own(cls, way):
 def test_settings_of_several_values_may_be_any_sequence(listed):
     """Coefficients and betas, also by hand, and what is one a weight."""
     coefficients, betas = listed(3.0, -4.0, 2.0), listed(0.5, 0.75)
-    assert made(PRO, [weight(4, 6)], ns_coefficients=coefficients).defaults["ns_coefficients"] == (3.0, -4.0, 2.0)
+    assert PRO([weight(4, 6)], ns_coefficients=coefficients).defaults["ns_coefficients"] == (3.0, -4.0, 2.0)
     matrices = {"params": named((6, 8), (6, 8)), "split": listed(None, np.int64(2)), "ns_coefficients": coefficients}
     matrices["transposed"] = listed(np.bool_(False), True)
     adamw = {"algorithm": "adamw", "lr": np.float64(0.5), "betas": betas, "amsgrad": np.bool_(1)}
@@ -132,58 +133,18 @@ def test_type_hints_resolve(cls):
 
 
 @both
-def test_a_preset_beside_explicit_defaults_says_what_it_does_not_set(cls):
-    """LightningCLI and hydra pass every default explicitly; other values than the defaults, and its own, are meant."""
-    defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
-    defaults["advanced"] = {"clip_threshold": 5.0}
-    said = (
-        r"^preset='paper' leaves .*clip_threshold=5\.0.* as given.*the preset's are .*clip_threshold=None.*leave .* out"
-    )
-    with told_once(said, __file__):
-        group = cls([weight(4, 6)], **{**defaults, "preset": "paper"}).param_groups[0]
-    assert group["clip_threshold"] == 5.0 and group["init_eigenvalue"] == 0.1
+def test_advanced_settings_are_keywords_of_constructor_and_groups(cls):
+    groups = [{"params": [weight(4, 6)], "eps": 1e-3}, {"params": [weight(4, 6)]}]
     with silent():
-        group = made(cls, [weight(4, 6)], clip_threshold=4.0, init_eigenvalue=0.1, preset="paper").param_groups[0]
-        assert (group["clip_threshold"], group["init_eigenvalue"]) == (4.0, 0.1)
-        cls([weight(4, 6)], preset="paper", lr=0.1)
-        made(cls, [weight(4, 6)], clip_threshold=5.0, preset=None)
+        optimizer = cls(groups, eps=1e-4, clip_threshold=None, cuda_graphs=False)
+    found = [(g["eps"], g["clip_threshold"], g["cuda_graphs"]) for g in optimizer.param_groups]
+    assert found == [(1e-3, None, False), (1e-4, None, False)]
 
 
-@both
-def test_an_advanced_setting_is_given_in_its_mapping_or_by_its_old_keyword_with_one_warning(cls):
-    with silent():
-        new = cls([weight(4, 6)], advanced={"eps": 1e-4, "clip_threshold": None})
-    said = r"^eps=0\.0001, clip_threshold=None of .*advanced=\{'eps': 0\.0001, "
-    with told_once(said, __file__, FutureWarning):
-        old = cls([weight(4, 6)], eps=1e-4, clip_threshold=None)
-    assert new.defaults == old.defaults and (new.defaults["eps"], new.defaults["clip_threshold"]) == (1e-4, None)
-    assert repr(new) == repr(old)
-
-
-@both
-def test_a_group_may_have_advanced_settings_in_their_mapping_or_beside_the_others(cls):
-    groups = [{"params": [weight(4, 6)], "advanced": {"eps": 1e-4}}, {"params": [weight(4, 6)], "eps": 1e-4}]
-    optimizer = cls([*groups, {"params": [weight(4, 6)]}], advanced={"cuda_graphs": False})
-    assert [g["eps"] for g in optimizer.param_groups] == [1e-4, 1e-4, 1e-8]
-    assert not any(g["cuda_graphs"] for g in optimizer.param_groups)
-    assert all("advanced" not in g for g in [*optimizer.param_groups, *optimizer.state_dict()["param_groups"]])
-
-
-@pytest.mark.parametrize(
-    "cls, advanced, says",
-    [
-        (PRO, {"ns_step": 3}, r"advanced=\{'ns_step': .*no advanced setting has that name; the nearest is 'ns_steps'"),
-        (KL, {"epsilon": 3}, r"advanced=\{'epsilon': .*no advanced setting has that name; the nearest is 'eps'"),
-        (KL, {"ns_steps": 3}, r"advanced=\{'ns_steps': .* of KLShampoo: no advanced setting has that name"),
-        (KL, {"lr": 1e-3}, r"advanced=\{'lr': .*no advanced setting has that name; there are eps, init_eigenvalue, "),
-        (PRO, "eps", r"Invalid advanced='eps' of .*must be a dict of eps, "),
-    ],
-)
-def test_what_is_no_advanced_setting_is_told(cls, advanced, says):
-    with pytest.raises(TypeError, match=says):
-        cls([weight(4, 6)], advanced=advanced)
-    optimizer = cls([weight(4, 6)])
-    if says.startswith("Invalid") or "lr" in advanced:
-        with pytest.raises(TypeError, match=says.replace("of .*must", "of a new group: must")):
-            optimizer.add_param_group({"params": [weight(4, 6)], "advanced": advanced})
-    assert len(optimizer.param_groups) == 1
+def test_each_advanced_keyword_has_a_default_and_a_type():
+    assert PRO_ADVANCED.keys() == typing.get_type_hints(Advanced).keys() > KL_ADVANCED.keys()
+    for cls, known in ((PRO, PRO_ADVANCED), (KL, KL_ADVANCED)):
+        assert cls([weight(4, 6)]).defaults.items() >= known.items()
+        assert typing.get_type_hints(cls.__init__)["advanced"] == typing_extensions.Unpack[Advanced]
+    listed = re.search(r"(eps=1e-8.*?)\.\n\n", PRO.__doc__, re.DOTALL)[1]
+    assert eval(f"dict({listed})") == PRO_ADVANCED

@@ -6,7 +6,7 @@ import torch
 from prokl.algorithm.initial import initialise, initialise_kl
 from tests.inputs import METHODS, PRO, both, normal
 from tests.peak import Peak
-from tests.problems import made, relative, state_tensors
+from tests.problems import relative, state_tensors
 
 MORE = 5
 """Steps after the start, fewer than to the first refresh."""
@@ -58,7 +58,7 @@ def run(method, case, dtype, which):
     cls, kwargs = method
     kwargs = kwargs | ({"rank": 6, "ns_dtype": dtype} if cls is PRO else {})  # whatever this CPU's default is
     p = torch.nn.Parameter(normal(*CASES[case][0], seed=99, dtype=dtype))
-    optimizer, before = made(cls, [p], **kwargs), p.detach().clone()
+    optimizer, before = cls([p], **kwargs), p.detach().clone()
     for t, G in enumerate(gradients(case, dtype, which)):
         p.grad = G.clone()
         optimizer.step()
@@ -106,7 +106,7 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
     monkeypatch.setattr(torch.linalg, "svd", refuse)
     cls, kwargs = method
     p = torch.nn.Parameter(normal(6, 10, dtype=dtype))
-    optimizer = made(cls, [p], **kwargs)
+    optimizer = cls([p], **kwargs)
     p.grad = normal(6, 10, seed=1, dtype=dtype)
     optimizer.step()
     assert optimizer.state[p]["Q_L"].any()
@@ -131,7 +131,7 @@ def test_the_factors_of_a_start_in_float32_are_products_in_float64_rounded(init_
 
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kwargs):
-    group = made(cls, [torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]
+    group = cls([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]
     shape, rank = (32, 128), 16 if cls is PRO else 0
     G = normal(3, *shape)
     with Peak() as peak:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.inputs import BACKENDS, KL, PRO, weight
-from tests.problems import made
 from tests.training import train, weights_of
 
 TABLE = {
@@ -41,7 +40,7 @@ def test_a_trained_state_is_the_papers_table_and_a_rank_larger_than_the_weight_a
 ):
     settings = {"state_dtype": dtype, "init_eigenvalue": start, "backend": backend}
     settings |= {"rank": 128} if cls is PRO else {}
-    optimizer = train(made(cls, [weight(*shape, dtype=dtype)], **settings), range(3))
+    optimizer = train(cls([weight(*shape, dtype=dtype)], **settings), range(3))
     (w,) = weights_of(optimizer)
     stack = shape[:1] if len(shape) == 3 else ()
     rows, cols = shape[1:] if stack else (shape[0], math.prod(shape[1:]))

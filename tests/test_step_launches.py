@@ -19,7 +19,6 @@ from prokl.kernels import launch
 from tests import host_extension
 from tests.commands import ROOT
 from tests.inputs import forbid_host_reads, normal, weight
-from tests.problems import made
 
 MOST = {"balanced": {"ordinary": 65, "refresh": 188}, "faithful": {"ordinary": 62, "refresh": 185}}
 """Launches of a bucket of the paper's models."""
@@ -27,7 +26,7 @@ MOST = {"balanced": {"ordinary": 65, "refresh": 188}, "faithful": {"ordinary": 6
 
 def steps(parameters, dtype, rank, precision):
     """Launches by kind of step and bucket."""
-    return trace.steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, advanced={"precision": precision}))
+    return trace.steps_of(parameters, dtype, partial(ProKLShampoo, rank=rank, precision=precision))
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_a_step_launches_every_kernel():
 def test_a_step_that_computes_launches_what_is_traced(shape, precision, extension_on_cpu, monkeypatch):
     forbid_host_reads(monkeypatch)
     weights = [weight(*shape, seed=i) for i in range(2)]
-    optimizer = made(ProKLShampoo, weights, rank=4, backend="triton", precision=precision)
+    optimizer = ProKLShampoo(weights, rank=4, backend="triton", precision=precision)
     for i, W in enumerate(weights):
         W.grad = normal(*shape, seed=i)
     optimizer.step()  # which begins

@@ -28,7 +28,7 @@ SETTINGS = {
     "Pro-KLShampoo, rounded at random": (PRO, torch.bfloat16, {"rank": 3}),
     "Pro-KLShampoo, master": (PRO, torch.bfloat16, {"rank": 3, "bf16_weights": "master"}),
     "Pro-KLShampoo, reference": (PRO, torch.float32, {"rank": 3, "backend": "reference"}),
-    "Pro-KLShampoo, paper": (PRO, torch.float32, {"rank": 3, "preset": "paper"}),
+    "Pro-KLShampoo, paper": (PRO, torch.float32, {"rank": 3, **prokl.PAPER}),
     "Smok-Hop": (PRO, torch.float32, {"rank": 3, "variant": "smok-hop"}),
     "KL-Shampoo": (KL, torch.float32, {}),
     "KL-Shampoo, reference": (KL, torch.float32, {"backend": "reference"}),

@@ -8,7 +8,6 @@ from torch import nn
 
 from prokl import param_groups
 from tests.inputs import KL, PRO, both, weight
-from tests.problems import made
 from tests.training import differences, train
 
 
@@ -64,7 +63,7 @@ def test_an_optimizers_groups_do_not_share_it_with_each_other_the_defaults_or_th
 def test_a_rate_of_one_dimension_steps_as_one_of_none_does(cls, backend):
     """A float64 one would make the products float64; one on the CPU would not multiply weights that are elsewhere."""
     shapes = torch.tensor(0.3, dtype=torch.float64), torch.tensor([0.3], dtype=torch.float64)
-    one, other = (made(cls, [("w", weight(8, 12))], backend=backend, weight_decay=0.1) for _ in shapes)
+    one, other = (cls([("w", weight(8, 12))], backend=backend, weight_decay=0.1) for _ in shapes)
     for optimizer, lr in zip((one, other), shapes, strict=True):
         optimizer.param_groups[0]["lr"] = lr
     assert differences(train(one, range(4)), train(other, range(4))) == set()

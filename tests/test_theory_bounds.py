@@ -5,7 +5,6 @@ import torch
 
 import prokl
 from prokl.algorithm.shapes import ceiling
-from tests.problems import made
 from tests.theory import identity_state, next_state, normal
 
 SHAPES = [(6, 9), (12, 5), (8, 8), (1, 2), (40, 30)]
@@ -35,7 +34,7 @@ def test_bounds_lemma_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(s
     """With a number as start, which the lemma's Theta has to include: lambda_0 is no eigenvalue of L_0 or S_0."""
     m, n = sorted(shape)
     p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    optimizer = made(prokl.ProKLShampoo, [p], rank=3, beta2=0.9, init_eigenvalue=0.1, backend=backend)
+    optimizer = prokl.ProKLShampoo([p], rank=3, beta2=0.9, init_eigenvalue=0.1, backend=backend)
     floors = {"L": ceiling(m) ** -2, "S": ceiling(n) ** -2, "mu": ceiling(n) ** -2}
     theta = max(0.1, ceiling(n) ** 2 * LIMIT**2)  # C is the largest of the three ceilings
     lowest, highest = dict.fromkeys(floors, theta), 0.0
@@ -74,7 +73,7 @@ def test_bounds_lemma_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
 def test_bounds_lemma_the_papers_theta_leaves_out_the_start_value():
     """With gradients of norm 1e-4 it is 1e-6, below the lambda_0 = 0.1 at which all eigenvalues start."""
     p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
-    optimizer = made(prokl.ProKLShampoo, [p], rank=3, init_eigenvalue=0.1)
+    optimizer = prokl.ProKLShampoo([p], rank=3, init_eigenvalue=0.1)
     p.grad = normal(6, 9, seed=0)
     p.grad *= 1e-4 / torch.linalg.matrix_norm(p.grad, 2)
     optimizer.step()

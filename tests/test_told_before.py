@@ -4,11 +4,10 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import prokl
-from tests.inputs import PRO, both, weight
+from tests.inputs import KL, PRO, both, weight
 from tests.training import refused, silent, told_once, train
 
 
@@ -48,7 +47,6 @@ def test_what_reaches_a_group_or_says_nothing_is_not_told(cls):
         defaults = {k: p.default for k, p in inspect.signature(cls).parameters.items() if p.default is not p.empty}
         cls(groups(), **defaults)  # as configuration systems do
         cls([{"params": [weight(6)], "algorithm": "adamw", "lr": 0.1}], lr=99)  # of matrix groups that come later
-        cls(groups(), preset="paper")
 
 
 @both
@@ -63,28 +61,6 @@ def test_adjust_lr_fn_may_be_none_as_muons(cls):
     bracket = prokl.diagnostics.alpha_kl_bracket
     assert bracket(8, 4, 2, adjust_lr_fn=None) == bracket(8, 4, 2)
     train(one, [0])
-
-
-@both
-def test_world_before_init_process_group_is_told(cls, monkeypatch):
-    """It is None then, as the default."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    said = r"^process_group=None was given: .*WORLD is None until init_process_group\(\).*WORLD_SIZE=4 every rank"
-    with told_once(said, __file__):
-        cls([weight(4, 6)], process_group=dist.group.WORLD)
-    with silent():
-        cls([weight(4, 6)])  # nothing was asked for
-        for alone in ("1", "many"):
-            monkeypatch.setenv("WORLD_SIZE", alone)
-            cls([weight(4, 6)], process_group=None)
-        monkeypatch.delenv("WORLD_SIZE")
-        cls([weight(4, 6)], process_group=None)
-        monkeypatch.setenv("WORLD_SIZE", "4")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            cls([weight(4, 6)], process_group=None)  # meant, now that there is another
-        finally:
-            dist.destroy_process_group()
 
 
 @both
@@ -112,12 +88,38 @@ def test_a_group_with_names_beside_others_without_is_refused_with_the_remedy(cls
         ({"weight_deacy": 1}, r"unexpected keyword argument 'weight_deacy': the nearest is 'weight_decay'\."),
         ({"learning_rate": 1}, r"unexpected keyword argument 'learning_rate': the nearest is 'lr'\."),
         ({"nesterov": True}, r"takes no nesterov: .* leave it out"),
-        ({"foo": True}, r"unexpected keyword argument 'foo': it takes lr, weight_decay, "),
+        ({"foo": True}, r"unexpected keyword argument 'foo': it takes lr, weight_decay, .*, process_group\."),
+        ({"process_grop": None}, r"unexpected keyword argument 'process_grop': the nearest is 'process_group'\."),
+        ({"epsilon": 1e-6}, r"unexpected keyword argument 'epsilon': the nearest is 'eps'\."),
+        ({"ns_step": 3, "lr": 0.1}, r"unexpected keyword argument 'ns_step': "),
+        (
+            {"preset": "paper"},
+            r"takes no preset: the paper's is ProKLShampoo\(groups, \*\*prokl\.PAPER\), or KLShampoo",
+        ),
+        ({"advanced": {"eps": 1.0}}, r"takes no advanced: give its settings beside the others, as clip_threshold=None"),
     ],
 )
 def test_an_argument_of_others_says_where_it_belongs(cls, given, says):
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=rf"^{cls.__name__}\(\) .*{says}"):
         cls([weight(4, 6)], **given)
+
+
+def test_a_setting_of_pro_klshampoo_is_none_of_klshampoo():
+    for key, value in {"alpha_kl": 0.01, "rank": 2, "ns_steps": 3}.items():
+        with pytest.raises(TypeError, match=rf"^KLShampoo\(\) got an unexpected keyword argument '{key}'"):
+            KL([weight(4, 6)], **{key: value})
+
+
+def test_a_subclass_with_defaults_of_its_own_is_told_of_others_alone():
+    class Own(PRO):
+        def __init__(self, params, lr=0.5, **more):
+            super().__init__(params, lr=lr, **more)
+
+    with silent():
+        Own(groups())
+        Own(groups(), momentum=0.5)
+    with pytest.warns(UserWarning, match=r"^lr=0\.7 of the constructor reaches no group"):
+        Own(groups(), lr=0.7)
 
 
 @both

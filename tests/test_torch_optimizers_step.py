@@ -14,7 +14,6 @@ import torch
 from torch.optim import lr_scheduler
 
 from tests.inputs import normal, same_bits, weight
-from tests.problems import made
 from tests.torch_optimizers import (
     OURS,
     SCHEDULERS,
@@ -34,7 +33,7 @@ def test_what_an_optimizer_cannot_take_is_an_error_of_its_constructor(cls, error
     given = error.optimizer_error_input
     expected = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
     with expected(error.error_type, match=error.error_regex):
-        made(cls, given.params, **given.kwargs)
+        cls(given.params, **given.kwargs)
 
 
 @of_all

@@ -10,7 +10,7 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.kernels import launch
 from tests.inputs import forbid_host_reads, normal
-from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, made, relative, run, state_tensors, ways
+from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, held, relative, run, state_tensors, ways
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One shape, its transpose, a stack of it, vectors, and a wide one that is a flattened convolution.
@@ -152,7 +152,7 @@ def test_a_gradient_whose_square_float32_just_holds_leaves_weights_finite_withou
     """Its complement's norm float32 does not hold once it is whitened, nor that of what Newton-Schulz makes of it."""
     W = torch.nn.Parameter(torch.zeros(shape, device=DEVICE, dtype=dtype))
     settings = {"rank": 4, "clip_threshold": None, "init_eigenvalue": 0.1, "ns_dtype": ns_dtype}
-    optimizer = made(ProKLShampoo, [W], backend="triton", **settings)
+    optimizer = ProKLShampoo([W], backend="triton", **settings)
     for t in range(4):
         W.grad = (normal(*shape, seed=t) * (scale if t > 1 else 1)).to(DEVICE, dtype)
         optimizer.step()
@@ -162,7 +162,7 @@ def test_a_gradient_whose_square_float32_just_holds_leaves_weights_finite_withou
 @pytest.mark.parametrize("scale", [1e-25, 1e-30])
 def test_newton_schulz_in_halves_of_a_float64_complement_is_in_its_range(scale):
     W = torch.nn.Parameter(torch.zeros(16, 48, device=DEVICE, dtype=torch.float64))
-    optimizer = made(ProKLShampoo, [W], rank=4, momentum=0.0, ns_dtype=torch.bfloat16, backend="triton")
+    optimizer = ProKLShampoo([W], rank=4, momentum=0.0, ns_dtype=torch.bfloat16, backend="triton")
     for t in range(4):
         before = W.detach().clone()
         W.grad = normal(16, 48, seed=t, dtype=torch.float64).to(DEVICE) * (scale if t > 1 else 1)
@@ -174,7 +174,7 @@ def test_newton_schulz_in_halves_of_a_float64_complement_is_in_its_range(scale):
 def test_a_complement_that_is_rounding_makes_no_step_after_many_iterations():
     """Each multiplies by 3.4445 what a scale of zero then takes away."""
     W = torch.nn.Parameter(torch.zeros(16, 48, device=DEVICE))
-    optimizer = made(ProKLShampoo, [W], rank=4, ns_steps=100, ns_dtype=torch.float32, backend="triton")
+    optimizer = ProKLShampoo([W], rank=4, ns_steps=100, ns_dtype=torch.float32, backend="triton")
     for t in range(3):
         left, right = normal(16, 2, seed=2 * t), normal(2, 48, seed=9)
         W.grad = (left @ right).to(DEVICE)
@@ -184,7 +184,7 @@ def test_a_complement_that_is_rounding_makes_no_step_after_many_iterations():
 
 def test_autograd_sees_that_a_kernel_wrote_a_weight():
     p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
-    optimizer = made(ProKLShampoo, [p], rank=2, ns_dtype=torch.float32, backend="triton")
+    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
     for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
         loss = (p * p).sum()
         p.grad = g.to(DEVICE)
@@ -195,7 +195,7 @@ def test_autograd_sees_that_a_kernel_wrote_a_weight():
 
 def test_the_gradient_is_let_go_after_the_step():
     p = torch.nn.Parameter(torch.ones(4, 6, device=DEVICE))
-    optimizer = made(ProKLShampoo, [p], rank=2, ns_dtype=torch.float32, backend="triton")
+    optimizer = ProKLShampoo([p], rank=2, ns_dtype=torch.float32, backend="triton")
     for (g,) in gradient_stream([(4, 6)], 2, dtype=torch.float32):
         p.grad = g.to(DEVICE, copy=True)
         gone = weakref.ref(p.grad.untyped_storage())
@@ -264,7 +264,7 @@ def test_what_a_rounded_basis_loses_is_no_complement(precision):
     generator = torch.Generator().manual_seed(3)
     rows = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.T
     weight = torch.nn.Parameter(torch.zeros(8, 16, device=DEVICE))
-    optimizer = made(ProKLShampoo, [weight], rank=2, state_dtype=torch.bfloat16, backend="triton", precision=precision)
+    optimizer = ProKLShampoo([weight], rank=2, state_dtype=torch.bfloat16, backend="triton", precision=precision)
     for _ in range(8):
         weight.grad = (torch.randn(8, 2, generator=generator) @ rows).to(DEVICE)
         optimizer.step()

@@ -10,7 +10,7 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm import shapes
 from prokl.backends import select
 from prokl.engine.bucket import Bucket
-from tests.problems import VARIANTS, gradient_stream, made, relative, state_tensors
+from tests.problems import VARIANTS, gradient_stream, relative, state_tensors
 
 METHODS = [(ProKLShampoo, {"variant": v, "rank": 3}) for v in VARIANTS] + [(KLShampoo, {})]
 NAMES = [*VARIANTS, "kl-shampoo"]
@@ -60,7 +60,7 @@ def trained(cls, stream, mode, monkeypatch, dtype=torch.float32, **settings):
     start = torch.Generator().manual_seed(1)
     weights = [torch.nn.Parameter(torch.randn(G.shape, generator=start).to(dtype)) for G in stream[0]]
     ns = {"ns_dtype": dtype} if cls is ProKLShampoo else {}
-    optimizer = made(cls, weights, precondition_frequency=3, **ns, **{"backend": "torch", **settings})
+    optimizer = cls(weights, precondition_frequency=3, **ns, **{"backend": "torch", **settings})
     for gradients in stream:
         for W, G in zip(weights, gradients, strict=True):
             W.grad = G.to(dtype, copy=True)

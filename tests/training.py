@@ -14,7 +14,7 @@ import torch
 
 from prokl.algorithm.coordinates import in_weight_coordinates
 from tests.inputs import normal, same_bits, weight
-from tests.problems import made, same_clocks
+from tests.problems import same_clocks
 
 OTHERS = {
     "lr": 0.3,
@@ -176,7 +176,7 @@ def fine_and_odd(cls, odd=(6, 10), calls=3, adamw=(), **settings):
     matrices = [("fine", weight(4, 6)), ("odd", weight(*odd, seed=1))]
     vectors = [("bias", weight(54, seed=2)), ("table", weight(5, 4, seed=3))]
     groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw", "lr": 0.1, **dict(adamw)}]
-    return train(made(cls, groups, **settings), range(calls))
+    return train(cls(groups, **settings), range(calls))
 
 
 def as_of_0_5(state, half=False):

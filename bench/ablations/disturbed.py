@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, OWN, RANKED, arguments
+from bench.optimizers import ADAMW_BETAS, CLIP, OPTIMIZERS, OWN, RANKED
 from bench.rows import Row
 
 
@@ -30,8 +30,7 @@ class Form:
         if self.optimizer == "adamw":
             settings["betas"] = ADAMW_BETAS
         if self.optimizer in OWN:
-            bound = None if self.clip_threshold == "none" else float(self.clip_threshold)
-            settings = arguments(settings | {"clip_threshold": bound})
+            settings["clip_threshold"] = None if self.clip_threshold == "none" else float(self.clip_threshold)
         return OPTIMIZERS[self.optimizer].make(weights, lr=lr, weight_decay=0.0, **settings)
 
 

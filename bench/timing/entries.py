@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bench import rows
-from bench.optimizers import OPTIMIZERS, arguments
+from bench.optimizers import OPTIMIZERS
 from bench.rivals import BatchedMuon, CapturedMuon, Float32Muon, package
 from bench.shapes import ParameterSet
 from prokl import ops
@@ -57,7 +57,7 @@ class Entry:
         """Build the optimizer; ``changed`` overrides settings that it has."""
         own = dict(self.settings)
         own |= {name: value for name, value in changed.items() if name in own}
-        return self.make(weights, **(arguments(own) if "precision" in own else own))  # which prokl's have alone
+        return self.make(weights, **own)
 
     @property
     def key(self) -> tuple[str, str, int | None, torch.dtype | None, str]:

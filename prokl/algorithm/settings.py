@@ -6,9 +6,8 @@ Every message names the argument, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, TypeVar, get_args
@@ -46,7 +45,7 @@ InitEigenvalue = float | Literal["auto"]
 
 
 class Advanced(TypedDict, total=False):
-    """What ``advanced`` of a constructor, or of a group, may hold; docs/settings.md says what each does."""
+    """Keyword arguments that hardly anyone sets; docs/settings.md says what each does."""
 
     eps: float
     init_eigenvalue: InitEigenvalue
@@ -65,12 +64,6 @@ KL_ADVANCED = Advanced(
 """Defaults of KL-Shampoo's advanced settings."""
 PRO_ADVANCED = Advanced(**KL_ADVANCED, ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315), ns_dtype=None)
 """Pro-KLShampoo's; the Newton-Schulz quintic is Muon's (Keller Jordan)."""
-Preset = Literal["paper"]
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"momentum": 0.95, "beta2": 0.95, "alpha_kl": 0.01, "init_eigenvalue": 0.1, "clip_threshold": None}
-}
-"""What arguments are by default under a ``preset``. "paper": the step as printed, without a bound, lambda_0 of its
-experiments, and the alpha_kl that it selected for three of its four models."""
 LEFT_BY_SCHEDULERS = -1e-9
 """Least learning rate. A scheduler that multiplies one down to zero, as LinearLR does, leaves n eps of the first after
 n steps, of either sign: 2e-10 after a million."""
@@ -186,17 +179,25 @@ class ProHyper(Hyper):
         return torch.float32 if emulates_bfloat16(like.device) else torch.bfloat16
 
 
-def plain(value: Any) -> Any:
-    """Return a setting in Python's own types, as every checkpoint takes it, whatever a configuration or NumPy gave.
+DTYPES = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
+}
+"""Dtypes by the names that configurations and state dicts have in their place."""
 
-    Any sequence is a tuple then. Tensors, and what is no setting, stay as they are.
+
+def plain(value: Any) -> Any:
+    """Return a setting in the types that a step takes, whatever a configuration, a checkpoint or NumPy gave.
+
+    Numbers and strings are Python's own then, any sequence is a tuple, and the name of a dtype is the dtype. Tensors,
+    and what is no setting, stay as they are.
     """
-    if type(value) in (bool, int, float, str) or value is None or isinstance(value, Tensor):
+    if type(value) in (bool, int, float) or value is None or isinstance(value, Tensor):
         return value
     if hasattr(value, "tolist"):  # NumPy's numbers and arrays
         value = value.tolist()
     if isinstance(value, str):
-        return str.__str__(value)
+        text = str.__str__(value)
+        return DTYPES.get(text, text)
     if isinstance(value, Sequence):
         return tuple(map(plain, value))
     if isinstance(value, Real) and not isinstance(value, bool):
@@ -204,31 +205,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def named_dtype(value: Any) -> Any:
-    """Return the dtype that a setting names, as configurations and state dicts do; anything else as it is."""
-    found = getattr(torch, value, None) if isinstance(value, str) else None
-    return found if isinstance(found, torch.dtype) else value
-
-
-OF_DTYPES = ("state_dtype", "ns_dtype")
-"""Settings that are dtypes."""
-
-
-def native(key: str, value: Any) -> Any:
-    """Return what a group holds as a step takes it: our dtypes themselves, no numbers of NumPy's."""
-    if key in OF_DTYPES:
-        return named_dtype(value)
-    return plain(value) if isinstance(value, Real) and hasattr(value, "tolist") else value
-
-
-def portable(key: str, value: Any) -> Any:
-    """Return what a group holds as every kind of checkpoint takes it: as :func:`native`, but our dtypes by name."""
-    if key in OF_DTYPES and isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return native(key, value)
-
-
-def apart(value: Any) -> Any:
+def clone_if_tensor(value: Any) -> Any:
     """Return a setting for one holder alone: a tensor, which schedulers fill in place, as a copy."""
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -300,16 +277,6 @@ def _check_not_differentiable(group: dict[str, Any]) -> None:
 
 ALSO_CALLED = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
 """What others call a setting, where that is not spelt nearly as it is here."""
-
-
-def check_advanced(where: str, advanced: Any, known: Mapping[str, Any] = PRO_ADVANCED) -> None:
-    """Raise TypeError unless ``advanced`` is a mapping of advanced settings alone."""
-    if not isinstance(advanced, Mapping):
-        raise TypeError(f"Invalid advanced={advanced!r} {where}: must be a dict of {', '.join(known)}.")
-    for key in advanced.keys() - known.keys():
-        nearest = get_close_matches(ALSO_CALLED.get(key, str(key)), known, n=1)
-        said = f"the nearest is {nearest[0]!r}" if nearest else f"there are {', '.join(known)}"
-        raise TypeError(f"Invalid advanced={{{key!r}: ...}} {where}: no advanced setting has that name; {said}.")
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -1,51 +1,32 @@
-"""The arguments of a constructor: what a preset makes of them, and what is told of those that have no effect."""
+"""Arguments of a constructor: where an unknown one belongs, and which of them have no effect."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
-from typing import Any, ParamSpec, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import ALSO_CALLED, PRESETS, check_advanced, check_choice, plain
+from prokl.algorithm.settings import ALSO_CALLED
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import named
+from prokl.engine.validation import REMOVED
 
-P = ParamSpec("P")
 OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
 OF_PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
 OF_ADAMW = ARGUMENTS - {"lr", "weight_decay", "eps", "maximize", "betas", "differentiable"}
 
 
-def _listed(names: Iterable[str], values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={values[name]!r}" for name in names)
-
-
-def _unreached(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> str | None:
-    """Return what to say of settings that are given to a constructor, and that all of its matrix groups override."""
-    overrides = {key: [value for g in groups if (value := g.get(key, meant)) != meant] for key, meant in given.items()}
-    unreached = [key for key, values in overrides.items() if groups and len(values) == len(groups)]
-    if not unreached:
-        return None
-    listed = ", ".join(f"{key}={', '.join(dict.fromkeys(map(repr, overrides[key])))}" for key in unreached)
-    reach, it = ("reaches", "it") if len(unreached) == 1 else ("reach", "them")
-    return (
-        f"{_listed(unreached, given)} of the constructor {reach} no group, as all have their own: {listed}. Set {it} "
-        f"there, as by prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
-    )
-
-
-def _check_arguments(title: str, arguments: Collection[str], known: Collection[str]) -> None:
-    """Raise TypeError for an argument that is not ``known``: with where it belongs, or what is nearest."""
+def check_known(title: str, arguments: Collection[str], known: Collection[str]) -> None:
+    """Raise TypeError for an argument that is not ``known``: with where it belongs, or the nearest one."""
     for key in arguments:
-        if key == "betas":
+        if key in known:
+            continue
+        if key in REMOVED:
+            where = REMOVED[key]
+        elif key == "betas":
             where = "AdamW's are adamw_betas of prokl.param_groups, the matrix method's momentum and beta2"
         elif key in OF_PARAM_GROUPS:
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
@@ -62,8 +43,26 @@ def _check_arguments(title: str, arguments: Collection[str], known: Collection[s
         raise TypeError(f"{title}() takes no {key}: {where}.")
 
 
-def _float16(groups: Sequence[Group]) -> str | None:
-    """Return what to say of weights in float16, in which the smallest normal number is 6e-5."""
+def without_effect(groups: Sequence[Group], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
+    """Return a warning about arguments other than their defaults that all matrix groups override, or None."""
+    matrices = [group for group in groups if group["algorithm"] == "matrix"]
+    found = {}
+    for key, value in given.items():
+        overrides = [group[key] for group in matrices if group[key] != value]
+        if value != defaults[key] and matrices and len(overrides) == len(matrices):
+            found[key] = ", ".join(dict.fromkeys(map(repr, overrides)))
+    if not found:
+        return None
+    reach, it = ("reaches", "it") if len(found) == 1 else ("reach", "them")
+    return (
+        f"{', '.join(f'{key}={given[key]!r}' for key in found)} of the constructor {reach} no group, as all have their "
+        f"own: {', '.join(f'{key}={values}' for key, values in found.items())}. Set {it} there, as by "
+        f"prokl.param_groups(model, lr=..., adamw_lr=...), or leave {it} out."
+    )
+
+
+def in_float16(groups: Sequence[Group]) -> str | None:
+    """Return a warning about weights in float16, in which the smallest normal number is 6e-5, or None."""
     trained = [(p, name) for i, group in enumerate(groups) for p, name in named(group, i) if p.requires_grad]
     half = [name for p, name in trained if p.dtype == torch.float16]
     if not half:
@@ -73,109 +72,3 @@ def _float16(groups: Sequence[Group]) -> str | None:
         "there, AdamW's eps of 1e-8 is 0, and weights become NaN: use bfloat16 or float32 weights, of which "
         "torch.autocast computes in float16."
     )
-
-
-def _waits_for_others() -> bool:
-    """Return True where a launcher has started several ranks, which have no process group so far."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return size.isdigit() and int(size) > 1 and not (dist.is_available() and dist.is_initialized())
-
-
-def _settled(title: str, kwargs: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the advanced settings out of the arguments of a call, and return those that were given.
-
-    Until 0.5 each was a keyword of its own; that still works, with one warning.
-
-    Raises:
-        TypeError: ``advanced`` is no mapping, or holds what is no advanced setting.
-    """
-    argument = kwargs.pop("advanced", None)
-    settings = {} if argument is None else argument
-    check_advanced(f"of {title}", settings, defaults)
-    old = {key: kwargs.pop(key) for key in [key for key in kwargs if key in defaults]}
-    if old:
-        pairs = ", ".join(f"{key!r}: {value!r}" for key, value in old.items())
-        warnings.warn(
-            f"{_listed(old, old)} of {title}: advanced settings have one argument now, advanced={{{pairs}}}. The "
-            "keywords go in a later release; in groups and checkpoints nothing changes.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return {key: plain(value) for key, value in {**settings, **old}.items()}
-
-
-def _fill(preset: str, given: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a preset gives: the settings of this method that are not given. Say which a default's value hides."""
-    values = {key: value for key, value in PRESETS[preset].items() if key in usual}
-    unset = [key for key, value in values.items() if key in given and given[key] != value]
-    unset = [key for key in unset if given[key] == usual[key]]
-    if unset:
-        warnings.warn(
-            f"preset={preset!r} leaves {_listed(unset, given)} as given, the defaults without a preset; the "
-            f"preset's are {_listed(unset, values)}. To have these, leave the others out or give these.",
-            stacklevel=3,
-        )
-    return {key: value for key, value in values.items() if key not in given}
-
-
-def _say_what_is_by_heads(preset: Any, groups: Any) -> None:
-    """Warn about weights that param_groups has divided by attention's heads, which the paper steps whole."""
-    count = sum(route.by_heads for route in getattr(groups, "routes", ()))
-    if count:
-        warnings.warn(
-            f"preset={preset!r} is the paper's algorithm, which steps whole weights, and {count} of these are divided "
-            "by attention's heads: make the groups by prokl.param_groups(..., heads=False).",
-            stacklevel=3,
-        )
-
-
-def constructor(advanced: Mapping[str, Any]) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Complete the arguments of a constructor: by ``preset``, and its ``advanced`` by these defaults.
-
-    What is given wins. It is said where a preset, or an argument, has no effect. One that equals its default may be a
-    configuration's, which passes all of them.
-    """
-
-    def completing(init: Callable[P, None]) -> Callable[P, None]:
-        signature = inspect.signature(init)
-        usual = {key: p.default for key, p in signature.parameters.items() if key not in ("self", "params", "advanced")}
-        usual |= advanced
-
-        @wraps(init)
-        def filled(*args: P.args, **kwargs: P.kwargs) -> None:
-            title = type(args[0]).__name__
-            settings = _settled(title, kwargs, advanced)
-            _check_arguments(title, kwargs.keys() - signature.parameters.keys(), [*usual, "params", "advanced"])
-            preset = kwargs.get("preset")
-            check_choice("preset", preset, (None, *PRESETS))
-            bound = signature.bind_partial(*args, **kwargs).arguments
-            given = settings | {key: plain(value) for key, value in bound.items() if key in usual}
-            if preset is not None:
-                more = _fill(cast(str, preset), given, usual)
-                _say_what_is_by_heads(preset, bound.get("params"))
-                settings |= {key: value for key, value in more.items() if key in advanced}
-                kwargs.update({key: value for key, value in more.items() if key not in advanced})
-            kwargs["advanced"] = {**advanced, **settings}
-            init(*args, **kwargs)
-            _say_what_has_no_effect(args[0], given, usual)
-
-        return filled
-
-    return completing
-
-
-def _say_what_has_no_effect(optimizer: Any, given: Mapping[str, Any], usual: Mapping[str, Any]) -> None:
-    """Warn about arguments that reach nothing, and about weights whose dtype trains badly."""
-    if "process_group" in given and given["process_group"] is None and _waits_for_others():
-        warnings.warn(
-            "process_group=None was given: torch.distributed.group.WORLD is None until init_process_group(), and "
-            f"with WORLD_SIZE={os.environ['WORLD_SIZE']} every rank steps all. Make the optimizer after that, or "
-            "leave process_group out where this is meant.",
-            stacklevel=3,
-        )
-    resolved = {key: value for key, value in optimizer.defaults.items() if key in given}
-    meant = {key: value for key, value in resolved.items() if value != usual[key]}
-    if said := _unreached([g for g in optimizer.param_groups if g["algorithm"] == "matrix"], meant):
-        warnings.warn(said, stacklevel=3)
-    if said := _float16(optimizer.param_groups):
-        warnings.warn(said, stacklevel=3)

@@ -12,12 +12,12 @@ from torch import Tensor
 from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
-from prokl.algorithm.settings import apart, check_adamw
+from prokl.algorithm.settings import check_adamw, clone_if_tensor
 from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine import adamw
-from prokl.engine.newcomers import resolved
+from prokl.engine.newcomers import plain_group
 from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
 from prokl.engine.storage import StateLayout, layout_of_state
 from prokl.engine.validation import check_names
@@ -109,7 +109,8 @@ def prepare(
             groups.append({**settings, **{key: present[key] for key in OF_THE_MACHINE}})
         else:
             groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
-        groups[i] = resolved(groups[i], defaults.keys() | adamw_defaults.keys()) | {"lr": apart(groups[i]["lr"])}
+        groups[i] = plain_group(groups[i], defaults.keys() | adamw_defaults.keys())
+        groups[i]["lr"] = clone_if_tensor(groups[i]["lr"])
     names = {i: name for group in saved for i, name in zip(group["params"], _names(group), strict=False)}
     state = {
         i: {k: _NoCast(v) for k, v in of_today(entry, names.get(i, f"weight {i}")).items()} if i in matrix else entry

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, native, plain
+from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.rounding import MASTER
@@ -23,6 +23,7 @@ from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket
 from prokl.engine.graphs import Graphs
+from prokl.engine.newcomers import plain_group
 from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, may_move, runs, units
 from prokl.engine.schedule import Plan
 from prokl.engine.seen import Seen
@@ -183,12 +184,12 @@ class Engine:
     def check_settings(self, index: int, group: Group) -> None:
         """Raise ValueError for settings out of bounds, or other ones than state was made with.
 
-        A dtype that a matrix group has by name becomes one, and a number of NumPy's becomes Python's own.
+        Those of a matrix group become Python's own, whatever was set by hand.
         """
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
-            group.update({key: native(key, group[key]) for key in self.defaults.keys() & group.keys()})
+            group.update(plain_group(group, self.defaults))
             self.method.check(group)
             self.signatures.check_settings(index, group, self.state)
 

@@ -8,22 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import OF_DTYPES, check_advanced, named_dtype, plain
+from prokl.algorithm.settings import plain
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.pieces import DEFAULTS
 
 
-def resolved(group: Group, settings: Collection[str]) -> Group:
-    """Return a group with its settings in plain types, and lists of one value a weight as lists of its own."""
-    advanced = group.get("advanced", {}) if group.get("algorithm") != "adamw" else {}
-    check_advanced("of a new group", advanced)
-    group = {**advanced, **{key: value for key, value in group.items() if key != "advanced"}}
-    plain_group = {key: plain(value) if key in settings else value for key, value in group.items()}
-    plain_group |= {key: named_dtype(plain_group[key]) for key in OF_DTYPES if key in plain_group}
-    if "adjust_lr_fn" in settings and plain_group.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
-        plain_group["adjust_lr_fn"] = "original"
-    lists = [key for key in DEFAULTS if isinstance(plain_group.get(key), tuple) and not isinstance(group[key], tuple)]
-    return plain_group | {key: list(plain_group[key]) for key in lists}
+def plain_group(group: Group, settings: Collection[str]) -> Group:
+    """Return a group with its settings as :func:`plain` has them, and lists of one value a weight as lists."""
+    found = {key: plain(value) if key in settings else value for key, value in group.items()}
+    if "adjust_lr_fn" in settings and found.get("adjust_lr_fn", "") is None:  # as torch's Muon has it by default
+        found["adjust_lr_fn"] = "original"
+    lists = [key for key in DEFAULTS if isinstance(found.get(key), tuple) and not isinstance(group[key], tuple)]
+    return found | {key: list(found[key]) for key in lists}
 
 
 def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group], str | None]:

@@ -27,8 +27,12 @@ def check_no_module(params: Any) -> None:
         )
 
 
-OF_CONSTRUCTORS = ("preset", "process_group")
-"""Arguments of a constructor that are no settings of groups."""
+REMOVED = {
+    "preset": "the paper's is ProKLShampoo(groups, **prokl.PAPER), or KLShampoo(groups, init_eigenvalue=0.1, "
+    "clip_threshold=None)",
+    "advanced": "give its settings beside the others, as clip_threshold=None, or unpack them",
+}
+"""Settings of prokl 0.5, and what takes their place."""
 
 
 def check_algorithm_named(group: Group) -> None:
@@ -55,8 +59,10 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
     for key, value in group.items():
         if key in settings or key in others or not isinstance(key, str):
             continue
-        if key in OF_CONSTRUCTORS:
+        if key == "process_group":
             raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none. Pass it to the constructor.")
+        if key in REMOVED:
+            raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none; {REMOVED[key]}.")
         if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
             continue
         spelt = ALSO_CALLED.get(key, key.lower())

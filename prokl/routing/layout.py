@@ -196,7 +196,6 @@ class Readings:
             reason=route.reason + said,
             transposed=transposed,
             split=split,
-            by_heads=sizes is not None,
         )
 
     def _heads_of(

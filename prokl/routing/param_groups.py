@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.settings import (
-    apart,
     check_betas,
     check_choice,
     check_learning_rate,
     check_nonnegative,
     check_rank,
+    clone_if_tensor,
     plain,
 )
 from prokl.algorithm.shapes import Rank
@@ -187,12 +187,16 @@ def param_groups(
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
             f"fully_shard.\n{table(routes)}"
         )
-    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": apart(lr)}
+    hyper: dict[str, Any] = {"algorithm": "matrix", "lr": clone_if_tensor(lr)}
     hyper |= {key: value for key, value in (("weight_decay", weight_decay), ("rank", rank)) if value is not None}
     groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
     for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
         if ("adamw", decays) in members:
-            group = {"params": _params(members["adamw", decays], names), "algorithm": "adamw", "lr": apart(adamw_lr)}
+            group = {
+                "params": _params(members["adamw", decays], names),
+                "algorithm": "adamw",
+                "lr": clone_if_tensor(adamw_lr),
+            }
             groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
     return ParamGroups(groups, routes, rank is not None)
 
@@ -215,7 +219,10 @@ def _matrix_groups(
         runs.setdefault((route.transposed, route.split), []).append((route, p))
     alike = ({key: value for key, value in zip(keys, values, strict=True) if value} for values in runs)
     shared = zip(runs.values(), alike, strict=True)
-    return [{"params": _params(run, names), **hyper, "lr": apart(hyper["lr"]), **reading} for run, reading in shared]
+    return [
+        {"params": _params(run, names), **hyper, "lr": clone_if_tensor(hyper["lr"]), **reading}
+        for run, reading in shared
+    ]
 
 
 def _would_be_matrix(p: Tensor, owners: Sequence[Owner], outputs: OutputHeads) -> bool:

@@ -30,7 +30,6 @@ class Route:
         split: how many equal pieces, or pieces of what sizes, its outputs divide into; None for one.
         frozen: True if it did not require grad when the groups were made.
         head: True if it is an output head, of which AdamW has the weight.
-        by_heads: True if its queries and keys are divided by attention's heads.
     """
 
     names: tuple[str, ...]
@@ -42,7 +41,6 @@ class Route:
     split: Split = None
     frozen: bool = False
     head: bool = False
-    by_heads: bool = False
 
 
 class ParamGroups(list[dict[str, Any]]):

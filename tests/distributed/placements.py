@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.inputs import KL, PRO
-from tests.problems import made
 
 MATRICES = {
     "square": (8, 8),
@@ -124,7 +123,7 @@ class Run:
         made_groups = groups(self.weights) if groups else matrices_and_vectors(self.weights, cls)
         settings = {"rank": 3, **settings} if cls is PRO else settings
         group = dist.group.WORLD if how in DIVIDED else None
-        self.optimizer = made(cls, made_groups, precondition_frequency=PERIOD, process_group=group, **settings)
+        self.optimizer = cls(made_groups, precondition_frequency=PERIOD, process_group=group, **settings)
 
     def step(self, call, **given):
         """Do one step; what is given is for :func:`give`."""
