@@ -26,17 +26,17 @@ def ceiling(dim: int) -> float:
 
 Rank = int | Literal["auto"]
 """Type of ``rank``."""
-LARGEST_RANK, SHARE = 128, 6
-"""Of an automatic rank: the paper's largest, and the part of the short side that this is of its smallest models'."""
+MAX_AUTO_RANK, AUTO_RANK_DIVISOR = 128, 6
+"""The rank "auto": the paper's largest, and the divisor of a width, which gives it at the paper's smallest, 768."""
 
 
 def effective_rank(rank: Rank, m: int, n: int) -> int:
     """Return ``min(rank, m, n - 1)``: U is read off a thin SVD and its complement is never empty.
 
-    "auto" is a sixth of the short side, at least 1 and at most LARGEST_RANK. Nearly full ranks leave no tail to
+    "auto" is a sixth of the short side, at least 1 and at most MAX_AUTO_RANK. Nearly full ranks leave no tail to
     orthogonalise, and ended far above (docs/experiments.md).
     """
-    wanted = min(LARGEST_RANK, max(1, m // SHARE)) if rank == "auto" else rank
+    wanted = min(MAX_AUTO_RANK, max(1, m // AUTO_RANK_DIVISOR)) if rank == "auto" else rank
     return min(wanted, m, n - 1)
 
 
@@ -53,7 +53,7 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 WITH_FLOAT64 = ("cpu", "cuda", "meta")
-"""Types of devices that are not asked."""
+"""Types of devices that are known to have float64; others are tried."""
 
 
 @cache
