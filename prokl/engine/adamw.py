@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
 from prokl.engine.pieces import named
-from prokl.engine.validation import PLAIN, check_writable, oddity
+from prokl.engine.validation import PLAIN, check_writable, why_not_plain_memory
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -184,7 +184,7 @@ def misfit(p: Tensor, group: Group, state: Mapping[str, Any]) -> str | None:
             return f"no tensor {key}" + f", which amsgrad={group['amsgrad']} needs" * (key == MAXIMUM)
         if value.shape != p.shape:
             return f"{key} of shape {tuple(value.shape)}; must be the weight's, {tuple(p.shape)}"
-        if type(p) in PLAIN and (reason := oddity(value)):  # of another class PyTorch makes what it needs
+        if type(p) in PLAIN and (reason := why_not_plain_memory(value)):  # of another class PyTorch makes what it needs
             return f"{key} {reason}; must be plain memory"
     step = state.get("step")
     if not isinstance(step, Tensor):

@@ -201,7 +201,7 @@ def _address(t: Tensor) -> int:
         return 0
 
 
-def oddity(t: Tensor) -> str | None:
+def why_not_plain_memory(t: Tensor) -> str | None:
     """Return what keeps a tensor from being plain memory, with one element at every address; None where nothing does.
 
     Whatever goes by addresses would read something else there, or nothing.
@@ -226,7 +226,7 @@ def check_in_memory(p: Tensor, name: str) -> None:
 
     A DTensor is looked at where its parts are stepped.
     """
-    reason = None if hasattr(p, "device_mesh") else oddity(p)
+    reason = None if hasattr(p, "device_mesh") else why_not_plain_memory(p)
     if reason is not None:
         remedy = "use p.resolve_neg()" if p.is_neg() else "put it into an AdamW group, or make a plain tensor of it"
         raise ValueError(f"{name} is a tensor {reason}; the matrix method needs plain memory: {remedy}.")
@@ -257,7 +257,7 @@ def check_gradient(p: Tensor, name: str, in_memory: bool = False) -> None:
             f"{tuple(g.shape)} on {g.device}: they must go together. Call zero_grad() after changing a weight, and "
             "backward() again."
         )
-    if in_memory and (reason := oddity(g.resolve_neg())):
+    if in_memory and (reason := why_not_plain_memory(g.resolve_neg())):
         if "(strides" not in reason:  # an expanded one is only read
             raise ValueError(
                 f"{name} has a gradient {reason}; the step needs plain memory: make a plain tensor of it, as "
