@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.compile_report.launches import Launch, recording
 from bench.shapes import ParameterSet
-from prokl.backends.device import SHARE
+from prokl.backends.device import GPU_WORKSPACE_DIVISOR
 from prokl.backends.rounding import Rounding
 from prokl.backends.select import _triton_backend
 from prokl.engine.bucket import Bucket
@@ -100,7 +100,7 @@ def tracing() -> Iterator[list[Event]]:
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
         stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # tensors without memory
         stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
-        stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // SHARE))
+        stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // GPU_WORKSPACE_DIVISOR))
         stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
         stack.enter_context(patch.object(Rounding, "locate", lambda self, steps: None))
         stack.enter_context(recording(triton))

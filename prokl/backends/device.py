@@ -18,9 +18,9 @@ _Result = TypeVar("_Result")
 
 WORKSPACE = 2 * 2**30
 """Bytes of temporary memory that one batch's step may take on a CPU, its stacked gradient included."""
-SHARE = 10
-"""One part of so many of a GPU's memory may it take there: LLaMA 450M's largest shape needs 10 GB in float32, which a
-tenth of an H200 holds."""
+GPU_WORKSPACE_DIVISOR = 10
+"""A GPU's memory over its workspace: LLaMA 450M's largest shape needs 10 GB in float32, which a tenth of an H200
+holds."""
 
 
 def workspace(device: torch.device) -> int:
@@ -32,7 +32,7 @@ def workspace(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return WORKSPACE
-    return torch.cuda.get_device_properties(device).total_memory // SHARE
+    return torch.cuda.get_device_properties(device).total_memory // GPU_WORKSPACE_DIVISOR
 
 
 def gpu_unsupported_reason(device: torch.device) -> str | None:

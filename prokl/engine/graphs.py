@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from prokl.backends.device import SHARE
+from prokl.backends.device import GPU_WORKSPACE_DIVISOR
 from prokl.engine.bucket import Bucket
 from prokl.engine.rows import Rows
 from prokl.engine.schedule import Plan
@@ -50,7 +50,7 @@ def record(run: Callable[[], Any], device: torch.device, capture: Capture) -> Ca
     memory left than a batch's step may take, as the allocator gives none back during a capture.
     """
     free, total = torch.cuda.mem_get_info(device)
-    if free < total // SHARE:
+    if free < total // GPU_WORKSPACE_DIVISOR:
         torch.cuda.empty_cache()
     with torch.cuda.device(device):
         try:
