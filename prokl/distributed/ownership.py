@@ -55,8 +55,8 @@ class Weight:
         return homes
 
 
-CROWDED = 4 / 3
-"""Share of work, in those of an even division, from which on a rank owns no more of what lies on it: LPT's bound."""
+MAX_LOAD_RATIO = 4 / 3
+"""Largest load of a rank over an even one, up to which it takes more of what lies on it: LPT's bound."""
 
 
 def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ...]]:
@@ -73,7 +73,7 @@ def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ..
         (weight.cost * (run.stop - run.start), i, run) for i, weight in enumerate(weights) for run in weight.runs(world)
     ]
     costs = [cost for cost, _, _ in runs]
-    limit = CROWDED * max([(sum(loads) + sum(costs)) / world, *costs])
+    limit = MAX_LOAD_RATIO * max([(sum(loads) + sum(costs)) / world, *costs])
     parts: list[list[Part]] = [[] for _ in weights]
     for cost, i, run in sorted(runs, key=lambda entry: (-entry[0], entry[1], entry[2].start)):
         taken = {part.owner for part in parts[i]}

@@ -262,15 +262,16 @@ class Transfer:
 
     Attributes:
         weight: whose. shape: of what is sent.
-        here_at: its index in what this rank has of the weight. standing_at: in the stand-in, where it is this rank's.
+        local_index: index into what this rank has of the weight.
+        stand_in_index: index into the stand-in, if this rank is the owner.
         sender: place of who lends it to the owner, and gets it back. owner: of who steps it.
         holders: of all who have it, to whom the sender passes it on.
     """
 
     weight: Divided
     shape: tuple[int, ...]
-    here_at: tuple[slice, ...]
-    standing_at: tuple[slice, ...]
+    local_index: tuple[slice, ...]
+    stand_in_index: tuple[slice, ...]
     sender: int
     owner: int
     holders: tuple[int, ...]
@@ -282,22 +283,22 @@ class Transfer:
 
     def here(self) -> Tensor:
         """Return it where this rank keeps the weight, a view."""
-        return local(self.weight.p)[self.here_at]
+        return local(self.weight.p)[self.local_index]
 
     def standing(self) -> Tensor:
         """Return it where this rank, the owner, steps it, a view."""
         assert self.weight.stand_in is not None
-        return self.weight.stand_in.detach()[self.standing_at]
+        return self.weight.stand_in.detach()[self.stand_in_index]
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of :meth:`here`, a view, or None."""
         g = self.weight.gradient
-        return None if g is None else g[self.here_at]
+        return None if g is None else g[self.local_index]
 
     def standing_gradient(self) -> Tensor | None:
         """Return the gradient of :meth:`standing`, a view, or None."""
         g = None if self.weight.stand_in is None else self.weight.stand_in.grad
-        return None if g is None else g[self.standing_at]
+        return None if g is None else g[self.stand_in_index]
 
 
 @dataclass(frozen=True)
