@@ -37,7 +37,7 @@ constexpr T LARGEST = std::numeric_limits<T>::max();
 template <class T>
 constexpr T NORMAL = std::numeric_limits<T>::min();  // the smallest number with all digits
 template <class T>
-constexpr T NOTHING = std::numeric_limits<T>::quiet_NaN();
+constexpr T QUIET_NAN = std::numeric_limits<T>::quiet_NaN();
 
 // B row-major matrices: matrix b starts at data + b * stride, row i of it ld elements further than row i - 1.
 template <class T>

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if (!finite) {
         for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
             to[e / k * Q.ld + e % k] =
-                otherwise == nullptr ? NOTHING<T> : otherwise[e / k * kept.ld + e % k];
+                otherwise == nullptr ? QUIET_NAN<T> : otherwise[e / k * kept.ld + e % k];
         return;
     }
     T* place = STAGED ? scale + 2 * k : to;
