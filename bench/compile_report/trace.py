@@ -98,7 +98,7 @@ def tracing() -> Iterator[list[Event]]:
 
     with ExitStack() as stack:
         stack.enter_context(patch("prokl.algorithm.settings.cpu_has_bfloat16", lambda: True))
-        stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # tensors without memory
+        stack.enter_context(patch("prokl.engine.validation.why_not_plain_memory", lambda t: None))  # none has memory
         stack.enter_context(patch.object(Engine, "select", staticmethod(gpu)))
         stack.enter_context(patch("prokl.engine.engine.workspace", lambda device: MEMORY // GPU_WORKSPACE_DIVISOR))
         stack.enter_context(patch("prokl.engine.bucket.addresses", lambda tensors: []))
