@@ -133,12 +133,25 @@ def test_type_hints_resolve(cls):
 
 
 @both
-def test_advanced_settings_are_keywords_of_constructor_and_groups(cls):
+def test_advanced_settings_are_keywords_and_keys_of_groups(cls):
     groups = [{"params": [weight(4, 6)], "eps": 1e-3}, {"params": [weight(4, 6)]}]
     with silent():
         optimizer = cls(groups, eps=1e-4, clip_threshold=None, cuda_graphs=False)
     found = [(g["eps"], g["clip_threshold"], g["cuda_graphs"]) for g in optimizer.param_groups]
     assert found == [(1e-3, None, False), (1e-4, None, False)]
+
+
+@both
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float", "float64", "double"])
+def test_a_dtype_goes_by_the_names_that_torch_has(cls, name):
+    dtype = getattr(torch, name)
+    by_name, by_hand = cls([weight(4, 6)], state_dtype=name), cls([weight(4, 6)])
+    by_hand.param_groups[0]["state_dtype"] = name
+    for optimizer in (by_name, train(by_hand, [0])):
+        assert optimizer.param_groups[0]["state_dtype"] is dtype
+        saved = optimizer.state_dict()["param_groups"][0]["state_dtype"]
+        assert saved == str(dtype).removeprefix("torch.")
+        assert cls([{"params": [weight(4, 6)], "state_dtype": saved}]).param_groups[0]["state_dtype"] is dtype
 
 
 def test_each_advanced_keyword_has_a_default_and_a_type():

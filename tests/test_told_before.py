@@ -60,7 +60,8 @@ def test_adjust_lr_fn_may_be_none_as_muons(cls):
     assert one.param_groups[0]["adjust_lr_fn"] == "original"
     bracket = prokl.diagnostics.alpha_kl_bracket
     assert bracket(8, 4, 2, adjust_lr_fn=None) == bracket(8, 4, 2)
-    train(one, [0])
+    one.param_groups[0]["adjust_lr_fn"] = None
+    assert train(one, [0]).param_groups[0]["adjust_lr_fn"] == "original"
 
 
 @both
@@ -110,7 +111,7 @@ def test_a_setting_of_pro_klshampoo_is_none_of_klshampoo():
             KL([weight(4, 6)], **{key: value})
 
 
-def test_a_subclass_with_defaults_of_its_own_is_told_of_others_alone():
+def test_a_subclass_is_told_of_other_than_its_own_defaults():
     class Own(PRO):
         def __init__(self, params, lr=0.5, **more):
             super().__init__(params, lr=lr, **more)
