@@ -96,6 +96,7 @@ FOLLOWED = [
     # The noise of the gradients, and settings. Every number of Newton-Schulz steps, and of steps between refreshes.
     *((0.3, {"ns_steps": n, "ns_coefficients": MUON}) for n in (1, 2, 3, 4, 5, 6, 8)),
     *((0.3, {"ns_steps": n, "ns_coefficients": OTHER}) for n in (1, 2, 5, 8)),
+    (0.3, {"ns_steps": 3, "ns_coefficients": [(8.2, -22.9, 16.5), MUON, OTHER]}),
     *((0.3, {"precondition_frequency": tau, "init_eigenvalue": 0.1}) for tau in (1, 4)),
     # Nearly all energy in the subspace: the polar factor is still that of a residual with noise^2 of it.
     *((noise, {"rank": 3}) for noise in (1e-1, 1e-2, 1e-3)),

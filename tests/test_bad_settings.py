@@ -10,7 +10,7 @@ from torch import nn
 from prokl import param_groups
 from tests.inputs import INF, KL, NAN, PRO, both, normal, step, weight
 from tests.test_plain_memory import NOT_PLAIN
-from tests.training import differences, fine_and_odd, refused, train, weights_of
+from tests.training import differences, fine_and_odd, named, refused, train, weights_of
 
 AT_LEAST_0 = ((-0.1, NAN, INF, True, "0.1", None, 1j), "a finite number of at least 0")
 FRACTION = ((-0.1, 1.0, 1.5, NAN, INF, True, "0.9", None), r"in \[0, 1\)")
@@ -41,8 +41,8 @@ BAD_PRO = {
     "alpha_kl": ((*AT_LEAST_0[0], "automatic"), '"auto" or a finite number of at least 0'),
     "ns_steps": COUNT,
     "ns_coefficients": (
-        ((1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, INF), (1.0, 2.0, True), "abc", 3.0, None),
-        r"three finite numbers \(a, b, c\)",
+        ((1.0, 2.0), (1.0, 2.0, NAN), (1.0, 2.0, INF), (1.0, 2.0, True), "abc", 3.0, None, (), ((1.0, 2.0),) * 5),
+        r"three finite numbers \(a, b, c\), a list of such triples with one an iteration, or 'polar-express' or",
     ),
     "variant": (("muon", "Pro-KLShampoo", 1, None), "one of "),
 }
@@ -60,6 +60,13 @@ def cases(cls, place, table, each=True):
 # A value is judged by the same lines in both optimizers: every one in the first, every setting in the second.
 CASES = [*cases(PRO, 0, BAD | BAD_PRO), *cases(PRO, 1, BAD_ADAMW), *cases(PRO, 0, ALGORITHM)]
 CASES += [*cases(KL, 0, BAD, False), *cases(KL, 1, BAD_ADAMW, False), *cases(KL, 0, ALGORITHM, False)]
+
+
+def test_polynomials_that_are_not_one_an_iteration_are_refused_with_their_number():
+    two = [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]
+    for given, has, steps in ((two, 2, 5), ("deepseek-v4", 10, 5), (two, 2, 3)):
+        with pytest.raises(ValueError, match=rf"with ns_steps={steps}: must have one .* has {has}. Set ns_steps={has}"):
+            PRO(named((4, 6)), advanced={"ns_coefficients": given, "ns_steps": steps})
 
 
 @pytest.mark.parametrize("cls, place, name, values, words", CASES)

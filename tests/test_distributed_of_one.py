@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import prokl
+from prokl.algorithm.polynomials import MUON
 from tests.distributed.checkpoints import END, SAVED, load, save
 from tests.distributed.placements import BEGINS, SHAPES, Run, assert_same, value, whole
 from tests.inputs import KL, PRO, normal, same_bits
@@ -115,15 +116,21 @@ def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_bat
     assert same_bits(late, value(SHAPES["late"], [*SHAPES].index("late")))
 
 
-@pytest.mark.parametrize("split", [(4, 8), [None, (4, 8)]], ids=["of all", "of each"])
-def test_the_sizes_of_a_split_survive_a_full_state_dict_which_has_lists_for_tuples(split, tmp_path):
+@pytest.mark.parametrize(
+    "split, polynomials",
+    [((4, 8), MUON), ([None, (4, 8)], (MUON,) * 5), ([None, (4, 8)], "polar-express")],
+    ids=["of all", "of each", "named"],
+)
+def test_tuples_survive_a_full_state_dict_which_has_lists_for_them(split, polynomials, tmp_path):
+    """Sizes of a split, and polynomials of Newton-Schulz."""
     given = {"shapes": {"first": (12, 5), "fused": (12, 7)}}
-    given["groups"] = lambda weights: [{"params": [*weights.items()], "split": split}]
+    own = {"split": split, "ns_coefficients": polynomials}
+    given["groups"] = lambda weights: [{"params": [*weights.items()], **own}]
     run, resumed = Run(**given).train(0, 1), Run(**given)
     save(run, tmp_path / "full", "full")
     load(resumed, tmp_path / "full", "full")
     group = resumed.optimizer.param_groups[0]
-    assert group["split"] == split and group["ns_coefficients"] == (3.4445, -4.775, 2.0315)
+    assert group["split"] == split and group["ns_coefficients"] == polynomials
     (one, other) = (each.optimizer.state[each.weights["fused"]]["M_Q.1"] for each in (run, resumed))
     assert same_bits(one, other)
 

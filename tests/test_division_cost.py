@@ -29,13 +29,15 @@ def householder(n, k):
     return 4 * n * k * k - 4 / 3 * k**3
 
 
-@pytest.mark.parametrize("ns_steps", [1, 5, 7])
+@pytest.mark.parametrize(
+    "newton_schulz", [{"ns_steps": 1}, {}, {"ns_steps": 7}, {"ns_coefficients": "polar-express"}], ids=str
+)
 @pytest.mark.parametrize("shape", [(24, 24), (24, 32), (60, 20)], ids=str)
 @pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
-def test_a_matrix_costs_the_products_and_qrs_of_its_step_with_refreshes_amortised(cls, shape, ns_steps):
+def test_a_matrix_costs_the_products_and_qrs_of_its_step_with_refreshes_amortised(cls, shape, newton_schulz):
     (m, n), r, g = sorted(shape), 5, torch.Generator().manual_seed(1)
     W = torch.nn.Parameter(torch.randn(shape, generator=g))
-    own = {"rank": r, "ns_steps": ns_steps} if cls is ProKLShampoo else {}
+    own = {"rank": r, **newton_schulz} if cls is ProKLShampoo else {}
     optimizer = cls([W], backend="torch", precondition_frequency=TAU, **own)
     products = []
     for _ in range(2 + TAU):

@@ -105,7 +105,10 @@ def test_settings_of_several_values_may_be_any_sequence(listed):
     assert (other["lr"], other["betas"], other["amsgrad"]) == (0.5, (0.5, 0.75), True)
     assert all(is_plain(value) for group in (one, other) for key, value in group.items() if key != "params")
     one["ns_coefficients"], other["betas"] = coefficients, betas
-    state = reloaded(train(optimizer, range(3)).state_dict())["param_groups"]
+    one["ns_coefficients"], one["ns_steps"] = listed(coefficients, listed(2.0, -1.5, 0.5)), 2
+    train(optimizer, range(3))
+    one["ns_coefficients"], one["ns_steps"] = coefficients, 5
+    state = reloaded(train(optimizer, range(3, 4)).state_dict())["param_groups"]
     assert tuple(state[0]["ns_coefficients"]) == (3.0, -4.0, 2.0) and tuple(state[1]["betas"]) == (0.5, 0.75)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6))
     groups = param_groups(model, lr=np.float64(0.5), adamw_lr=np.float32(0.5), adamw_betas=betas, rank=np.int64(2))

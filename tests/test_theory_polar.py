@@ -40,10 +40,12 @@ def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
     """With convergent coefficients; the library's default ones stop where singular values lie around 1."""
     G, L, U, _ = problem(m, n, r)
     X = inverse_root(L) @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT)
-    found = reference.newton_schulz(X, 20, (1.5, -0.5, 0.0))  # each step multiplies rounding outside the range by 1.5
+    found = reference.newton_schulz(
+        X, [(1.5, -0.5, 0.0)] * 20
+    )  # each step multiplies rounding outside the range by 1.5
     assert (found - reference.polar(X)).norm() < EXACT
     # 0.68 to 1.13 once a singular value has come up from zero, as Muon's quintic leaves them.
-    sigma = torch.linalg.svdvals(reference.newton_schulz(X, 8, (3.4445, -4.7750, 2.0315)))[: min(m, n - r)]
+    sigma = torch.linalg.svdvals(reference.newton_schulz(X, [(3.4445, -4.7750, 2.0315)] * 8))[: min(m, n - r)]
     assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 

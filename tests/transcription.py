@@ -28,10 +28,9 @@ def ceiling(size):
 
 
 def newton_schulz(X, steps, coefficients):
-    """X -> aX + bXX^T X + c(XX^T)^2 X, `steps` times from X / ||X||_F (P3)."""
-    a, b, c = coefficients
+    """X -> aX + bXX^T X + c(XX^T)^2 X, `steps` times from X / ||X||_F (P3), or by a list with (a, b, c) of each."""
     X = X / torch.linalg.matrix_norm(X)
-    for _ in range(steps):
+    for a, b, c in coefficients if isinstance(coefficients, list) else [coefficients] * steps:
         X = a * X + b * X @ X.T @ X + c * X @ X.T @ X @ X.T @ X
     return X
 

@@ -64,7 +64,7 @@ def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
             X, scale = X * scale.to(X.dtype)[:, None, None], None
 
         def run() -> Direction:
-            return Direction(newton_schulz(X, scale, NS_STEPS, NS_COEFFICIENTS, ops, gram=gram), scale)
+            return Direction(newton_schulz(X, scale, [NS_COEFFICIENTS] * NS_STEPS, ops, gram=gram), scale)
 
         return run
 

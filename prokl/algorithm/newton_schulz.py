@@ -10,19 +10,25 @@ Dimension key: B matrices, m short side, n long side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
-
-Coefficients = tuple[float, float, float]
+from prokl.algorithm.polynomials import Polynomial
 
 GRAM_RUN = 2
-"""Gram iterations between restarts. In half precision the Gram matrix of a nearly rank-deficient X has spurious
+"""Gram iterations between restarts at most. In half precision the Gram matrix of a nearly rank-deficient X has spurious
 negative eigenvalues, up to the unit roundoff (2e-3 of its largest in bfloat16), that the quintic multiplies by at
 least a^2 an iteration and turns into divergence beyond about 1. With a = 3.4445 two iterations keep 2e-3 below 0.4;
 three reach 4, and did diverge, by factors up to 1e6, on matrices of rank one plus noise with few rows, or few rows
 that matter. From a restart every two on, the error is the standard form's."""
+
+GRAM_GAIN = 200.0
+"""Largest product of a^2 between restarts, 0.4 / 2e-3; of one iteration any. Muon's two have 141, the first of Polar
+Express 67, its second and third 247."""
 
 GRAM_ASPECT = 1.5
 """n/m from which the Gram form needs fewer multiplications: with five steps and no halved products the standard form
@@ -34,35 +40,44 @@ def use_gram(m: int, n: int) -> bool:
     return n >= GRAM_ASPECT * m
 
 
-def standard(X: Tensor, scale: Tensor | None, steps: int, coefficients: Coefficients, ops: Algebra) -> Tensor:
-    """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, ``steps`` times, from scale X (B,m,n) of norm at most 1.
+def gram_runs(polynomials: Sequence[Polynomial]) -> list[Sequence[Polynomial]]:
+    """Return the iterations of the Gram form from one restart to the next."""
+    runs: list[list[Polynomial]] = []
+    for polynomial in polynomials:
+        gain = prod(a * a for a, _, _ in (*runs[-1], polynomial)) if runs else 0.0
+        if not runs or len(runs[-1]) == GRAM_RUN or gain > GRAM_GAIN:
+            runs.append([])
+        runs[-1].append(polynomial)
+    return [*runs]
+
+
+def standard(X: Tensor, scale: Tensor | None, polynomials: Sequence[Polynomial], ops: Algebra) -> Tensor:
+    """Iterate X <- aX + (bA + cA^2)X with A = scale^2 XX^T, once a polynomial, from scale X (B,m,n) of norm at most 1.
 
     A scale stays beside X: what comes out is multiplied by it as well.
     """
-    a, b, c = coefficients
-    for _ in range(steps):
+    for a, b, c in polynomials:
         A = ops.gram(X, scale)
         Z = ops.symmetric_polynomial(A, A, C=A, alpha=c, beta=b)
         X = ops.product(Z, X, C=X, beta=a)
     return X
 
 
-def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Algebra) -> Tensor:
-    """Compute Q with (``steps`` iterations from X) = Q X, given R = X X^T. R (B,m,m), symmetric -> Q (B,m,m).
+def gram_factor(R: Tensor, polynomials: Sequence[Polynomial], ops: Algebra) -> Tensor:
+    """Compute Q with (an iteration a polynomial, from X) = Q X, given R = X X^T. R (B,m,m), symmetric -> Q (B,m,m).
 
     Every matrix here is a polynomial of R, so all of them are symmetric and commute. aI is never added to Z
     before a product: in half precision its rounding would swamp Z. The other order of the factors, of which PyTorch's
     form takes the second one transposed, adds up what rounding left unsymmetric: to 2.7 times the error in bfloat16.
     """
-    a, b, c = coefficients
     Q = None
-    for k in range(steps):
+    for k, (a, b, c) in enumerate(polynomials, 1):
         if Q is None:
             Z, Q = ops.shifted_polynomial(R, R, C=R, alpha=c, beta=b, shift=a)
         else:
             Z = ops.symmetric_polynomial(R, R, C=R, alpha=c, beta=b)
             Q = ops.symmetric_polynomial(Z, Q, C=Q, beta=a)
-        if k + 1 < steps:
+        if k < len(polynomials):
             Y = ops.symmetric_polynomial(Z, R, C=R, beta=a)
             R = ops.symmetric_polynomial(Y, Z, C=Y, beta=a)
     assert Q is not None
@@ -72,8 +87,7 @@ def gram_factor(R: Tensor, steps: int, coefficients: Coefficients, ops: Algebra)
 def newton_schulz(
     X: Tensor,
     scale: Tensor | None,
-    steps: int,
-    coefficients: Coefficients,
+    polynomials: Sequence[Polynomial],
     ops: Algebra,
     *,
     turn: Tensor | None = None,
@@ -85,8 +99,7 @@ def newton_schulz(
         X: (B,m,n), m <= n, in the dtype of the products.
         scale: (B,), makes the Frobenius norm of scale X at most 1; 0 for a matrix whose result is to be zero. None:
             X is normalised. Products of an X that is not must be in the range of its dtype: float16's is too small.
-        steps: number of iterations, at least 1.
-        coefficients: (a, b, c) of the quintic.
+        polynomials: (a, b, c) of every iteration.
         ops: the algebra.
         turn: (B,m,m), multiplies the result from the left, as NS(Q X) = Q NS(X) for orthonormal Q; None is I.
         gram: form to use; None chooses by :func:`use_gram`.
@@ -103,11 +116,13 @@ def newton_schulz(
         gram = use_gram(X.shape[-2], X.shape[-1])
     Q = None if turn is None else turn.to(X.dtype)
     if not gram:
-        X = standard(X, scale, steps, coefficients, ops)
+        X = standard(X, scale, polynomials, ops)
         return X if Q is None else ops.product(Q, X)
-    for done in range(0, steps, GRAM_RUN):
-        R = ops.gram(X, scale)
-        factor = gram_factor(R, min(steps - done, GRAM_RUN), coefficients, ops)
-        last = steps - done <= GRAM_RUN
-        X = ops.product(ops.product(Q, factor) if last and Q is not None else factor, X)
+    runs = gram_runs(polynomials)
+    for done, run in enumerate(runs, 1):
+        if len(run) == 1 and done < len(runs):  # at the same cost without aI, whose rounding a large a would show
+            X = standard(X, scale, run, ops)
+        else:
+            factor = gram_factor(ops.gram(X, scale), run, ops)
+            X = ops.product(ops.product(Q, factor) if done == len(runs) and Q is not None else factor, X)
     return X

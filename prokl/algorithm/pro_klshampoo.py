@@ -46,7 +46,7 @@ def step(
     left = right = None
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
-        X = newton_schulz(X, scale, h.ns_steps, h.ns_coefficients, ops, turn=turn)
+        X = newton_schulz(X, scale, h.polynomials, ops, turn=turn)
         c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)
         scale = c_a if scale is None else scale * c_a
     elif X is not None and scale is not None:  # Smok-Hop's mu_perp^-1/2 X, bounded; scale is 1 / ||X||, or 0

@@ -12,7 +12,7 @@ inv_sqrt_lambda_S (r,), inv_sqrt_mu (), clipped (), and lambda_0 () when the sta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from prokl.algorithm.directions import householder_qr
 from prokl.algorithm.evidence import COHERENT, UNITS
 from prokl.algorithm.initial import ceiling_factor
+from prokl.algorithm.polynomials import Polynomial
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 
@@ -39,19 +40,16 @@ def eigenvalue_ema(s: Tensor, statistic: Tensor, beta2: float, limit: Tensor | f
     return torch.minimum(ema.rsqrt(), torch.as_tensor(limit, dtype=s.dtype, device=s.device))
 
 
-def newton_schulz(
-    X: Tensor, steps: int, coefficients: tuple[float, float, float], dtype: torch.dtype | None = None
-) -> Tensor:
-    """Do (P3): ``steps`` iterations of X <- aX + bXX^T X + c(XX^T)^2 X from X/||X||_F, in ``dtype``. X (m,n), m <= n.
+def newton_schulz(X: Tensor, polynomials: Sequence[Polynomial], dtype: torch.dtype | None = None) -> Tensor:
+    """Do (P3): X <- aX + bXX^T X + c(XX^T)^2 X, once a polynomial, from X/||X||_F, in ``dtype``. X (m,n), m <= n.
 
     A zero X gives zero, as one whose squared norm underflows: what rounding leaves of it does not normalise X.
     """
-    a, b, c = coefficients
     norm = torch.linalg.matrix_norm(X)
     if norm < torch.finfo(X.dtype).tiny ** 0.5:
         return torch.zeros_like(X)
     Y = (X / norm).to(dtype or X.dtype)
-    for _ in range(steps):
+    for a, b, c in polynomials:
         A = Y @ Y.mT
         Y = a * Y + (b * A + c * A @ A) @ Y
     return Y.to(X.dtype)
@@ -153,7 +151,7 @@ def complement_direction(
     m, n = G_perp.shape
     whitened = state["Q_L"] @ a_L.diag() @ state["Q_L"].mT @ G_perp
     if h.variant in POLAR_VARIANTS:
-        whitened = newton_schulz(whitened, h.ns_steps, h.ns_coefficients, h.polar_dtype(G_perp))
+        whitened = newton_schulz(whitened, h.polynomials, h.polar_dtype(G_perp))
         return (aspect_scale if h.adjust_lr_fn == "original" else 1.0) * whitened, False
     return bounded(damped(state["inv_sqrt_mu"], state, h.eps) * whitened, m * (n - state["U"].shape[1]), h)
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from prokl.algorithm.polynomials import MUON, NsCoefficients, Polynomial, each
 from prokl.algorithm.shapes import alpha_kl_bracket
 
 Variant = Literal["pro-klshampoo", "smok-hop", "subspace-only", "complement-only"]
@@ -54,7 +55,7 @@ class Advanced(TypedDict, total=False):
     cautious_weight_decay: bool
     cuda_graphs: bool
     ns_steps: int
-    ns_coefficients: tuple[float, float, float]
+    ns_coefficients: NsCoefficients
     ns_dtype: torch.dtype | None
 
 
@@ -62,7 +63,7 @@ KL_ADVANCED = Advanced(
     eps=1e-8, init_eigenvalue="auto", clip_threshold=5.0, precision=None, cautious_weight_decay=False, cuda_graphs=True
 )
 """Defaults of KL-Shampoo's advanced settings."""
-PRO_ADVANCED = Advanced(**KL_ADVANCED, ns_steps=5, ns_coefficients=(3.4445, -4.7750, 2.0315), ns_dtype=None)
+PRO_ADVANCED = Advanced(**KL_ADVANCED, ns_steps=5, ns_coefficients=MUON, ns_dtype=None)
 """Pro-KLShampoo's; the Newton-Schulz quintic is Muon's (Keller Jordan)."""
 LEFT_BY_SCHEDULERS = -1e-9
 """Least learning rate. A scheduler that multiplies one down to zero, as LinearLR does, leaves n eps of the first after
@@ -139,7 +140,7 @@ class ProHyper(Hyper):
 
     alpha_kl: AlphaKL
     ns_steps: int
-    ns_coefficients: tuple[float, float, float]
+    ns_coefficients: NsCoefficients
     ns_dtype: torch.dtype | None
     variant: Variant
 
@@ -152,6 +153,11 @@ class ProHyper(Hyper):
         if self.variant == "smok-hop":
             return 1.0
         return math.sqrt(math.prod(alpha_kl_bracket(m, n, rank))) if self.alpha_kl == "auto" else self.alpha_kl
+
+    @property
+    def polynomials(self) -> tuple[Polynomial, ...]:
+        """(a, b, c) of every Newton-Schulz iteration."""
+        return each(self.ns_coefficients, self.ns_steps)
 
     @property
     def gradient_weights(self) -> tuple[float, float, float]:
@@ -322,13 +328,7 @@ def check_pro(group: dict[str, Any]) -> None:
             "size of that update, which no factor of the shape matches to AdamW's. Use adjust_lr_fn='original'."
         )
     check_choice("ns_dtype", group["ns_dtype"], NS_DTYPES)
-    coefficients = plain(group["ns_coefficients"])
-    if (
-        not isinstance(coefficients, tuple)
-        or len(coefficients) != 3
-        or not all(_is_number(c) and math.isfinite(c) for c in coefficients)
-    ):
-        raise _invalid("ns_coefficients", group["ns_coefficients"], "three finite numbers (a, b, c)")
+    each(plain(group["ns_coefficients"]), group["ns_steps"])
 
 
 def check_adamw(group: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def polar_error(X: Tensor, U: Tensor) -> Tensor:
     Y = torch.baddbmm(X, X @ U, U.mT, alpha=-1)
     R = Y @ Y.mT
     R = (R + R.mT) / 2
-    nuclear = (gram_factor(R, TO_ISOMETRY, (1.5, -0.5, 0.0), OPS) * R).sum(dim=(-2, -1))
+    nuclear = (gram_factor(R, [(1.5, -0.5, 0.0)] * TO_ISOMETRY, OPS) * R).sum(dim=(-2, -1))
     squares = torch.linalg.vector_norm(X, dim=(-2, -1)).square()
     error = ((squares - 2 * nuclear + k).clamp(min=0) / k).sqrt()
     return error.masked_fill(squares == 0, torch.nan)

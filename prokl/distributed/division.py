@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.newton_schulz import GRAM_RUN, use_gram
+from prokl.algorithm.newton_schulz import gram_runs, use_gram
+from prokl.algorithm.polynomials import each
+from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import Split
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
@@ -363,12 +365,13 @@ class Division:
 def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
     """Return the operations of a step of one matrix, refreshes amortised."""
     m, n = piece.shape.m, piece.shape.n
-    r, tau, T = method.rank(group, m, n), group["precondition_frequency"], group.get("ns_steps", 0)
+    r, tau = method.rank(group, m, n), group["precondition_frequency"]
     # A refresh has a QR of 8/3 k^3 and four products of each factor, and turns what is kept in the basis.
     if not r:
         return 6 * (m * n * n + m * m * n) + (32 / 3 * (m**3 + n**3) + 2 * (m * m * n + m * n * n)) / tau
     step = 6 * m * n * r + 2 * m * m * n + 2 * m * m * r + 4 * m * r * r + 4 * n * r * r + 3 * r**3
-    runs = -(-T // GRAM_RUN)
+    polynomials = each(plain(group["ns_coefficients"]), group["ns_steps"])
+    T, runs = len(polynomials), len(gram_runs(polynomials))
     gram = 2 * runs * m * m * n + (4 * T - 3 * runs + 1) * m**3
     newton_schulz = gram if use_gram(m, n) else T * (2 * m * m * n + m**3) + m * m * n
     refresh = 32 / 3 * m**3 + 2 * m * m * n + 14 / 3 * r**3
