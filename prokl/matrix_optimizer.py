@@ -29,9 +29,16 @@ from prokl.distributed.weights import is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.arguments import check_known, in_float16, without_effect
 from prokl.engine.engine import Engine, Sharded
-from prokl.engine.newcomers import plain_group, split_off_vectors
+from prokl.engine.newcomers import like_conv1d, plain_group, split_off_vectors
 from prokl.engine.pieces import DEFAULTS, named
-from prokl.engine.validation import check_algorithm_named, check_keys, check_names, check_no_module, names_alike
+from prokl.engine.validation import (
+    check_algorithm_named,
+    check_in_one_group,
+    check_keys,
+    check_names,
+    check_no_module,
+    names_alike,
+)
 
 
 class MatrixOptimizer(Optimizer):
@@ -104,8 +111,8 @@ class MatrixOptimizer(Optimizer):
                 self._add_group(group)
             if not self._adding:
                 check_names(self.param_groups)
-            if said:
-                warnings.warn(said, stacklevel=2)
+            for message in filter(None, (said, like_conv1d(self.param_groups[before:], before))):
+                warnings.warn(message, stacklevel=2)
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -124,6 +131,7 @@ class MatrixOptimizer(Optimizer):
         else:
             check_keys(group, self.defaults, of_adamw)
         with names_alike():
+            check_in_one_group(group, self.param_groups)
             super().add_param_group(group)
         index = len(self.param_groups) - 1
         self._outer.check_new(index)
@@ -196,7 +204,13 @@ class MatrixOptimizer(Optimizer):
 
         Args:
             device: where the state waits; "cpu" is ordinary memory, not pinned.
+
+        Raises:
+            ValueError: it is "meta", which holds no values. Nothing has moved then.
         """
+        device = torch.device(device)
+        if device.type == "meta":
+            raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
         self.engine.offload(device)
         for weight in () if self._division is None else self._division.divided():
             weight.free()
@@ -286,13 +300,15 @@ class MatrixOptimizer(Optimizer):
         Unlike torch's default, the state's dtype survives whatever the weight's dtype is.
 
         Raises:
-            ValueError: the groups do not match, or the state does not fit a weight, on this rank or another. Nothing
-                has changed then, on any of them.
+            TypeError: it is no dict, but a path or an optimizer.
+            ValueError: it is no state dict of an optimizer, the groups do not match, or the state does not fit a
+                weight, on this rank or another. Nothing has changed then, on any of them.
         """
         division = self._divided()
         if division is not None:
             division.update(self._outer)
         with nullcontext() if division is None else division.loading():
+            checkpoint.check_mapping(state_dict)
             last_hook = self.register_load_state_dict_pre_hook(self._prepare)
             try:
                 super().load_state_dict(state_dict)

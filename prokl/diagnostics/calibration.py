@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import get_args
 
 from torch import Tensor
 
 from prokl.algorithm import shapes
-from prokl.algorithm.settings import AdjustLrFn, check_choice, check_rank
+from prokl.algorithm.settings import AdjustLrFn, check_choice, check_integer, check_rank
 from prokl.algorithm.shapes import MatrixShape, Rank, effective_rank
 
 
@@ -46,8 +47,12 @@ def alpha_kl_bracket(
 
 
 def over_tail(eigenvalues: Tensor, rank: int) -> Tensor:
-    """Divide descending eigenvalues (..., n) by the mean of those beyond ``rank``, or by the smallest where none is."""
-    _check_rank(rank)
+    """Divide descending eigenvalues (..., n) by the mean of those beyond ``rank``, or by the smallest where none is.
+
+    Raises:
+        TypeError, ValueError: as for :func:`tail_am_gm`, but for the rank's upper bound.
+    """
+    _check(eigenvalues, rank)
     tail = eigenvalues[..., rank:] if eigenvalues.shape[-1] > rank else eigenvalues[..., -1:]
     return eigenvalues / tail.mean(dim=-1, keepdim=True)
 
@@ -63,7 +68,9 @@ def tail_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
         (...), at least 1.
 
     Raises:
-        ValueError: no eigenvalue lies beyond ``rank``, or it is negative.
+        TypeError: ``eigenvalues`` are no tensor.
+        ValueError: they are not real floating-point numbers above 0 in descending order, ``rank`` is no integer of at
+            least 0, or no eigenvalue lies beyond it. NaN is let through.
     """
     return _log_am_gm(eigenvalues, rank).exp()
 
@@ -82,13 +89,15 @@ def gap_bound(eigenvalues: Tensor, rank: int, other_side: int) -> Tensor:
         (...), at least 0.
 
     Raises:
-        ValueError: as for :func:`tail_am_gm`.
+        TypeError, ValueError: as for :func:`tail_am_gm`; or ``other_side`` is no integer of at least 1.
     """
-    return other_side * (eigenvalues.shape[-1] - rank) / 2 * _log_am_gm(eigenvalues, rank)
+    check_integer("other_side", other_side)
+    tail = _log_am_gm(eigenvalues, rank)
+    return other_side * (eigenvalues.shape[-1] - rank) / 2 * tail
 
 
 def _log_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
-    _check_rank(rank)
+    _check(eigenvalues, rank)
     if rank >= eigenvalues.shape[-1]:
         raise ValueError(
             f"Invalid rank={rank}: must be below the number of eigenvalues, {eigenvalues.shape[-1]}, to leave a tail."
@@ -97,6 +106,20 @@ def _log_am_gm(eigenvalues: Tensor, rank: int) -> Tensor:
     return (tail.mean(dim=-1).log() - tail.log().mean(dim=-1)).clamp(min=0)  # rounding of a flat tail
 
 
-def _check_rank(rank: int) -> None:
-    if rank < 0:
-        raise ValueError(f"Invalid rank={rank}: must be at least 0; pass the number of eigenvalues before the tail.")
+def _check(eigenvalues: Tensor, rank: int) -> None:
+    if not isinstance(eigenvalues, Tensor):
+        raise TypeError(f"eigenvalues must be a tensor, got {type(eigenvalues).__name__}; make one by torch.tensor().")
+    if eigenvalues.ndim < 1 or not eigenvalues.is_floating_point() or eigenvalues.shape[-1] < 1:
+        raise ValueError(
+            f"Invalid eigenvalues of shape {tuple(eigenvalues.shape)} and {eigenvalues.dtype}: must be floating-point "
+            "numbers in at least one dimension, of which the last one has some."
+        )
+    if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 0:
+        raise ValueError(
+            f"Invalid rank={rank!r}: must be an integer of at least 0; pass the number of eigenvalues before the tail."
+        )
+    if (eigenvalues <= 0).any() or (eigenvalues.diff() > 0).any():
+        raise ValueError(
+            "Invalid eigenvalues: must be above 0 and descend; clamp what rounding left below, and use "
+            ".sort(descending=True).values."
+        )

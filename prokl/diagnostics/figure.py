@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -56,12 +57,15 @@ def plot(
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: another optimizer.
+        ValueError: ``path`` is a folder, in a folder that does not exist, or has no suffix.
     """
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("prokl.diagnostics.plot needs matplotlib: pip install matplotlib.") from error
+    if path is not None:
+        _check_path(path)
     by_weight = spectra(optimizer, model, rank=rank)
     if not by_weight:
         figure = Figure(figsize=(6, 1))
@@ -89,6 +93,15 @@ def plot(
     if path is not None:
         figure.savefig(path, dpi=150)
     return figure
+
+
+def _check_path(path: str | PathLike[str]) -> None:
+    file = Path(path)
+    if file.is_dir() or not file.suffix:
+        what = "a folder" if file.is_dir() else "without a suffix, which says the format"
+        raise ValueError(f"Invalid path={str(path)!r}: it is {what}; write the name of a file, as 'spectra.png'.")
+    if not file.parent.is_dir():
+        raise ValueError(f"Invalid path={str(path)!r}: there is no folder {str(file.parent)!r}; make it before.")
 
 
 def _by_panel(values: dict[str, float]) -> dict[str, dict[str, dict[str, float]]]:

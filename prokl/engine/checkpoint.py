@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -84,11 +86,12 @@ def prepare(
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
 
     Raises:
-        ValueError: a group is of another algorithm, or a weight's name is another weight's there.
+        ValueError: it is no optimizer's state dict, has other groups, a group is of another algorithm, or a weight's
+            name is another weight's there.
     """
+    _check_form(state_dict)
     saved = state_dict["param_groups"]
-    if len(saved) != len(here):
-        return state_dict  # torch says what is wrong
+    _check_sizes(state_dict, here)
     saved = [_by_name(group) for group in saved]
     _check_names(*([name for group in groups for name in group.get("param_names", [])] for groups in (saved, here)))
     groups, matrix = [], set()
@@ -117,6 +120,55 @@ def prepare(
         for i, entry in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def check_mapping(state_dict: Any) -> None:
+    """Raise TypeError for what is no state dict, but the file of one, or what has one."""
+    if isinstance(state_dict, Mapping):
+        return
+    if isinstance(state_dict, (str, PathLike)):
+        got, remedy = repr(str(state_dict)), 'load it before, as by torch.load(path)["optimizer"]'
+    else:
+        got, remedy = f"a {type(state_dict).__name__}", "pass what state_dict() of an optimizer gave"
+    raise TypeError(f"load_state_dict takes the state dict of an optimizer, got {got}: {remedy}.")
+
+
+def _check_form(state_dict: Mapping[Any, Any]) -> None:
+    """Raise ValueError for a dict that is no optimizer's state dict, but holds one, or is a model's."""
+    lacks = [key for key in ("param_groups", "state") if key not in state_dict]
+    if not lacks:
+        return
+    inside = [key for key, value in state_dict.items() if isinstance(value, Mapping) and "param_groups" in value]
+    if inside:
+        remedy = f"it holds one: pass that, checkpoint[{inside[0]!r}]"
+    elif state_dict and all(isinstance(value, Tensor) for value in state_dict.values()):
+        remedy = "it is a model's: pass what state_dict() of an optimizer gave"
+    else:
+        remedy = "pass what state_dict() of an optimizer gave"
+    keys = ", ".join(map(repr, [*state_dict][:3])) + ", ..." * (len(state_dict) > 3)
+    raise ValueError(
+        f"The loaded state dict has no {' and no '.join(map(repr, lacks))}, but {keys or 'nothing'}, so it is no "
+        f"optimizer's; {remedy}."
+    )
+
+
+def _check_sizes(state_dict: Mapping[str, Any], here: list[Group]) -> None:
+    """Raise ValueError for other numbers of groups or weights, in torch's words and with the remedy."""
+    there, own = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], here))
+    if there == own:
+        return
+    foreign = {key for entry in state_dict["state"].values() if isinstance(entry, Mapping) for key in entry}
+    ours = any(str(key).startswith("M_Q") for key in foreign) or any(
+        "algorithm" in g for g in state_dict["param_groups"]
+    )
+    what = "contains a parameter group that doesn't match the size of optimizer's group"
+    if len(there) != len(own):
+        what = "has a different number of parameter groups"
+    remedy = "Build model and groups as they were when it was saved, with the same arguments of prokl.param_groups"
+    if not ours and foreign & OF_OTHERS:
+        kept = ", ".join(sorted(foreign & OF_OTHERS))
+        remedy = f"It is another optimizer's, with {kept}: start this one with an empty state"
+    raise ValueError(f"loaded state dict {what}: {there} weights in the groups there, and {own} here. {remedy}.")
 
 
 def _by_name(group: Group) -> Group:

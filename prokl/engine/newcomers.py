@@ -10,7 +10,10 @@ from torch import Tensor
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
 from prokl.engine.adamw import ARGUMENTS
-from prokl.engine.pieces import DEFAULTS
+from prokl.engine.pieces import DEFAULTS, units
+
+KERNEL_WIDTHS = (3, 5, 7, 9)
+"""Of most one-dimensional convolutions; with four times as many channels a stack of experts is unlikely."""
 
 
 def plain_group(group: Group, settings: Collection[str]) -> Group:
@@ -63,6 +66,25 @@ def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group]
     groups = [{"params": vectors, "algorithm": "adamw", **options}]
     said = f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."
     return groups + ([{**group, "params": rest}] if rest else []), said
+
+
+def like_conv1d(groups: Sequence[Group], index: int) -> str | None:
+    """Return what to say of stacks in new groups, from number ``index`` on, that look like weights of a Conv1d."""
+    found = [
+        unit
+        for unit in units(groups, index)
+        if unit.matrix and unit.p.ndim == 3 and unit.how.split is None and not unit.how.transposed
+        if (width := unit.p.shape[2]) == 1 or (width in KERNEL_WIDTHS and unit.p.shape[1] >= 4 * width)
+    ]
+    if not found:
+        return None
+    count, rows, cols = (first := found[0]).p.shape
+    more = f", and {len(found) - 1} more like it" if len(found) > 1 else ""
+    return (
+        f"{first.name} of shape {(count, rows, cols)} is read as a stack of {count} matrices of {rows} x {cols}{more}. "
+        'The weight of a Conv1d is no stack: put it into a group {"params": [...], "algorithm": "adamw", "lr": ...}, '
+        "as prokl.param_groups does."
+    )
 
 
 def _dimensions(entry: Any) -> float:

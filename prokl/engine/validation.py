@@ -92,6 +92,21 @@ def check_names(groups: Sequence[Group]) -> None:
                 )
 
 
+def check_in_one_group(group: Group, others: Sequence[Group]) -> None:
+    """Raise ValueError for a parameter of a new group that another group has."""
+    places = {p: (i, name) for i, other in enumerate(others) for p, name in named(other, i)}
+    given = group["params"]
+    for entry in [given] if isinstance(given, Tensor) else given if isinstance(given, (list, tuple)) else ():
+        name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+        if isinstance(p, Tensor) and p in places:
+            i, there = places[p]
+            again = f", where it is {name!r} now" if name not in (None, there) else ""
+            raise ValueError(
+                f"some parameters appear in more than one parameter group: {there}, of shape {tuple(p.shape)}, is in "
+                f"group {i} and in a new one{again}. Leave it out of one of the two."
+            )
+
+
 def check_forms(groups: Sequence[Group], state: Mapping[Any, Any]) -> None:
     """Raise TypeError where a group's weights, or a weight's state, were replaced by what can be neither."""
     for i, group in enumerate(groups):

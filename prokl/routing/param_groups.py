@@ -23,6 +23,7 @@ from prokl.algorithm.settings import (
     plain,
 )
 from prokl.algorithm.shapes import Rank
+from prokl.routing.arguments import with_own_errors
 from prokl.routing.layout import BY_HEADS, Readings
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.patterns import first_match, quoted
@@ -30,6 +31,7 @@ from prokl.routing.routes import ParamGroups, Route, table
 from prokl.routing.rules import Algorithm, Choice, Owner, check_trainable, choose, owners_of, stays_frozen, unfit
 
 
+@with_own_errors
 def param_groups(
     model: nn.Module,
     *,
@@ -113,7 +115,7 @@ def param_groups(
         rank: rank of the tracked subspace, clamped per matrix to min(rank, m, n - 1) for short side m and
             long side n; "auto" is m / 6, at most 128; None is the optimizer's, "auto" unless it is told (KLShampoo
             has none).
-        matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method.
+        matrix: :mod:`fnmatch` patterns, case-sensitive, of full names that go to the matrix method; or names.
         adamw: likewise for AdamW.
         split_fused: False to keep weights whole that are known to be several matrices.
         split: how the outputs of weights divide, by patterns: a number of equal pieces (1 for a weight that stays
@@ -132,7 +134,8 @@ def param_groups(
         weight. With ``names=False`` they are parameters, and there is a matrix group per value of these keys.
 
     Raises:
-        TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, or a pattern is no string.
+        TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, a pattern is no string, or an argument
+            is not known or missing.
         ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
             or asks the matrix method for what it cannot take; a number of heads does not divide the rows; a parameter
             can be trained by neither method or has no shape yet; none requires grad; or none goes to the matrix

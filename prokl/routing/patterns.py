@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
 from prokl.routing.rules import Owner
@@ -21,9 +25,11 @@ def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -
     by_quote = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"{argument} must hold patterns of names, got {pattern!r}; pass strings.")
+            shape = f" of shape {tuple(pattern.shape)}" if isinstance(pattern, Tensor) else ""
+            got = f"a {type(pattern).__name__}{shape}" if isinstance(pattern, (Tensor, nn.Module)) else repr(pattern)
+            raise TypeError(f"{argument} must hold patterns of names, got {got}; pass names, which are strings.")
         if not any(_matches(pattern, name) for name in names):
-            raise ValueError(f"{argument}={pattern!r} matches no parameter; model.named_parameters() has the names.")
+            raise ValueError(f"{argument}={pattern!r} matches no parameter; {_hint(pattern, names)}.")
         by_quote[f"{argument}={pattern!r}"] = pattern
     return by_quote
 
@@ -34,4 +40,26 @@ def first_match(patterns: Mapping[str, str], owners: Sequence[Owner]) -> str | N
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(unwrapped_name(name), pattern)
+    bare = unwrapped_name(name)
+    return pattern in (name, bare) or fnmatchcase(name, pattern) or fnmatchcase(bare, pattern)
+
+
+def _hint(pattern: str, names: Sequence[str]) -> str:
+    """Return the pattern that was meant: a regular expression's, an index's, or that of a part of names."""
+    plain = re.sub(r"\[(\d+)\]", r".\1", pattern.strip("^$").replace(".*", "*").replace("\\.", "."))
+    meant = [
+        form for text in dict.fromkeys((plain, unwrapped_name(plain))) for form in (text, f"*.{text}", f"{text}.*")
+    ]
+    meant += [f"*.{plain}.*", f"*{plain}", f"*{plain}*"]
+    for form in meant:
+        count = sum(_matches(form, name) for name in names)
+        if count and form.strip("*."):
+            why = (
+                "patterns match whole names"
+                if pattern in form
+                else "patterns are fnmatch's, of names as PyTorch has them"
+            )
+            return f"{why}, and {form!r} matches {count}"
+    nearest = get_close_matches(plain.lower(), {name.lower(): name for name in names}, n=1, cutoff=0.8)
+    there = next((name for name in names if nearest and name.lower() == nearest[0]), None)
+    return f"the nearest name is {there!r}" if there else "model.named_parameters() has the names"

@@ -1,0 +1,198 @@
+"""Calls that nobody means: each is refused with the remedy, and nothing has changed then."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import prokl
+from prokl import diagnostics
+from tests.inputs import KL, PRO, weight
+from tests.training import differences, fine_and_odd, refused, train
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+
+def groups(**given):
+    return prokl.param_groups(model(), **{"lr": 0.02, "adamw_lr": 1e-3, **given})
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_state_is_not_offloaded_to_a_device_without_values(cls):
+    optimizer, twin = fine_and_odd(cls), fine_and_odd(cls)
+    for device in ("meta", torch.device("meta")):
+        with pytest.raises(ValueError, match=r"Invalid device='meta': it holds no values.*use 'cpu'"):
+            optimizer.offload(device)
+    with pytest.raises(TypeError):
+        optimizer.offload(None)
+    assert differences(train(optimizer, [3]), train(twin, [3])) == set()
+
+
+def adamw_state():
+    other = model()
+    adamw = torch.optim.AdamW(other.parameters())
+    other(torch.ones(2, 8)).sum().backward()
+    adamw.step()
+    return adamw
+
+
+LOADED = {
+    "a checkpoint": (lambda own: {"model": model().state_dict(), "opt": own}, ValueError, r"it holds one.*\['opt'\]"),
+    "a path": (lambda own: "run/last.pt", TypeError, r"got 'run/last.pt': load it before, as by torch.load"),
+    "a Path": (lambda own: Path("last.pt"), TypeError, r"got 'last.pt': load it before"),
+    "nothing": (lambda own: None, TypeError, "got a NoneType: pass what state_dict"),
+    "an optimizer": (lambda own: adamw_state(), TypeError, "got a AdamW: pass what state_dict"),
+    "a list": (lambda own: [own], TypeError, "got a list"),
+    "an empty dict": (lambda own: {}, ValueError, "no 'param_groups' and no 'state', but nothing"),
+    "a model's": (lambda own: model().state_dict(), ValueError, "it is a model's"),
+    "no state": (lambda own: {"param_groups": own["param_groups"]}, ValueError, "no 'state', but 'param_groups'"),
+    "AdamW's": (
+        lambda own: adamw_state().state_dict(),
+        ValueError,
+        r"different number of parameter groups: \[6\] weights .* and \[2, 2\] here.*another optimizer's, with exp_avg",
+    ),
+    "another model's": (
+        lambda own: prokl.ProKLShampoo(groups()).state_dict(),
+        ValueError,
+        r"different number of parameter groups: \[2, 1, 3\] .*the same arguments of prokl.param_groups",
+    ),
+    "fewer weights": (
+        lambda own: {**own, "param_groups": [{**own["param_groups"][0], "params": [0]}, own["param_groups"][1]]},
+        ValueError,
+        r"doesn't match the size of optimizer's group: \[1, 2\] weights in the groups there, and \[2, 2\] here",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, error, says", LOADED.values(), ids=LOADED)
+def test_what_is_no_state_dict_of_this_optimizer_is_named(make, error, says):
+    optimizer, twin = fine_and_odd(PRO), fine_and_odd(PRO)
+    loaded = make(fine_and_odd(PRO).state_dict())
+    with refused(optimizer, says, error):
+        optimizer.load_state_dict(loaded)
+    assert differences(train(optimizer, [3]), train(twin, [3])) == set()
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"betas": (0.9, 0.99)}, "no betas: AdamW's are adamw_betas"),
+        ({"momentum": 0.9}, r"no momentum: it goes to the constructor, ProKLShampoo\(groups, momentum=...\)"),
+        ({"process_group": None}, "no process_group: it goes to the constructor"),
+        ({"ns_steps": 3}, r'no ns_steps: it goes to the constructor, .*advanced=\{"ns_steps": ...\}'),
+        ({"eps": 1e-8}, "no eps: .*AdamW's is adamw_eps"),
+        ({"fused": True}, r'no fused: set it in the groups that this makes, as group\["fused"\]'),
+        ({"adamw_wd": 0.1}, "no adamw_wd: the nearest is adamw_weight_decay"),
+        ({"learning_rate": 0.1}, "no learning_rate: the nearest is lr"),
+        ({"typo": 1}, "no typo: it takes model, lr, adamw_lr"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_groups_do_not_take_is_told_where_it_belongs(given, says):
+    with pytest.raises(TypeError, match=says):
+        groups(**given)
+
+
+def test_groups_without_rates_or_with_rates_by_place_say_what_to_write():
+    with pytest.raises(TypeError, match=r"lacks lr and adamw_lr: write param_groups\(model, lr=0.02, adamw_lr=...\)"):
+        prokl.param_groups(model())
+    with pytest.raises(TypeError, match="all else by name"):
+        prokl.param_groups(model(), 0.02, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "pattern, says",
+    [
+        ("bias", r"whole names, and '\*.bias' matches 3"),
+        ("0", r"whole names, and '0.\*' matches 2"),
+        (".*weight", r"fnmatch's, .* and '\*weight' matches 3"),
+        (r"^1\.weight$", "'1.weight' matches 1"),
+        ("module.1.weight", "'1.weight' matches 1"),
+        ("2.Weight", "the nearest name is '2.weight'"),
+        ("0.weigth", "the nearest name is '0.weight'"),
+        ("router", "model.named_parameters"),
+    ],
+)
+@pytest.mark.parametrize("argument", ["adamw", "matrix", "transposed", "split", "heads"])
+def test_a_pattern_that_matches_nothing_says_which_one_was_meant(argument, pattern, says):
+    with pytest.raises(ValueError, match=f"{argument}={re.escape(repr(pattern))} matches no parameter; .*{says}"):
+        groups(**{argument: {pattern: 2} if argument in ("split", "heads") else [pattern]})
+
+
+def test_names_with_brackets_are_matched_as_they_are_and_indices_are_told():
+    blocks = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])})
+    with pytest.raises(ValueError, match=r"'layers.1.weight' matches 1"):
+        prokl.param_groups(blocks, lr=0.1, adamw_lr=0.1, adamw=["layers[1].weight"])
+    blocks["a[0]"] = nn.Linear(8, 8)
+    routes = prokl.param_groups(blocks, lr=0.1, adamw_lr=0.1, adamw=["a[0].weight"]).routes
+    assert {route.names[0]: route.algorithm for route in routes}["a[0].weight"] == "adamw"
+
+
+@pytest.mark.parametrize("given", ["tensor", "tensors", "module"])
+def test_tensors_in_the_place_of_names_are_told_by_their_shape(given):
+    w, layer = weight(8, 16), nn.Linear(8, 16)
+    with pytest.raises(TypeError, match="adamw must hold patterns of names, got a .*pass names") as caught:
+        groups(adamw={"tensor": w, "tensors": [w], "module": [layer]}[given])
+    assert "tensor(" not in str(caught.value) and "Linear(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_parameter_in_two_groups_is_named(named):
+    w = weight(4, 6)
+    first, again = ({"params": [("down", w) if named else w]} for _ in range(2))
+    name = "down" if named else "parameter 0 of group 0"
+    with pytest.raises(ValueError, match=rf"more than one parameter group: {name}, of shape \(4, 6\), is in group 0"):
+        PRO([first, {**again, "algorithm": "adamw", "lr": 0.1}])
+    optimizer = PRO([first])
+    with refused(optimizer, name):
+        optimizer.add_param_group(again)
+
+
+@pytest.mark.parametrize("shape, warned", [((32, 16, 1), 1), ((8, 16, 3), 1), ((4, 12, 12), 0), ((2, 5, 3), 0)])
+def test_a_stack_that_looks_like_a_conv1d_is_told(shape, warned):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        PRO([("conv.weight", weight(*shape))])
+    count, rows, cols = shape
+    says = f"conv.weight of shape {shape} is read as a stack of {count} matrices of {rows} x {cols}."
+    assert [str(w.message).startswith(says) for w in found] == [True] * warned
+
+
+def test_the_doctor_is_there_without_an_import_of_its_own():
+    assert prokl.doctor.main and "doctor" not in vars(type(prokl))
+    with pytest.raises(AttributeError, match="no attribute 'nurse'"):
+        prokl.nurse  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["", "spectra", "missing/spectra.png"])
+def test_a_figure_wants_a_file_that_can_be_written(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=rf"Invalid path={re.escape(repr(str(tmp_path / name)))}: "):
+        diagnostics.plot(fine_and_odd(PRO), tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+
+
+SPECTRUM = torch.tensor([4.0, 3.0, 2.0, 1.0])
+BAD_SPECTRA = [[3.0, 2.0], torch.tensor(3.0), torch.tensor([3, 2]), SPECTRUM.flip(0), SPECTRUM - 1, torch.ones(0)]
+
+
+@pytest.mark.parametrize(
+    "measure", [diagnostics.tail_am_gm, diagnostics.over_tail, lambda *a: diagnostics.gap_bound(*a, 3)]
+)
+def test_figures_of_a_spectrum_refuse_what_is_none(measure):
+    for spectrum in BAD_SPECTRA:
+        with pytest.raises((TypeError, ValueError), match="eigenvalues"):
+            measure(spectrum, 1)
+    for rank in (1.5, True, "auto", -1, None):
+        with pytest.raises(ValueError, match=f"Invalid rank={rank!r}: must be an integer of at least 0"):
+            measure(SPECTRUM, rank)
+    assert measure(torch.tensor([torch.nan] * 3), 1).isnan().all()
+    for other in (0, -3, 2.5, True, "m"):
+        with pytest.raises(ValueError, match=f"Invalid other_side={other!r}: must be an integer of at least 1"):
+            diagnostics.gap_bound(SPECTRUM, 1, other)
