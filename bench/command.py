@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+CLOSED = 141  # 128 + SIGPIPE
 T = TypeVar("T")
 
 
@@ -26,13 +27,20 @@ class UsageError(Exception):
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Make a ``main`` end with 2 after a UsageError and 130 after Ctrl-C, each with one line on stderr.
 
+    It ends with 141 and without a line where stdout was closed before.
+
     Without arguments it takes the command line's.
     """
 
     @wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         try:
-            return main(sys.argv[1:] if argv is None else argv)
+            code = main(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # whoever reads has enough, as head
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - flushed at the interpreter's end
+            return CLOSED
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

@@ -117,8 +117,12 @@ def main(argv: Sequence[str] = ()) -> None:
     argparse.ArgumentParser(prog="python -m prokl.doctor", description=about).parse_args(argv)
     report = [(key, describe(find_out)) for key, find_out in lines()]
     width = max(len(key) for key, _ in report)
-    for key, text in report:
-        print(f"{key:<{width}}  {text}")
+    try:
+        for key, text in report:
+            print(f"{key:<{width}}  {text}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as head
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the interpreter flushes it at its end
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from torch import nn
 from prokl import param_groups
 
 RATES = {"lr": 0.02, "adamw_lr": 1e-3}
+GUESS = ", taken for a factor of products (adamw= if it acts element by element)"
 HINT = "; each read as (out, in) (transposed= reads it as (in, out))"
 
 

@@ -284,7 +284,7 @@ def test_a_tail_that_is_not_there_is_refused():
     for function in (lambda r: diagnostics.tail_am_gm(values, r), lambda r: diagnostics.gap_bound(values, r, 2)):
         with pytest.raises(ValueError, match="Invalid rank=3: must be below the number of eigenvalues, 3"):
             function(3)
-        with pytest.raises(ValueError, match="Invalid rank=-1: must be at least 0"):
+        with pytest.raises(ValueError, match="Invalid rank=-1: must be an integer of at least 0"):
             function(-1)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -115,3 +116,12 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
     assert (found["gpu 0"], found["gpu 1"]) == ("GPU 0, compute capability 9.0", "GPU 1, compute capability 7.5")
     assert found["cuda:0 qr"] == "CUDA extension: it runs on cuda:0"
     assert found["cuda:1 step"].startswith("torch: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["prokl.doctor"], ["bench.study", "gpt124m", "--plan"]], ids=["doctor", "plan"])
+def test_a_report_ends_quietly_where_its_reader_has_enough(command):
+    ours = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ours.stdout.close()
+    said = ours.stderr.read()
+    assert ours.wait() in (0, 141) and said == ""

@@ -10,7 +10,7 @@ from torch import nn
 import prokl
 from prokl import param_groups
 from tests.inputs import KL, PRO
-from tests.routing import GPT, HINT, RATES, Block, blocks, by_name, experts, holding, linear, of_class, routes
+from tests.routing import GPT, GUESS, HINT, RATES, Block, blocks, by_name, experts, holding, linear, of_class, routes
 from tests.training import train
 
 MODELS = {
@@ -124,7 +124,7 @@ def test_raw_tables_by_name_go_to_adamw_and_what_only_looks_like_one_is_a_matrix
         assert destination(torch.zeros(5, 16), name) == ("adamw", "named as embedding, position or token")
         assert routes(holding(**{name: nn.ParameterList([torch.zeros(5, 16)])}))[f"{name}.0"].algorithm == "adamw"
     for name in ("decomposition", "post", "tokamak", "weights", "compose"):
-        assert destination(torch.zeros(5, 16), name) == ("matrix", f"2-D, {name} of Module")
+        assert destination(torch.zeros(5, 16), name) == ("matrix", f"2-D, {name} of Module{GUESS}")
     words = routes(of_class("VocabParallelEmbedding", weight=torch.zeros(6, 8), up=torch.zeros(4, 8)))
     assert (words["weight"].algorithm, words["up"].algorithm) == ("adamw", "matrix")
     for name in ("pos_attn", "token_mixer", "attn"):  # of what is in it, nothing is said
@@ -154,7 +154,7 @@ KINDS = [
     (of_class("VocabParallelEmbedding", weight=torch.zeros(6, 8)), "adamw", "embedding (VocabParallelEmbedding)"),
     (nn.LayerNorm((4, 8), bias=False), "adamw", "norm (LayerNorm)"),
     (of_class("T5LayerNorm", weight=torch.zeros(6, 8)), "adamw", "norm (T5LayerNorm)"),
-    (torch.zeros(4, 8), "matrix", "2-D, part of Module"),
+    (torch.zeros(4, 8), "matrix", f"2-D, part of Module{GUESS}"),
     (torch.zeros(3, 4, 8), "matrix", f"stack of 3, part of Module{HINT}"),
     (torch.zeros(2, 3, 4, 8), "adamw", "4-D, part of Module, which is no convolution"),
     (torch.zeros(4, 8, dtype=torch.complex64), "adamw", "complex, part of Module"),
@@ -351,3 +351,113 @@ def test_groups_and_table_survive_copying_and_pickling():
     for twin in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert str(twin) == str(groups)
         assert [len(g["params"]) for g in twin] == [len(g["params"]) for g in groups]
+
+
+def told(groups):
+    return {route.names[0]: route for route in groups.routes}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "A_log",
+        "A_logs",
+        "log_A_real",
+        "A_imag",
+        "inv_A_real",
+        "log_dt",
+        "nu_log",
+        "time_decay",
+        "time_faaaa",
+        "Lambda_re",
+    ]
+    + ["time_first", "time_mix_k", "time_maa_x", "q_scale", "gamma", "log_sigma", "decay", "attn_mask"],
+)
+def test_what_acts_element_by_element_goes_to_adamw_undecayed(name):
+    model = holding(up=linear(8, 8), **{name: torch.ones(8, 4)})
+    groups = param_groups(model, **RATES, adamw_weight_decay=0.1)
+    (group,) = (g for g in groups if g["algorithm"] == "adamw")
+    assert [n for n, _ in group["params"]] == [name] and group["weight_decay"] == 0.0
+    assert told(groups)[name].reason == f"acts element by element by its name, {name} of Module"
+
+
+@pytest.mark.parametrize("name", ["W_u", "time_maa_w1", "time_decay_w2", "catalog", "mixed", "B", "weights_real"])
+def test_other_parameters_of_a_modules_own_are_matrices_and_the_table_says_it_guessed(name):
+    assert destination(torch.ones(8, 4), name) == ("matrix", f"2-D, {name} of Module{GUESS}")
+    known = holding(attn=nn.MultiheadAttention(8, 2, kdim=4), up=of_class("Linear1bit", weight=torch.ones(8, 8)))
+    assert "taken for" not in str(param_groups(known, **RATES))
+
+
+def test_layers_called_scale_or_decay_are_layers():
+    for name in ("scale", "decay", "log_A"):
+        assert destination(linear(8, 4), name) == ("matrix", "linear layer")
+
+
+def marked(shape, **own):
+    p = nn.Parameter(torch.ones(*shape))
+    p._optim = own
+    return p
+
+
+def test_optim_of_a_parameter_is_honoured_and_told():
+    model = holding(up=nn.Linear(8, 8))
+    model.B, model.C, model.log_dt = marked((8, 4), lr=1e-4, weight_decay=0.0), marked((8, 4), lr=1e-4), marked((8,))
+    model.dt = marked((8,), lr=1e-4, weight_decay=0.0)
+    model.D = marked((8,), lr=None, betas=[0.8, 0.9])
+    groups = param_groups(model, **RATES, adamw_weight_decay=0.1)
+    of = {name: g for g in groups for name, _ in g["params"]}
+    assert (of["B"]["lr"], of["B"]["weight_decay"], of["dt"]["lr"], of["dt"]["weight_decay"]) == (1e-4, 0.0, 1e-4, 0.0)
+    assert (of["C"]["lr"], of["C"]["weight_decay"]) == (1e-4, 0.1)
+    assert (of["D"]["lr"], of["D"]["betas"], of["log_dt"]["lr"]) == (1e-3, (0.8, 0.9), 1e-3)
+    assert told(groups)["B"].reason == "has settings of its own, B of Module; _optim has lr=0.0001, weight_decay=0.0"
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(PRO(groups), range(2))
+    assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
+
+
+@pytest.mark.parametrize(
+    "own, says", [({"lr": -1}, r"Invalid _optim\['lr'\] of 'B'=-1"), ({"momentum": 1}, "is none of lr")]
+)
+def test_a_bad_optim_of_a_parameter_is_refused(own, says):
+    model = holding(up=linear(8, 8))
+    model.B = marked((8, 4), **own)
+    with pytest.raises(ValueError, match=says):
+        param_groups(model, **RATES)
+
+
+class Vision(nn.Module):
+    """As timm's models: a table and a bias table whose names say so, and two maps."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos_embed, self.dist_token = nn.Parameter(torch.ones(1, 9, 8)), nn.Parameter(torch.ones(1, 2, 8))
+        self.first, self.bias_map, self.up = linear(8, 8), linear(8, 8), nn.Linear(8, 8)
+        self.relative = nn.Parameter(torch.ones(2, 9, 8))
+
+    def no_weight_decay(self):
+        return {"pos_embed", "first.weight"}
+
+    def no_weight_decay_keywords(self):
+        return {"relat"}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_weight_decay_of_a_model_is_asked_as_timm_does(wrapped):
+    model = holding(module=Vision()) if wrapped else Vision()
+    groups = param_groups(model, **RATES, weight_decay=0.1, adamw_weight_decay=0.2)
+    decay = {name.removeprefix("module."): g["weight_decay"] for g in groups for name, _ in g["params"]}
+    assert decay == {
+        **{"pos_embed": 0.0, "dist_token": 0.2, "first.weight": 0.0, "bias_map.weight": 0.1},
+        **{"up.weight": 0.1, "up.bias": 0.0, "relative": 0.0},
+    }
+    reasons = {n.removeprefix("module."): r.reason for n, r in told(groups).items()}
+    assert reasons["first.weight"] == "linear layer; no weight decay, by no_weight_decay()"
+    assert reasons["relative"].endswith("; no weight decay, by no_weight_decay_keywords()")
+
+
+def test_no_weight_decay_of_a_part_holds_inside_it_and_a_broken_one_nowhere():
+    model = holding(backbone=Vision(), first=linear(8, 8))
+    model.no_weight_decay = lambda skip: skip
+    groups = param_groups(model, **RATES, weight_decay=0.1, adamw_weight_decay=0.2)
+    decay = {name: g["weight_decay"] for g in groups for name, _ in g["params"]}
+    assert (decay["backbone.first.weight"], decay["first.weight"], decay["backbone.pos_embed"]) == (0.0, 0.1, 0.0)

@@ -228,7 +228,10 @@ BAD = {
         {"*.own.weight": 2},
         "2 heads .*which of its pieces .* give all sizes in split=",
     ),
-    "of what is named as fused": ({"*.kv.weight": 2}, "2 heads .*not known, so give all sizes in split="),
+    "of what is named as fused": (
+        {"*.kv.weight": 2},
+        r"'it\.kv\.weight' .*one matrix, .*holds k and v one after another, add split=\{'\*\.kv\.weight': 2\}",
+    ),
     "of a convolution": ({"*.conv.weight": 2}, "2 heads .*it is a convolution"),
     "of an AdamW weight": ({"*.head.weight": 2}, "heads=.* matches no weight that goes to the matrix method"),
     "of nothing": ({"*.none": 2}, "heads=.* matches no parameter"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp
+from tests.routing import RATES, adamw, at, blocks, holding, linear, mlp, routes
 
 
 def answering(method, answer, **parts):
@@ -345,3 +345,13 @@ def test_whatever_get_classifier_returns_is_a_head(answer, hidden):
 )
 def test_the_tables_last_line_says_which_heads_were_found_by_what_or_what_to_write(model, options, says):
     assert str(param_groups(model, **RATES, **options)).splitlines()[-1] == f"output {says}"
+
+
+@pytest.mark.parametrize("name, rows", [("qkv", 48), ("c_attn", 48), ("gate_up_proj", 40), ("query_key_value", 48)])
+def test_attention_with_as_many_rows_as_there_are_words_is_no_head(name, rows):
+    """One attention module directly in the model, as in tutorials."""
+    attn = holding(**{name: linear(16, rows), "v_proj": linear(16, 12), "proj": linear(12, 24)})
+    model = holding(embed=nn.Embedding(rows, 16), attn=attn, last=linear(24, rows))
+    found = routes(model)
+    assert found[f"attn.{name}.weight"].algorithm == "matrix" and not found[f"attn.{name}.weight"].head
+    assert found["last.weight"].reason == f"output head, {rows} outputs as the largest embedding has rows"

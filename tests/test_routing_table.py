@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from prokl import param_groups
-from tests.routing import HINT, RATES, by_name, holding, linear
+from tests.routing import GUESS, HINT, RATES, by_name, holding, linear
 
 
 def block(width=8):
@@ -63,8 +63,8 @@ def test_names_keep_their_case_in_reasons():
     model.Mixer.Filter._no_weight_decay = True
     model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
     said = {name: route.reason for name, route in by_name(model).items()}
-    assert said["Mixer.A_log"] == "rates of a state space, A_log of Module"
-    assert said["Mixer.W_q"] == "2-D, W_q of Module; not by heads: their number is not known (heads= tells it)"
+    assert said["Mixer.A_log"] == "acts element by element by its name, A_log of Module"
+    assert said["Mixer.W_q"] == f"2-D, W_q of Module{GUESS}; not by heads: their number is not known (heads= tells it)"
     assert said["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
     assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 

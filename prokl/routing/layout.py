@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.settings import check_choice, plain
 from prokl.algorithm.shapes import MatrixShape, Rank, Split, effective_rank
-from prokl.routing.attention import NotByHeads, divided, roles
+from prokl.routing.attention import KV, QKV, NotByHeads, divided, roles
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import Route
 from prokl.routing.rules import Owner
@@ -221,6 +221,15 @@ class Readings:
         try:
             if p.ndim > 3:
                 raise NotByHeads("it is a convolution, which stays whole")
+            if not letters and unsplit and counted is not None:
+                pattern, name = counted.removeprefix("heads="), owners[0].name
+                count = 2 if KV.fullmatch(owners[0].path[-1]) and not QKV.fullmatch(owners[0].path[-1]) else 3
+                holds = "q, k and v" if count == 3 else "k and v"
+                raise ValueError(
+                    f"{counted}: {name!r} of shape {tuple(p.shape)} is read as one matrix, whose {told} heads "
+                    f"cannot be told from the rest. If it holds {holds} one after another, add split={{{pattern}: {count}}}; "
+                    "if they have other sizes, give these."
+                )
             if not letters and (unsplit or len(sizes) > 1):
                 raise NotByHeads("which of its pieces are queries and keys is not known, so give all sizes in split=")
             rows, words = divided(p, o, transposed, letters, sizes, told)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prokl.algorithm.names import unwrapped_name
-from prokl.routing.layout import is_conv1d
+from prokl.routing.layout import NAMED_AS_FUSED, is_conv1d
 from prokl.routing.rules import Owner, choose
 
 Path = tuple[str, ...]
@@ -99,6 +99,9 @@ class OutputHeads:
         hidden size which happens to be the same says nothing.
         """
         if o.path not in self._layers or _in_copy(_without_index(o.path)):
+            return None
+        fused = bool(o.path) and NAMED_AS_FUSED.fullmatch(o.path[-1]) is not None
+        if fused or self._in_attention(o.path):  # 3 x 64 rows of q, k and v beside 192 words
             return None
         size = _outputs(p, o)
         if size in self._inputs:

@@ -25,6 +25,7 @@ from prokl.algorithm.settings import (
 from prokl.algorithm.shapes import Rank
 from prokl.routing.arguments import with_own_errors
 from prokl.routing.layout import BY_HEADS, Readings
+from prokl.routing.marks import Own, own_settings, without_decay
 from prokl.routing.output_heads import OutputHeads
 from prokl.routing.patterns import first_match, quoted
 from prokl.routing.routes import ParamGroups, Route, table
@@ -60,7 +61,9 @@ def param_groups(
        device): in no group. With ``names=False`` all that is frozen.
     2. Its name matches a pattern in ``adamw`` or ``matrix``: as told.
     3. Complex, below 2-D, without elements, or nothing but 1x1 matrices: AdamW.
-    4. It is marked ``_no_weight_decay``, or is a state space's ``A_log`` (Mamba): AdamW without weight decay.
+    4. It is marked ``_no_weight_decay``, or acts element by element by its name (``A_log``, ``log_A_real``,
+       ``time_decay``, ``scale``): AdamW without weight decay. It has ``_optim``, settings of its own, as S4's layers
+       do: AdamW with these.
     5. It belongs to an embedding (``nn.Embedding``, ``nn.EmbeddingBag``, or a class named so): AdamW, as is
        the head that is tied to it.
     6. It belongs to a norm (torch's own, or a class whose name ends in Norm): AdamW.
@@ -86,11 +89,14 @@ def param_groups(
         AdamW, because it would be read as a stack of matrices.
     12. ``in_proj_weight`` of ``nn.MultiheadAttention``, weights of recurrent modules: matrix.
     13. 3-D: matrix, as a stack of experts, each with a state of its own.
-    14. 2-D: matrix.
+    14. 2-D: matrix. That a module multiplies its own parameter as a matrix is a guess, which the table says.
     15. Anything left has four dimensions or more and is no convolution: AdamW.
 
     Other frozen parameters are in their groups: they have no state, and train from the first gradient on that they
     have once they are unfrozen.
+
+    What a model, or a module in it, names in ``no_weight_decay()`` and ``no_weight_decay_keywords()``, as timm's do,
+    has no weight decay in either method.
 
     What ``torch.compile``, DDP, FSDP, activation checkpointing or peft put into a name does not count in any rule.
 
@@ -129,17 +135,18 @@ def param_groups(
             What is frozen is left out of them, as such code adds what it unfreezes.
 
     Returns:
-        The groups: matrix, AdamW with its weight decay, AdamW without. Empty ones are left out. ``params`` are (name,
+        The groups: matrix, AdamW with its weight decay, AdamW without, and one for every other ``_optim`` or decay that
+        weights ask for. Empty ones are left out. ``params`` are (name,
         parameter) pairs, and where a weight needs ``transposed`` or ``split``, that key is a list with an entry per
         weight. With ``names=False`` they are parameters, and there is a matrix group per value of these keys.
 
     Raises:
         TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, a pattern is no string, or an argument
             is not known or missing.
-        ValueError: a hyper-parameter is out of bounds; a pattern matches nothing, clashes with another one,
-            or asks the matrix method for what it cannot take; a number of heads does not divide the rows; a parameter
-            can be trained by neither method or has no shape yet; none requires grad; or none goes to the matrix
-            method, now or once it is no longer frozen.
+        ValueError: a hyper-parameter, or one in ``_optim``, is out of bounds; a pattern matches nothing, clashes with
+            another one, or asks the matrix method for what it cannot take; a number of heads does not divide the rows;
+            a parameter can be trained by neither method or has no shape yet; none requires grad; or none goes to the
+            matrix method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
@@ -169,7 +176,8 @@ def param_groups(
     told = quoted("matrix", matrix, all_names), quoted("adamw", adamw, all_names)
     readings = Readings(split_fused, transposed, split or {}, heads, all_names)
     routes: list[Route] = []
-    members: dict[tuple[Algorithm, bool], list[tuple[Route, Tensor]]] = {}
+    members: dict[tuple[Algorithm, bool, Own], list[tuple[Route, Tensor]]] = {}
+    undecayed = without_decay(model)
     for p, of_p in owners.items():
         aliases = tuple(o.name for o in of_p)
         choice = _route(p, of_p, outputs, *told, names)
@@ -177,14 +185,23 @@ def param_groups(
         route = replace(route, frozen=not p.requires_grad, head=choice.head)
         if choice.algorithm == "matrix":
             route = readings.of(p, of_p, route, "auto" if rank is None else rank)
+        own = own_settings(p, aliases[0]) if choice.algorithm == "adamw" else ()
+        if own:
+            said = ", ".join(f"{key}={value!r}" for key, value in own)
+            route = replace(route, reason=f"{route.reason}; _optim has {said}")
+        decays = choice.decays
+        if decays and (asked := next((undecayed[name] for name in aliases if name in undecayed), None)):
+            decays, route = False, replace(route, reason=f"{route.reason}; no weight decay, by {asked}")
         if route.frozen and choice.algorithm != "frozen":
             route = replace(route, reason=f"{route.reason}; frozen now")
         routes.append(route)
-        members.setdefault((choice.algorithm, choice.decays), []).append((route, p))
+        members.setdefault((choice.algorithm, decays, own), []).append((route, p))
     readings.check_used()
 
     later = (p for p in owners if not p.requires_grad and p.is_floating_point())
-    if ("matrix", True) not in members and not any(_would_be_matrix(p, owners[p], outputs) for p in later):
+    if not any(algorithm == "matrix" for algorithm, *_ in members) and not any(
+        _would_be_matrix(p, owners[p], outputs) for p in later
+    ):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) goes to the matrix method. Use AdamW, "
             "name weights with matrix=[...], or, where a wrapper has flattened them (FSDP1, DeepSpeed), use FSDP2's "
@@ -192,15 +209,13 @@ def param_groups(
         )
     hyper: dict[str, Any] = {"algorithm": "matrix", "lr": clone_if_tensor(lr)}
     hyper |= {key: value for key, value in (("weight_decay", weight_decay), ("rank", rank)) if value is not None}
-    groups = _matrix_groups(members.get(("matrix", True), []), hyper, names)
-    for decays, decay in ((True, adamw_weight_decay), (False, 0.0)):
-        if ("adamw", decays) in members:
-            group = {
-                "params": _params(members["adamw", decays], names),
-                "algorithm": "adamw",
-                "lr": clone_if_tensor(adamw_lr),
-            }
-            groups.append(group | {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": decay})
+    groups = _matrix_groups(members.get(("matrix", True, ()), []), hyper, names)
+    groups += _matrix_groups(members.get(("matrix", False, ()), []), {**hyper, "weight_decay": 0.0}, names)
+    in_order = sorted((key for key in members if key[0] == "adamw"), key=lambda key: (key[2] != (), not key[1]))
+    for key in in_order:
+        group = {"params": _params(members[key], names), "algorithm": "adamw", "lr": clone_if_tensor(adamw_lr)}
+        group |= {"betas": adamw_betas, "eps": adamw_eps, "weight_decay": adamw_weight_decay if key[1] else 0.0}
+        groups.append(group | dict(key[2]))
     return ParamGroups(groups, routes, rank is not None)
 
 

@@ -19,7 +19,12 @@ TABLE = re.compile(r"embed|pos_?emb|(^|_)(positional|position|pos|token|tok|emb|
 BIAS = re.compile(r"(^|_)bias(es)?(_|$)")
 NORM_CLASS = re.compile(r"Norm(\dd)?$")
 CONVOLUTION_CLASS = re.compile(r"Conv\w*\dd$")
-STATE_SPACE = re.compile(r"a_logs?")  # Mamba's: the logarithms of rates, one per channel and state
+ELEMENTWISE = re.compile(
+    r"(^|_)logs?(_|$)|(^|_)(a|lambda)s?_(re|im|real|imag)$|(^|_)(decay|scale|gain|gamma|temperature|mask)s?$"
+    r"|^time_(first|faaaa|mix_\w+|maa_[a-z])$"
+)
+"""Names of what acts element by element: Mamba's A_log, S4D's log_A_real and A_imag, RWKV's time_decay and time_faaaa,
+scales of heads."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +206,10 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
         return Choice("adamw", f"{why}, {what}", decays=p.is_complex() and p.ndim >= 2)
     if getattr(p, "_no_weight_decay", False):
         return Choice("adamw", f"marked _no_weight_decay, {what}", decays=False)
-    if any_owner(lambda o: o.raw and STATE_SPACE.fullmatch(o.attr) is not None):
-        return Choice("adamw", f"rates of a state space, {what}", decays=False)
+    if p.__dict__.get("_optim"):
+        return Choice("adamw", f"has settings of its own, {what}")
+    if any_owner(lambda o: o.raw and o.attr != "weight" and ELEMENTWISE.search(o.attr) is not None):
+        return Choice("adamw", f"acts element by element by its name, {what}", decays=False)
     if o := any_owner(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
         said = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
@@ -233,5 +240,7 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
     if p.ndim == 3:
         return Choice("matrix", f"stack of {shape.count}, {what}")
     if p.ndim == 2:
-        return Choice("matrix", f"2-D, {what}")
+        own = all(o.attr != "weight" and not type(o.module).__module__.startswith("torch.nn.") for o in owners)
+        guess = ", taken for a factor of products (adamw= if it acts element by element)" if own else ""
+        return Choice("matrix", f"2-D, {what}{guess}")
     return Choice("adamw", f"{p.ndim}-D, {what}, which is no convolution")

@@ -1,0 +1,63 @@
+"""What models say of their parameters' settings: ``_optim`` of S4's layers, ``no_weight_decay()`` of timm's models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from prokl.algorithm.names import unwrapped_name
+from prokl.algorithm.settings import check_betas, check_learning_rate, check_nonnegative, plain
+
+Own = tuple[tuple[str, Any], ...]
+"""Settings of a parameter's own, by name."""
+CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "lr": check_learning_rate,
+    "weight_decay": check_nonnegative,
+    "betas": check_betas,
+    "eps": check_nonnegative,
+}
+
+
+def own_settings(p: Tensor, name: str) -> Own:
+    """Return the settings of AdamW that a parameter has in ``_optim``; those that are None are left out.
+
+    Raises:
+        ValueError: one is out of bounds or none of AdamW's.
+    """
+    marked = p.__dict__.get("_optim")
+    if not isinstance(marked, Mapping):
+        return ()
+    own = {key: plain(value) for key, value in marked.items() if value is not None}
+    for key, value in own.items():
+        if key not in CHECKS:
+            raise ValueError(
+                f"Invalid _optim={dict(marked)!r} of {name!r}: {key!r} is none of {', '.join(CHECKS)}; remove it."
+            )
+        CHECKS[key](f"_optim[{key!r}] of {name!r}", value)
+    return tuple(sorted(own.items()))
+
+
+def without_decay(model: nn.Module) -> dict[str, str]:
+    """Return the parameters that modules ask to have no weight decay, each with the method that says so."""
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules():
+        names, words = (_asked(module, method) for method in ("no_weight_decay", "no_weight_decay_keywords"))
+        for full, _ in module.named_parameters(remove_duplicate=False) if names or words else ():
+            name = f"{prefix}.{full}" if prefix else full
+            bare = unwrapped_name(full)
+            if bare in names:
+                found.setdefault(name, "no_weight_decay()")
+            elif any(word in bare for word in words):
+                found.setdefault(name, "no_weight_decay_keywords()")
+    return found
+
+
+def _asked(module: nn.Module, method: str) -> Collection[str]:
+    ask = getattr(module, method, None)
+    try:
+        answer = ask() if callable(ask) else ()
+        return {name for name in answer if isinstance(name, str)}
+    except Exception:  # the model's own code, as one with arguments
+        return ()
