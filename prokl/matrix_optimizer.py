@@ -40,6 +40,9 @@ from prokl.engine.validation import (
     names_alike,
 )
 
+PATIENCE = 10
+"""Steps without any gradient after which an optimizer says so."""
+
 
 class MatrixOptimizer(Optimizer):
     """Base of :class:`prokl.ProKLShampoo` and :class:`prokl.KLShampoo`."""
@@ -48,6 +51,7 @@ class MatrixOptimizer(Optimizer):
     _process_group: Any = None
     _division: Division | None = None
     _adding = False  # True while the constructor adds one group after the other
+    _steps_in_vain: int | None = 0  # without a gradient of any weight; None once there was one, or it was told
 
     def __init__(
         self, params: Any, settings: dict[str, Any], advanced: Mapping[str, Any], process_group: Any = None
@@ -182,7 +186,24 @@ class MatrixOptimizer(Optimizer):
             p.is_inference() for group in self.param_groups for p in group["params"]
         )
         with torch.inference_mode(stays), torch.no_grad():
-            return self._stepped()
+            return self._stepped() + ([] if self._steps_in_vain is None else self._in_vain())
+
+    def _in_vain(self) -> list[str]:
+        """Return what to say once no weight had a gradient in any of the first steps."""
+        assert self._steps_in_vain is not None
+        trains = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.grad is not None for p in trains):
+            self._steps_in_vain = None
+        elif trains:
+            self._steps_in_vain += 1
+        if self._steps_in_vain != PATIENCE:
+            return []
+        self._steps_in_vain = None
+        return [
+            f"None of the {len(trains)} weights of this optimizer had a gradient in its first {PATIENCE} steps, so "
+            "nothing trains. It may have been made before fully_shard, from a copy of the model, or before a call that "
+            "replaces parameters: make it of the parameters of the model that backward() runs through."
+        ]
 
     def _stepped(self) -> list[str]:
         if self._division is None and self._process_group is None:

@@ -227,8 +227,8 @@ class Readings:
                 holds = "q, k and v" if count == 3 else "k and v"
                 raise ValueError(
                     f"{counted}: {name!r} of shape {tuple(p.shape)} is read as one matrix, whose {told} heads "
-                    f"cannot be told from the rest. If it holds {holds} one after another, add split={{{pattern}: {count}}}; "
-                    "if they have other sizes, give these."
+                    f"cannot be told from the rest. If it holds {holds} one after another, add "
+                    f"split={{{pattern}: {count}}}; if they have other sizes, give these."
                 )
             if not letters and (unsplit or len(sizes) > 1):
                 raise NotByHeads("which of its pieces are queries and keys is not known, so give all sizes in split=")
