@@ -6,6 +6,7 @@ tables over a vocabulary, norms and biases are vectors: as in the paper's experi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from prokl.algorithm.settings import (
 )
 from prokl.algorithm.shapes import Rank
 from prokl.routing.arguments import with_own_errors
+from prokl.routing.classes import Classes
 from prokl.routing.layout import BY_HEADS, Readings
 from prokl.routing.marks import Own, own_settings, without_decay
 from prokl.routing.output_heads import OutputHeads
@@ -163,7 +165,10 @@ def param_groups(
     if rank is not None:
         check_rank(rank, "an integer of at least 1, or None for the optimizer's")
 
-    owners = owners_of(model)
+    classes = Classes(model)
+    owners = owners_of(model, classes)
+    if said := classes.said(type(model).__name__):
+        warnings.warn(said, stacklevel=3)  # past the check of arguments
     if owners and not any(p.requires_grad for p in owners):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from prokl.algorithm.names import own_places
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
+from prokl.routing.classes import Classes
 
 Algorithm = Literal["matrix", "adamw", "frozen"]
 
@@ -114,7 +115,7 @@ class Owner:
         return self.raw and any(pattern.search(part) for part in parts)
 
 
-def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
+def owners_of(model: nn.Module, classes: Classes) -> dict[Tensor, list[Owner]]:
     """Return every parameter with all of its names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners: dict[Tensor, list[Owner]] = {}
@@ -130,13 +131,13 @@ def owners_of(model: nn.Module) -> dict[Tensor, list[Owner]]:
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
             closes += 1
-        path = tuple(parts[i].lower() for i in places)
+        path, stands = tuple(parts[i].lower() for i in places), classes.stand_in(".".join(parts), holder)
         for attr, p in module.named_parameters(recurse=False):
             name = f"{prefix}.{attr}" if prefix else attr
             if parametrized:
                 attr = parametrized if attr == "original" else f"{parametrized}_{attr}"
             written = "weight" if _normed(module, attr) else attr
-            owners.setdefault(p, []).append(Owner(name, holder, around, path, written.lower(), written, closes))
+            owners.setdefault(p, []).append(Owner(name, stands, around, path, written.lower(), written, closes))
     return owners
 
 
@@ -150,9 +151,9 @@ def _normed(module: nn.Module, attr: str) -> bool:
 
 
 def _closes(parent: nn.Module, child: nn.Module) -> bool:
-    if not isinstance(parent, nn.Sequential):
+    if not isinstance(parent, nn.Sequential) and getattr(parent, "original_name", "") != "Sequential":
         return False
-    filled = [c for c in parent if next(c.parameters(), None) is not None]
+    filled = [c for c in parent.children() if next(c.parameters(), None) is not None]
     return bool(filled) and filled[-1] is child
 
 
