@@ -211,7 +211,7 @@ def _is_layer(p: Tensor, o: Owner) -> bool:
 def _outputs(p: Tensor, o: Owner) -> int:
     """Return how many outputs a layer has."""
     if isinstance(o.module, nn.modules.conv._ConvTransposeNd):
-        return int(getattr(o.module, "out_channels", p.shape[1]))
+        return int(getattr(o.module, "out_channels", p.shape[min(1, p.ndim - 1)]))
     return p.shape[1] if is_conv1d(p, o) else p.shape[0]
 
 
@@ -231,7 +231,7 @@ def _inputs(p: Tensor, o: Owner) -> Sequence[int]:
 def _output_sizes(p: Tensor, o: Owner, wanted: int) -> Sequence[int]:
     """Return the sizes that a weight may give to a layer with ``wanted`` inputs, flattened maps among them."""
     if o.recurrent:
-        size: Any = getattr(o.module, "proj_size", 0) or getattr(o.module, "hidden_size", p.shape[1])
+        size: Any = getattr(o.module, "proj_size", 0) or getattr(o.module, "hidden_size", p.shape[-1])
         return (size, 2 * size)  # in both directions
     if not _is_layer(p, o):
         return p.shape
