@@ -66,7 +66,7 @@ def test_polynomials_that_are_not_one_an_iteration_are_refused_with_their_number
     two = [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]
     for given, has, steps in ((two, 2, 5), ("deepseek-v4", 10, 5), (two, 2, 3)):
         with pytest.raises(ValueError, match=rf"with ns_steps={steps}: must have one .* has {has}. Set ns_steps={has}"):
-            PRO(named((4, 6)), advanced={"ns_coefficients": given, "ns_steps": steps})
+            PRO(named((4, 6)), ns_coefficients=given, ns_steps=steps)
 
 
 @pytest.mark.parametrize("cls, place, name, values, words", CASES)

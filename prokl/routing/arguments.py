@@ -12,8 +12,8 @@ from prokl.algorithm.settings import ALSO_CALLED, PRO_ADVANCED
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OF_CONSTRUCTORS = {"momentum", "beta2", "alpha_kl", "precondition_frequency", "variant", "state_dtype", "preset"}
-OF_CONSTRUCTORS |= {"bf16_weights", "backend", "maximize", "adjust_lr_fn", "process_group", "advanced"}
+OF_CONSTRUCTORS = {"momentum", "beta2", "alpha_kl", "precondition_frequency", "variant", "state_dtype", *PRO_ADVANCED}
+OF_CONSTRUCTORS |= {"bf16_weights", "backend", "maximize", "adjust_lr_fn", "process_group"}
 OF_ADAMW = {"amsgrad", "foreach", "fused", "capturable"}
 
 
@@ -44,10 +44,8 @@ def _belongs(key: str, known: list[str]) -> str:
     if key == "betas":
         return "AdamW's are adamw_betas, and the matrix method's are momentum and beta2 of the constructor"
     if key in OF_CONSTRUCTORS:
-        return f"it goes to the constructor, ProKLShampoo(groups, {key}=...)"
-    if key in PRO_ADVANCED:
         also = ", and AdamW's is adamw_eps" if key == "eps" else ""
-        return f'it goes to the constructor, ProKLShampoo(groups, advanced={{"{key}": ...}}){also}'
+        return f"it goes to the constructor, ProKLShampoo(groups, {key}=...){also}"
     if key in OF_ADAMW:
         return f'set it in the groups that this makes, as group["{key}"], where group["algorithm"] is "adamw"'
     spelt = key.replace("_wd", "_weight_decay").replace("learning_rate", "lr")
