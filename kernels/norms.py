@@ -1,6 +1,6 @@
-"""What follows from norms of whole matrices: a bound on one, and the factor that normalises another.
+"""The factor that normalises a matrix, from the parts of its norm; in PyTorch: ``Algebra.momentum``.
 
-In PyTorch: ``Algebra.bounded_rows`` and ``.momentum``. B: matrices.
+B: matrices.
 """
 
 from __future__ import annotations
@@ -12,52 +12,9 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
-from prokl.kernels.operands import store_result, stored
-from prokl.kernels.split import empty_pair
-from prokl.pair import Operand
 
-TILE = 2048
-WARPS = 8
 ROOM = 4
 """How many times the squared norm of X that of a row may be in Newton-Schulz, whose singular values overshoot."""
-
-
-@triton.jit
-def bound_rows_kernel(
-    t_ptr,
-    rows_ptr,
-    bounded_ptr,
-    out_ptr,
-    flag_ptr,
-    M,
-    N,
-    largest: tl.float64,
-    stride_lo,
-    PAIR: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Compute diag(rows) t (M, N) of one matrix a program, scaled down to the norm largest where it is beyond.
-
-    All is contiguous; out is of DTYPE, or a pair where PAIR. The flag (B,) is set there, and where bounded (B,) is.
-    """
-    i_b = tl.program_id(0).to(tl.int64)
-    COUNT = tl.full((), M, tl.int64) * N  # a size of one is a constant
-    squares = tl.zeros((TILE,), tl.float64)
-    for first in range(0, COUNT, TILE):
-        o = first + tl.arange(0, TILE)
-        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(DTYPE)
-        x *= tl.load(rows_ptr + i_b * M + o // N, o < COUNT, 0.0).to(DTYPE)
-        squares += x.to(tl.float64) * x.to(tl.float64)
-    norm = tl.sqrt(tl.sum(squares))
-    one = tl.full((), 1.0, tl.float64)
-    factor = tl.where(norm > largest, largest / tl.where(norm > largest, norm, one), one)
-    tl.store(flag_ptr + i_b, tl.load(bounded_ptr + i_b) | (norm > largest))
-    for first in range(0, COUNT, TILE):
-        o = first + tl.arange(0, TILE)
-        x = tl.load(t_ptr + i_b * COUNT + o, o < COUNT, 0.0).to(DTYPE)
-        x *= tl.load(rows_ptr + i_b * M + o // N, o < COUNT, 0.0).to(DTYPE)
-        store_result(out_ptr, stride_lo, i_b * COUNT + o, x * factor.to(DTYPE), o < COUNT, PAIR)
 
 
 @triton.jit
@@ -93,43 +50,6 @@ def inverse_norm_kernel(
     vanishes = negligible | (total < tl.full((), tiny, DTYPE)) | (total > tl.full((), largest, DTYPE))
     one = tl.full((), 1.0, DTYPE)
     tl.store(inverse_ptr + i_b, tl.where(vanishes, one * 0.0, one / tl.sqrt(tl.where(vanishes, one, total))))
-
-
-def bound_rows(t: Tensor, rows: Tensor, largest: float, bounded: Tensor, pair: bool = False) -> tuple[Operand, Tensor]:
-    """Compute diag(rows) t, brought down to the norm ``largest`` where it is beyond, in one launch.
-
-    Norms are in float64.
-
-    Args:
-        t: (B,m,n), of any strides and any of float16, bfloat16, float32 and float64.
-        rows: (B,m), likewise.
-        largest: not negative.
-        bounded: (B,) bool.
-        pair: whether the matrices are wanted as a pair.
-
-    Returns:
-        The matrices (B,m,n), contiguous, in float64 where t or rows is, else in float32; and (B,) bool, whether one was
-        beyond, or ``bounded``.
-
-    Raises:
-        ValueError: a shape, a dtype or a device; the message names the argument and the bound.
-    """
-    if t.ndim != 3 or 0 in t.shape[1:]:
-        raise ValueError(f"t has shape {tuple(t.shape)}; must be (B, m, n) with m, n >= 1.")
-    launch.check("t", t, tuple(t.shape), t.device)
-    launch.check("rows", rows, tuple(t.shape[:2]), t.device, like="t")
-    launch.check("bounded", bounded, (t.shape[0],), t.device, (torch.bool,), like="t")
-    dtype = launch.arithmetic_dtype(t, rows)
-    t, rows, bounded = t.contiguous(), rows.contiguous(), bounded.contiguous()
-    if pair and dtype != torch.float32:
-        raise ValueError("A result in float64 was to be split; pairs hold float32.")
-    out: Operand = empty_pair(tuple(t.shape), t.device) if pair else torch.empty(t.shape, dtype=dtype, device=t.device)
-    (to, lo, _), flag = stored(out), torch.empty_like(bounded)
-    if len(t):
-        arguments = (t, rows, bounded, to, flag, *t.shape[1:], float(largest), lo)
-        constants = {"PAIR": pair, "DTYPE": TRITON_DTYPES[dtype], "TILE": TILE, "num_warps": WARPS}
-        launch.start(bound_rows_kernel, (len(t),), t.device, *arguments, **constants)
-    return out, flag
 
 
 def inverse_norm(energy: Tensor, size: Tensor, full_size: Tensor, noise: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batched matrix product with an addend, scales per matrix and the energies of rows; in PyTorch: ``torch.baddbmm``.
+"""Batched matrix product with an addend, scales, the energies of rows and a bound; in PyTorch: ``torch.baddbmm``.
 
 Factors are tensors or pairs of bfloat16 (:class:`prokl.pair.Pair`), whose product is the sum of the products
 of their halves but for lo lo: one loop after another, each over plain bfloat16 that nothing touches between its copy
@@ -8,6 +8,8 @@ batch: matrices; M: rows; N: columns; K: depth.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,7 +33,7 @@ from prokl.kernels.operands import (
     stored,
 )
 from prokl.kernels.split import empty_pair
-from prokl.pair import Operand, Pair
+from prokl.pair import Operand
 
 
 @triton.jit
@@ -42,12 +44,18 @@ def product_kernel(
     D_ptr,
     alpha_ptr,
     beta_ptr,
+    rows_ptr,
     energy_ptr,
+    bounded_ptr,
+    clipped_ptr,
+    count_ptr,
     M,
     N,
     K,
+    PARTS_OF_B,
     alpha: tl.float64,
     beta: tl.float64,
+    largest: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -62,11 +70,15 @@ def product_kernel(
     stride_D_lo,
     stride_alpha_b,
     stride_beta_b,
+    stride_rows_b,
+    stride_rows_m,
     A_LO: tl.constexpr,
     B_LO: tl.constexpr,
     D_LO: tl.constexpr,
     HAS_C: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     ENERGY: tl.constexpr,
+    BOUNDED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -77,10 +89,12 @@ def product_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Compute D = alpha A B + beta C, (TILE_M, TILE_N) of one matrix a program.
+    """Compute D = alpha diag(rows) A B + beta C, (TILE_M, TILE_N) of one matrix a program; rows are 1 without HAS_ROWS.
 
     A (M, K), B (K, N), C (M, N) have any strides; A and B are pairs where A_LO and B_LO, and are multiplied as OPERAND.
     D (M, N), a pair where D_LO, is contiguous. Where ENERGY, energy (tiles_n, M) takes the sums of squares of its rows.
+    Where BOUNDED, energy (PARTS_OF_B,) holds those of B, which is brought down to the norm largest where it
+    is beyond: count = clipped + 1 there, and where bounded; all of them (batch,).
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -111,9 +125,26 @@ def product_kernel(
         columns = halves_of_columns(acc) + halves_of_columns(acc)
     if PARTS == 4:
         columns = halves_of_columns(columns[0]) + halves_of_columns(columns[1])
-    squares = tl.zeros((TILE_M,), SUM)
+    if HAS_ROWS:
+        at = rows_ptr + i_b * stride_rows_b + o_m * stride_rows_m
+        rows = tl.load(at, o_m < M, 0.0).to(SUM)[:, None]
+    if BOUNDED:
+        sums = tl.zeros((BOUND_TILE,), tl.float64)
+        for first_part in range(0, PARTS_OF_B, BOUND_TILE):
+            o_part = first_part + tl.arange(0, BOUND_TILE)
+            sums += tl.load(energy_ptr + i_b * PARTS_OF_B + o_part, o_part < PARTS_OF_B, 0.0).to(tl.float64)
+        norm = tl.sqrt(tl.sum(sums))
+        beyond = norm > largest
+        one = tl.full((), 1.0, tl.float64)
+        scale *= tl.where(beyond, largest / tl.where(beyond, norm, one), one).to(SUM)
+        if i_tile == 0:
+            more = (tl.load(bounded_ptr + i_b) | beyond).to(SUM)
+            tl.store(count_ptr + i_b, tl.load(clipped_ptr + i_b) + more)
+    squares = tl.zeros((TILE_M,), energy_ptr.dtype.element_ty if ENERGY else SUM)
     for part in tl.static_range(PARTS):
         d = columns[part] * scale
+        if HAS_ROWS:
+            d *= rows
         o = i_n.to(tl.int64) * TILE_N + part * (TILE_N // PARTS) + tl.arange(0, TILE_N // PARTS)
         mask = (o_m[:, None] < M) & (o[None, :] < N)
         if HAS_C:
@@ -121,12 +152,14 @@ def product_kernel(
             c = tl.load(C_at, mask, 0.0).to(SUM)
             d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
         if ENERGY:
-            squares += tl.sum(d * d, 1)  # outside the matrix d is zero
+            wide = d.to(squares.dtype)
+            squares += tl.sum(wide * wide, 1)  # outside the matrix d is zero
         store_result(D_ptr, stride_D_lo, (i_b * M + o_m[:, None]) * N + o[None, :], d, mask, D_LO)
     if ENERGY:
         tl.store(energy_ptr + (i_b * tiles_n + i_n) * M + o_m, squares, o_m < M)
 
 
+BOUND_TILE: tl.constexpr = tl.constexpr(512)  # energies that a program holds at a time
 GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips instead of 64 + 64
 
 # Wide tiles do most arithmetic for a byte read. 128 divides m = 768 and 3072; (128 + 128) x 64 elements in three
@@ -167,18 +200,34 @@ def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str
     return tiles[-1]
 
 
+class Bound(NamedTuple):
+    """By how much the right factor of a product may be brought down before it."""
+
+    energies: Tensor
+    """(batch,parts,k), contiguous, of each of its rows: they add up to its squared norm."""
+    largest: float
+    """The norm that it is brought down to where it is beyond."""
+    bounded: Tensor
+    """(batch,) bool."""
+    clipped: Tensor
+    """(batch,): how often a matrix was bounded before."""
+
+
 def _launch(
     A: Operand,
     B: Operand,
     C: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
-    energy: bool,
     precision: str,
     tile: Tile | None,
     out_dtype: torch.dtype | None,
+    rows: Tensor | None = None,
+    energy: torch.dtype | None = None,
+    bound: Bound | None = None,
 ) -> tuple[Operand, Tensor]:
-    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows.
+    # D in out_dtype, as a pair where that is None; and the parts of the energy of its rows in their dtype, or the count
+    # of a bound.
     (A_hi, A_lo, has_A_lo), (B_hi, B_lo, has_B_lo) = stored(A), stored(B)
     if A_hi.ndim != 3 or 0 in A_hi.shape[1:]:
         raise ValueError(f"A has shape {tuple(A.shape)}; must be (batch, m, k) with m, k >= 1.")
@@ -190,10 +239,12 @@ def _launch(
     check_operands(A=(A, (batch, m, k), device), B=(B, (batch, k, n), device))
     if C is not None:
         launch.check("C", C, (batch, m, n), device, like="A")
+    if rows is not None:
+        launch.check("rows", rows, (batch, m), device, like="A")
     check_scales(batch, device, alpha=alpha, beta=beta)
     if not isinstance(beta, Tensor) and beta == 0:
         C = None
-    sum_dtype, operand = operand_dtypes((A, B), *(() if C is None else (C,)))
+    sum_dtype, operand = operand_dtypes((A, B), *(t for t in (C, rows) if t is not None))
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
     pair = out_dtype is None
     if pair and sum_dtype != torch.float32:
@@ -203,12 +254,20 @@ def _launch(
     D_hi, D_lo, has_D_lo = stored(D)
     tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
     tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
-    parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=sum_dtype, device=device)
+    parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=energy or sum_dtype, device=device)
+    flags = (D_hi,) * 4 if energy is None else (parts, D_hi, D_hi, D_hi)  # D: neither read nor written as such
+    count = parts
+    if bound is not None:
+        launch.check("energies", bound.energies, (batch, *bound.energies.shape[1:2], k), device, like="A")
+        launch.check("bounded", bound.bounded, (batch,), device, (torch.bool,), like="A")
+        launch.check("clipped", bound.clipped, (batch,), device, like="A")
+        count = torch.empty(batch, dtype=bound.clipped.dtype, device=device)
+        flags = (bound.energies, bound.bounded.contiguous(), bound.clipped.contiguous(), count)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     if batch:
         # A square contracted into a sum across lanes would leave each lane its own rounding of one number.
-        fusion = {"enable_fp_fusion": False} if energy else {}
+        fusion = {"enable_fp_fusion": False} if energy or bound else {}
         launch.start(
             product_kernel,
             (batch * tiles_m * tiles_n,),
@@ -219,12 +278,15 @@ def _launch(
             D_hi,
             alpha_at,
             beta_at,
-            parts if energy else D_hi,
+            A_hi if rows is None else rows,  # not read
+            *flags,
             m,
             n,
             k,
+            0 if bound is None else bound.energies[:1].numel(),
             alpha_value,
             beta_value,
+            0.0 if bound is None else float(bound.largest),
             A_lo,
             *A_hi.stride(),
             B_lo,
@@ -233,11 +295,14 @@ def _launch(
             D_lo,
             stride_alpha,
             stride_beta,
+            *((0, 0) if rows is None else rows.stride()),
             A_LO=has_A_lo,
             B_LO=has_B_lo,
             D_LO=has_D_lo,
             HAS_C=C is not None,
-            ENERGY=energy,
+            HAS_ROWS=rows is not None,
+            ENERGY=energy is not None,
+            BOUNDED=bound is not None,
             ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
             BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
             OPERAND=TRITON_DTYPES[operand],
@@ -251,7 +316,7 @@ def _launch(
             num_stages=tile.stages,
             **fusion,
         )
-    return D, parts
+    return D, count
 
 
 def product(
@@ -288,31 +353,76 @@ def product(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    if out_dtype is None:
-        out_dtype = (
-            torch.float32 if isinstance(A, Pair) or isinstance(B, Pair) else torch.promote_types(A.dtype, B.dtype)
-        )
-    check_out_dtype(out_dtype)
-    D, _ = _launch(A, B, C, alpha, beta, False, precision, tile, out_dtype)
+    D, _ = _launch(A, B, C, alpha, beta, precision, tile, _stored_dtype(A, B, out_dtype))
     assert isinstance(D, Tensor)
     return D
+
+
+def _stored_dtype(A: Operand, B: Operand, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of a product, checked; by default the wider of A's and B's, float32 of pairs."""
+    if out_dtype is None:
+        whole = [t.dtype for t in (A, B) if isinstance(t, Tensor)]
+        out_dtype = torch.promote_types(*whole) if len(whole) == 2 else torch.float32
+    check_out_dtype(out_dtype)
+    return out_dtype
 
 
 def product_with_energies(
     A: Operand,
     B: Operand,
     *,
-    C: Tensor,
+    C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
+    rows: Tensor | None = None,
+    energies: torch.dtype | None = None,
     pair: bool = False,
     precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Operand, Tensor]:
-    """Compute D = alpha A B + C and the squared norms of its rows; arguments and errors as of :func:`product`.
+    """Compute D = alpha diag(rows) A B + C and the squared norms of its rows.
+
+    Factors, the other arguments and errors are those of :func:`product`.
+
+    Args:
+        A: left factors (batch,m,k). B: right factors (batch,k,n).
+        rows: scales (batch,m) of the product's rows, or None for 1; the sum is in float64 where they are.
+        energies: dtype that the squared norms are added up in, by default that of the sum.
+        pair: whether D is a pair.
 
     Returns:
-        D (batch,m,n), a pair where ``pair``, else in the dtype of the sum; and parts (batch,tiles,m) that add up, in
-        that dtype too.
+        D (batch,m,n), a pair where ``pair``, else in the dtype of the sum; and parts (batch,tiles,m) that add up.
     """
-    dtype = operand_dtypes((A, B), C)[0]
-    return _launch(A, B, C, alpha, 1.0, True, precision, tile, None if pair else dtype)
+    dtype = operand_dtypes((A, B), *(t for t in (C, rows) if t is not None))[0]
+    return _launch(A, B, C, alpha, 1.0, precision, tile, None if pair else dtype, rows, energies or dtype)
+
+
+def bounded_product(
+    A: Operand,
+    B: Operand,
+    energies: Tensor,
+    *,
+    largest: float,
+    bounded: Tensor,
+    clipped: Tensor,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "tf32x3",
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute D = A B of a B that is brought down to the norm ``largest`` where it is beyond, and count that.
+
+    Factors, the other arguments and errors are those of :func:`product`.
+
+    Args:
+        A: left factors (batch,m,k). B: right factors (batch,k,n).
+        energies: (batch,parts,k), of B's rows, which add up to its squared norm.
+        largest: not negative.
+        bounded: (batch,) bool.
+        clipped: (batch,).
+
+    Returns:
+        D (batch,m,n), contiguous; and clipped + 1 where a norm was beyond, or ``bounded``, else clipped.
+    """
+    bound = Bound(energies.contiguous(), largest, bounded, clipped)
+    D, count = _launch(A, B, None, 1.0, 1.0, precision, tile, _stored_dtype(A, B, out_dtype), bound=bound)
+    assert isinstance(D, Tensor)
+    return D, count

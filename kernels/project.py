@@ -1,5 +1,7 @@
 """Gradient and momentum projected onto the subspace from one read of both; in PyTorch: ``G @ U, M @ U``.
 
+The gradient's projection is split besides where U is, as the residual's product takes it.
+
 B: matrices; M: short side; N: long side; R: rank.
 """
 
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
-from prokl.kernels.operands import aligned, check_operands, stored
-from prokl.kernels.split import halves
+from prokl.kernels.operands import aligned, check_operands, store_result, stored
+from prokl.kernels.split import empty_pair, halves
 from prokl.pair import Operand
 
 
@@ -39,8 +41,8 @@ def project_kernel(
     G_ptr,
     M_ptr,
     U_ptr,
-    GU_ptr,
-    MU_ptr,
+    projected_ptr,
+    GU_pair_ptr,
     M,
     N,
     R,
@@ -54,6 +56,7 @@ def project_kernel(
     stride_U_b,
     stride_U_n,
     stride_U_r,
+    stride_GU_lo,
     U_LO: tl.constexpr,
     OPERAND: tl.constexpr,
     SUM: tl.constexpr,
@@ -64,8 +67,8 @@ def project_kernel(
 ):
     """Compute GU = G U and MU = M U, (TILE_M, TILE_R) of each a program.
 
-    G, the momentum (M, N) and U (N, R), a pair where U_LO, have any strides and are multiplied as OPERAND; GU and MU
-    (M, R) are contiguous, of SUM.
+    G, the momentum (M, N) and U (N, R), a pair where U_LO, have any strides and are multiplied as OPERAND. projected
+    (2, M, R), GU before MU, is contiguous, of SUM; where U_LO the pair takes GU, too.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -96,9 +99,11 @@ def project_kernel(
         G_at += step * stride_G_n
         M_at += step * stride_M_n
         U_at += step * stride_U_n
-    at = (i_b * M + o_m[:, None]) * R + o_r[None, :]
-    tl.store(GU_ptr + at, GU, m_m & m_r)
-    tl.store(MU_ptr + at, MU, m_m & m_r)
+    at = (2 * i_b * M + o_m[:, None]) * R + o_r[None, :]
+    tl.store(projected_ptr + at, GU, m_m & m_r)
+    tl.store(projected_ptr + at + tl.full((), M, tl.int64) * R, MU, m_m & m_r)
+    if U_LO:
+        store_result(GU_pair_ptr, stride_GU_lo, (i_b * M + o_m[:, None]) * R + o_r[None, :], GU, m_m & m_r, True)
 
 
 # m: rows of a program; n: its columns of U; k: how much of the long side is added at a time.
@@ -137,7 +142,7 @@ def project(
     *,
     precision: str = "tf32x3",
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Operand]:
     """Compute G U and M U from one read of G and M.
 
     Any strides and sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is
@@ -152,7 +157,7 @@ def project(
         tile: block sizes, by default from r, the dtypes, the precision and the strides.
 
     Returns:
-        G U and M U (B,m,r), contiguous, in the dtype of the sum.
+        G U and M U (B,2,m,r), contiguous, in the dtype of the sum; and G U (B,m,r), a pair where U is.
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -171,10 +176,13 @@ def project(
     check_operands(like="G", U=(U, (B, n, r), G.device))
     dtype = launch.arithmetic_dtype(G, M, U_hi)
     G, M, U_hi = (launch.multiplicable(t, dtype) for t in (G, M, U_hi))
-    GU, MU = (torch.empty((B, m, r), dtype=dtype, device=G.device) for _ in range(2))
+    projected = torch.empty((B, 2, m, r), dtype=dtype, device=G.device)
+    GU: Operand = empty_pair((B, m, r), G.device) if paired else projected[:, 0]
     if B == 0:
-        return GU, MU
-    tile = tile or choose_tile(r, dtype, precision, aligned(G, M, U_hi, GU) and U_hi.stride(2) == 1, paired)
+        return projected, GU
+    tile = tile or choose_tile(
+        r, dtype, precision, aligned(G, M, U_hi, projected[:, 0]) and U_hi.stride(2) == 1, paired
+    )
     operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
         project_kernel,
@@ -183,8 +191,8 @@ def project(
         G,
         M,
         U_hi,
-        GU,
-        MU,
+        projected,
+        stored(GU)[0],
         m,
         n,
         r,
@@ -192,6 +200,7 @@ def project(
         *M.stride(),
         U_lo,
         *U_hi.stride(),
+        stored(GU)[1],
         U_LO=paired,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],
@@ -202,4 +211,4 @@ def project(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return GU, MU
+    return projected, GU

@@ -80,6 +80,7 @@ def symmetric_product_kernel(
     alpha: tl.float64,
     beta: tl.float64,
     shift: tl.float64,
+    ahead: tl.float64,
     stride_A_lo,
     stride_A_b,
     stride_A_m,
@@ -96,6 +97,7 @@ def symmetric_product_kernel(
     LO: tl.constexpr,
     HAS_C: tl.constexpr,
     SHIFTED: tl.constexpr,
+    AHEAD: tl.constexpr,
     SQUARED: tl.constexpr,
     ALPHA_PER_MATRIX: tl.constexpr,
     BETA_PER_MATRIX: tl.constexpr,
@@ -108,7 +110,7 @@ def symmetric_product_kernel(
     """Compute D = alpha A B^T + beta C, known to be symmetric: a lower tile and its mirror image a program.
 
     A, B (M, K), both pairs where LO, and C (M, M) have any strides; D (M, M) is contiguous. Where SQUARED alpha counts
-    twice. Where SHIFTED, D + shift I is stored besides, from one sum.
+    twice. Where SHIFTED, D + ahead (D - C) + shift I is stored besides, from one sum.
     """
     i = tl.program_id(0)
     tiles = tl.cdiv(M, TILE)
@@ -149,6 +151,8 @@ def symmetric_product_kernel(
             d += c * scale_of(beta_ptr, beta, stride_beta_b, i_b, BETA_PER_MATRIX, SUM)
         _store_twice(D_ptr, to, d, o_m, o, M, mask, diagonal)
         if SHIFTED:
+            if AHEAD:
+                d += tl.full((), ahead, SUM) * (d - c)
             d = tl.where(o_m[:, None] == o[None, :], d + tl.full((), shift, SUM), d)
             _store_twice(shifted_ptr, to, d, o_m, o, M, mask, diagonal)
 
@@ -214,9 +218,10 @@ def _compute(
     tile: Tile | None,
     *,
     shift: float | None = None,
+    ahead: float = 0.0,
     squared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D + shift I, else D."""
+    """Launch the kernel for checked A and B; return D in ``out_dtype`` and, with a ``shift``, D moved, else D."""
     (A_hi, A_lo, paired), (B_hi, B_lo, _) = stored(A), stored(B)
     batch, m, k = A_hi.shape
     if C is not None:
@@ -224,7 +229,7 @@ def _compute(
     check_scales(batch, A_hi.device, alpha=alpha, beta=beta)
     if tile is not None and tile.m != tile.n:
         raise ValueError(f"Invalid tile={tile}: must be square, m = n.")
-    if not isinstance(beta, Tensor) and beta == 0:
+    if not isinstance(beta, Tensor) and beta == 0 and ahead == 0:
         C = None
     check_out_dtype(out_dtype)
     D = torch.empty((batch, m, m), dtype=out_dtype, device=A_hi.device)
@@ -254,6 +259,7 @@ def _compute(
         alpha_value,
         beta_value,
         float(shift or 0.0),
+        float(ahead),
         A_lo,
         *A_hi.stride(),
         B_lo,
@@ -264,6 +270,7 @@ def _compute(
         LO=paired,
         HAS_C=C is not None,
         SHIFTED=shift is not None,
+        AHEAD=ahead != 0,
         SQUARED=squared,
         ALPHA_PER_MATRIX=isinstance(alpha, Tensor),
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
@@ -367,6 +374,14 @@ def shifted_polynomial(
     """Compute D = alpha A B^T + beta C as :func:`symmetric_polynomial` does, and D + shift I, each rounded once."""
     _check_factors(A, B)
     return _compute(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), "tf32x3", tile, shift=shift)
+
+
+def extrapolated(
+    A: Tensor, *, C: Tensor, alpha: float, beta: float, ahead: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute D = alpha A A^T + beta C as :func:`symmetric_product` does, and D + ahead (D - C), each rounded once."""
+    check_factor(A)
+    return _compute(A, A, C, alpha, beta, A.dtype, "tf32x3", tile, shift=0.0, ahead=ahead)
 
 
 def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:

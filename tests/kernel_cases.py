@@ -26,11 +26,11 @@ from prokl.algorithm.types import Admitted, Roots
 from prokl.backends.pointers import PointerTable
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.kernels import apply, launch, momentum, product, project, symmetric_product
-from prokl.kernels.combine import COLUMNS, ROWS, combine
 from prokl.kernels.launch import Tile
 from prokl.kernels.stack import TILES as TILES_OF_STACK
 from prokl.kernels.stack import stack
-from prokl.kernels.symmetric_product import gram, shifted_polynomial
+from prokl.kernels.symmetric_product import extrapolated, gram, shifted_polynomial
+from prokl.kernels.weigh import COLUMNS, ROWS, weigh
 from prokl.pair import Pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,8 +152,9 @@ def parts_of(i: Inputs):
 
 
 def arithmetic(i: Inputs) -> torch.dtype:
-    """The dtype that a kernel computes in; scales of matrices have no say in it."""
-    return launch.arithmetic_dtype(*(t for t in parts_of(i) if t.ndim > 1))
+    """The dtype that a kernel computes in; scales of matrices, and energies, have no say in it."""
+    own = {k: v for k, v in i.items() if k != "energies"}
+    return launch.arithmetic_dtype(*(t for t in parts_of(own) if t.ndim > 1))
 
 
 def in_float64(x: Any) -> Any:
@@ -219,7 +220,8 @@ def _sum(i: Inputs, AB: Tensor) -> Tensor:
 
 
 def _with_energies(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    D = _sum(i, i["A"] @ i["B"])
+    AB = i["A"] @ i["B"]
+    D = _sum(i, AB if i.get("rows") is None else i["rows"][:, :, None] * AB)
     return [D, D.square().sum(dim=-1)]
 
 
@@ -268,13 +270,39 @@ PAIRED_PRODUCT = replace(
 RESIDUAL = KernelCase(
     "product with energies", _product_with_energies, _with_energies, {"A": "mn", "B": "nr", "C": "mr", "alpha": -1.7},
     # A square doubles an error; at most r + 20 sums of them.
-    lambda s: [(s.n + 5, 1), (2 * (s.n + 5) + s.r + 20, 2)],
+    lambda s: [(s.n + 6, 1), (2 * (s.n + 6) + s.r + 20, 2)],
     dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (SINGLE, HALF, DOUBLE)),
-    variants=({}, {"alpha": ".+"}), tiles=OF_FACTORS, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
+    variants=({}, {"alpha": ".+"}, {"C": None, "alpha": 0.3, "rows": "m", "energies": DOUBLE}),
+    tiles=OF_FACTORS, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
 )  # fmt: skip
 PAIRED_RESIDUAL = replace(
     RESIDUAL, name="product of pairs with energies", inputs=RESIDUAL.inputs | {"A": "mn pair", "B": "nr pair"},
     dtypes=((BF16,) * 3,), variants=({}, {"pair": True}), tiles={SINGLE: product.TILES_HALF}, refused=(),
+)  # fmt: skip
+
+
+def _brought_down(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    norm = i["energies"].sum(dim=(1, 2)).sqrt()
+    beyond = norm > i["largest"]
+    factor = torch.where(beyond, i["largest"] / norm, 1.0)
+    return [column(factor) * (i["A"] @ i["B"]), i["clipped"] + (beyond | i["bounded"])]
+
+
+BOUNDED = KernelCase(
+    "bounded product", lambda **i: [*product.bounded_product(**i)], _brought_down,
+    # The norms, of m n numbers |N(0, 1)|, lie on both sides of the bound.
+    {"A": "mn", "B": "nr", "energies": "mn+", "bounded": "?", "clipped": ".+",
+     "largest": lambda s: (0.8 * s.m * s.n) ** 0.5},
+    lambda s: [(s.n + 6, 1), (1, 0)], dtypes=((SINGLE, SINGLE, DOUBLE), (HALF, HALF, DOUBLE), (DOUBLE,) * 4),
+    variants=({}, {"out_dtype": BF16}), tiles=OF_FACTORS, stored=lambda i: i.get("out_dtype") or wider(i),
+    refused=(
+        ({"energies": torch.ones(3, 1, 8)}, r"energies has shape \(3, 1, 8\); must be \(3, 1, 9\)"),
+        ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32: must be one of"),
+    ),
+)  # fmt: skip
+PAIRED_BOUNDED = replace(
+    BOUNDED, name="bounded product of pairs", inputs=BOUNDED.inputs | {"A": "mn pair", "B": "nr pair"},
+    dtypes=((BF16, BF16, DOUBLE),), tiles={SINGLE: product.TILES_HALF}, refused=(),
 )  # fmt: skip
 
 
@@ -316,6 +344,14 @@ SHIFTED = replace(
     roundings=lambda s: [(s.n + 6, 1), (s.n + 7, 1)], variants=({"C": "mm", "alpha": 0.3, "beta": -1.7, "shift": 2.5},),
     refused=(({"A": torch.ones(5, 5)}, r"A has shape"),),
 )  # fmt: skip
+EXTRAPOLATED = KernelCase(
+    "extrapolated", lambda **i: list(extrapolated(**i)), lambda i, minus=-1.0: [
+        D := lower(_sum(i, i["A"] @ i["A"].mT)), D + i["ahead"] * (D + minus * i["C"])
+    ],
+    {"A": "mn", "alpha": 0.3, "beta": 0.9, "ahead": 0.7}, lambda s: [(s.n + 6, 1), (s.n + 9, 1)],
+    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE)), variants=({"C": "mm~"}, {"C": "mm~", "beta": 0.0}),
+    stored=wider, symmetric=True, refused=(({"A": torch.ones(5, 5)}, r"A has shape"),),
+)  # fmt: skip
 GRAM = KernelCase(
     "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
     {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)],
@@ -341,8 +377,17 @@ OF_BUCKET = (
     ({"U": torch.ones(3, 9, 0)}, r"U has shape \(3, 9, 0\); must be \(B, n, r\) with r >= 1"),
     ({"precision": "fp32"}, "Invalid precision='fp32'"),
 )
+
+
+def _project(**i: Any) -> list[Tensor | Pair]:
+    both, GU = project.project(**i)
+    found = [both[:, 0].contiguous(), both[:, 1].contiguous()]
+    assert isinstance(GU, Pair) or GU.data_ptr() == both.data_ptr()
+    return found + [GU] * isinstance(GU, Pair)
+
+
 PROJECT = KernelCase(
-    "projection", lambda **i: list(project.project(**i)), lambda i, minus=-1.0: [i["G"] @ i["U"], i["M"] @ i["U"]],
+    "projection", _project, lambda i, minus=-1.0: [i["G"] @ i["U"], i["M"] @ i["U"]],
     {"G": "mn", "M": "mn", "U": "nr"}, lambda s: [(s.n + 1, 1)] * 2,
     # Those of training in full and in half precision, and mixtures.
     dtypes=(
@@ -353,6 +398,8 @@ PROJECT = KernelCase(
 )  # fmt: skip
 PAIRED_PROJECT = replace(
     PROJECT, name="projection onto a pair", inputs={"G": "mn", "M": "mn", "U": "nr pair"},
+    form=lambda i, minus=-1.0: [i["G"] @ i["U"], i["M"] @ i["U"], i["G"] @ i["U"]],
+    roundings=lambda s: [(s.n + 1, 1)] * 3,
     dtypes=((SINGLE, SINGLE), (BF16, SINGLE), (SINGLE, BF16), (BF16, BF16)), tiles={SINGLE: project.TILES_PAIR},
     refused=(),
 )  # fmt: skip
@@ -483,18 +530,24 @@ APPLY = KernelCase(
 # Elementwise ones, and the decision
 
 
-def _combined(i: Inputs, minus: float = -1.0) -> list[Tensor]:
-    x, c = i["x"], i.get("scale")
-    x = x if c is None else c.reshape(len(x), -1, 1) * x
-    return [i["alpha"] * x + (0.0 if i["y"] is None else i["beta"] * i["y"])]
+def _weighed(i: Inputs, minus: float = -1.0) -> list[Tensor]:
+    (g, b), rows, c = i["weights"], i["rows"][:, :, None], i.get("scale")
+    g = g if c is None else g * column(c)
+    half = (g * i["A"] + b * i["B"]) * i["used"][:, None, :]
+    Z = rows * i["G"]
+    return [g * i["G"] + b * i["M"], half, i["A"] * i["columns"][:, None, :], Z, rows * Z]
 
 
 TO_A_TILE = (Sizes(2, ROWS + 3, 5, COLUMNS + 5), Sizes(3, 1, 1, 1), Sizes(1, 2 * ROWS, 1, 7))
-EVERY_DTYPE = tuple((dtype,) * 5 for dtype in (SINGLE, HALF, BF16, DOUBLE))
-COMBINE = KernelCase(
-    "combine", lambda **i: [combine(**i)], _combined,
-    {"x": "mr", "y": "mr", "alpha": 0.3, "beta": -1.7}, lambda s: [(3, 0)], dtypes=EVERY_DTYPE,
-    variants=({"scale": "m"}, {"scale": "."}, {}, {"scale": "m", "y": None}), sizes=TO_A_TILE,
+EVERY_DTYPE = tuple((dtype,) * 8 for dtype in (SINGLE, HALF, BF16, DOUBLE))
+WEIGH = KernelCase(
+    "weigh", lambda **i: [*weigh(**i)], _weighed,
+    {
+        "G": "mr", "M": "mr", "A": "mr", "B": "mr", "rows": "m", "columns": "r", "used": "r", "scale": ".",
+        "weights": (0.3, -1.7),
+    },
+    lambda s: [(4, 0), (5, 0), (1, 0), (1, 0), (2, 0)], dtypes=EVERY_DTYPE, variants=({}, {"scale": None}),
+    sizes=TO_A_TILE, refused=(({"G": torch.ones(3, 0, 4)}, r"G has shape \(3, 0, 4\); must be \(B, m, r\)"),),
 )  # fmt: skip
 
 
@@ -544,8 +597,8 @@ ADMIT = KernelCase(
 )  # fmt: skip
 
 OF_SUMS = (
-    PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, SYMMETRIC, POLYNOMIAL, SHIFTED, GRAM, PAIRED_SYMMETRIC,
-    PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, COMBINE,
+    PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL, SHIFTED,
+    EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*OF_SUMS, ADMIT)

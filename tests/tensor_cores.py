@@ -3,6 +3,7 @@
 import torch
 
 from prokl.algorithm.algebra import Algebra
+from prokl.algorithm.types import Projected
 from prokl.backends.torch_pairs import PairedAlgebra
 from prokl.pair import Pair, parts
 
@@ -81,12 +82,13 @@ class TensorCores(Algebra):
     def symmetric_product(self, A, /, **kwargs):
         return self.product(A, A.mT, **kwargs)
 
-    def projections(self, G, M, U):
+    def projections(self, G, M, U, Q_S):
         from prokl.kernels.project import choose_tile
 
         paired = isinstance(U, Pair)
         depth = choose_tile(U.shape[-1], torch.float32, paired=paired).k
-        return tuple(product(Pair.split(X) if paired else X, U, depth) for X in (G, M))
+        G, M = (product(Pair.split(X) if paired else X, U, depth) for X in (G, M))
+        return Projected(G, M, self.product(G, Q_S), self.product(M, Q_S), self.operand(G))
 
 
 class PairedTensorCores(TensorCores, PairedAlgebra):

@@ -1,10 +1,14 @@
-"""The kernels of norms beside their PyTorch forms: a bound on one, and the factor that normalises another."""
+"""What follows from norms of whole matrices, beside its PyTorch form: a factor that normalises, and a bound on one."""
 
 import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
-from prokl.kernels.norms import bound_rows, inverse_norm
+from prokl.backends.torch_pairs import PairedAlgebra as TorchPairs
+from prokl.backends.triton_ops import TritonAlgebra
+from prokl.backends.triton_pairs import PairedAlgebra as TritonPairs
+from prokl.kernels import launch
+from prokl.kernels.norms import inverse_norm
 from prokl.pair import Pair
 from tests.kernel_cases import DEVICE, gaps
 
@@ -38,46 +42,35 @@ def test_wrong_arguments_raise_with_their_names():
         inverse_norm(t[0], t, t, 0.0)
 
 
-def bounded_inputs(dtype, m=7, n=300):
-    g = torch.Generator().manual_seed(3)
-    t = torch.randn(4, m, n, generator=g, dtype=torch.float64)
-    t[2] *= 1e25 if dtype == torch.float32 else 1e160  # whose square leaves the range of the dtype
-    t[3] = 0.0
-    rows = torch.rand(4, m, generator=g, dtype=torch.float64) + 0.5
-    return t.to(DEVICE, dtype), rows.to(DEVICE, dtype), torch.tensor([False, True, False, False], device=DEVICE)
-
-
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("largest", [1e-3, 30.0, 1e9])
-def test_rows_are_scaled_and_held_to_a_norm(largest, dtype):
-    t, rows, bounded = bounded_inputs(dtype)
-    if dtype == torch.float64:
-        t[2] = t[0]  # float64 has no wider dtype to take the square in
-    found, flags = bound_rows(t, rows, largest, bounded)
-    wanted, expected = Algebra(True).bounded_rows(t, rows, largest, bounded)
-    assert found.dtype == dtype and torch.equal(flags, expected)
-    # A rounding of each factor, and of the sum of squares, which the root halves.
-    torch.testing.assert_close(found, wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
-    again, _ = bound_rows(gaps(t), gaps(rows), largest, gaps(bounded))
-    assert torch.equal(again, found)
-
-
-def test_bounded_rows_may_be_a_pair():
-    t, rows, bounded = bounded_inputs(torch.float32)
-    whole, _ = bound_rows(t, rows, 1.0, bounded)
-    pair, _ = bound_rows(t, rows, 1.0, bounded, pair=True)
-    assert isinstance(pair, Pair)
-    assert torch.equal(pair.both, Pair.split(whole).both)
-
-
-def test_wrong_arguments_of_bounded_rows_raise_with_their_names():
-    t, rows, bounded = bounded_inputs(torch.float32)
-    with pytest.raises(ValueError, match=r"rows has shape \(4, 6\); must be \(4, 7\)"):
-        bound_rows(t, rows[:, 1:], 1.0, bounded)
-    with pytest.raises(ValueError, match="bounded has dtype torch.float32"):
-        bound_rows(t, rows, 1.0, bounded.float())
-    with pytest.raises(ValueError, match=r"t has shape .*must be \(B, m, n\)"):
-        bound_rows(t[0], rows, 1.0, bounded)
-    with pytest.raises(ValueError, match="float64 was to be split"):
-        bound_rows(t.double(), rows, 1.0, bounded, pair=True)
+@pytest.mark.parametrize("paired", [False, True], ids=["faithful", "balanced"])
+def test_a_product_takes_a_factor_that_is_held_to_a_norm(largest, dtype, paired):
+    if paired and dtype == torch.float64:
+        pytest.skip("float64 has no pairs")
+    g = torch.Generator().manual_seed(3)
+    drawn = [torch.randn(4, *size, generator=g, dtype=torch.float64) for size in ((9, 70), (70, 5), (5, 67))]
+    left, x, y = (t.to(DEVICE, dtype) for t in drawn)
+    if dtype == torch.float32:  # float64 has no wider dtype to take the square in
+        x[2] *= 1e25
+    x[3] = 0.0
+    rows = torch.rand(4, 70, generator=g, dtype=torch.float64).to(DEVICE, dtype) + 0.5
+    bounded = torch.tensor([False, True, False, False], device=DEVICE)
+    given = {"rows": rows, "alpha": 0.3, "largest": largest, "dtype": dtype}
+    given |= {"bounded": bounded, "clipped": torch.arange(4.0, dtype=dtype, device=DEVICE)}
+    triton, torch_ = (TritonPairs, TorchPairs) if paired else (TritonAlgebra, Algebra)
+    ops = triton(use_cuda_qr=False, host_readable=launch.INTERPRETED)
+    factor = Pair.split(left) if paired else left
+    found, count = ops.bounded_product(factor, x, y, **given)
+    wanted, expected = torch_(host_readable=True).bounded_product(factor, x, y, **given)
+    assert found.dtype == dtype and found.isfinite().all() and torch.equal(count, expected)
+    assert count.tolist() == [0.0 + (largest < 1e9), 2.0, 2.0 + (largest < 1e9 or dtype == torch.float32), 3.0]
+    # Sums of 70 products, and of 5; a factor, a norm and rows are rounded, and each half of a pair.
+    unit = 80 * torch.finfo(dtype).eps + 2.0**-16 * paired
+    T = 0.3 * rows[:, :, None].double() * (x.double() @ y.double())
+    down = (largest / T.norm(dim=(1, 2))).clamp(max=1.0).nan_to_num(1.0)[:, None, None]
+    size = left.abs().double() @ (0.3 * rows[:, :, None].double() * (x.abs().double() @ y.abs().double()))
+    assert ((found - wanted).abs() <= unit * down * size).all()
+    usual, same = ops.bounded_product(factor, x, y, **given | {"bounded": None})
+    assert same is given["clipped"] and bool((usual.abs() >= found.abs()).all())

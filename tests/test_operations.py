@@ -47,7 +47,7 @@ def copied(given):
 
 @functools.cache
 def called(backend):
-    """(name, arguments, result) of every operation of a backend's in steps of all methods with surprising gradients."""
+    """(name, arguments, result) of every operation of a backend's in all methods' steps, with surprising gradients."""
     calls, own = [], type(BACKENDS[backend])
 
     def noting(name):
@@ -67,6 +67,7 @@ def called(backend):
     for module, inputs, h in (*cases, (klshampoo, kl_inputs, KL_H)):
         i = inputs(SIZES, dtypes, numbers(DEVICE), SURPRISING)
         one = torch.ones_like(i["G"][:, 0, 0])
+        module.whitened_size(ops, i["G"], copied(i["state"]), h)
         module.step(ops, i["G"], copied(i["state"]), h, one, None)
         module.refresh(ops, i["state"])
     return calls

@@ -11,12 +11,12 @@ import triton.language as tl
 import prokl
 from bench.micro.case import Sizes
 from prokl.kernels import launch, product, symmetric_product
-from prokl.kernels.combine import combine
 from prokl.kernels.momentum import momentum
 from prokl.kernels.operands import aligned
 from prokl.kernels.product import product_with_energies
 from prokl.kernels.split import split, split_two
 from prokl.kernels.symmetric_product import lower_tile, settle_row
+from prokl.kernels.weigh import weigh
 from prokl.pair import Pair, parts
 from tests.kernel_cases import (
     BF16,
@@ -153,9 +153,11 @@ def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
     (whole, energies), (pair, same) = (product_with_energies(A, B, C=C, pair=own, tile=tile) for own in (False, True))
     assert torch.equal(pair.both, Pair.split(whole).both) and torch.equal(energies, same)
     one = torch.ones(2, device=DEVICE)
-    sum_of = combine(whole, 0.3, C, -1.7, one, pair=True)
-    assert torch.equal(sum_of.both, Pair.split(combine(whole, 0.3, C, -1.7, one)).both)
     G, M, rows = whole, torch.zeros_like(whole), one[:, None].expand(2, whole.shape[1])
+    scales = {"rows": rows, "columns": whole[:, 0], "used": whole[:, 0], "scale": one, "weights": (0.3, -1.7)}
+    for sum_of, own in zip(*(weigh(G, C, C, G, **scales, pair=own) for own in (True, False)), strict=True):
+        split_ = isinstance(sum_of, Pair)
+        assert torch.equal(sum_of.both, Pair.split(own).both) if split_ else torch.equal(sum_of, own)
     G_par, U = (Pair.split(torch.zeros(2, side, 3, device=DEVICE)) for side in whole.shape[1:])
     given = {"momentum": 0.9, "weights": (1.0, 1.0, 0.9), "tile": tile}
     X, both = (momentum(G, M.clone(), G_par, U, rows, **given, pair=own)[0] for own in (False, True))
@@ -163,7 +165,7 @@ def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
     wide = C.double()
     for call in (
         lambda: product_with_energies(wide, wide.mT, C=torch.ones(2, 33, 33, device=DEVICE), pair=True),
-        lambda: combine(wide, 0.3, C, -1.7, pair=True),
+        lambda: weigh(wide, C, C, C, **scales, pair=True),
         lambda: momentum(wide, wide.clone(), wide[:, :, :3], wide.mT[:, :, :3], rows, **given, pair=True),
     ):
         with pytest.raises(ValueError, match="float64 was to be split"):

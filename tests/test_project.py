@@ -28,8 +28,11 @@ def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatc
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", tensor_cores.dot)
     G, momentum, U = arguments(2, 5, 333, 20)
     U = Pair.split(U) if balanced else U
-    got, wanted = project(G, momentum, U), TensorCores(False).projections(G, momentum, U)
-    assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+    both, factor = project(G, momentum, U)
+    wanted = TensorCores(False).projections(G, momentum, U, torch.eye(20).expand(2, 20, 20))
+    assert torch.equal(both[:, 0], wanted.G) and torch.equal(both[:, 1], wanted.M)
+    if balanced:
+        assert torch.equal(factor.both, Pair.split(wanted.G).both)
 
 
 @pytest.mark.slow
@@ -55,9 +58,8 @@ def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(b
     h = replace(H, ns_dtype=SINGLE)
     for complement in (0.0, 2 * noise):
         X = (G + complement * G.norm(dim=2, keepdim=True) * basis[r]).float()
-        M, (g, a, b) = torch.zeros_like(X), h.gradient_weights
-        G_tilde, M_tilde = ops.projections(X, M, U)
-        G_par = ops.combined(G_tilde, a + b * g, M_tilde, b * h.momentum, None)
+        M = torch.zeros_like(X)
+        G_par = ops.weighed(ops.projections(X, M, U, torch.eye(r).expand(2, r, r)), admitted, h)[0]
         _, found, _ = ops.momentum(X, M, G_par, U, admitted, h, None)
         assert [bool(x.any()) for x in found] == [complement > 0] * 2
 

@@ -20,7 +20,7 @@ from tests import host_extension
 from tests.commands import ROOT
 from tests.inputs import forbid_host_reads, normal, weight
 
-MOST = {"balanced": {"ordinary": 65, "refresh": 188}, "faithful": {"ordinary": 62, "refresh": 185}}
+MOST = {"balanced": {"ordinary": 53, "refresh": 148}, "faithful": {"ordinary": 53, "refresh": 148}}
 """Launches of a bucket of the paper's models."""
 
 
@@ -45,7 +45,7 @@ def test_a_step_launches_every_kernel():
         for path in (ROOT / "kernels").glob("*.py")
         for name in re.findall(r"@triton\.jit\ndef (\w+)_kernel\(", path.read_text())
     }
-    both = [steps(SETS["gpt2-124m"], torch.bfloat16, 128, precision) for precision in PRECISIONS]
+    both = [steps(SETS["gpt2-124m"], torch.float32, 128, precision) for precision in PRECISIONS]
     assert {e.kernel for found in both for bucket in found["refresh"] for e in bucket if e.launch} == kernels
 
 

@@ -29,8 +29,8 @@ from bench.micro.states import NS_COEFFICIENTS, NS_STEPS, SPECIFIED, H
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
-from prokl.algorithm.types import Admitted, Direction, Factor, Roots
-from prokl.kernels import admit, combine, momentum, norms, product, project, split, symmetric_product
+from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots
+from prokl.kernels import admit, momentum, norms, product, project, split, symmetric_product, weigh
 
 BOTH = (FP32, BF16)
 STATES = (FP32, BF16_STATE, FP64)
@@ -41,6 +41,9 @@ GRAM |= {"operand": "polar", "polar": True}
 PAIRED: dict[str, Any] = {"balanced": True, "timed": (FP32,)}
 POLAR: dict[str, Any] = {"dtype": lambda s, d: d.polar}
 """Of Newton-Schulz's products."""
+POLAR_OF: dict[str, Any] = {"polar": lambda s, d: d.polar}
+"""The dtype of the low-rank part of the update."""
+WEIGHED = ("G mr", "M mr", "A mr", "B mr", "rows m+", "columns r+")
 NOISE = 1e-9
 """Ratio of squared norms up to which a residual is negligible."""
 
@@ -95,8 +98,19 @@ def _residual(ops: Algebra, G: Tensor, G_tilde: Tensor, U: Factor) -> list[Any]:
     return [G_perp, Parts(energies)]
 
 
-def _bounded_rows(ops: Algebra, t: Tensor, rows: Tensor, bounded: Tensor) -> Factor:
-    return ops.bounded_rows(t, rows, 1.0, bounded)[0]
+def _weighed(
+    ops: Algebra, G: Tensor, M: Tensor, A: Tensor, B: Tensor, rows: Tensor, columns: Tensor, scale: Tensor | None = None
+) -> list[Any]:
+    used = Roots(rows, columns, rows[:, 0])
+    admitted = Admitted(scale, used, used, rows, columns, rows[:, 0], {}, None, None)
+    return [*ops.weighed(Projected(G, M, A, B, G), admitted, H)]
+
+
+def _bounded_product(ops: Algebra, polar: torch.dtype, largest: float = 1.0, **i: Any) -> list[Any]:
+    left, x, y = (i.pop(key) for key in ("left", "x", "y"))
+    bounded = i.pop("bounded", None)
+    given = {"alpha": 0.7, "largest": largest, "bounded": bounded, "clipped": i["rows"][:, 0], "dtype": polar}
+    return [*ops.bounded_product(left, x, y, **given, **i)]
 
 
 def _momentum(
@@ -141,26 +155,25 @@ KERNELS: tuple[Case, ...] = (
     product_case("product Q^T G of pairs", "mmT pair, mn", operand="pair", timed=(FP32,)),
     Case("product Q^T G in bfloat16 of pairs", tensors("Q mm pair", "G mn weights"), over(_turned),
          dtypes=(BF16,), module=product, balanced=True),
-    Case("projections of pairs", tensors("G mn", "M mn momentum", "U nr pair"), call("projections", "G", "M", "U"),
-         dtypes=(FP32, BF16_STATE), module=project, operand="pair", narrow=True, **PAIRED),
-    Case("residual of pairs", tensors("G mn", "G_tilde mr", "U nr pair"), over(_residual),
+    Case("projections of pairs", tensors("G mn", "M mn momentum", "U nr pair", "Q_S rr"),
+         call("projections", "G", "M", "U", "Q_S"), dtypes=(FP32, BF16_STATE), module=project, operand="pair",
+         narrow=True, **PAIRED),
+    Case("residual of pairs", tensors("G mn", "G_tilde mr pair", "U nr pair"), over(_residual),
          module=product, operand="pair", **PAIRED),
-    Case("combine and split", tensors("x mr", "y mr", "scale .", alpha=0.7, beta=0.9),
-         call("combined", "x", "alpha", "y", "beta", "scale"), module=combine, **PAIRED),
-    Case("combine and split without bound", tensors("x mr", "y mr", alpha=0.7, beta=0.9),
-         call("combined", "x", "alpha", "y", "beta"), module=combine, balanced=True),
-    Case("scale rows and split", tensors("x mr", "scale m", alpha=0.7), call("combined", "x"),
-         module=combine, **PAIRED),
+    Case("weigh and split", tensors(*WEIGHED, "scale ."), over(_weighed), module=weigh, **PAIRED),
+    Case("weigh and split without bound", tensors(*WEIGHED), over(_weighed), module=weigh, balanced=True),
     _momentum(pair=True, dtypes=(FP32, BF16_STATE, FP32_POLAR), timed=(FP32,), operand="pair"),
     _momentum(pair=True, active=True),
     _momentum(pair=True, scaled=False),
     _momentum("smok-hop", pair=True, operand="pair"),
     product_case("product of pairs", "mm pair, mr pair", operand="pair", timed=(FP32,)),
-    product_case("product of a pair by Q_S", "mr pair, rr"),
     product_case("product Q X of pairs", "mm pair, mn pair"),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", timed=(FP32,)),
     product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", timed=(FP32,)),
-    Case("bounded rows, split", tensors("t mr", "rows m+", "bounded .?"), over(_bounded_rows), module=norms, **PAIRED),
+    Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
+         over(_bounded_product), module=product, **PAIRED),
+    Case("product of a pair, not bounded", tensors("left mm pair", "x mr", "y rrT", "rows m+", **POLAR_OF),
+         over(_bounded_product), module=product, balanced=True),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
     apply_case("X scale left right active", half=True, timed=(FP32,), operand="polar"),
@@ -171,24 +184,26 @@ KERNELS: tuple[Case, ...] = (
     usable_case("usable, of a stack"),
     Case("product Q^T G", tensors("Q mm", "G mn weights"), over(_turned),
          dtypes=(FP32, BF16, FP64), timed=BOTH, module=product, operand="arithmetic"),
-    Case("projections", tensors("G mn", "M mn momentum", "U nr"), call("projections", "G", "M", "U"),
-         dtypes=STATES, timed=(FP32,), module=project, operand="arithmetic", narrow=True),
+    Case("projections", tensors("G mn", "M mn momentum", "U nr", "Q_S rr"),
+         call("projections", "G", "M", "U", "Q_S"), dtypes=STATES, timed=(FP32,), module=project, operand="arithmetic",
+         narrow=True),
     Case("residual", tensors("G mn", "G_tilde mr", "U nr"), over(_residual),
          dtypes=(FP32, FP64), timed=(FP32,), module=product),
     Case("admit kernel",
          tensors("A mr", "G_tilde mr", "e_res m+", "M_Q . momentum",
                  "inv_sqrt_lambda_L m+", "inv_sqrt_lambda_S r+", "inv_sqrt_mu .+", "lambda_0 .+"),
          over(_admit), dtypes=(FP32, FP64, BF16_STATE), timed=(FP32,), module=admit),
-    Case("combine", tensors("x mr", "y mr", "scale .", alpha=0.7, beta=0.9),
-         call("combined", "x", "alpha", "y", "beta", "scale"), dtypes=(FP32, FP64), timed=(FP32,), module=combine),
-    Case("scale rows", tensors("x mr", "scale m", alpha=0.7), call("combined", "x"), module=combine),
+    Case("weigh", tensors(*WEIGHED, "scale ."), over(_weighed), dtypes=(FP32, FP64), timed=(FP32,), module=weigh),
+    Case("weigh without bound", tensors(*WEIGHED), over(_weighed), module=weigh),
     _momentum(dtypes=STATES, timed=(FP32,), operand="arithmetic"),
     _momentum(active=True),
     _momentum(scaled=False),
     _momentum("subspace-only"),
     _momentum("smok-hop"),
-    Case("bounded rows", tensors("t mr", "rows m+", "bounded .?"), over(_bounded_rows),
-         dtypes=(FP32, FP64), timed=(FP32,), module=norms),
+    Case("bounded product", tensors("left mm", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
+         over(_bounded_product), dtypes=(FP32, FP32_POLAR, FP64), timed=(FP32,), module=product),
+    Case("product, not bounded", tensors("left mm", "x mr", "y rrT", "rows m+", **POLAR_OF), over(_bounded_product),
+         module=product),
     Case("inverse norm", tensors("energy m+", "size r+", "whole r+"),
          over(_normalising, lambda energy, size, whole: norms.inverse_norm(energy, size, whole, NOISE)),
          dtypes=(FP32, FP64), timed=(FP32,), module=norms),
@@ -198,7 +213,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("product U^T U", "rnT, nr", timed=(FP32,)),
     product_case("symmetric L of the subspace", "mr", ("C mm~",), timed=(FP32,)),
     product_case("symmetric L", "mn", ("C mm~", "alpha ."), dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
-    product_case("symmetric S", "rmT", ("C rr~",), timed=(FP32,)),
+    Case("symmetric S and K", tensors("A rmT", "C rr~", alpha=0.05, beta=0.95, ahead=0.95), call("extrapolated", "A"),
+         dtypes=(FP32, FP64), timed=(FP32,), module=symmetric_product),
     # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
     product_case("product V F", "nr, rr", ("alpha .",), timed=(FP32,)),
     product_case("symmetric W", "rnT", timed=(FP32,)),

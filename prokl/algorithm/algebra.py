@@ -15,7 +15,7 @@ from torch import Tensor
 from prokl.algorithm import admission, evidence, qr
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import widest
-from prokl.algorithm.types import Admitted, Factor, Scale, State
+from prokl.algorithm.types import Admitted, Factor, Projected, Scale, State
 
 PANEL, PANELS = 64, 8
 """Least rows, and most number, of the panels of a symmetric product that are computed, up to the diagonal: on a CPU,
@@ -103,6 +103,13 @@ class Algebra:
             D[:, : rows.start, rows] = panel[:, :, : rows.start].mT
         return D
 
+    def extrapolated(
+        self, A: Factor, /, *, C: Tensor, alpha: float, beta: float, ahead: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return D as :meth:`symmetric_product` does, and D + ahead (D - C)."""
+        D = self.symmetric_product(A, C=C, alpha=alpha, beta=beta)
+        return D, torch.lerp(C, D, 1 + ahead)
+
     # Newton-Schulz.
 
     def gram(self, X: Tensor, scale: Tensor | None, /) -> Tensor:
@@ -120,11 +127,12 @@ class Algebra:
 
     # Pro-KLShampoo's passes over m x n, all in the eigenbasis of L.
 
-    def projections(self, G: Tensor, M: Tensor, U: Factor) -> tuple[Tensor, Tensor]:
-        """Return G U and M U (B,m,r) of G, M (B,m,n) and U (B,n,r)."""
-        return self.product(G, U), self.product(M.to(G.dtype), U)
+    def projections(self, G: Tensor, M: Tensor, U: Factor, Q_S: Tensor) -> Projected:
+        """Return G, M (B,m,n) on the subspace, by U (B,n,r), and in the basis Q_S (B,r,r) of S."""
+        G, M = self.product(G, U), self.product(M.to(G.dtype), U)
+        return Projected(G, M, self.product(G, Q_S), self.product(M, Q_S), self.operand(G))
 
-    def residual(self, G: Tensor, G_tilde: Tensor, U: Factor) -> tuple[Factor, Tensor]:
+    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Factor, Tensor]:
         """Return G_perp = G - G~ U^T (B,m,n), and its rows' energies: (B,m), or parts (B,k,m) that add up.
 
         The difference is formed explicitly: that of Gram matrices loses accuracy as U captures more of the energy (in
@@ -146,12 +154,21 @@ class Algebra:
         """
         return admission.admit(A, G_tilde, e_res, state, h, n)
 
-    def combined(
-        self, x: Tensor, alpha: float = 1.0, y: Tensor | None = None, beta: float = 1.0, scale: Tensor | None = None
-    ) -> Factor:
-        """Return scale alpha x + beta y, as products take it; scale (B,) or (B,m), None for 1; y None for 0."""
-        D = x * (alpha if scale is None else (alpha * scale).reshape(x.shape[0], -1, 1))
-        return self.operand(D if y is None else torch.add(D, y, alpha=beta))
+    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
+        """Return all that (1) to (4) take of a gradient on the subspace, once it is admitted.
+
+        Returns:
+            G^par = G^ U = (a + b g) c G~ + b mu M~, as products take it; G^par Q_S diag(a_S), half of what whitens it;
+            A diag(c_S); Z = diag(c_L) G~; and Y = diag(c_L) Z, as products take it: (B,m,r).
+        """
+        (g, a, b), c = h.gradient_weights, admitted.scale
+        of_G: Scale = a + b * g if c is None else (a + b * g) * c
+        G_par, half = (
+            torch.add(x * per_matrix(of_G), y, alpha=b * h.momentum) for x, y in ((of.G, of.M), (of.A, of.B))
+        )
+        Z, c_L = of.G * admitted.c_L[:, :, None], admitted.c_L[:, :, None]
+        half, onto = half.mul_(admitted.used.S[:, None, :]), of.A * admitted.c_S[:, None, :]
+        return self.operand(G_par), half, onto, Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
@@ -188,19 +205,30 @@ class Algebra:
             return M, self.operand(X.mul_(a_L[:, :, None])), inverse.to(dtype)
         return M, X.mul_((inverse[:, None] * a_L).to(dtype)[:, :, None]).to(h.polar_dtype(X)), None
 
-    def bounded_rows(
-        self, t: Tensor, rows: Tensor, largest: float, bounded: Tensor | None
-    ) -> tuple[Factor, Tensor | None]:
-        """Return diag(rows) t (B,m,k), brought down to the norm ``largest`` where it is beyond, and where it was.
+    def bounded_product(
+        self,
+        left: Factor,
+        x: Tensor,
+        y: Tensor,
+        /,
+        *,
+        rows: Tensor,
+        alpha: float,
+        largest: float,
+        bounded: Tensor | None,
+        clipped: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Return left T (B,m,k) for T = alpha diag(rows) x y, brought down to the norm ``largest`` where it is beyond.
 
-        The latter is ``bounded`` (B,), bool, set there, too; where that is None nothing is brought down. Norms are in
-        float64 where there is one: squares of whitened float32 may overflow.
+        Also ``clipped`` (B,), plus 1 where T was beyond, and where ``bounded`` (B,), bool; where that is None nothing
+        is brought down. Norms are in float64 where there is one: squares of whitened float32 may overflow.
         """
-        t = t * rows[:, :, None]
-        if bounded is None:
-            return self.operand(t), None
-        factor = evidence.clip_factor(evidence.norm(t), largest)
-        return self.operand(t * per_matrix(factor.to(t.dtype))), bounded | (factor < 1)
+        T = self.product(x, y, alpha=alpha).mul_(rows[:, :, None])
+        if bounded is not None:
+            factor = evidence.clip_factor(evidence.norm(T), largest)
+            T, clipped = T.mul_(per_matrix(factor.to(T.dtype))), clipped + (bounded | (factor < 1))
+        return self.product(left, self.operand(T)).to(dtype), clipped
 
     def noise(self, n: int, dtype: torch.dtype, stored: torch.dtype) -> float:
         """Return the size of X - (X U) U^T, over that of X, up to which it may be rounding alone.

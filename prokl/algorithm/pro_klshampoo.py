@@ -27,23 +27,22 @@ def step(
 ) -> tuple[Direction, State, Tensor | None]:
     """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
     U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))
-    (m, n), r, ema, (g, a, b) = G.shape[-2:], U.shape[-1], 1 - h.beta2, h.gradient_weights
+    (m, n), r, ema = G.shape[-2:], U.shape[-1], 1 - h.beta2
     U_, Q = ops.operands(U, Q_L)
 
     # The gradient in the eigenbasis, on the subspace and beside it, and what it may do: c, and the new eigenvalues.
     G = ops.product(Q.mT, G)
-    G_tilde, M_tilde = ops.projections(G, M, U_)
-    G_perp, e_res = ops.residual(G, G_tilde, U_)
-    A = ops.product(G_tilde, Q_S)
-    admitted = ops.admit(A, G_tilde, e_res, state, h, n)
+    projected = ops.projections(G, M, U_, Q_S)
+    G_perp, e_res = ops.residual(G, projected.factor, U_)
+    admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
+    G_par, half, onto, Z, Y = ops.weighed(projected, admitted, h)
 
     # (1) M <- mu M + g c G; G^ = a c G + b M, on the subspace and, whitened, beside it.
-    G_par = ops.combined(G_tilde, a + b * g, M_tilde, b * h.momentum, admitted.scale)
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
     size, used, usual, bounded = h.direction_scale(n), admitted.used, evidence.COHERENT * h.gain, admitted.bounded
-    left = right = None
+    left, right, clipped = None, None, state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
         X = newton_schulz(X, scale, h.polynomials, ops, turn=turn)
@@ -57,26 +56,26 @@ def step(
     if h.variant in SUBSPACE_VARIANTS:
         right = ops.rounded(U_) if h.variant in POLAR_VARIANTS else U
         weight = size * h.subspace_weight(m, n, r)
-        left = ops.product(ops.product(G_par, Q_S) * used.S[:, None, :], Q_S.mT)
-        left, bounded = ops.bounded_rows(left, weight * used.L, usual * weight * (m * r) ** 0.5, bounded)
-        left = ops.product(Q, left).to(right.dtype)
+        largest = usual * weight * (m * r) ** 0.5
+        left, clipped = ops.bounded_product(
+            Q, half, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
+            dtype=right.dtype,
+        )  # fmt: skip
+    elif bounded is not None:
+        clipped = clipped + bounded
 
     # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
-    onto, Z = A * admitted.c_S[:, None, :], G_tilde * admitted.c_L[:, :, None]
     L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=ema / n)
     L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
-    S = ops.symmetric_product(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m)
+    S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m, ahead=h.beta2)
 
     # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
-    K = torch.lerp(state["S"], S, 1 + h.beta2)
-    U_new = ops.track(G_perp, ops.combined(Z, scale=admitted.c_L), K, U, ema / m)
+    U_new = ops.track(G_perp, Y, K, U, ema / m)
     T = ops.product(U.mT, U_new)
     S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
 
-    new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S} | admitted.changed
+    new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S, "clipped": clipped} | admitted.changed
     new |= dict(zip(("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu"), admitted.s, strict=True))
-    if bounded is not None:
-        new["clipped"] = state["clipped"] + bounded
     return Direction(X, scale, left, right, cautious_decay=h.cautious_weight_decay), new, admitted.evident
 
 
@@ -92,7 +91,7 @@ def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:
     U, Q = ops.operands(state["U"], state["Q_L"])
     G = ops.product(Q.mT, G)
     G_tilde = ops.product(G, U)
-    e_res = ops.residual(G, G_tilde, U)[1]
+    e_res = ops.residual(G, ops.operand(G_tilde), U)[1]
     return admission.whitened_size(ops.product(G_tilde, state["Q_S"]), e_res, state, h, G.shape[-1])
 
 

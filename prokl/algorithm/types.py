@@ -30,6 +30,21 @@ class Roots(NamedTuple):
     """That of mu_perp (B,)."""
 
 
+class Projected(NamedTuple):
+    """A gradient and its momentum on the subspace."""
+
+    G: Tensor
+    """G~ = G U (B,m,r)."""
+    M: Tensor
+    """M~ = M U (B,m,r)."""
+    A: Tensor
+    """G~ Q_S (B,m,r)."""
+    B: Tensor
+    """M~ Q_S (B,m,r)."""
+    factor: Factor
+    """G~ as products take it."""
+
+
 class Admitted(NamedTuple):
     """What one gradient a matrix may do, and the eigenvalues that it leaves."""
 

@@ -17,22 +17,28 @@ from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.evidence import UNITS
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.types import Admitted, Direction, Factor, Roots, Scale, State
+from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
 from prokl.kernels.admit import admit
 from prokl.kernels.apply import apply
-from prokl.kernels.combine import combine
 from prokl.kernels.momentum import momentum as launch_momentum
-from prokl.kernels.norms import bound_rows, inverse_norm
-from prokl.kernels.product import product, product_with_energies
+from prokl.kernels.norms import inverse_norm
+from prokl.kernels.product import bounded_product, product, product_with_energies
 from prokl.kernels.project import project
 from prokl.kernels.stack import stack
 from prokl.kernels.store import store
-from prokl.kernels.symmetric_product import gram, shifted_polynomial, symmetric_polynomial, symmetric_product
+from prokl.kernels.symmetric_product import (
+    extrapolated,
+    gram,
+    shifted_polynomial,
+    symmetric_polynomial,
+    symmetric_product,
+)
 from prokl.kernels.usable import usable
+from prokl.kernels.weigh import weigh
 
 
 class TritonAlgebra(Algebra):
@@ -50,7 +56,7 @@ class TritonAlgebra(Algebra):
     symmetric_product = staticmethod(symmetric_product)
     symmetric_polynomial = staticmethod(symmetric_polynomial)
     shifted_polynomial = staticmethod(shifted_polynomial)
-    projections = staticmethod(project)
+    extrapolated = staticmethod(extrapolated)
 
     def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
         super().__init__(host_readable)
@@ -69,15 +75,23 @@ class TritonAlgebra(Algebra):
         """Return scale^2 X X^T."""
         return symmetric_product(X) if scale is None else gram(X, scale)
 
-    def combined(
-        self, x: Tensor, alpha: float = 1.0, y: Tensor | None = None, beta: float = 1.0, scale: Tensor | None = None
-    ) -> Factor:
-        """Return scale alpha x + beta y in one launch, split as it is stored where large factors are pairs."""
-        return combine(x, alpha, y, beta, scale, pair=self.pairs)
+    def projections(self, G: Tensor, M: Tensor, U: Factor, Q_S: Tensor) -> Projected:
+        """Return G and M on the subspace in one launch, and both in the basis of S in another."""
+        both, factor = project(G, M, U)
+        m = both.shape[2]
+        turned = self.product(both.flatten(1, 2), Q_S)
+        return Projected(both[:, 0], both[:, 1], turned[:, :m], turned[:, m:], factor)
 
-    def residual(self, G: Tensor, G_tilde: Tensor, U: Factor) -> tuple[Factor, Tensor]:
+    def residual(self, G: Tensor, G_tilde: Factor, U: Factor) -> tuple[Factor, Tensor]:
         """Return G_perp = G - G~ U^T, and parts of its rows' energies, in one launch."""
-        return product_with_energies(self.operand(G_tilde), U.mT, C=G, alpha=-1.0, pair=self.pairs)
+        return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
+
+    def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
+        """Return G^par, G^par Q_S diag(a_S), onto, Z and Y in one launch, factors split as they are stored."""
+        (g, a, b), rows, columns, used = h.gradient_weights, admitted.c_L, admitted.c_S, admitted.used.S
+        weights = a + b * g, b * h.momentum
+        scale, pair = admitted.scale, self.pairs
+        return weigh(*of[:4], rows=rows, columns=columns, used=used, scale=scale, weights=weights, pair=pair)
 
     def admit(self, A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
         """Decide about gradients and do the eigenvalue EMA, in one launch."""
@@ -136,13 +150,25 @@ class TritonAlgebra(Algebra):
             return M, (X * inverse[:, None, None]).to(dtype), None
         return M, X, inverse
 
-    def bounded_rows(
-        self, t: Tensor, rows: Tensor, largest: float, bounded: Tensor | None
-    ) -> tuple[Factor, Tensor | None]:
-        """Return diag(rows) t, bounded, in one launch, split as it is stored where large factors are pairs."""
+    def bounded_product(
+        self,
+        left: Factor,
+        x: Tensor,
+        y: Tensor,
+        /,
+        *,
+        rows: Tensor,
+        alpha: float,
+        largest: float,
+        bounded: Tensor | None,
+        clipped: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Return left T, bounded, in one launch after that of T, which is split as it is stored."""
+        T, energies = product_with_energies(x, y, alpha=alpha, rows=rows, energies=torch.float64, pair=self.pairs)
         if bounded is None:
-            return self.combined(t, scale=rows), None
-        return bound_rows(t, rows, largest, bounded, pair=self.pairs)
+            return product(left, T, out_dtype=dtype), clipped
+        return bounded_product(left, T, energies, largest=largest, bounded=bounded, clipped=clipped, out_dtype=dtype)
 
     def track(self, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha: float) -> Tensor:
         """Return Q of qr(alpha G_perp^T Y + U K)."""
