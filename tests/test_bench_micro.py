@@ -15,7 +15,7 @@ pytest.importorskip("pytest_benchmark")
 from bench import gate, rows  # noqa: E402
 from bench.micro import groups  # noqa: E402
 from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
-from bench.micro.groups import KL, OURS, PLAIN, Results  # noqa: E402
+from bench.micro.groups import KL, LIBRARY, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
 from prokl.algorithm.algebra import Algebra  # noqa: E402
@@ -92,6 +92,7 @@ def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_ke
     assert set(found) == {case.name for case in EVERY if case.timed}
     assert found["refresh"] == [(PLAIN, ""), (OURS, "torch"), (OURS, "triton"), (KL, "triton")]
     assert found["split two"] == found["product Q^T G of pairs"] == [(PLAIN, ""), (OURS, "triton")]
+    assert found["product V of pairs"] == [(PLAIN, ""), (OURS, "triton"), (LIBRARY, "torch")]
     assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
@@ -108,6 +109,32 @@ def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_
     assert [r["note"] for r in said[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
     (orthogonalised, _) = found["Newton-Schulz"].forms(CPU)
     assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
+
+
+def test_balanced_products_are_timed_beside_the_library_s_at_two_ranks_and_on_heads():
+    found = groups.groups([SETS["gpt2-124m"]], CUDA)
+    for case in (case for case in KERNELS if case.library):
+        sizes = {g.sizes for g in found if g.case is case}
+        assert {(s.B, s.m, s.n, s.r) for s in sizes} == {
+            (48, 768, 768, 32), (48, 768, 768, 128), (24, 768, 3072, 32), (24, 768, 3072, 128), (288, 64, 768, 32),
+            (288, 64, 768, 64),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [case for case in KERNELS if case.library], ids=lambda case: case.name)
+def test_the_library_s_product_of_deep_factors_is_that_of_the_pairs(case, monkeypatch):
+    """A CPU has no product of bfloat16 with a sum in float32: it is taken of the same numbers in float32."""
+
+    def wide(product):
+        return lambda *tensors, out_dtype, **given: product(*(t.to(out_dtype) for t in tensors), **given)
+
+    for name in ("bmm", "baddbmm"):
+        monkeypatch.setattr(torch, name, wide(getattr(torch, name)))
+    d = case.timed[0]
+    (form,) = (form for form in groups.Group(case, SIZES, d, ()).forms(CPU) if form.name == LIBRARY)
+    assert complaint(form.called, form.primitives(CPU), inputs(case, d)) == ""
+    off = replace(case, library=lambda i: lambda: 1.01 * case.library(i)())
+    assert complaint(replace(form, case=off).called, ON_CPU, inputs(case, d)).startswith("error ")
 
 
 @pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)

@@ -119,10 +119,10 @@ def test_operation(group: Group, form: Form, benchmark: Any, results: Results) -
     exact = replace(d, polar=torch.float32) if form.case.polar else d
     for own in dict.fromkeys((exact, d)):
         inputs, expected = prepared(form.case, group.sizes, own, device)
-        wrong = complaint(form.case, ops, partial(deepcopy, inputs), expected)
+        wrong = complaint(form.called, ops, partial(deepcopy, inputs), expected)
         assert not wrong, f"{group.name}, {form.name} {form.backend}: {wrong}"
     inputs = deepcopy(inputs)
-    run = form.case.bind(inputs, ops) if ops else form.case.formula(inputs)
+    run = form.called.bind(inputs, ops) if ops else form.case.formula(inputs)
     if not benchmark.enabled:
         benchmark(run)  # called once
         return

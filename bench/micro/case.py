@@ -73,6 +73,7 @@ class Case:
         polar: whether products of Newton-Schulz are among it, which may run in bfloat16.
         plain: the results in plain PyTorch or by the specification; None where the torch backend is that already.
         counterpart: what KL-Shampoo does in the place of this.
+        library: from inputs, the call of the library's own product in the place of this, on CUDA alone.
         dtypes: to compile a kernel for.
         timed: dtypes to time.
         module: of the kernel, if the case is one.
@@ -88,6 +89,7 @@ class Case:
     polar: bool = False
     plain: Callable[[Inputs], Any] | None = None
     counterpart: Case | None = None
+    library: Callable[[Inputs], Callable[[], Any]] | None = None
     dtypes: tuple[Dtypes, ...] = (FP32,)
     timed: tuple[Dtypes, ...] = ()
     module: ModuleType | None = None

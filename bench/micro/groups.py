@@ -7,7 +7,7 @@ and what KL-Shampoo does in its place. On a GPU there are also the kernels, each
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,8 +22,11 @@ from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.shapes import effective_rank
 from prokl.backends.select import select
 
-PLAIN, OURS, KL = "plain", "pro-klshampoo", "kl-shampoo"
-"""In the column ``optimizer``: the formula as it is printed, this package's form, and KL-Shampoo's in its place."""
+PLAIN, OURS, KL, LIBRARY = "plain", "pro-klshampoo", "kl-shampoo", "library"
+"""In the column ``optimizer``: the formula as it is printed, this package's form, and in its place KL-Shampoo's, or the
+library's product of factors that lie deep."""
+HEADS = ParameterSet("gpt2-124m by heads", ((288, 64, 768),), (32, 64))
+"""Query and key in pieces, one a head, on which the library's product is timed too."""
 KEY = ("case", "optimizer", "backend")
 """Columns that tell a row from the others."""
 
@@ -33,8 +36,8 @@ class Form:
     """One form of an operation.
 
     Attributes:
-        name: PLAIN, OURS or KL.
-        backend: whose primitives, of ours and KL-Shampoo's.
+        name: PLAIN, OURS, KL or LIBRARY.
+        backend: whose primitives, but for the plain form.
         case: whose inputs and work are meant; KL-Shampoo's is another than the group's.
     """
 
@@ -45,6 +48,12 @@ class Form:
     def primitives(self, device: torch.device) -> Algebra | None:
         """Return the backend's operations of the case's precision; None for the plain form."""
         return None if self.name == PLAIN else select(self.backend, device, self.case.precision).ops
+
+    @property
+    def called(self) -> Case:
+        """Return the case as this form computes it."""
+        library = self.case.library
+        return replace(self.case, bind=lambda i, _: library(i)) if library and self.name == LIBRARY else self.case
 
 
 @dataclass(frozen=True)
@@ -67,17 +76,34 @@ class Group:
         """Return the forms for this device; the plain one, which the others are compared with, comes first."""
         own = backends(device) if self.case.plain else [b for b in backends(device) if b != "torch"]
         found = [Form(PLAIN, "", self.case), *(Form(OURS, backend, self.case) for backend in own)]
-        return found + ([Form(KL, own[-1], self.case.counterpart)] if self.case.counterpart else [])
+        found += [Form(KL, own[-1], self.case.counterpart)] if self.case.counterpart else []
+        return found + ([Form(LIBRARY, "torch", self.case)] if self.case.library else [])
 
 
 def groups(sets: Iterable[ParameterSet], device: torch.device) -> list[Group]:
-    """Return the primitives on all buckets of the sets at their largest rank; on a GPU the kernels besides."""
-    buckets: dict[Sizes, list[str]] = {}
-    for s in sets:
+    """Return the primitives on all buckets of the sets at their largest rank; on a GPU the kernels besides.
+
+    Those that are timed beside the library's product are so at the least rank, too, and on heads.
+    """
+    sets, smallest = list(sets), []
+    largest = _buckets((s, s.ranks[-1]) for s in sets)
+    if device.type == "cuda":
+        smallest = [(s, s.ranks[0]) for s in sets]
+    beside_library = largest | _buckets([*smallest, *((HEADS, rank) for rank in HEADS.ranks)])
+    found = []
+    for case in (*PRIMITIVES, *(KERNELS if device.type == "cuda" else ())):
+        buckets = beside_library if case.library else largest
+        found += [Group(case, s, d, tuple(names)) for s, names in buckets.items() for d in case.timed]
+    return found
+
+
+def _buckets(ranked: Iterable[tuple[ParameterSet, int]]) -> dict[Sizes, list[str]]:
+    """Return the sets that have a bucket, each of these sets at a rank."""
+    found: dict[Sizes, list[str]] = {}
+    for s, rank in ranked:
         for (m, n), count in s.oriented.items():
-            buckets.setdefault(Sizes(count, m, n, effective_rank(s.ranks[-1], m, n)), []).append(s.name)
-    cases = (*PRIMITIVES, *(KERNELS if device.type == "cuda" else ()))
-    return [Group(case, s, d, tuple(names)) for case in cases for s, names in buckets.items() for d in case.timed]
+            found.setdefault(Sizes(count, m, n, effective_rank(rank, m, n)), []).append(s.name)
+    return found
 
 
 def row(form: Form, g: Group, d: Dtypes, device: torch.device) -> rows.Row:

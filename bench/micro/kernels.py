@@ -31,6 +31,7 @@ from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.shapes import compute_dtype
 from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots
 from prokl.kernels import admit, momentum, norms, product, project, split, symmetric_product, weigh
+from prokl.pair import Operand, parts
 
 BOTH = (FP32, BF16)
 STATES = (FP32, BF16_STATE, FP64)
@@ -56,6 +57,26 @@ def product_case(name: str, operands: str, more: tuple[str, ...] = (), **fields:
     bind = call(name_of, *"AB"[: len(specs)])
     own = {"module": module, "balanced": " pair" in operands} | fields
     return Case(name, tensors(*specs, *more, **scales), bind, **own)
+
+
+def deep(left: Operand, right: Operand) -> tuple[Tensor, Tensor]:
+    """Return bfloat16 factors, one beside the other, whose one product is that of pairs: [lo, hi, hi] [hi; lo; hi]."""
+    lefts, rights = zip(*parts(left, right), strict=True)
+    return torch.cat(lefts, dim=-1), torch.cat(rights, dim=-2)
+
+
+def _at_library_s_rate(i: Inputs) -> Callable[[], Tensor]:
+    """Multiply the factors that lie deep, as who makes them would store them; scales and C follow in PyTorch."""
+    left, right = deep(i["A"], i["B"] if "B" in i else i["A"].mT)
+    C, alpha, beta = i.get("C"), i.get("alpha", 1.0), i.get("beta", 1.0)
+    if C is None:
+        return lambda: torch.bmm(left, right, out_dtype=torch.float32)
+    if isinstance(alpha, Tensor):
+        return lambda: torch.bmm(left, right, out_dtype=torch.float32).mul_(alpha[:, None, None]).add_(C, alpha=beta)
+    return lambda: torch.baddbmm(C, left, right, out_dtype=torch.float32, alpha=alpha, beta=beta)
+
+
+LIBRARY: dict[str, Any] = {"library": _at_library_s_rate, "timed": (FP32,)}
 
 
 def newton_schulz_case(gram: bool | None, **fields: Any) -> Case:
@@ -153,8 +174,8 @@ def _admit(ops: Algebra, A: Tensor, G_tilde: Tensor, e_res: Tensor, **state: Ten
 KERNELS: tuple[Case, ...] = (
     # What a balanced step, the default of a GPU, takes of its own.
     product_case("product Q^T G of pairs", "mmT pair, mn", operand="pair", timed=(FP32,)),
-    Case("product Q^T G in bfloat16 of pairs", tensors("Q mm pair", "G mn weights"), over(_turned),
-         dtypes=(BF16,), module=product, balanced=True),
+    Case("product Q^T G in bfloat16 of pairs", tensors("A mmT pair", "B mn weights"), call("product", "A", "B"),
+         dtypes=(BF16,), module=product, balanced=True, **LIBRARY | {"timed": (BF16,)}),
     Case("projections of pairs", tensors("G mn", "M mn momentum", "U nr pair", "Q_S rr"),
          call("projections", "G", "M", "U", "Q_S"), dtypes=(FP32, BF16_STATE), module=project, operand="pair",
          narrow=True, **PAIRED),
@@ -166,10 +187,10 @@ KERNELS: tuple[Case, ...] = (
     _momentum(pair=True, active=True),
     _momentum(pair=True, scaled=False),
     _momentum("smok-hop", pair=True, operand="pair"),
-    product_case("product of pairs", "mm pair, mr pair", operand="pair", timed=(FP32,)),
-    product_case("product Q X of pairs", "mm pair, mn pair"),
-    product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", timed=(FP32,)),
-    product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", timed=(FP32,)),
+    product_case("product of pairs", "mm pair, mr pair", operand="pair", **LIBRARY),
+    product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
+    product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
+    product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", **LIBRARY),
     Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
          over(_bounded_product), module=product, **PAIRED),
     Case("product of a pair, not bounded", tensors("left mm pair", "x mr", "y rrT", "rows m+", **POLAR_OF),
