@@ -14,7 +14,7 @@ pytest.importorskip("pytest_benchmark")
 
 from bench import gate, rows  # noqa: E402
 from bench.micro import groups  # noqa: E402
-from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, flat, numbers  # noqa: E402
+from bench.micro.case import FP32, FP32_POLAR, FP64, Sizes, complaint, expect, flat, numbers  # noqa: E402
 from bench.micro.groups import KL, LIBRARY, OURS, PLAIN, Results  # noqa: E402
 from bench.micro.kernels import KERNELS, PRIMITIVES  # noqa: E402
 from bench.shapes import SETS, SMALL, ParameterSet  # noqa: E402
@@ -126,15 +126,20 @@ def test_the_library_s_product_of_deep_factors_is_that_of_the_pairs(case, monkey
     """A CPU has no product of bfloat16 with a sum in float32: it is taken of the same numbers in float32."""
 
     def wide(product):
-        return lambda *tensors, out_dtype, **given: product(*(t.to(out_dtype) for t in tensors), **given)
+        def of(*tensors, out_dtype=None, **given):
+            return product(*(t.to(out_dtype or t.dtype) for t in tensors), **given)
+
+        return of
 
     for name in ("bmm", "baddbmm"):
         monkeypatch.setattr(torch, name, wide(getattr(torch, name)))
     d = case.timed[0]
+    fresh = inputs(case, d)
+    expected = expect(case, fresh)
     (form,) = (form for form in groups.Group(case, SIZES, d, ()).forms(CPU) if form.name == LIBRARY)
-    assert complaint(form.called, form.primitives(CPU), inputs(case, d)) == ""
-    off = replace(case, library=lambda i: lambda: 1.01 * case.library(i)())
-    assert complaint(replace(form, case=off).called, ON_CPU, inputs(case, d)).startswith("error ")
+    assert complaint(form.called, form.primitives(CPU), fresh, expected) == ""
+    off = replace(case, library=lambda i: lambda: 1.0001 * case.library(i)())
+    assert complaint(replace(form, case=off).called, ON_CPU, fresh, expected).startswith("error ")
 
 
 @pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)
