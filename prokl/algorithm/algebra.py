@@ -216,16 +216,16 @@ class Algebra:
         alpha: float,
         largest: float,
         bounded: Tensor | None,
-        clipped: Tensor,
+        clipped: Tensor | None,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return left T (B,m,k) for T = alpha diag(rows) x y, brought down to the norm ``largest`` where it is beyond.
 
         Also ``clipped`` (B,), plus 1 where T was beyond, and where ``bounded`` (B,), bool; where that is None nothing
         is brought down. Norms are in float64 where there is one: squares of whitened float32 may overflow.
         """
         T = self.product(x, y, alpha=alpha).mul_(rows[:, :, None])
-        if bounded is not None:
+        if bounded is not None and clipped is not None:
             factor = evidence.clip_factor(evidence.norm(T), largest)
             T, clipped = T.mul_(per_matrix(factor.to(T.dtype))), clipped + (bounded | (factor < 1))
         return self.product(left, self.operand(T)).to(dtype), clipped

@@ -42,7 +42,7 @@ def step(
 
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
     size, used, usual, bounded = h.direction_scale(n), admitted.used, evidence.COHERENT * h.gain, admitted.bounded
-    left, right, clipped = None, None, state["clipped"]
+    left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
         X = newton_schulz(X, scale, h.polynomials, ops, turn=turn)
@@ -61,7 +61,7 @@ def step(
             Q, half, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
             dtype=right.dtype,
         )  # fmt: skip
-    elif bounded is not None:
+    elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
 
     # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
@@ -74,7 +74,8 @@ def step(
     T = ops.product(U.mT, U_new)
     S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
 
-    new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S, "clipped": clipped} | admitted.changed
+    new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S} | admitted.changed
+    new |= {} if clipped is None else {"clipped": clipped}
     new |= dict(zip(("inv_sqrt_lambda_L", "inv_sqrt_lambda_S", "inv_sqrt_mu"), admitted.s, strict=True))
     return Direction(X, scale, left, right, cautious_decay=h.cautious_weight_decay), new, admitted.evident
 

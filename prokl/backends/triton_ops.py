@@ -161,12 +161,12 @@ class TritonAlgebra(Algebra):
         alpha: float,
         largest: float,
         bounded: Tensor | None,
-        clipped: Tensor,
+        clipped: Tensor | None,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return left T, bounded, in one launch after that of T, which is split as it is stored."""
         T, energies = product_with_energies(x, y, alpha=alpha, rows=rows, energies=torch.float64, pair=self.pairs)
-        if bounded is None:
+        if bounded is None or clipped is None:
             return product(left, T, out_dtype=dtype), clipped
         return bounded_product(left, T, energies, largest=largest, bounded=bounded, clipped=clipped, out_dtype=dtype)
 
