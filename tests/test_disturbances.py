@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+import torch
 
 from bench import rows
 from bench.ablations import disturbed, experts
@@ -75,6 +76,27 @@ def test_smaller_gradients_for_good_are_followed_as_fast_as_the_average_forgets(
     figure, _ = figures(SMALLER, bounded(method), "torch")["as usual again after"]
     assert longest(SMALLER, bounded(method), "torch") <= LONGEST
     assert figure <= 170  # 135 in which both factors together fall by 1e-6, and the momentum's memory
+
+
+@torch.no_grad()
+def share_of_a_usual_step(form, first, steps=300):
+    """The mean of the last steps where the first gradient is ``first`` times the others, over that where it is not."""
+    means = []
+    for factor in (first, 1.0):
+        W = torch.nn.Parameter(torch.zeros(SHAPE))
+        optimizer, g, norms = form.build([W], 1.0), torch.Generator().manual_seed(0), []
+        for t in range(steps):
+            W.zero_()
+            W.grad = torch.randn(SHAPE, generator=g) * (1.0 if t else factor)
+            optimizer.step()
+            norms.append(float(W.norm()))
+        means.append(sum(norms[-20:]) / 20)
+    return means[0] / means[1]
+
+
+def test_a_first_gradient_out_of_proportion_is_got_over():
+    """Without the fall of lambda_0 KL-Shampoo's steps stay at 0.02 of the usual ones: its ceilings hold them there."""
+    assert abs(share_of_a_usual_step(bounded("kl-shampoo"), 1e5) - 1) <= disturbed.NEAR
 
 
 @cache
