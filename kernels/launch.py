@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,12 @@ TRITON_DTYPES = {
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 """Ways to multiply float32 operands: in float32, rounded to TF32, or split into two TF32 parts each (three
 products, about as exact as float32). Other dtypes do not depend on it, nor does anything in the interpreter."""
+
+LOG = logging.getLogger("prokl")
+_said = False
+"""Whether it was logged that kernels are compiled."""
+_begun: set[str] = set()
+"""Kernels of which a launch has succeeded."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,37 @@ def check_precision(precision: str) -> None:
 def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
     """Launch ``kernel`` over ``grid`` on ``device``; ``constants`` are constexprs, num_warps and num_stages.
 
-    Every launch of the package comes through here.
+    Every launch of the package comes through here. The first one that has to compile says so, once a process.
     """
+    listens = not _said and kernel.__name__ not in _begun
     # Triton launches on the current device; -1 leaves it alone.
-    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+    with torch.cuda.device(device.index if device.type == "cuda" else -1), _heard() if listens else nullcontext():
         kernel[grid](*arguments, **constants)
+    _begun.add(kernel.__name__)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Log one line as soon as Triton has compiled a kernel: without it a first step is silent for long."""
+    knobs, before = triton.knobs.compilation, triton.knobs.compilation.listener
+
+    def listener(**compilation: Any) -> None:
+        global _said
+        if before is not None:
+            before(**compilation)
+        if not compilation["cache_hit"] and not _said:
+            _said = True
+            LOG.warning(
+                "Triton compiles prokl's kernels, one after another, as they are not in its cache, %s. The first steps "
+                "wait for that; later runs with this cache do not.",
+                triton.knobs.cache.dir,
+            )
+
+    knobs.listener = listener
+    try:
+        yield
+    finally:
+        knobs.listener = before
 
 
 @contextmanager

@@ -9,6 +9,7 @@ signature there.
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import triton
 
 from bench import first
-from bench.command import Parser, command
+from bench.command import Parser, command, cores
 from bench.compile_report.launches import Launch, called
 from bench.compile_report.trace import steps_of
 from bench.compile_report.triton_kernels import build
@@ -78,12 +79,13 @@ def launches(sets: Sequence[ParameterSet]) -> list[Launch]:
 
 
 def compiled(found: Iterable[Launch], arch: int) -> tuple[int, int]:
-    """Return how many kernels these launches took that were compiled now, and how many were in the cache."""
+    """Compile what these launches take, side by side; return how many kernels were compiled, and how many were kept."""
     hits: list[bool] = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-        for launch in found:
-            build(launch, arch)
+        with ThreadPoolExecutor(cores()) as pool, triton.AsyncCompileMode(pool):
+            for launch in found:
+                build(launch, arch)
     return hits.count(False), hits.count(True)
 
 
