@@ -1,20 +1,12 @@
 """What keeping M and L in the eigenbasis has to give: bases that stay orthonormal, idle rows, state in bfloat16."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.coordinates import in_eigenbases, in_weight_coordinates
-from prokl.backends import cuda_qr
-from prokl.backends.select import select
-from prokl.backends.torch_pairs import PairedAlgebra
-from prokl.cuda_qr import Used
-from prokl.engine.engine import Engine
 from tests.inputs import BACKENDS, KL, METHODS, PRO, normal
 from tests.problems import gradient_stream, relative, run
-from tests.qr_bounds import assert_is_qr
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
 REFRESHES = 10_000
@@ -163,42 +155,3 @@ def test_the_state_is_what_it_says():
     optimizer.step()
     state = optimizer.state[W]
     assert relative(state["Q_L"] @ state["M_Q"], second) <= 1e-14
-
-
-class Recorded(PairedAlgebra):
-    """PyTorch's operations on a device, or the extension's QR beside them, that keep what a refresh factors."""
-
-    def __init__(self, extension):
-        super().__init__(host_readable=False)
-        self.extension, self.factored = extension, []
-
-    def semidefinite_qr(self, L):
-        found = cuda_qr.semidefinite_qr(self, L) if self.extension else None
-        Q, R = super().semidefinite_qr(L) if found is None else (found.Q, self.product(found.Q.mT, L))
-        self.factored.append((L.clone(), Q, 0 if found is None else int(found.used.max())))
-        return Q, R
-
-
-@pytest.mark.parametrize("extension", [False, True], ids=["torch", "extension"])
-@pytest.mark.parametrize("m, idle", [(64, 0), (64, 32), (256, 0), pytest.param(1024, 0, marks=pytest.mark.slow)])
-def test_one_gradient_for_ever_leaves_a_bfloat16_factor_definite(request, monkeypatch, m, idle, extension):
-    """No root is lost to rounding, and so no matrix needs Householder's QR; Q_L is orthonormal to 1e-5."""
-    if extension:
-        request.getfixturevalue("extension_on_cpu")
-    ops = Recorded(extension)
-    backend = replace(select("torch", torch.device("cpu"), "balanced"), ops=ops, host_readable=False)
-    monkeypatch.setattr(Engine, "select", staticmethod(lambda *_: backend))
-    W = torch.nn.Parameter(torch.zeros(m, m))
-    optimizer = PRO([W], rank=m // 8, state_dtype=torch.bfloat16, precondition_frequency=5)
-    G, off = normal(m, m), []
-    G[:idle] = 0
-    for _ in range(31):
-        W.grad = G.clone()
-        optimizer.step()
-        Q = optimizer.state[W]["Q_L"].double()
-        off.append(float(torch.linalg.matrix_norm(Q.mT @ Q - torch.eye(m, dtype=Q.dtype))))
-    assert max(off) <= 1e-5
-    assert len(ops.factored) == 6
-    for L, Q, used in ops.factored:
-        assert not Used(used) & (Used.LOST | Used.HOUSEHOLDER)
-        assert_is_qr("refresh", (L,), Q)
