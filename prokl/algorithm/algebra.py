@@ -300,6 +300,8 @@ class Algebra:
             Q = qr(F), by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.
         """
         Q, R = self.semidefinite_qr(F)
-        Q_F = self.product(Q_F, Q)
-        Q_F = self.product(Q_F, self.symmetric_product(Q_F.mT), C=Q_F, alpha=-0.5, beta=1.5)
-        return Q, Q_F, self.symmetric_polynomial(R, Q.mT)
+        return Q, self.orthonormal(self.product(Q_F, Q)), self.symmetric_polynomial(R, Q.mT)
+
+    def orthonormal(self, Q: Tensor) -> Tensor:
+        """Return Q (3 I - Q^T Q) / 2 of nearly orthonormal Q (B,k,k): a step of Newton-Schulz's iteration."""
+        return self.product(Q, self.symmetric_product(Q.mT), C=Q, alpha=-0.5, beta=1.5)

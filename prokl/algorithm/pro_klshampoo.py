@@ -83,8 +83,8 @@ def step(
 def refresh(ops: Algebra, state: State) -> State:
     """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. Q_S is no orthogonal basis before."""
     Q, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
-    M = ops.product(Q.mT, state["M_Q"].to(Q.dtype))
-    return {"Q_L": Q_L, "L_Q": L, "M_Q": M, "Q_S": ops.coordinates_qr(state["S"], state["Q_S"])}
+    by, M = ops.operands(Q, state["M_Q"].to(Q.dtype))
+    return {"Q_L": Q_L, "L_Q": L, "M_Q": ops.product(by.mT, M), "Q_S": ops.coordinates_qr(state["S"], state["Q_S"])}
 
 
 def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:

@@ -183,6 +183,14 @@ class TritonAlgebra(Algebra):
         Q = cuda_qr.semidefinite_qr(self, L).Q
         return Q, self.product(Q.mT, L)
 
+    def orthonormal(self, Q: Tensor) -> Tensor:
+        """Return Q (3 I - Q^T Q) / 2, as Q - Q E / 2: E = Q^T Q - I is so small that bfloat16 does for the product."""
+        if Q.dtype != torch.float32:
+            return super().orthonormal(Q)
+        eye = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device).expand_as(Q)
+        E = symmetric_product(Q.mT, C=eye, beta=-1.0, out_dtype=torch.bfloat16)
+        return product(Q.bfloat16(), E, C=Q, alpha=-0.5, out_dtype=Q.dtype)
+
     def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q)."""
         return cuda_qr.coordinates_qr(self, S, Q).Q if self.use_cuda_qr else super().coordinates_qr(S, Q)
