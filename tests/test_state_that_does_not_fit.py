@@ -317,10 +317,10 @@ VALUES = [(cls, key) for cls in KEYS for key in sorted(fine_and_odd(cls).state_d
 def test_one_bad_element_of_the_state_is_refused_by_key_and_weight(cls, key):
     for odd in ((4, 6), (2, 4, 6)):
         optimizer = fine_and_odd(cls, odd)
-        for value in (math.nan, math.inf, *((-1.0, 0.0) if key in POSITIVE else ())):
+        for value in (math.nan, math.inf, *((-1.0,) if key in POSITIVE else ())):  # 0 begins anew
             state = copy.deepcopy(optimizer.state_dict())
             state["state"][1][key].view(-1)[-1] = value
-            with refused(optimizer, rf"The loaded state of odd has {key} with values that are not (positive|finite)"):
+            with refused(optimizer, rf"The loaded state of odd has {key} with values that are .*not finite"):
                 optimizer.load_state_dict(state)
 
 

@@ -28,6 +28,28 @@ def ceiling_factor(state: dict[str, Tensor]) -> Tensor:
     return state["lambda_0"].rsqrt() if "lambda_0" in state else torch.ones_like(s[..., 0])
 
 
+ORTHONORMAL = 0.02
+"""How far from I, in root mean square a column, Q^T Q of a basis may be: bfloat16 leaves up to 0.004 in that of U. What
+is within it a refresh makes orthonormal again."""
+
+
+def can_go_on(state: dict[str, Tensor]) -> Tensor:
+    """Return (B,) bool, False where no step can go on from a state (B,...): somebody has zeroed or pruned it.
+
+    An inverse root of 0 is an infinite eigenvalue, which no gradient brings down, and a turn of a basis gives back
+    nothing that it lacks. All else heals by itself.
+    """
+    good = []
+    for key, t in state.items():
+        if key.startswith(("inv_sqrt", "lambda_0")):
+            good.append(((t > 0) & t.isfinite()).reshape(len(t), -1).all(dim=1))
+        elif key in ("U", "Q_L", "Q_R"):
+            Q = t.to(torch.promote_types(t.dtype, torch.float32))
+            off = Q.mT @ Q - torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+            good.append(torch.linalg.matrix_norm(off) <= ORTHONORMAL * Q.shape[-1] ** 0.5)
+    return torch.stack(good).all(dim=0)
+
+
 def _start(lambda_0: Tensor, width: int, dim: int, auto: bool) -> Tensor:
     """Return lambda_0^-1/2 (B, width), clipped at the ceiling of a factor of size ``dim``."""
     s = torch.minimum(lambda_0.rsqrt(), ceiling(dim) * (lambda_0.rsqrt() if auto else torch.ones_like(lambda_0)))

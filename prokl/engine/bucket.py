@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.evidence import ALWAYS_MOVE
+from prokl.algorithm.initial import can_go_on
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
@@ -126,6 +127,8 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self.rows = RowSets(count, device)
+        self._left: list[int] | None = None  # versions of stacks that steps can go on from
+        self._said: list[str] = []
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
@@ -184,6 +187,8 @@ class Bucket:
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
         has_grad = [p.grad is not None for p in self._parameters]
+        if self._versions() != self._left:
+            self._begin_what_was_zeroed()
         plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
         if plan is not None:
             if self.backend is None or (self.group["backend"], self.group["precision"]) != self._asked:
@@ -234,6 +239,7 @@ class Bucket:
             Warnings about weights that never move.
         """
         self.io.release()
+        self._left, said, self._said = self._versions(), self._said, []
         if len(moved) == self.layout.count:
             member_moved = [True] * len(self.members)
         else:
@@ -247,12 +253,38 @@ class Bucket:
             state["step" + member.suffix] = self.schedule.steps[member.rows.start] if one else self._clock(member)
         never = [i for i in self._unmoved if plan.has_grad[i] and self._never_moves(i, member_moved[i])]
         self._unmoved = [i for i in self._unmoved if self.records[i].idle.get(self.members[i].suffix, 0) >= 0]
-        return [
+        return said + [
             f"{self.members[i].name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
             "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss scale "
             "and whether the weight is used."
             for i in never
         ]
+
+    def _versions(self) -> list[int]:
+        """Return PyTorch's counts of writes into the stacks, by steps and by whoever has a view of them."""
+        return [0 if stack.is_inference() else stack._version for stack in self.stacks.values()]
+
+    def _begin_what_was_zeroed(self) -> None:
+        """Let matrices begin anew whose state was written since the last step, and no step can go on from.
+
+        This reads the device, once after the state was changed or replaced by hand.
+        """
+        self._left, steps = self._versions(), self.schedule.steps
+        if max(steps) < 0:
+            return
+        state = {key: stack for key, stack in self.stacks.items() if key not in (MASTER, "clipped")}
+        held = [stack.reshape(len(stack), -1).any(dim=1) for stack in state.values()]
+        goes_on, in_part = torch.stack([can_go_on(state), torch.stack(held).any(dim=0)]).tolist()
+        for member, entry in zip(self.members, self.states, strict=True):
+            if rows := [b for b in member.rows if steps[b] >= 0 and not goes_on[b]]:
+                self.schedule.reset(rows)
+                entry["step" + member.suffix] = self._clock(member)
+            if some := sum(in_part[b] for b in rows):
+                self._said.append(
+                    f"The state of {member.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
+                    f"{len(member.rows)} matrices, which no step can go on from: they begin anew with the next "
+                    "gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."
+                )
 
     def _never_moves(self, i: int, moved: bool) -> bool:
         """Return True once, when a weight has had gradients for long and has never moved."""

@@ -382,8 +382,8 @@ def _check_values(entry: dict[str, Any], needed: StateLayout, piece: Piece) -> N
         if not begun.any() or not value.is_floating_point():
             continue
         positive = key.startswith(("inv_sqrt", "lambda_0"))
-        if not bool(value.isfinite().all()) or (positive and not bool((value > 0).all())):
-            bad = "not positive or not finite" if positive else "not finite"
+        if not bool(value.isfinite().all()) or (positive and bool((value < 0).any())):
+            bad = "negative or not finite" if positive else "not finite"
             raise ValueError(
                 f"The loaded state of {piece.name} has {key} with values that are {bad}: the file is damaged, or its "
                 "run had failed. Load an earlier one."

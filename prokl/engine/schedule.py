@@ -64,6 +64,11 @@ class Schedule:
         for b in rows:
             self.steps[b] = 0
 
+    def reset(self, rows: Iterable[int]) -> None:
+        """Let matrices begin anew with their next gradient."""
+        for b in rows:
+            self.steps[b] = -1
+
     def advance(self, plan: Plan) -> None:
         """Move the clocks of the matrices that had a gradient, skipped ones too."""
         for b in plan.stepping:
