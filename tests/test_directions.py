@@ -123,8 +123,9 @@ def test_the_shifted_cholesky_form_stands_any_condition(condition):
     assert (cholesky_qr(A) - householder_qr(A)).abs().max() < 1e-14 * condition
 
 
-def test_nothing_is_read_on_the_host(form):
-    """What a meta tensor does, no value decides."""
+def test_nothing_is_read_on_the_host_where_that_would_wait(monkeypatch):
+    """What a meta tensor does, no value decides. Householder's form is a CPU's alone."""
+    monkeypatch.setattr(directions, "householder_qr", cholesky_qr)
     left, right = singular_directions(torch.empty(3, 6, 10, device="meta"), 10)
     assert left.shape == (3, 6, 6) and right.shape == (3, 10, 10)
     with ForbidHostReads():
@@ -178,9 +179,30 @@ def test_wrong_eigenvectors_of_a_device_are_replaced_by_lapacks(spoil, monkeypat
 
 def test_undetermined_columns_may_hold_anything():
     A = orthogonal(8, 4, seed=3)[None]
-    known = torch.tensor([[True, True, False, False]])
+    known, none = torch.tensor([[True, True, False, False]]), torch.zeros(1, 8, dtype=torch.bool)
     spoiled = torch.where(known[:, None], A, torch.nan)
-    assert torch.equal(completed(spoiled, known), completed(A, known))
+    assert torch.equal(completed(spoiled, known, none), completed(A, known, none))
+
+
+def test_idle_coordinates_have_columns_of_their_own(form):
+    G = normal(2, 6, 3, dtype=torch.float64) @ normal(2, 3, 9, seed=1, dtype=torch.float64)
+    G[0, 1] = G[0, 4] = G[1, :, :7] = 0
+    for columns in (2, 9):
+        X, Y = directions.singular_directions(G, columns)
+        for Q in (X, Y):
+            assert (Q.mT @ Q - torch.eye(Q.shape[-1], dtype=Q.dtype)).norm() < 1e-12
+        assert torch.equal(X[0, :, 4:], torch.eye(6, dtype=X.dtype)[:, [1, 4]])
+        assert not X[0, [1, 4], :4].any() and not Y[1, :7, :2].any()
+    assert torch.equal(Y[1, :, 2:], torch.eye(9, dtype=Y.dtype)[:, :7])
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (5, 5)])
+def test_rows_of_zeros_stay_zeros_in_a_qr(shape):
+    A = normal(*shape)
+    A[[0, 3]] = 0
+    Q, R = directions.signed_qr(A)
+    assert not Q[[0, 3], :3].any() and (Q @ R - A).norm() < 1e-5
+    assert (Q.mT @ Q - torch.eye(shape[1])).norm() < 1e-5 and (R.diagonal() >= 0).all()
 
 
 def test_the_preferred_directions_are_the_same_everywhere():

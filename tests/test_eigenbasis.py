@@ -93,6 +93,68 @@ def test_rows_that_never_had_a_gradient_stay_in_kernels(precision):
     assert of_idle_rows("triton", (PRO, settings), steps=10, m=16, n=20, idle=5) <= 1e-10
 
 
+def idle_part(cls, backend, shape, idle, rank_of_first, steps=13, **settings):
+    """Return what becomes of the part of a weight of zeros that has no gradient, and of the rest."""
+    g = torch.Generator().manual_seed(0)
+    W = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = made(cls, [W], lr=1.0, backend=backend, precondition_frequency=4, **settings)
+    live = torch.ones(shape[-2:])
+    live[idle] = 0
+    for t in range(steps):
+        k = rank_of_first if t == 0 else 2 * max(shape)
+        left, right = (torch.randn(*size, generator=g) for size in ((*shape[:-1], k), (*shape[:-2], k, shape[-1])))
+        W.grad = left @ right * live
+        optimizer.step()
+    return W.detach()[..., live == 0], W.detach()[..., live == 1]
+
+
+IDLE = {
+    "rows": (slice(0, 4), slice(None)),
+    "rows in the midst": ([2, 5, 11], slice(None)),
+    "columns": (slice(None), slice(0, 5)),
+    "all but four rows": (slice(4, None), slice(None)),
+}
+SHAPES = [(12, 20), (20, 12), (12, 12), (2, 12, 20)]
+OF_SHAPES = [(shape, part) for i, shape in enumerate(SHAPES) for part in ([*IDLE][i], [*IDLE][(i + 2) % 4])]
+
+
+@pytest.mark.parametrize("shape, part", OF_SHAPES, ids=str)
+def test_idle_rows_stay_bit_for_bit_after_a_first_gradient_of_low_rank(method, path, shape, part):
+    """The null space of such a gradient holds more than its idle rows, and both have columns of their own in a basis.
+
+    With Newton-Schulz as it is by default, in bfloat16 where the CPU has it.
+    """
+    cls, kwargs = method
+    stayed, moved = idle_part(cls, path, shape, IDLE[part], 2, steps=6, **kwargs)
+    assert not stayed.any() and moved.any()
+
+
+@pytest.mark.parametrize("precision", ["faithful", "balanced"])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
+def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
+    pytest.importorskip("triton")
+    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
+    for idle in (IDLE["rows"], IDLE["columns"]):
+        stayed, moved = idle_part(PRO, "triton", shape, idle, 2, **own)
+        assert not stayed.any() and moved.any()
+
+
+@pytest.mark.parametrize("cls", [PRO, KL])
+def test_an_idle_row_that_wakes_moves_and_the_others_stay(cls):
+    W = torch.nn.Parameter(torch.zeros(8, 12))
+    optimizer, lengths = made(cls, [W], lr=0.1, precondition_frequency=4), []
+    for t in range(30):
+        G = normal(8, 2 if t == 0 else 12, seed=t) @ normal(2 if t == 0 else 12, 12, seed=100 + t)
+        G[2 if t < 15 else 1 :: 8] = 0
+        G[3] = 0
+        W.grad, before = G, W.detach().clone()
+        optimizer.step()
+        lengths.append((W.detach() - before).norm(dim=1))
+    lengths = torch.stack(lengths)
+    assert not lengths[:, 3].any() and not lengths[:15, 2].any()
+    assert (lengths[16:, 2] > 0).all() and lengths[15:].max() < 4 * lengths[5:15].max()
+
+
 def error_of_state(grade, state_dtype, m=64, n=192, steps=100):
     """Return the median error of a direction, by its norm, that comes of the state's dtype."""
     g = torch.Generator().manual_seed(0)

@@ -32,11 +32,24 @@ def preferred(d: int, c: int, device: torch.device) -> Tensor:
     return (E / torch.linalg.vector_norm(E, dim=0)).to(device)
 
 
+def _idle_last(idle: Tensor) -> Tensor:
+    """Return the numbers (B,d) of coordinates, those that are ``idle`` (B,d) last, and else in order."""
+    return idle.to(torch.int8).argsort(dim=-1, stable=True)
+
+
 def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative."""
-    Q, R = torch.linalg.qr(A)
+    """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative.
+
+    Rows of zeros are factored last: Q has zeros there, too, where pivots among them would leave rounding.
+    """
+    idle = torch.linalg.vector_norm(A, dim=-1) == 0
+    order = _idle_last(idle).unsqueeze(-1) if bool(idle.any()) else None
+    Q, R = torch.linalg.qr(A if order is None else A.gather(-2, order.expand_as(A)))
     signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
-    return Q * signs.unsqueeze(-2), R * signs.unsqueeze(-1)
+    Q = Q * signs.unsqueeze(-2)
+    if order is not None:
+        Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q)
+    return Q, R * signs.unsqueeze(-1)
 
 
 def householder_qr(A: Tensor) -> Tensor:
@@ -57,18 +70,26 @@ def cholesky_qr(A: Tensor) -> Tensor:
     return A
 
 
-def completed(A: Tensor, determined: Tensor) -> Tensor:
+def completed(A: Tensor, determined: Tensor, idle: Tensor) -> Tensor:
     """Return A (B,d,c), float64, with :func:`preferred` for undetermined columns, orthonormalised from the left.
+
+    Idle coordinates stay apart, so that a step moves nothing there: the last columns of the d are their unit vectors,
+    and the others are zero there, exactly.
 
     Both forms of the QR give the same; LAPACK's Householder took 0.4 of the Cholesky form's time for 768 x 768 on one
     thread of a CPU.
 
     Args:
         A: orthonormal, or nearly so, where ``determined``; anything elsewhere, NaN too.
-        determined: (B,c) bool.
+        determined: (B,c) bool. idle: (B,d) bool.
     """
-    A = torch.where(determined.unsqueeze(-2), A, preferred(A.shape[-2], A.shape[-1], A.device))
-    return householder_qr(A) if A.device.type == "cpu" else cholesky_qr(A)
+    d, c = A.shape[-2:]
+    live, unit = ~idle.unsqueeze(-1), torch.arange(c, device=A.device) >= d - idle.sum(dim=-1, keepdim=True)
+    units = torch.zeros_like(A).scatter_(-2, _idle_last(idle)[..., None, :c], 1.0)
+    A = torch.where(determined.unsqueeze(-2), A, preferred(d, c, A.device)) * live
+    A = torch.where(unit.unsqueeze(-2), units, A / torch.linalg.vector_norm(A, dim=-2, keepdim=True))
+    Q = householder_qr(A) if A.device.type == "cpu" else cholesky_qr(A)
+    return torch.where(unit.unsqueeze(-2), units, Q * live)
 
 
 def _decomposes(A: Tensor, eigenvalues: Tensor, X: Tensor) -> bool:
@@ -133,4 +154,5 @@ def singular_directions(G: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     beyond = (0, max(0, columns - m))
     right = torch.nn.functional.pad((Y * sign)[..., :columns], beyond)
     right_determined = torch.nn.functional.pad(determined[..., :columns], beyond)
-    return completed(X * sign, determined).to(G.dtype), completed(right, right_determined).to(G.dtype)
+    rows, cols = ((G == 0).all(dim=dim) for dim in (-1, -2))
+    return completed(X * sign, determined, rows).to(G.dtype), completed(right, right_determined, cols).to(G.dtype)
