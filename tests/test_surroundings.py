@@ -6,6 +6,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from prokl.backends.pointers import PointerTable
 from prokl.diagnostics.report import _spectrum_of
 from prokl.distributed.waves import not_finite
 from tests.inputs import KL, NAN, PRO, both, normal, weight
+from tests.problems import made
 from tests.training import as_of_0_5, differences, gradients, named, same
 
 SETTINGS = {
@@ -208,3 +210,44 @@ def test_a_torch_that_was_built_without_ranks_is_enough():
     """As those for some embedded boards and for AMD's GPUs on Windows are."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def matmul_precision(how):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(how)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("cls, own", [(PRO, {"ns_dtype": torch.float32}), (KL, {})])
+def test_a_cpus_products_are_of_float32_or_a_warning_says_so(cls, own, backend):
+    """Of a size for which torch asks oneDNN; rounding to bfloat16 would leave 1e-2, another order 1e-6."""
+    found, said = [], []
+    for how in ("highest", "medium"):
+        with matmul_precision(how), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            W = weight(192, 256)
+            optimizer = made(cls, [W], lr=1.0, backend=backend, **own)
+            for t in range(3):
+                W.grad = normal(192, 256, seed=t)
+                optimizer.step()
+        found.append(W.detach())
+        said.append([w for w in caught if "set_float32_matmul_precision" in str(w.message)])
+    assert not said[0]
+    assert said[1] or (found[1] - found[0]).norm() < 1e-4 * (found[0] - weight(192, 256).detach()).norm()
+
+
+@pytest.mark.parametrize("how, warns", [("medium", True), ("high", True), ("highest", False)])
+def test_a_cpu_that_rounds_factors_of_products_is_warned_about(how, warns, monkeypatch):
+    """An AMX unit is one that does: its products are those of factors in bfloat16."""
+    exact = torch.Tensor.__matmul__
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: exact(a.bfloat16().float(), b.bfloat16().float()))
+    with matmul_precision(how), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PRO([weight(4, 6)])
+        PRO([weight(4, 6, dtype=torch.float64)])
+    assert ["set_float32_matmul_precision" in str(w.message) for w in caught] == [True] * warns

@@ -72,3 +72,16 @@ def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Argum
             return function(*args, **kwargs)
 
     return exact
+
+
+@without_autocast
+def rounds_float32(device: torch.device) -> bool:
+    """Return True if a CPU rounds the factors of products in float32, as torch's switches let oneDNN do.
+
+    A product tells: many a CPU makes them in float32 whatever the switches say.
+    """
+    precision = "" if device.type != "cpu" else torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    if precision not in ("bf16", "tf32"):
+        return False
+    A = torch.full((256, 256), 1 + 2.0**-12, dtype=torch.float32, device="cpu")  # 1 in bfloat16 and in TF32
+    return float((A @ A)[0, 0]) == 256

@@ -15,7 +15,7 @@ from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import BACKENDS
 from prokl.algorithm.shapes import widest
 from prokl.backends import extension, torch_pairs
-from prokl.backends.device import gpu_unsupported_reason, is_host_readable
+from prokl.backends.device import gpu_unsupported_reason, is_host_readable, rounds_float32
 from prokl.backends.io import BucketIO, Layout, Member, TorchIO
 from prokl.backends.rounding import Rounding
 
@@ -133,6 +133,12 @@ def select(
     """
     choice, on_gpu = choose(backend, device), device.type == "cuda"
     readable, halves = is_host_readable(device), dtype == torch.float32
+    if halves and choice.name != "triton" and rounds_float32(device):
+        warnings.warn(
+            "torch's switches let this CPU round the factors of products in float32, also of those that have to come "
+            'out orthogonal: call torch.set_float32_matmul_precision("highest").',
+            stacklevel=2,
+        )
     if choice.name == "reference":
         return REFERENCE
     if choice.name == "torch":

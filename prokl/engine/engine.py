@@ -223,7 +223,8 @@ class Engine:
         self.method.check(group)
         for unit in units(self.groups[index : index + 1], index):
             _check_matrix(unit, steps=True)
-            self.select(group["backend"], unit.p.device)
+            dtype = compute_dtype(unit.p.dtype, state_dtype(group, unit.p))
+            self.select(group["backend"], unit.p.device, group["precision"], dtype)
 
     def pieces(self, unit: Unit) -> list[Piece]:
         """Return what of a weight has a state of its own."""
