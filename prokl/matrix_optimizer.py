@@ -337,7 +337,7 @@ class MatrixOptimizer(Optimizer):
                 last_hook.remove()
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw())
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw(), self.method.fixed)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._division is not None or self._process_group is not None:

@@ -7,6 +7,7 @@ late starter among them, a stack with a late matrix, skipped and missing gradien
 import copy
 import io
 import pickle
+import warnings
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.distributed.checkpoints import load, save
 from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES
 from tests.distributed.placements import Run as AnyRun
 from tests.inputs import BACKENDS, KL, PRO, VARIANTS, both, weight
+from tests.problems import made
 from tests.training import (
     COPIES,
     OTHERS,
@@ -319,3 +321,39 @@ def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups(
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     group = optimizer.param_groups[0]
     assert (group["state_dtype"], group["ns_dtype"], group["theirs"]) == (torch.bfloat16, torch.float32, torch.float16)
+
+
+OF_STATE = {"rank": (2, 3), "variant": ("smok-hop", "pro-klshampoo"), "state_dtype": (torch.bfloat16, None)}
+OF_STATE |= {"init_eigenvalue": (0.1, "auto")}
+
+
+def said_at_load(saved, optimizer):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(saved)
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("key", OF_STATE)
+def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(key):
+    there, here = OF_STATE[key]
+    saved = train(made(PRO, named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
+    new = made(PRO, named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
+    (said,) = said_at_load(reloaded(saved), new)
+    assert f"has {key}={there!r} for group 0, here {here!r}. " in said
+    assert new.param_groups[0][key] == there and new.param_groups[0]["momentum"] == 0.9
+    assert said_at_load(saved, new) == []
+
+
+@both
+def test_a_file_whose_weights_were_split_otherwise_is_warned_about_with_both_values(cls):
+    def groups(*split):
+        return [{"params": named(*[(6, 10)] * len(split)), "split": list(split)}]
+
+    saved = train(cls(groups(None, 2, 3)), range(3)).state_dict()
+    (said,) = said_at_load(saved, cls(groups(2, 2, None)))
+    assert "has split=None for w0, here 2; split=3 for w2, here None. " in said
+    saved = train(cls([{"params": named((6, 10)), "split": 2}]), range(3)).state_dict()
+    assert said_at_load(saved, cls(groups(2))) == []
+    (said,) = said_at_load(saved, cls(groups((1, 5))))
+    assert "has split=2 for w0, here (1, 5). " in said

@@ -3,6 +3,7 @@
 Backends are those of tests/inputs.py, so that every file meets three orders of operations.
 """
 
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def loaded(file, name, **more):
     case = frozen(file)["cases"][name]
     weights, optimizer = freeze.build({**case, "settings": {}}, **more)
     with silent():
+        warnings.filterwarnings("ignore", "The loaded state dict has")  # what it was built with is not the file's
         optimizer.load_state_dict(case["state_dict"])
     return case, weights, optimizer
 

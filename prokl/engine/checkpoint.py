@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from prokl.algorithm.coordinates import in_eigenbases
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.names import unwrapped_name
-from prokl.algorithm.settings import check_adamw, clone_if_tensor
+from prokl.algorithm.settings import check_adamw, clone_if_tensor, plain
 from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
 from prokl.backends.rounding import MASTER, mode_of
@@ -76,7 +76,11 @@ def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def prepare(
-    state_dict: dict[str, Any], here: list[Group], defaults: dict[str, Any], adamw_defaults: dict[str, Any]
+    state_dict: dict[str, Any],
+    here: list[Group],
+    defaults: dict[str, Any],
+    adamw_defaults: dict[str, Any],
+    fixed: Sequence[str],
 ) -> dict[str, Any]:
     """Return a state dict with the settings that older ones lack, and the matrix state kept from torch's casts.
 
@@ -84,6 +88,7 @@ def prepare(
         state_dict: what is loaded.
         here: the optimizer's groups.
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
+        fixed: settings that state is made with.
 
     Raises:
         ValueError: it is no optimizer's state dict, has other groups, a group is of another algorithm, or a weight's
@@ -114,6 +119,7 @@ def prepare(
             groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
         groups[i] = plain_group(groups[i], defaults.keys() | adamw_defaults.keys())
         groups[i]["lr"] = clone_if_tensor(groups[i]["lr"])
+    _warn_of_settings(groups, here, fixed)
     names = {i: name for group in saved for i, name in zip(group["params"], _names(group), strict=False)}
     state = {
         i: {k: _NoCast(v) for k, v in of_today(entry, names.get(i, f"weight {i}")).items()} if i in matrix else entry
@@ -205,6 +211,28 @@ def _check_names(saved_names: list[str], names: list[str]) -> None:
             f"The loaded state dict has other names for {len(other)} of {len(here)} weights: weight {other[0]} is "
             f"{saved_names[other[0]]!r} there and {names[other[0]]!r} here. State goes by place: make sure that these "
             "are the same weights.",
+            stacklevel=4,
+        )
+
+
+def _warn_of_settings(loaded: Sequence[Group], here: Sequence[Group], fixed: Sequence[str]) -> None:
+    """Warn of settings that are the file's from now on, as its state was made with them, where those here differ."""
+    found = []
+    for i, (there, group) in enumerate(zip(loaded, here, strict=True)):
+        if group["algorithm"] != "matrix":
+            continue
+        pairs = [(key, f"group {i}", plain(there[key]), plain(group[key])) for key in fixed]
+        names = [name for _, name in named(group, i)]
+        for key, default in DEFAULTS.items():
+            of_file, own = (g.get(key, default) for g in (there, group))
+            each = (value if isinstance(value, list) else [value] * len(names) for value in (of_file, own))
+            pairs += [(key, name, *values) for name, *values in zip(names, *each, strict=False)]
+        found += [f"{key}={one!r} for {whose}, here {two!r}" for key, whose, one, two in pairs if one != two]
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        warnings.warn(
+            f"The loaded state dict has {'; '.join(found[:3])}{more}. Its state was made so, and the optimizer goes on "
+            "with its settings. To begin anew with those here, load the model alone.",
             stacklevel=4,
         )
 
