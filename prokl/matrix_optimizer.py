@@ -239,7 +239,8 @@ class MatrixOptimizer(Optimizer):
     def skipped(self) -> dict[str, int]:
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
 
-        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step.
+        A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step. AdamW's
+        weights are here where there is a count: on a CPU, and of this optimizer's own steps.
         """
         return self.engine.counts("skipped")
 

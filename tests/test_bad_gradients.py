@@ -274,3 +274,35 @@ def test_the_specification_skips_a_bad_gradient_also_where_reading_the_device_wa
     before = contents(optimizer)
     step(optimizer, [p], [torch.full((4, 6), NAN)])
     assert differences(before, optimizer) == {(0, "step"), (0, "skipped")}
+
+
+@both
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}], ids=str)
+@pytest.mark.parametrize("call", [0, 4])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_adamws_weights_and_state_stay_where_a_gradient_is_not_finite(cls, flags, value, call):
+    """On a CPU; weights beside it step, and gradients are the caller's as they were."""
+    weights = [("matrix", weight(4, 6)), ("bad", weight(5, seed=1)), ("good", weight(5, seed=2))]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.1, **flags}]
+    groups[1]["weight_decay"] = 0.1
+    optimizer = train(cls(groups), range(call))
+    before, gradients = contents(optimizer), [normal(*p.shape, seed=i) for i, (_, p) in enumerate(weights)]
+    gradients[1][2] = value
+    step(optimizer, [p for _, p in weights], gradients)
+    found, kept = contents(optimizer), {key for key in before[1] if key != "step"}
+    assert all(same_bits(before[1][key], found[1][key]) for key in kept)
+    assert float(found[1].get("step", 0)) == call and float(found[2]["step"]) == call + 1
+    assert not same_bits(before[2]["W"], found[2]["W"]) and same_bits(weights[1][1].grad, gradients[1])
+    assert optimizer.skipped() == {"matrix": 0, "bad": 1}
+    train(optimizer, range(call + 1, call + 3))
+    assert all(p.isfinite().all() for _, p in weights) and not same_bits(before[1]["W"], weights[1][1])
+
+
+def test_large_gradients_in_half_precision_are_no_bad_ones_of_adamw():
+    p = weight(4096, dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = PRO([{"params": [weight(4, 6)]}, {"params": [p], "algorithm": "adamw", "lr": 0.1, "eps": 1e-3}])
+        p.grad = torch.full_like(p, 100.0)
+        optimizer.step()
+    assert "parameter 0 of group 1" not in optimizer.skipped()

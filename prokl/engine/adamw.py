@@ -28,6 +28,7 @@ class AdamWGroups:
 
     def __init__(self) -> None:
         self._adamw = AdamW([{"params": []}])
+        self.skipped: dict[Tensor, int] = {}  # gradients of each weight that were skipped, of those with any
 
     def defaults(self, maximize: bool) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
@@ -52,8 +53,29 @@ class AdamWGroups:
             for p in group["params"]:
                 if p.requires_grad and "exp_avg" not in state.get(p, {}):  # what a wrapper keeps there stays
                     state[p].update(_blank_state(p, group))
-        if groups:
-            inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
+        aside = self._skip(groups)
+        try:
+            if groups:
+                inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
+        finally:
+            for p, gradient in aside:
+                p.grad = gradient
+
+    def _skip(self, groups: list[Group]) -> list[tuple[Tensor, Tensor]]:
+        """Take away gradients that are not finite, count them, and return them with their weights.
+
+        On a CPU, where reading one waits for nothing; elsewhere PyTorch's AdamW has what comes.
+        """
+        aside: list[tuple[Tensor, Tensor]] = []
+        for p in (p for group in groups for p in group["params"]):
+            if (g := p.grad) is None or not g.is_cpu:
+                continue
+            total = g.sum(dtype=torch.promote_types(g.dtype, torch.float32))  # any entry shows in it
+            if not bool(total.isfinite()):
+                aside.append((p, g))
+                self.skipped[p] = self.skipped.get(p, 0) + 1
+                p.grad = None
+        return aside
 
 
 def _blank_state(p: Tensor, group: Group) -> dict[str, Tensor]:

@@ -314,6 +314,8 @@ class Engine:
         """Add up a counter of the state by weight; reads the device."""
         totals: dict[str, int] = {}
         for unit in units(self.groups):
+            if key == "skipped" and unit.p in self.adamw.skipped:
+                totals[unit.name] = self.adamw.skipped[unit.p]
             for piece in self.pieces(unit) if unit.matrix else ():
                 if key + piece.suffix in self.state.get(unit.p, {}):
                     totals[unit.name] = totals.get(unit.name, 0) + int(self.state[unit.p][key + piece.suffix].sum())
