@@ -43,7 +43,8 @@ class ProKLShampoo(MatrixOptimizer):
     where G^ is the momentum gradient, G^par = G^ U, G^perp = G^ - G^par U^T, NS is Newton-Schulz orthogonalisation, and
     c_a = sqrt(max(1, rows / cols)). docs/algorithm.md has all of it.
 
-    The first usable gradient of a weight only initialises its state. A non-finite gradient leaves its matrix alone.
+    The first usable gradient of a weight only initialises its state, as in the paper: an optimizer that is made anew
+    for every step moves no matrix, so keep one, or load its state. A non-finite gradient leaves its matrix alone.
     Groups with ``algorithm="adamw"`` go to PyTorch's AdamW; :func:`prokl.param_groups` makes them. docs/settings.md
     explains every setting, the keys of a group, and the state.
 
