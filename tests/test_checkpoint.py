@@ -19,7 +19,6 @@ from tests.distributed.checkpoints import load, save
 from tests.distributed.placements import BAD, LATE, PERIOD, SHAPES
 from tests.distributed.placements import Run as AnyRun
 from tests.inputs import BACKENDS, KL, PRO, VARIANTS, both, weight
-from tests.problems import made
 from tests.training import (
     COPIES,
     OTHERS,
@@ -337,8 +336,8 @@ def said_at_load(saved, optimizer):
 @pytest.mark.parametrize("key", OF_STATE)
 def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(key):
     there, here = OF_STATE[key]
-    saved = train(made(PRO, named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
-    new = made(PRO, named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
+    saved = train(PRO(named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
+    new = PRO(named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
     (said,) = said_at_load(reloaded(saved), new)
     assert f"has {key}={there!r} for group 0, here {here!r}. " in said
     assert new.param_groups[0][key] == there and new.param_groups[0]["momentum"] == 0.9

@@ -97,7 +97,7 @@ def idle_part(cls, backend, shape, idle, rank_of_first, steps=13, **settings):
     """Return what becomes of the part of a weight of zeros that has no gradient, and of the rest."""
     g = torch.Generator().manual_seed(0)
     W = torch.nn.Parameter(torch.zeros(shape))
-    optimizer = made(cls, [W], lr=1.0, backend=backend, precondition_frequency=4, **settings)
+    optimizer = cls([W], lr=1.0, backend=backend, precondition_frequency=4, **settings)
     live = torch.ones(shape[-2:])
     live[idle] = 0
     for t in range(steps):
@@ -142,7 +142,7 @@ def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
 @pytest.mark.parametrize("cls", [PRO, KL])
 def test_an_idle_row_that_wakes_moves_and_the_others_stay(cls):
     W = torch.nn.Parameter(torch.zeros(8, 12))
-    optimizer, lengths = made(cls, [W], lr=0.1, precondition_frequency=4), []
+    optimizer, lengths = cls([W], lr=0.1, precondition_frequency=4), []
     for t in range(30):
         G = normal(8, 2 if t == 0 else 12, seed=t) @ normal(2 if t == 0 else 12, 12, seed=100 + t)
         G[2 if t < 15 else 1 :: 8] = 0

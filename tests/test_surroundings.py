@@ -21,7 +21,6 @@ from prokl.backends.pointers import PointerTable
 from prokl.diagnostics.report import _spectrum_of
 from prokl.distributed.waves import not_finite
 from tests.inputs import KL, NAN, PRO, both, normal, weight
-from tests.problems import made
 from tests.training import as_of_0_5, differences, gradients, named, same
 
 SETTINGS = {
@@ -231,7 +230,7 @@ def test_a_cpus_products_are_of_float32_or_a_warning_says_so(cls, own, backend):
         with matmul_precision(how), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             W = weight(192, 256)
-            optimizer = made(cls, [W], lr=1.0, backend=backend, **own)
+            optimizer = cls([W], lr=1.0, backend=backend, **own)
             for t in range(3):
                 W.grad = normal(192, 256, seed=t)
                 optimizer.step()

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 
-from tests.inputs import METHODS, both, same_bits, step, weight
-from tests.problems import made, state_tensors
+from tests.inputs import METHODS, PRO, both, same_bits, step, weight
+from tests.problems import state_tensors
 from tests.training import contents, fresh, named, train, weights_of
 
 CALLS, TAU, SHAPES = 12, 4, ((6, 10), (10, 6))
@@ -55,7 +55,7 @@ def lengths(optimizer, calls):
 def assert_recovers(method, backend, reset, keys=None, shapes=SHAPES, **own):
     cls, kwargs = method
     own = {"lr": 0.1, "precondition_frequency": TAU, "backend": backend, **kwargs, **own}
-    plain, optimizer = (train(made(cls, named(*shapes), **own), range(CALLS)) for _ in range(2))
+    plain, optimizer = (train(cls(named(*shapes), **own), range(CALLS)) for _ in range(2))
     usual = lengths(plain, range(CALLS, CALLS + 2 * TAU)).mean(dim=0)
     changed(optimizer, reset, keys)
     with warnings.catch_warnings():
@@ -153,7 +153,7 @@ def test_a_state_that_was_changed_and_can_go_on_goes_on_as_it_is(cls, change):
 
 def test_masters_that_were_zeroed_start_as_their_weights():
     p = weight(6, 10, dtype=torch.bfloat16)
-    optimizer = train(made(*METHODS["pro-klshampoo"][:1], [p], bf16_weights="master"), range(5))
+    optimizer = train(PRO([p], bf16_weights="master"), range(5))
     before = p.detach().clone()
     for value in state_tensors(optimizer.state[p]).values():
         value.zero_()
