@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from prokl import diagnostics
-from prokl.algorithm import reference
-from prokl.algorithm.coordinates import in_weight_coordinates
-from prokl.diagnostics import measures, report
-from prokl.diagnostics.weights import batches
+from prokl.diagnostics import report
 from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
 from tests.problems import VARIANTS, gradient_stream, run
 from tests.test_accelerator_path import ForbidHostReads
@@ -44,8 +41,6 @@ def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
         for name, D in directions.items():
             # (W - W') / lr has lost what W's rounding, 1e-16, takes from a direction of 1e-2 and more.
             assert found[f"prokl/{name}/update_rms"] == pytest.approx(float(D.square().mean().sqrt()), rel=1e-9)
-            share = found[f"prokl/{name}/update_norm"] / float(torch.linalg.matrix_norm(D, 2))
-            assert 1 - math.log(8) / 2**13 - 1e-9 <= share <= 1 + 1e-9
         assert all(math.isfinite(value) for value in found.values())
 
 
@@ -59,7 +54,7 @@ def test_a_gradient_of_more_digits_than_its_weight_is_judged_as_it_is():
             if call < 3:
                 optimizer.step()
         found.append(diagnostics.scalars(optimizer))
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[1] == pytest.approx(found[0], rel=2**-8)  # of the weight: stochastic rounding to 8 bits
 
 
 SMALL_SQUARES = (1.0, 1.0, 1.0, 1.0, 1e-26)  # of the last one no float32
@@ -94,7 +89,6 @@ def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
     found, directions = moves(optimizer, [experts], [idle])
     for name in names:
         assert (found[f"prokl/{name}/update_rms"] > 0) == bool(directions[name].any()), name
-        assert (found[f"prokl/{name}/update_norm"] > 0) == bool(directions[name].any()), name
     assert bool(directions[names[0]].any()) != bounded
     torn = idle.clone()
     torn[0, 0, 0] = torch.nan
@@ -116,7 +110,6 @@ def test_what_the_step_takes_for_rounding_of_a_stored_basis_is_no_update_here_ei
         moved = float((weight.detach() - before).square().mean().sqrt())
         if t:
             assert found["prokl/group0.0/update_rms"] == pytest.approx(moved, rel=1e-4)  # of float32 weights of size 1
-            assert math.isnan(found["prokl/group0.0/polar_error"])
 
 
 @pytest.mark.parametrize("cls, kwargs", [(PRO, {"rank": 3}), (KL, {})])
@@ -144,55 +137,6 @@ def test_captured_energy_is_the_share_of_the_gradient_in_the_subspace(share):
     assert found["prokl/group0.0/captured_energy"] == pytest.approx(share, abs=1e-12)
 
 
-@pytest.mark.parametrize("ns_dtype, tolerance", [(None, 1e-10), (torch.bfloat16, 4e-3)])
-def test_polar_error_is_the_distance_from_the_exact_polar_factor(ns_dtype, tolerance):
-    """Exact in float64 where no singular value is left far below 1; measured 1e-13.
-
-    In bfloat16 rounding turns singular vectors, too, as that of Q_L does, which the measure does not see: 1e-3.
-    """
-    stream = gradient_stream(SHAPES, 8)
-    parameters, optimizer = run(PRO, stream[:7], rank=3, ns_dtype=ns_dtype)
-    for p, g in zip(parameters, stream[7], strict=True):
-        p.grad = g
-    found, compared = diagnostics.scalars(optimizer), 0
-    h = optimizer.method.hyper(optimizer.param_groups[0])
-    for batch in batches(optimizer.engine, None):
-        before = {key: value.clone() for key, value in batch.state.items()}
-        usable = torch.ones(len(batch.names), dtype=torch.bool)
-        direction = measures.coming_direction(batch, batch.gradient.clone(), usable)
-        outputs = direction.X
-        for b, name in enumerate(batch.names):
-            state = in_weight_coordinates({key: value[b] for key, value in before.items()})
-            _, _, G_perp = reference.momentum_and_projection(batch.gradient[b], state, h)
-            exact = reference.polar(state["Q_L"] @ state["inv_sqrt_lambda_L"].diag() @ state["Q_L"].mT @ G_perp)
-            error = float((outputs[b].double() - exact).norm() / exact.norm())
-            assert 0.05 < error < 0.5
-            assert found[f"prokl/{name}/polar_error"] == pytest.approx(error, abs=tolerance)
-            compared += 1
-    assert compared == 7
-
-
-def test_polar_error_of_given_singular_values():
-    """k = 3 of 4 x 6 with r = 3: (0.5, 1, 1.2) are off by (0.5, 0, 0.2); a missing one and one inside U count whole."""
-    left, right = (torch.linalg.qr(normal(k, k, seed=k, dtype=torch.float64))[0] for k in (4, 6))
-    sigma = [[0.5, 1.0, 1.2, 0.0], [1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.3], [0.0] * 4]
-    X = (left * torch.tensor(sigma, dtype=torch.float64)[:, None, :]) @ right[:, :4].mT
-    found = measures.polar_error(X, right[:, 3:].expand(5, 6, 3))
-    assert found[:4].tolist() == pytest.approx([(0.29 / 3) ** 0.5, 0, (1 / 3) ** 0.5, 0.3 / 3**0.5], abs=1e-7)
-    assert found[4].isnan()
-
-
-@pytest.mark.parametrize("m, n", [(1, 5), (8, 8), (60, 90)])
-def test_the_operator_norm_errs_by_no_more_than_its_bound(m, n):
-    A = normal(20, m, n, dtype=torch.float64)
-    A[1] = 0
-    A[2] *= 1e-8
-    exact = torch.linalg.matrix_norm(A, 2)
-    found = measures.operator_norm(A)
-    assert ((found - exact).abs() <= (math.log(m) / 2**13 + 1e-12) * exact).all()
-    assert found[1] == 0
-
-
 def test_missing_gradients_leave_their_figures_out_and_bad_ones_give_nan():
     weights = [weight(4, 6, dtype=torch.float64) for _ in range(3)]
     optimizer = PRO(weights, rank=2)
@@ -201,7 +145,7 @@ def test_missing_gradients_leave_their_figures_out_and_bad_ones_give_nan():
     weights[0].grad = None
     weights[1].grad[2, 3] = NAN
     found = diagnostics.scalars(optimizer)
-    figures = ("captured_energy", "update_rms", "update_norm", "polar_error")
+    figures = ("captured_energy", "update_rms", "subspace_share", "whitened_size")
     assert not any(f"prokl/group0.0/{figure}" in found for figure in figures)
     assert all(math.isnan(found[f"prokl/group0.1/{figure}"]) for figure in figures)
     assert all(math.isfinite(found[f"prokl/group0.2/{figure}"]) for figure in figures)
@@ -214,7 +158,7 @@ def test_the_device_is_waited_for_once(cls, kwargs, monkeypatch):
     forbid_host_reads(monkeypatch)
     stream = gradient_stream(SHAPES, 3, dtype=torch.float32)
     parameters, optimizer = run(cls, stream, dtype=torch.float32, **kwargs)
-    copies, reading = [], report._on_host
+    copies, reading = [], report.on_host
 
     class Finished(Exception):
         pass
@@ -223,7 +167,7 @@ def test_the_device_is_waited_for_once(cls, kwargs, monkeypatch):
         copies.append(len(found))
         raise Finished
 
-    monkeypatch.setattr(report, "_on_host", copied)
+    monkeypatch.setattr(report, "on_host", copied)
     with pytest.raises(Finished), ForbidHostReads():
         diagnostics.scalars(optimizer)
     with pytest.raises(Finished), ForbidHostReads():
@@ -231,6 +175,6 @@ def test_the_device_is_waited_for_once(cls, kwargs, monkeypatch):
     with ForbidHostReads():
         diagnostics.phi(optimizer)
     assert len(copies) == 2
-    monkeypatch.setattr(report, "_on_host", lambda found: copies.append(len(found)) or reading(found))
+    monkeypatch.setattr(report, "on_host", lambda found: copies.append(len(found)) or reading(found))
     assert diagnostics.scalars(optimizer)
     assert len(copies) == 3

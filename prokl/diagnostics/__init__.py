@@ -16,11 +16,14 @@ results; ``plot``, which makes two calls, twice. Call it every so many steps, be
 from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
 from prokl.diagnostics.figure import plot
 from prokl.diagnostics.report import eigenvalues, phi, scalars, spectra
+from prokl.diagnostics.summary import Health, health
 
 __all__ = [
+    "Health",
     "alpha_kl_bracket",
     "eigenvalues",
     "gap_bound",
+    "health",
     "over_tail",
     "phi",
     "plot",

@@ -20,13 +20,14 @@ PANELS = {
     "tail_am_gm": "tail AM/GM",
     "gap_bound": "Claim 1 bound, nats",
     "captured_energy": "energy captured by U",
+    "subspace_share": "share of the update in U",
     "orthogonality": r"$\|Q^\top Q - I\|_F$",
-    "polar_error": "polar error",
+    "spread_L": "spread of L",
     "whitened_size": "whitened size of the gradient",
     "clipped": "bounded steps",
     "update_rms": "update, rms",
-    "update_norm": "update, operator norm",
-    "alpha_kl": r"$\alpha_{kl}$ and its bracket",
+    "update_to_weight": "update over weight, with lr",
+    "idle_rows": "idle rows",
 }
 COLUMNS = 4
 LABELS = 80  # weights that are named at most: of more every second, third, ...

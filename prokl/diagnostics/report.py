@@ -12,7 +12,7 @@ from prokl.algorithm.settings import check_rank
 from prokl.algorithm.shapes import Rank, effective_rank
 from prokl.backends.device import without_autocast
 from prokl.diagnostics import measures
-from prokl.diagnostics.calibration import alpha_kl_bracket, gap_bound, over_tail, tail_am_gm
+from prokl.diagnostics.calibration import gap_bound, over_tail, tail_am_gm
 from prokl.diagnostics.weights import Batch, Wrapper, batches, engine_of
 from prokl.matrix_optimizer import MatrixOptimizer
 
@@ -33,18 +33,17 @@ def scalars(
 
     A matrix begins with its first usable gradient: before the first step the dictionary is empty.
 
-    From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_S or Q_R as stored (Q_S is a basis only
-    just after a refresh); ``tail_am_gm_L``, ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the
-    rank and Claim 1's bound in nats on what restricting that factor costs; ``alpha_kl_used``, and ``alpha_kl_low`` and
-    ``alpha_kl_high``, the bracket of :func:`alpha_kl_bracket`; ``clipped``, the steps that ``clip_threshold`` has
-    bounded. A factor that has no eigenvalue beyond the rank has no tail.
+    From the state: ``orthogonality_<basis>``, ||Q^T Q - I||_F of U, Q_L and Q_R as stored; ``spread_L``, the largest
+    over the smallest eigenvalue of L; ``clipped``, the steps that ``clip_threshold`` has bounded; ``tail_am_gm_L``,
+    ``_R`` and ``gap_bound_L``, ``_R``, AM/GM of the eigenvalues beyond the rank and Claim 1's bound in nats on what
+    restricting that factor costs. A factor that has no eigenvalue beyond the rank has no tail.
 
     From gradients, so call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``:
-    ``captured_energy``, ||GU||^2/||G||^2; ``whitened_size``, what ``clip_threshold`` bounds, usually about 1;
-    ``update_rms`` and ``update_norm``, root mean square and operator norm of the coming update before lr and weight
-    decay; ``polar_error``, distance of the Newton-Schulz output from the exact polar factor over the size of the
-    latter. A weight without a gradient lacks them; NaN says that its gradient is not finite, or of ``captured_energy``
-    that it is zero.
+    ``whitened_size``, what ``clip_threshold`` bounds, usually about 1; ``idle_rows``, the share of the gradient's rows
+    or columns, whichever is larger, that are exactly zero; ``captured_energy``, ||GU||^2/||G||^2; and of the coming
+    update D, without weight decay, ``update_rms``, its root mean square, ``update_to_weight``, lr ||D||/||W||, and
+    ``subspace_share``, ||DU||^2/||D||^2. A weight without a gradient lacks them. NaN says that its gradient is not
+    finite, or of a share of energy that there is none. ``update_to_weight`` of a weight of zeros is infinite.
 
     Args:
         optimizer: a ProKLShampoo or KLShampoo on any backend, also in Accelerate's or Lightning's wrapper. The coming
@@ -65,26 +64,19 @@ def scalars(
     kept, measured, vectors = [], [], []
     for batch in batches(engine, model):
         kept.append(replace(batch, gradient=None, state={}))
-        measured.append(measures.of_state(batch.state) | measures.of_gradient(batch))
+        measured.append(measures.of_batch(batch))
         vectors.append(_inverse_square_roots(batch))
     begun = {name for batch in kept for name in batch.names}
     if unknown := sorted((phi or {}).keys() - begun):
         raise ValueError(f"Invalid phi: {unknown[0]!r} is no weight that has begun; there are {sorted(begun)}.")
-    host = _on_host([*measured, *vectors])
+    host = on_host([*measured, *vectors])
     values: dict[str, dict[str, float]] = {}
     for batch, stacked, roots in zip(kept, host[: len(kept)], host[len(kept) :], strict=True):
-        for b, name in enumerate(batch.names):
-            figures = {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.OF_STATE}
+        for b, (name, figures) in enumerate(figures_of(batch, stacked).items()):
             spectra = {factor: _descending(roots[factor][b]) for factor in ("L", "R") if factor in roots}
-            if batch.rank:
-                shape = batch.shapes[b]
-                figures["alpha_kl_low"], figures["alpha_kl_high"] = alpha_kl_bracket(
-                    shape.rows, shape.cols, batch.rank, adjust_lr_fn=batch.group["adjust_lr_fn"]
-                )
-                figures["alpha_kl_used"] = batch.method.hyper(batch.group).subspace_weight(batch.m, batch.n, batch.rank)
-                if phi is not None and name in phi:
-                    whitened = _spectrum_of(phi[name], name, batch.n)
-                    spectra |= {} if whitened is None else {"R": whitened}
+            if batch.rank and phi is not None and name in phi:
+                whitened = _spectrum_of(phi[name], name, batch.n)
+                spectra |= {} if whitened is None else {"R": whitened}
             begins = batch.rank or (effective_rank(rank, batch.m, batch.n) if rank == "auto" else rank)
             for factor, spectrum in spectra.items():
                 if len(spectrum) > begins:
@@ -112,7 +104,7 @@ def eigenvalues(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = 
         vectors.append(_inverse_square_roots(batch))
     return {
         name: {factor: _descending(value[b]) for factor, value in roots.items()}
-        for names, roots in zip(kept, _on_host(vectors), strict=True)
+        for names, roots in zip(kept, on_host(vectors), strict=True)
         for b, name in enumerate(names)
     }
 
@@ -154,6 +146,14 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
     return by_weight
 
 
+def figures_of(batch: Batch, stacked: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Return what was measured of a batch, on the host by now, for each matrix: {weight: {figure: value}}."""
+    return {
+        name: {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.OF_STATE}
+        for b, name in enumerate(batch.names)
+    }
+
+
 def _spectrum_of(phi: Tensor, name: str, n: int) -> Tensor | None:
     """Return descending eigenvalues on the CPU: NaN for an average that is not finite, None for a singular one."""
     if phi.shape != (n, n):
@@ -176,7 +176,7 @@ def _descending(inverse_square_roots: Tensor) -> Tensor:
     return inverse_square_roots.pow(-2).sort(descending=True).values
 
 
-def _on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def on_host(figures: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """Copy to float64 on the CPU, by one copy for each device and dtype."""
     flat: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensors in figures:

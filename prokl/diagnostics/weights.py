@@ -17,7 +17,7 @@ from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.io import in_float32
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import Piece, clock, runs, units
+from prokl.engine.pieces import Piece, Unit, clock, runs, units
 from prokl.engine.storage import state_dtype
 from prokl.matrix_optimizer import MatrixOptimizer
 
@@ -31,11 +31,12 @@ class Batch:
     """As PyTorch holds them: a weight and the transpose of another share a batch."""
     rank: int
     """Effective rank; 0 where the method has none."""
-    steps: list[int]
     has_gradient: list[bool]
     """Matrices that have a gradient."""
     gradient: Tensor | None
     """(B,m,n), zero for the others; None when there is none at all, or they were not asked for."""
+    weight_rms: Tensor | None
+    """(B,), root mean square of the weights as they are; None with ``gradient``."""
     state: dict[str, Tensor]
     """The keys that were asked for, as in :mod:`prokl.algorithm.reference`, each with a leading B."""
     group: dict[str, Any]
@@ -60,8 +61,8 @@ class Wrapper(Protocol):
         """What it was given: an optimizer, or another wrapper."""
 
 
-def engine_of(optimizer: MatrixOptimizer | Wrapper) -> Engine:
-    """Return the engine of an optimizer, of a divided one that of what this rank steps.
+def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:
+    """Return the optimizer itself, out of a trainer's wrappers.
 
     Raises:
         TypeError: it has no preconditioners.
@@ -73,7 +74,12 @@ def engine_of(optimizer: MatrixOptimizer | Wrapper) -> Engine:
             f"optimizer must be a prokl.ProKLShampoo or prokl.KLShampoo, got {type(optimizer).__name__}; "
             "pass the optimizer itself."
         )
-    return optimizer.engine
+    return optimizer
+
+
+def engine_of(optimizer: MatrixOptimizer | Wrapper) -> Engine:
+    """Return the engine of an optimizer, of a divided one that of what this rank steps; errors as above."""
+    return unwrapped(optimizer).engine
 
 
 def batches(
@@ -90,16 +96,13 @@ def batches(
     Raises:
         ValueError: a weight without a name is not in ``model``.
     """
-    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
     alike: dict[tuple[Any, ...], list[Piece]] = {}
-    place: dict[int, int] = {}
-    for unit in units(engine.groups):
-        i = place[unit.group_index] = place.get(unit.group_index, -1) + 1
+    for unit, name in _named(engine.groups, model):
         for piece in engine.pieces(unit) if unit.matrix else ():
             if not _begun(piece, engine.state.get(unit.p, {})):
                 continue
-            has_name = "param_names" in unit.group
-            name = unit.name if has_name else names.get(unit.p) or _placed(unit.group_index, i, model)
+            if name is None:
+                raise ValueError(f"Invalid model: {unit.name} is not in it; pass the one that is trained.")
             key = (unit.group_index, *engine.shape(unit.group, piece))
             alike.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
     for (index, m, n, rank, dtype, device), members in alike.items():
@@ -110,11 +113,45 @@ def batches(
             yield _batch(engine, group, rank, arithmetic, run, keys, gradients)
 
 
-def _placed(index: int, i: int, model: nn.Module | None) -> str:
-    """Return a name for a weight that has none."""
-    if model is not None:
-        raise ValueError(f"Invalid model: parameter {i} of group {index} is not in it; pass the one that is trained.")
-    return f"group{index}.{i}"
+def _named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Unit, str | None]]:
+    """Yield every weight with its name: the optimizer's, the model's, or its place; None where the model lacks it."""
+    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
+    place: dict[int, int] = {}
+    for unit in units(groups):
+        i = place[unit.group_index] = place.get(unit.group_index, -1) + 1
+        own = unit.name if "param_names" in unit.group else None
+        yield unit, own or names.get(unit.p) or (f"group{unit.group_index}.{i}" if model is None else None)
+
+
+def without_gradient(optimizer: MatrixOptimizer, model: nn.Module | None) -> tuple[list[str], int]:
+    """Name the weights, AdamW's too, that may move and have no gradient; count those that may move."""
+    moving = [(unit, name) for unit, name in _named(optimizer.param_groups, model) if unit.p.requires_grad]
+    return [name or unit.name for unit, name in moving if unit.p.grad is None], len(moving)
+
+
+def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
+    """Return the steps of every matrix by its name; -1 before its first usable gradient."""
+    found = {}
+    for unit, name in _named(engine.groups, model):
+        for piece in engine.pieces(unit) if unit.matrix else ():
+            for b, step in enumerate(clock(piece, engine.state.get(unit.p, {}))):
+                found[_matrix(piece, (name or unit.name) + piece.suffix, b)] = step
+    return found
+
+
+def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
+    """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
+    return {
+        (name or unit.name) + key.removeprefix("skipped"): value
+        for unit, name in _named(engine.groups, model)
+        for key, value in engine.state.get(unit.p, {}).items()
+        if key.partition(".")[0] == "skipped"
+    }
+
+
+def _matrix(piece: Piece, name: str, b: int) -> str:
+    """Return the name of matrix ``b`` of a piece of this name."""
+    return f"{name}[{b}]" if piece.p.ndim == 3 else name
 
 
 def _begun(piece: Piece, state: dict[str, Any]) -> list[int]:
@@ -131,35 +168,39 @@ def _batch(
     keys: Collection[str] | None,
     with_gradients: bool,
 ) -> Batch:
-    names, shapes, steps, has_gradient = [], [], [], []
+    names, shapes, has_gradient = [], [], []
     gradients: list[Tensor] = []
+    sizes: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {}
     shape = members[0].shape
     kept = engine.method.state_shapes(shape.m, shape.n, rank, group)
     state_keys = [key for key in kept if keys is None or key in keys]
     for piece in members:
         p, shape, entry = piece.p, piece.shape, engine.state[piece.p]
-        begun, steps_of_all, stacked = _begun(piece, entry), clock(piece, entry), p.ndim == 3
+        begun = _begun(piece, entry)
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
         for b in begun:
-            names.append(f"{piece.name}[{b}]" if stacked else piece.name)
+            names.append(_matrix(piece, piece.name, b))
             shapes.append(shape)
-            steps.append(steps_of_all[b])
             has_gradient.append(p.grad is not None)
         for key in state_keys:
             value = entry[key + piece.suffix]
             dtype = value.dtype if key == "M_Q" else arithmetic  # as the step has them
-            parts.setdefault(key, []).append((value[rows] if stacked else value[None]).detach().to(dtype))
+            parts.setdefault(key, []).append((value[rows] if p.ndim == 3 else value[None]).detach().to(dtype))
         if not with_gradients:
             continue
         if p.grad is None:
             gradients.append(torch.zeros(len(begun), shape.m, shape.n, dtype=arithmetic, device=p.device))
+            sizes.append(torch.zeros(len(begun), dtype=arithmetic, device=p.device))
         else:
+            W = shape.oriented(p.detach())[rows].to(arithmetic)
+            sizes.append(torch.linalg.vector_norm(W, dim=(-2, -1)) / (shape.m * shape.n) ** 0.5)
             G = shape.oriented(p.grad.detach()).to(arithmetic)
             squares = torch.linalg.vector_norm(G, dim=(-2, -1)).square()
             gradients.append(G[rows].masked_fill(~in_float32(squares).all(), torch.nan))  # one stops its stack
     gradient = torch.cat(gradients) if with_gradients and any(has_gradient) else None
     if gradient is not None and group["maximize"]:
         gradient = -gradient
+    weight_rms = torch.cat(sizes) if gradient is not None else None
     state = {key: torch.cat(values) for key, values in parts.items()}
-    return Batch(names, shapes, rank, steps, has_gradient, gradient, state, group, engine.method)
+    return Batch(names, shapes, rank, has_gradient, gradient, weight_rms, state, group, engine.method)

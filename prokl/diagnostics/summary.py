@@ -1,0 +1,216 @@
+"""A dozen numbers for a whole optimizer, and in words what looks wrong about them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import nn
+
+from prokl.backends.device import without_autocast
+from prokl.diagnostics import measures
+from prokl.diagnostics.report import figures_of, on_host
+from prokl.diagnostics.weights import Wrapper, batches, clocks, skips, unwrapped, without_gradient
+from prokl.matrix_optimizer import MatrixOptimizer
+
+MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
+WORST = ("update_to_weight", "whitened_size", "spread_L", "idle_rows", "orthogonality")
+"""Figures of a matrix of which the median, and the largest, over all matrices is told."""
+
+# What is beyond these looks wrong. docs/diagnostics.md has the runs, healthy and sick, that they lie between.
+LARGE_UPDATE = 0.5
+"""Of ``update_to_weight_median``: at most 0.13 in healthy runs, at their second step; 1.3 at ten times the rate."""
+MANY_CLIPPED = 0.25
+"""Of ``clipped``: at most 0.08 in 25 steps of healthy runs."""
+MANY_IDLE = 0.5
+"""Of ``idle_rows_worst``: 0 in healthy runs, 0.84 and more where half of the vocabulary never occurs."""
+NO_BASIS = 0.1
+"""Of ``orthogonality_worst``: at most 3.8e-2 in 5,000 steps with a bfloat16 state (docs/findings.md)."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What :func:`health` returns; printed, it is a line for each number and the words."""
+
+    numbers: dict[str, float]
+    """Flat, for a logger: {"prokl/<figure>": value}."""
+    worst: dict[str, str]
+    """Which matrix or weight the worst of a figure is, or most of a count: {"prokl/<figure>": name}."""
+    words: list[str]
+    """One line for each thing that looks wrong, with its remedy; empty where nothing does."""
+    totals: dict[str, dict[str, int]] = field(repr=False)
+    """Counts by name since the state was made, from which a later call counts: "steps", "clipped", "skipped"."""
+
+    def __str__(self) -> str:
+        """Return a line for each number, then the words."""
+        lines = [f"{key:<31}{value:>10.3g}  {self.worst.get(key, '')}" for key, value in self.numbers.items()]
+        return "\n".join([line.rstrip() for line in lines] + self.words)
+
+
+@torch.no_grad()
+@without_autocast
+def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None, since: Health | None = None) -> Health:
+    """Return a dozen numbers for the whole optimizer, and in words what looks wrong; waits for the device once.
+
+    Call it between ``backward()`` (and ``GradScaler.unscale_``) and ``step()``. Numbers that nothing is there for are
+    left out: before the first step, without gradients, and of a method without a subspace.
+
+    Medians and the worst are over the matrices that have begun, of the figures of :func:`scalars`:
+    ``update_to_weight_median`` and ``_worst``, lr ||D||/||W|| for the coming update D; ``whitened_size_median`` and
+    ``_worst``; ``spread_L_median`` and ``_worst``; ``subspace_share_median``; ``idle_rows_worst``;
+    ``orthogonality_worst``, of all bases. NaN is worse than any number, and no part of a median. A weight of zeros has
+    no ``update_to_weight``.
+
+    Counts: ``clipped``, the share of the steps since the last call that ``clip_threshold`` bounded; ``skipped``, the
+    gradients since then that were not finite; ``without_gradient``, the weights that may move, AdamW's too, and have
+    no gradient now.
+
+    Of a divided optimizer each rank has the numbers of the matrices that it steps, and waits for no other; figures
+    that need gradients are there only for weights that lie whole on their owner, as under DDP.
+
+    Args:
+        optimizer: as in :func:`scalars`.
+        model: likewise.
+        since: what the last call returned; None counts from the start of the state. What counts less than it did then
+            was made anew, and counts from its start.
+
+    Raises:
+        TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
+    """
+    inner = unwrapped(optimizer)
+    engine, kept, measured = inner.engine, [], []
+    for batch in batches(engine, model):
+        kept.append(replace(batch, gradient=None, state={}))
+        measured.append(measures.of_batch(batch))
+    *host, skipped = on_host([*measured, skips(engine, model)])
+    matrices: dict[str, dict[str, float]] = {}
+    for batch, stacked in zip(kept, host, strict=True):
+        matrices |= figures_of(batch, stacked)
+    for figures in matrices.values():
+        bases = [value for figure, value in figures.items() if figure.startswith("orthogonality_")]
+        figures["orthogonality"] = math.nan if any(map(math.isnan, bases)) else max(bases)
+        if math.isinf(figures.get("update_to_weight", 0.0)):
+            del figures["update_to_weight"]
+    totals = {
+        "steps": clocks(engine, model),
+        "clipped": {name: int(figures["clipped"]) for name, figures in matrices.items()},
+        "skipped": {name: int(count) for name, count in skipped.items()},
+    }
+    gained = {key: _gained(now, {} if since is None else since.totals[key]) for key, now in totals.items()}
+    numbers, worst = _summary(matrices, gained)
+    without, moving = without_gradient(inner, model)
+    numbers["prokl/without_gradient"] = float(len(without))
+    if without:
+        worst["prokl/without_gradient"] = without[0]
+    words = _of_missing(without, moving, begun=bool(matrices))
+    if since is not None and not without:
+        words += _of_waiting(totals["steps"], since.totals["steps"])
+    return Health(numbers, worst, words + _of_numbers(numbers, worst), totals)
+
+
+def _gained(now: Mapping[str, int], before: Mapping[str, int]) -> Counter[str]:
+    """Return by how much each count has grown, from 0 where it is below what it was, or was not begun."""
+    start = {name: max(0, before.get(name, 0)) for name in now}
+    return Counter(
+        {name: max(0, count - start[name] if count >= start[name] else count) for name, count in now.items()}
+    )
+
+
+def _summary(
+    matrices: Mapping[str, Mapping[str, float]], gained: Mapping[str, Counter[str]]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return numbers of what was measured of each matrix and counted since the last call, and whose the worst are."""
+    numbers, worst = {}, {}
+    for figure in dict.fromkeys((*MEDIANS, *WORST)):
+        values = {name: figures[figure] for name, figures in matrices.items() if figure in figures}
+        if not values:
+            continue
+        name = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        if figure in MEDIANS:
+            numbers[f"prokl/{figure}_median"] = median([v for v in values.values() if v == v] or [math.nan])
+        if figure in WORST:
+            numbers[f"prokl/{figure}_worst"], worst[f"prokl/{figure}_worst"] = values[name], name
+    steps = sum(gained["steps"].values())
+    numbers["prokl/clipped"] = sum(gained["clipped"].values()) / max(1, steps)
+    numbers["prokl/skipped"] = float(sum(gained["skipped"].values()))
+    for count in ("clipped", "skipped"):
+        if numbers[f"prokl/{count}"]:
+            worst[f"prokl/{count}"] = gained[count].most_common(1)[0][0]
+    return numbers, worst
+
+
+def _of_missing(without: Sequence[str], moving: int, *, begun: bool) -> list[str]:
+    """Say what weights without a gradient mean, of ``moving`` that may move."""
+    if not without:
+        return []
+    if len(without) < moving:
+        return [
+            f"{len(without)} of {moving} weights have no gradient ({_some(without)}) and do not move. Freeze what is "
+            "not to be trained, requires_grad_(False); else see why the loss does not depend on it."
+        ]
+    if begun:
+        return [
+            "No weight has a gradient, so nothing is known of the update. Call health() between backward() and step()."
+        ]
+    return [
+        f"None of the {moving} weights has a gradient, nor has had one. If backward() has run, the optimizer was made "
+        "of other weights than those that are trained: make it after the model is copied, loaded, wrapped or sharded."
+    ]
+
+
+def _of_waiting(now: Mapping[str, int], before: Mapping[str, int]) -> list[str]:
+    """Say which matrices have not begun in all the steps that others have made since the last call."""
+    waiting = [name for name, step in now.items() if step < 0 and before.get(name, 0) < 0]
+    if not waiting or max(before.values(), default=-1) < 0:
+        return []
+    return [
+        f"{_some(waiting)}: no gradient has been usable so far, while others have stepped. They were zero, not finite, "
+        "or too small to square. See whether the weight is used, and the loss scale."
+    ]
+
+
+def _of_numbers(numbers: Mapping[str, float], worst: Mapping[str, str]) -> list[str]:
+    """Say which numbers are beyond what healthy runs have."""
+    of = {key.removeprefix("prokl/"): value for key, value in numbers.items()}
+    name = {key.removeprefix("prokl/"): value for key, value in worst.items()}
+    words = []
+    if math.isnan(of.get("whitened_size_worst", 0.0)):
+        words.append(
+            f"The gradient of {name['whitened_size_worst']} is not finite, so the coming step leaves it as it is. Skip "
+            "steps whose loss is not finite, and look at the batch, the loss scale and the rates."
+        )
+    if of["skipped"]:
+        words.append(
+            f"Gradients that were not finite since the last call: {of['skipped']:.0f}, most of {name['skipped']}. They "
+            "moved nothing. Skip steps whose loss is not finite, and look at the batches, the loss scale and the rates."
+        )
+    if of.get("update_to_weight_median", 0.0) > LARGE_UPDATE:
+        words.append(
+            f"A step moves half of the matrices by more than {of['update_to_weight_median']:.2g} of their size. Lower "
+            "lr, or warm it up."
+        )
+    if of["clipped"] > MANY_CLIPPED:
+        words.append(
+            f"clip_threshold bounded {of['clipped']:.0%} of the steps since the last call, most of {name['clipped']}: "
+            "gradients are far larger than those before them. Lower lr, and look for batches of another kind."
+        )
+    if of.get("idle_rows_worst", 0.0) >= MANY_IDLE:
+        words.append(
+            f"{of['idle_rows_worst']:.0%} of the gradient's rows or columns are zero in {name['idle_rows_worst']}. If "
+            "it is an embedding, give it to AdamW; else see which inputs or units are always zero."
+        )
+    if of.get("orthogonality_worst", 0.0) > NO_BASIS:
+        words.append(
+            f"A basis of {name['orthogonality_worst']} is off orthogonality by {of['orthogonality_worst']:.2g}. Load "
+            "the last checkpoint. If it comes again with state_dtype=torch.bfloat16, keep the state in float32."
+        )
+    return words
+
+
+def _some(names: Sequence[str]) -> str:
+    """Name the first three."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

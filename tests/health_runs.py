@@ -1,0 +1,99 @@
+"""Healthy and sick trainings of a tiny model, and what :func:`prokl.diagnostics.health` says of them.
+
+``python -m tests.health_runs`` prints the table of docs/diagnostics.md.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import prokl
+from bench import models
+from bench.training import corpus
+from prokl import diagnostics
+
+STEPS, ASKED = 200, (2, 50, 100, 150, 200)
+BATCH, CONTEXT = 8, 64
+
+
+class Case(NamedTuple):
+    """A training: of which model, by which optimizer, and what is wrong with it."""
+
+    family: str = "llama"
+    optimizer: str = "ProKLShampoo"
+    seed: int = 0
+    sick: str = ""
+
+
+CASES = {
+    "llama, seed 0": Case(),
+    "llama, seed 1": Case(seed=1),
+    "gpt2, seed 0": Case("gpt2"),
+    "gpt2, seed 1": Case("gpt2", seed=1),
+    "KL-Shampoo": Case(optimizer="KLShampoo"),
+    "lr × 10": Case(sick="lr"),
+    "idle rows": Case(sick="idle rows"),
+    "NaN batch": Case(sick="NaN batch"),
+    "another copy": Case(sick="another copy"),
+}
+
+
+def batches_of(seed: int) -> Iterator[torch.Tensor]:
+    """Yield (B, T + 1) bytes of Python's standard library."""
+    text = torch.frombuffer(bytearray(corpus.read(None)[1]), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
+        yield text[starts + torch.arange(CONTEXT + 1)]
+
+
+def trained(case: Case) -> dict[int, diagnostics.Health]:
+    """Train; return what is said of the optimizer by step, before the step is made."""
+    torch.manual_seed(case.seed)
+    if case.family == "llama":
+        model = models.build(models.llama(1, 64, 2, 172, context=CONTEXT))
+    else:
+        model = models.build(models.gpt2(1, 64, 2, context=CONTEXT))
+    cls, lr = getattr(prokl, case.optimizer), 0.02 if case.optimizer == "ProKLShampoo" else 0.002
+    given = copy.deepcopy(model) if case.sick == "another copy" else model
+    # Every second byte stays out of the embedding, which the matrix method steps then.
+    matrix = ["embedding.weight"] if case.sick == "idle rows" else []
+    groups = prokl.param_groups(given, lr=lr * (10 if case.sick == "lr" else 1), adamw_lr=3e-3, matrix=matrix)
+    optimizer, said, since = cls(groups), {}, None
+    for step, bytes_ in zip(range(1, STEPS + 1), batches_of(case.seed), strict=False):
+        if case.sick == "idle rows":
+            bytes_ = bytes_ // 2 * 2
+        logits = model(bytes_[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
+        if case.sick == "NaN batch" and step == STEPS - 1:
+            loss = loss * torch.nan
+        model.zero_grad()
+        loss.backward()
+        if step in ASKED:
+            said[step] = since = diagnostics.health(optimizer, since=since)
+        optimizer.step()
+    return said
+
+
+def table(said: dict[str, dict[int, diagnostics.Health]]) -> str:
+    """Return the numbers of runs side by side, at the last step; the first line is of the second step."""
+    early, last = "prokl/update_to_weight_median", ASKED[-1]
+    keys = dict.fromkeys(key for found in said.values() for key in found[last].numbers)
+    rows = [(f"`{early.removeprefix('prokl/')}`, step 2", [found[2].numbers.get(early) for found in said.values()])]
+    rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in said.values()]) for k in keys]
+    lines = ["| | " + " | ".join(said) + " |", "|---|" + "---|" * len(said)]
+    for title, values in rows:
+        lines.append(f"| {title} | " + " | ".join("-" if v is None else f"{v:.2g}" for v in values) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    runs = {}
+    for name, case in CASES.items():
+        runs[name] = trained(case)
+        print(f"{name}: {[found.words for found in runs[name].values()]}", flush=True)
+    print(table(runs))

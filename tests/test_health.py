@@ -1,0 +1,251 @@
+"""The numbers of a whole optimizer follow from those of its matrices, and the words name what is wrong."""
+
+import math
+import re
+from statistics import median
+
+import pytest
+import torch
+from torch import nn
+
+import prokl
+from prokl import diagnostics
+from prokl.diagnostics import summary as module
+from tests.health_runs import CASES, trained
+from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
+from tests.problems import gradient_stream, run
+from tests.test_accelerator_path import ForbidHostReads
+from tests.test_diagnostics import METHODS, SHAPES, Wrapped
+from tests.training import contents, differences
+
+SAYS = {
+    "lr × 10": (2, "A step moves half of the matrices by more than .* of their size. Lower lr, or warm it up"),
+    "idle rows": (200, "of the gradient's rows or columns are zero in embedding.weight. If it is an embedding, give"),
+    "NaN batch": (
+        200,
+        "Gradients that were not finite since the last call: [0-9]+, most of blocks.0.* Skip steps whose",
+    ),
+    "another copy": (2, "None of the 12 weights has a gradient, nor has had one. .* was made of other weights"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_words_tell_the_sick_from_the_healthy(name):
+    said = trained(CASES[name])
+    if not CASES[name].sick:
+        assert [found.words for found in said.values()] == [[]] * len(said)
+        return
+    at, says = SAYS[name]
+    assert any(re.search(says, words) for words in said[at].words)
+    assert all(not found.words for step, found in said.items() if step < at and name != "idle rows")
+
+
+def by_figure(scalars):
+    found = {}
+    for key, value in scalars.items():
+        _, name, figure = key.split("/")
+        found.setdefault(figure.partition("_Q")[0].removesuffix("_U"), {}).setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_numbers_are_the_median_and_the_worst_of_those_of_the_matrices(cls, kwargs):
+    stream = gradient_stream([*SHAPES, (9, 7)], 5)
+    stream[-1][1][:3] = 0
+    groups = [{"params": []}, {"params": [], "split": 3}]
+    parameters = [weight(*g.shape, seed=i, dtype=torch.float64) for i, g in enumerate(stream[0])]
+    named = [(f"w{i}", p) for i, p in enumerate(parameters)]
+    groups[0]["params"], groups[1]["params"] = named[:-1], named[-1:]
+    optimizer = cls(groups, lr=0.3, **kwargs)
+    for gradients in stream[:-1]:
+        step(optimizer, parameters, gradients)
+    for p, g in zip(parameters, stream[-1], strict=True):
+        p.grad = g
+    found, own = diagnostics.health(optimizer), by_figure(diagnostics.scalars(optimizer))
+    assert "w2[1]" in own["spread_L"] and "w5.2" in own["spread_L"]
+    for figure in module.MEDIANS:
+        if figure in own:
+            expected = median(value for (value,) in own[figure].values())
+            assert found.numbers[f"prokl/{figure}_median"] == pytest.approx(expected, rel=1e-12)
+    for figure in module.WORST:
+        largest = {name: max(values) for name, values in own[figure].items()}
+        key = f"prokl/{figure}_worst"
+        assert found.numbers[key] == max(largest.values()) == largest[found.worst[key]]
+    assert ("prokl/subspace_share_median" in found.numbers) == (cls is PRO)
+    assert len(found.numbers) == 11 + (cls is PRO)
+    assert found.numbers["prokl/idle_rows_worst"] == 0.3 and found.worst["prokl/idle_rows_worst"] == "w1"
+    assert found.numbers["prokl/without_gradient"] == 0
+    shown = str(found).splitlines()
+    assert len(shown) == len(found.numbers) + len(found.words) and "w1" in str(found)
+
+
+@pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
+def test_update_to_weight_is_what_the_coming_step_does(lr):
+    (p,), optimizer = run(PRO, gradient_stream([(6, 10)], 3), lr=lr, rank=3)
+    p.grad, before = gradient_stream([(6, 10)], 4)[-1][0], p.detach().clone()
+    found = diagnostics.health(optimizer).numbers["prokl/update_to_weight_median"]
+    optimizer.step()
+    # A weight of size 1 has lost 1e-16 of it, an lr in float32 6e-8.
+    assert found == pytest.approx(float((p.detach() - before).norm() / before.norm()), rel=1e-7)
+
+
+def test_the_share_in_the_subspace_is_that_of_the_variants():
+    for variant, low, high in (("complement-only", 0, 1e-3), ("subspace-only", 1 - 1e-9, 1 + 1e-9)):
+        _, optimizer = run(PRO, gradient_stream([(6, 10)], 4), rank=3, variant=variant)
+        assert low <= diagnostics.health(optimizer).numbers["prokl/subspace_share_median"] <= high
+
+
+def test_a_weight_of_zeros_has_no_update_to_weight():
+    (p, q), optimizer = run(PRO, gradient_stream([(6, 10), (6, 10)], 3), rank=3)
+    p.detach().zero_()
+    found = diagnostics.health(optimizer)
+    assert math.isinf(diagnostics.scalars(optimizer)["prokl/group0.0/update_to_weight"])
+    assert found.worst["prokl/update_to_weight_worst"] == "group0.1"
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_counts_are_those_since_the_last_call(cls, kwargs):
+    shapes = [(6, 10), (3, 6, 10)]
+    stream = gradient_stream(shapes, 40)
+    parameters, optimizer = run(cls, stream, **kwargs)
+    first = diagnostics.health(optimizer)
+    assert first.numbers["prokl/skipped"] == 0
+    assert first.numbers["prokl/clipped"] == sum(optimizer.clipped().values()) / (4 * 39)
+    larger = [1e3 * stream[-1][0], stream[-1][1].clone()]
+    larger[1][0, 0, 0] = NAN
+    step(optimizer, parameters, larger)
+    found = diagnostics.health(optimizer, since=first)
+    assert found.numbers["prokl/clipped"] == 1 / 4 and found.worst["prokl/clipped"] == "group0.0"
+    assert found.numbers["prokl/skipped"] == 1 and found.worst["prokl/skipped"] == "group0.1"
+    assert any(
+        words.startswith("Gradients that were not finite since the last call: 1, most of group0.1.")
+        for words in found.words
+    )
+    assert diagnostics.health(optimizer, since=found).numbers["prokl/skipped"] == 0
+    del optimizer.state[parameters[1]]  # begins anew
+    for gradients in stream[:3]:
+        step(optimizer, parameters, gradients)
+    anew = diagnostics.health(optimizer, since=found)
+    assert anew.numbers["prokl/skipped"] == 0 and 0 <= anew.numbers["prokl/clipped"] <= 1
+
+
+def test_before_the_first_step_there_are_counts_alone_and_no_words():
+    p, q = weight(6, 10), weight(4, 4)
+    optimizer = PRO([("p", p), ("q", q)], rank=2)
+    p.grad, q.grad = normal(6, 10), normal(4, 4)
+    found = diagnostics.health(optimizer)
+    assert found.numbers == {"prokl/clipped": 0, "prokl/skipped": 0, "prokl/without_gradient": 0} and not found.words
+    optimizer.step()
+    assert diagnostics.health(optimizer, since=found).words == []
+    optimizer.zero_grad()
+    after = diagnostics.health(optimizer)
+    assert after.numbers["prokl/without_gradient"] == 2 and "prokl/whitened_size_median" not in after.numbers
+    assert after.numbers["prokl/spread_L_median"] >= 1
+    assert after.words == [
+        "No weight has a gradient, so nothing is known of the update. Call health() between backward() and step()."
+    ]
+
+
+def test_weights_without_a_gradient_are_counted_adamws_too():
+    model = nn.ModuleDict({"used": nn.Linear(6, 6), "aside": nn.Linear(6, 4), "frozen": nn.Linear(6, 3)})
+    optimizer = PRO(prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, rank=2))
+    model["frozen"].requires_grad_(False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model["used"](torch.ones(2, 6)).square().mean().backward()
+        optimizer.step()
+    found = diagnostics.health(optimizer)
+    assert found.numbers["prokl/without_gradient"] == 2
+    assert found.words == [
+        "2 of 4 weights have no gradient (aside.weight, aside.bias) and do not move. Freeze what is not to be trained, "
+        "requires_grad_(False); else see why the loss does not depend on it."
+    ]
+
+
+def test_a_matrix_that_never_begins_is_named():
+    ones, stack = weight(4, 6), weight(2, 4, 6)
+    optimizer = PRO([("ones", ones), ("stack", stack)], rank=2)
+    since, said = None, []
+    for t in range(3):
+        ones.grad, stack.grad = torch.zeros(4, 6), normal(2, 4, 6, seed=t)
+        stack.grad[1] = 0
+        since = diagnostics.health(optimizer, since=since)
+        said.append(since.words)
+        optimizer.step()
+    assert said[:2] == [[], []]
+    assert said[2][0].startswith("ones, stack[1]: no gradient has been usable so far, while others have stepped.")
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_a_gradient_that_is_not_finite_is_the_worst_and_no_part_of_a_median(cls, kwargs):
+    parameters, optimizer = run(cls, gradient_stream([(6, 10), (8, 8), (10, 6)], 4), **kwargs)
+    whole = diagnostics.scalars(optimizer)
+    parameters[1].grad[0, 0] = NAN
+    found = diagnostics.health(optimizer)
+    assert math.isnan(found.numbers["prokl/whitened_size_worst"])
+    assert found.worst["prokl/whitened_size_worst"] == "group0.1"
+    sizes = [whole[f"prokl/group0.{i}/whitened_size"] for i in (0, 2)]
+    assert found.numbers["prokl/whitened_size_median"] == pytest.approx(sum(sizes) / 2, rel=1e-12)
+    assert found.words[0].startswith("The gradient of group0.1 is not finite, so the coming step leaves it as it is.")
+
+
+def test_a_basis_off_orthogonality_and_many_bounded_steps_are_told():
+    stream = [[100**t * g for g in gradients] for t, gradients in enumerate(gradient_stream([(6, 10), (8, 8)], 5))]
+    parameters, optimizer = run(PRO, stream, rank=3)
+    optimizer.state[parameters[1]]["Q_L"][0, 0] += 0.25
+    clipped, basis = diagnostics.health(optimizer).words
+    assert clipped.startswith("clip_threshold bounded 100% of the steps since the last call")
+    assert basis.startswith("A basis of group0.1 is off orthogonality by 0.")
+
+
+@pytest.mark.parametrize("dtype, state_dtype", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_half_precision_is_no_sickness(cls, kwargs, dtype, state_dtype):
+    stream = gradient_stream(SHAPES, 6, dtype=torch.float32)
+    _, optimizer = run(cls, stream, dtype=dtype, state_dtype=state_dtype, lr=0.01, **kwargs)
+    found = diagnostics.health(optimizer)
+    assert all(math.isfinite(value) for value in found.numbers.values())
+    assert not [words for words in found.words if "orthogonality" in words or "finite" in words]
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_health_reads_and_changes_nothing_by_way_of_a_wrapper(cls, kwargs):
+    _, optimizer = run(cls, gradient_stream(SHAPES, 4), **kwargs)
+    before = contents(optimizer)
+    assert diagnostics.health(Wrapped(Wrapped(optimizer))) == diagnostics.health(optimizer)
+    assert differences(before, optimizer) == set()
+    with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW"):
+        diagnostics.health(torch.optim.AdamW([weight(2, 2)]))
+
+
+@pytest.mark.parametrize("cls, kwargs", METHODS)
+def test_health_waits_for_the_device_once(cls, kwargs, monkeypatch):
+    forbid_host_reads(monkeypatch)
+    stream = gradient_stream(SHAPES, 3, dtype=torch.float32)
+    _, optimizer = run(cls, stream, dtype=torch.float32, **kwargs)
+
+    class Finished(Exception):
+        pass
+
+    def copied(found):
+        raise Finished
+
+    reading, calls = module.on_host, []
+    monkeypatch.setattr(module, "on_host", copied)
+    with pytest.raises(Finished), ForbidHostReads():
+        diagnostics.health(optimizer)
+    monkeypatch.setattr(module, "on_host", lambda found: calls.append(0) or reading(found))
+    assert diagnostics.health(optimizer).numbers and calls == [0]
+
+
+def test_names_are_the_models_where_the_optimizer_has_none():
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 7, bias=False))
+    optimizer = KL(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 6) + torch.arange(6)).square().mean().backward()
+        optimizer.step()
+    assert diagnostics.health(optimizer, model).worst["prokl/spread_L_worst"] in {"0.weight", "1.weight"}
+    model[0].weight.grad = None
+    assert diagnostics.health(optimizer, model).worst["prokl/without_gradient"] == "0.weight"
