@@ -15,7 +15,7 @@ from bench import models
 from bench.training import corpus
 from prokl import diagnostics
 
-STEPS, ASKED = 200, (2, 50, 100, 150, 200)
+ASKED = (5, 50, 100, 150, 200)
 BATCH, CONTEXT = 8, 64
 
 
@@ -50,8 +50,8 @@ def batches_of(seed: int) -> Iterator[torch.Tensor]:
         yield text[starts + torch.arange(CONTEXT + 1)]
 
 
-def trained(case: Case) -> dict[int, diagnostics.Health]:
-    """Train; return what is said of the optimizer by step, before the step is made."""
+def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics.Health]:
+    """Train; return what is said of the optimizer at these steps, before the step is made."""
     torch.manual_seed(case.seed)
     if case.family == "llama":
         model = models.build(models.llama(1, 64, 2, 172, context=CONTEXT))
@@ -63,26 +63,26 @@ def trained(case: Case) -> dict[int, diagnostics.Health]:
     matrix = ["embedding.weight"] if case.sick == "idle rows" else []
     groups = prokl.param_groups(given, lr=lr * (10 if case.sick == "lr" else 1), adamw_lr=3e-3, matrix=matrix)
     optimizer, said, since = cls(groups), {}, None
-    for step, bytes_ in zip(range(1, STEPS + 1), batches_of(case.seed), strict=False):
+    for step, bytes_ in zip(range(1, asked[-1] + 1), batches_of(case.seed), strict=False):
         if case.sick == "idle rows":
             bytes_ = bytes_ // 2 * 2
         logits = model(bytes_[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
-        if case.sick == "NaN batch" and step == STEPS - 1:
+        if case.sick == "NaN batch" and step == asked[-1] - 1:
             loss = loss * torch.nan
         model.zero_grad()
         loss.backward()
-        if step in ASKED:
+        if step in asked:
             said[step] = since = diagnostics.health(optimizer, since=since)
         optimizer.step()
     return said
 
 
 def table(said: dict[str, dict[int, diagnostics.Health]]) -> str:
-    """Return the numbers of runs side by side, at the last step; the first line is of the second step."""
+    """Return the numbers of runs side by side, at the last step; the first line is of the fifth."""
     early, last = "prokl/update_to_weight_median", ASKED[-1]
     keys = dict.fromkeys(key for found in said.values() for key in found[last].numbers)
-    rows = [(f"`{early.removeprefix('prokl/')}`, step 2", [found[2].numbers.get(early) for found in said.values()])]
+    rows = [(f"`{early.removeprefix('prokl/')}`, step 5", [found[5].numbers.get(early) for found in said.values()])]
     rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in said.values()]) for k in keys]
     lines = ["| | " + " | ".join(said) + " |", "|---|" + "---|" * len(said)]
     for title, values in rows:

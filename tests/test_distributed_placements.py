@@ -283,16 +283,19 @@ def asked_of_one_rank():
     if dist.get_rank():
         return None
     found = [optimizer.state_dict(), optimizer.skipped(), optimizer.clipped(), diagnostics.scalars(optimizer)]
-    return [len(found[0]["state"]), *found[1:]]
+    return [len(found[0]["state"]), *found[1:], diagnostics.health(optimizer)]
 
 
 def test_one_rank_may_be_asked_alone(pools):
     first, second = pools[2].run(asked_of_one_rank)
-    entries, skipped, clipped, scalars = first
+    entries, skipped, clipped, scalars, health = first
     assert second is None
     assert entries == len(MATRICES) + len(VECTORS)
     assert skipped and not any(skipped.values()) and clipped.keys() == skipped.keys()
     assert scalars and all(np.isfinite(figure) for figure in scalars.values())
+    own = {key.split("/")[1]: figure for key, figure in scalars.items() if key.endswith("/spread_L")}
+    assert health.numbers["prokl/spread_L_median"] == np.median([*own.values()])  # of this rank's matrices
+    assert {name for name, steps in health.totals["steps"].items() if steps >= 0} == own.keys()
 
 
 def refusals():

@@ -3,6 +3,7 @@
 import math
 import re
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import prokl
 from prokl import diagnostics
 from prokl.diagnostics import summary as module
+from tests.commands import ROOT
 from tests.health_runs import CASES, trained
 from tests.inputs import KL, NAN, PRO, forbid_host_reads, normal, step, weight
 from tests.problems import gradient_stream, run
@@ -19,13 +21,13 @@ from tests.test_diagnostics import METHODS, SHAPES, Wrapped
 from tests.training import contents, differences
 
 SAYS = {
-    "lr × 10": (2, "A step moves half of the matrices by more than .* of their size. Lower lr, or warm it up"),
+    "lr × 10": (5, "The coming step moves 9 of 9 matrices by more than 20% of their size, .* by [0-9]+%. Lower lr"),
     "idle rows": (200, "of the gradient's rows or columns are zero in embedding.weight. If it is an embedding, give"),
     "NaN batch": (
         200,
         "Gradients that were not finite since the last call: [0-9]+, most of blocks.0.* Skip steps whose",
     ),
-    "another copy": (2, "None of the 12 weights has a gradient, nor has had one. .* was made of other weights"),
+    "another copy": (5, "None of the 12 weights has a gradient, nor has had one. .* was made of other weights"),
 }
 
 
@@ -39,6 +41,14 @@ def test_words_tell_the_sick_from_the_healthy(name):
     at, says = SAYS[name]
     assert any(re.search(says, words) for words in said[at].words)
     assert all(not found.words for step, found in said.items() if step < at and name != "idle rows")
+
+
+def test_ten_times_the_rate_is_told_of_weights_beside_others_that_start_at_zero():
+    for sick in ("", "lr"):
+        said = trained(CASES["gpt2, seed 0"]._replace(sick=sick), asked=(3, 5))
+        assert said[3].words == []  # by now only weights that started at zero have moved
+        assert bool(said[5].words) == bool(sick)
+    assert said[5].words[0].startswith("The coming step moves 8 of 8 matrices by more than 20% of their size, ")
 
 
 def by_figure(scalars):
@@ -163,18 +173,19 @@ def test_weights_without_a_gradient_are_counted_adamws_too():
     ]
 
 
-def test_a_matrix_that_never_begins_is_named():
-    ones, stack = weight(4, 6), weight(2, 4, 6)
-    optimizer = PRO([("ones", ones), ("stack", stack)], rank=2)
-    since, said = None, []
-    for t in range(3):
+def test_a_matrix_that_never_begins_is_named_once_others_have_stepped_for_long():
+    ones, stack, frozen = weight(4, 6), weight(2, 4, 6), weight(4, 6).requires_grad_(False)
+    optimizer = PRO([("ones", ones), ("stack", stack), ("frozen", frozen)], rank=2)
+    since, said = None, {}
+    for t in range(28):
         ones.grad, stack.grad = torch.zeros(4, 6), normal(2, 4, 6, seed=t)
         stack.grad[1] = 0
         since = diagnostics.health(optimizer, since=since)
-        said.append(since.words)
+        said[t] = [words for words in since.words if "usable" in words]
         optimizer.step()
-    assert said[:2] == [[], []]
-    assert said[2][0].startswith("ones, stack[1]: no gradient has been usable so far, while others have stepped.")
+    assert not any(said[t] for t in range(27))  # 25 steps after the first
+    (words,) = said[27]
+    assert words.startswith("ones, stack[1]: no gradient has been usable so far, while others have stepped.")
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
@@ -191,8 +202,13 @@ def test_a_gradient_that_is_not_finite_is_the_worst_and_no_part_of_a_median(cls,
 
 
 def test_a_basis_off_orthogonality_and_many_bounded_steps_are_told():
-    stream = [[100**t * g for g in gradients] for t, gradients in enumerate(gradient_stream([(6, 10), (8, 8)], 5))]
-    parameters, optimizer = run(PRO, stream, rank=3)
+    stream = [
+        [1e-18 * 8.0**t * g for g in gradients] for t, gradients in enumerate(gradient_stream([(6, 10), (8, 8)], 27))
+    ]
+    parameters, optimizer = run(PRO, stream[:24], rank=3)
+    assert diagnostics.health(optimizer).words == []  # of 23 steps it is too early to say
+    for gradients in stream[24:]:
+        step(optimizer, parameters, gradients)
     optimizer.state[parameters[1]]["Q_L"][0, 0] += 0.25
     clipped, basis = diagnostics.health(optimizer).words
     assert clipped.startswith("clip_threshold bounded 100% of the steps since the last call")
@@ -249,3 +265,62 @@ def test_names_are_the_models_where_the_optimizer_has_none():
     assert diagnostics.health(optimizer, model).worst["prokl/spread_L_worst"] in {"0.weight", "1.weight"}
     model[0].weight.grad = None
     assert diagnostics.health(optimizer, model).worst["prokl/without_gradient"] == "0.weight"
+
+
+DOCUMENT = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "my-run-looks-wrong.md").read_text(encoding="utf-8")
+
+
+def blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def linear():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5, bias=False)
+    return model, PRO(model.parameters(), lr=0.02, rank=2)
+
+
+def test_what_is_shown_of_health_logs_by_every_logger():
+    model, optimizer = linear()
+    logged, scalars = {}, {}
+    scope = {
+        "model": lambda batch: model(batch).square().mean(),
+        "loader": [normal(4, 6, seed=t) for t in range(12)],
+        "optimizer": optimizer,
+        "logger": SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers})),
+        "run": SimpleNamespace(log=lambda numbers, step: logged.update({step: numbers})),
+        "writer": SimpleNamespace(add_scalar=lambda key, value, step: scalars.update({key: value})),
+    }
+    loop, wandb, tensorboard = [block for block in blocks(DOCUMENT) if ".health(" in block and "Trainer" not in block]
+    exec(loop, scope)
+    assert list(logged) == list(range(10)) and "prokl/whitened_size_median" in logged[9]
+    exec(wandb, scope | {"step": 12})
+    exec(tensorboard, scope | {"step": 12})
+    assert logged[12] == scalars
+
+
+def test_every_number_is_explained_and_every_case_is_shown():
+    model, optimizer = linear()
+    for t in range(2):
+        optimizer.zero_grad()
+        model(normal(4, 6, seed=t)).square().mean().backward()
+        optimizer.step()
+    for key in diagnostics.health(optimizer).numbers:
+        assert f"| `{key.removeprefix('prokl/')}` |" in DOCUMENT  # in the table of runs
+        assert key.removeprefix("prokl/").rpartition("_")[0] in DOCUMENT
+    (header,) = re.findall(r"^\| \| (llama.*) \|$", DOCUMENT, re.MULTILINE)
+    assert header.split(" | ") == list(CASES)
+
+
+def test_the_page_asks_the_optimizer_and_skips_a_step_whose_loss_is_nan(capsys):
+    ask, skip = blocks(PAGE)
+    model, optimizer = linear()
+    losses = [1.0, 1.0, NAN, 1.0]
+    scope = {"torch": torch, "optimizer": optimizer, "loader": losses}
+    scope["model"] = lambda factor: factor * model(torch.ones(2, 6)).square().mean()
+    exec(skip, scope)
+    assert optimizer.state[model.weight]["step"] == 2 and not any(optimizer.skipped().values())
+    model(torch.ones(2, 6)).square().mean().backward()
+    exec(ask, scope | {"health": None})
+    assert "prokl/clipped" in capsys.readouterr().out

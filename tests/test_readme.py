@@ -47,7 +47,7 @@ def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extensio
 
 
 def test_what_is_shown_of_diagnostics_logs_and_draws(tmp_path, monkeypatch):
-    (block,) = re.findall(r"```python\n(from prokl import diagnostics.*?)```", DIAGNOSTICS, re.DOTALL)
+    (block,) = re.findall(r"```python\n(from prokl import diagnostics\n\nloss.*?)```", DIAGNOSTICS, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(6, 5, bias=False)
     optimizer, logged = prokl.ProKLShampoo(model.parameters(), lr=0.02, rank=2), {}

@@ -17,7 +17,7 @@ from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
 from prokl.backends.io import in_float32
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import Piece, Unit, clock, runs, units
+from prokl.engine.pieces import Piece, Unit, clock, may_move, runs, units
 from prokl.engine.storage import state_dtype
 from prokl.matrix_optimizer import MatrixOptimizer
 
@@ -130,12 +130,13 @@ def without_gradient(optimizer: MatrixOptimizer, model: nn.Module | None) -> tup
 
 
 def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
-    """Return the steps of every matrix by its name; -1 before its first usable gradient."""
+    """Return the steps of every matrix by its name; -1 before its first usable gradient, if it may move."""
     found = {}
     for unit, name in _named(engine.groups, model):
         for piece in engine.pieces(unit) if unit.matrix else ():
             for b, step in enumerate(clock(piece, engine.state.get(unit.p, {}))):
-                found[_matrix(piece, (name or unit.name) + piece.suffix, b)] = step
+                if step >= 0 or may_move(unit.p):
+                    found[_matrix(piece, (name or unit.name) + piece.suffix, b)] = step
     return found
 
 

@@ -52,6 +52,23 @@ def test_trainer_trains_and_resumes_exactly(way, factor):
     assert whole.optimizer.optimizer.clipped()  # where the text says that it is
 
 
+def test_trainer_logs_the_health_of_its_optimizer():
+    transformers = pytest.importorskip("transformers")
+    text = (ROOT / "docs" / "diagnostics.md").read_text(encoding="utf-8")
+    (callback,) = re.findall(r"```python\n(class Health.*?)```", text, re.DOTALL)
+    arguments = transformers.TrainingArguments("runs/trainer", max_steps=3, save_strategy="no", report_to="none")
+    by_class = (prokl.ProKLShampoo, {"params": prokl.param_groups(model := llama(seed=0), lr=0.02, adamw_lr=3e-3)})
+    trainer = transformers.Trainer(model, arguments, train_dataset=Labelled(), optimizer_cls_and_kwargs=by_class)
+    exec(
+        callback,
+        {"trainer": trainer, "diagnostics": prokl.diagnostics, "TrainerCallback": transformers.TrainerCallback},
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "prokl/clipped" in entry]
+    assert [entry["prokl/without_gradient"] for entry in logged] == [0, 0, 0]
+    assert "prokl/whitened_size_median" in logged[2] and "prokl/whitened_size_median" not in logged[0]
+
+
 def test_trainer_makes_the_optimizer_of_the_model_that_it_makes():
     pytest.importorskip("transformers")
     recipe = recipes("Transformers: Trainer")[2]
@@ -68,6 +85,7 @@ def test_accelerate_trains_and_resumes_exactly():
     assert_trained_by_prokl(whole["optimizer"])
     assert_schedule_scales_every_group_alike(whole["optimizer"], 0.0)  # 16 steps of two batches
     assert prokl.diagnostics.scalars(whole["optimizer"])
+    assert not prokl.diagnostics.health(whole["optimizer"]).numbers["prokl/skipped"]
     assert whole["bounded"] and whole["bounded"].keys() == whole["optimizer"].optimizer.skipped().keys()
     scope = {"loader": loader(shuffle=True), "first_epoch": 2}
     resumed = recipe(model=LanguageModel(seed=1, dropout=0.1), **scope)
