@@ -78,6 +78,14 @@ def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics
     return said
 
 
+def figure(value: float | None) -> str:
+    """Return a number to two digits."""
+    if value is None or value != value:
+        return "-" if value is None else "NaN"
+    short = f"{value:.2g}"
+    return short if "e+" not in short else f"{float(short):,.0f}"
+
+
 def table(said: dict[str, dict[int, diagnostics.Health]]) -> str:
     """Return the numbers of runs side by side, at the last step; the first line is of the fifth."""
     early, last = "prokl/update_to_weight_median", ASKED[-1]
@@ -86,7 +94,7 @@ def table(said: dict[str, dict[int, diagnostics.Health]]) -> str:
     rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in said.values()]) for k in keys]
     lines = ["| | " + " | ".join(said) + " |", "|---|" + "---|" * len(said)]
     for title, values in rows:
-        lines.append(f"| {title} | " + " | ".join("-" if v is None else f"{v:.2g}" for v in values) + " |")
+        lines.append(f"| {title} | " + " | ".join(figure(v) for v in values) + " |")
     return "\n".join(lines)
 
 

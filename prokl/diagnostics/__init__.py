@@ -1,4 +1,4 @@
-"""Figures of the preconditioners of a live optimizer: dictionaries for loggers, and a figure.
+"""Figures of a live optimizer: its health in a dozen numbers and in words, dictionaries by matrix, and a picture.
 
 Nothing is hooked into ``step()`` and nothing is changed. A call reads the state, and the gradients that are there,
 does its work on their device for all weights of a shape at once, and then waits for the device once to read the
@@ -6,9 +6,8 @@ results; ``plot``, which makes two calls, twice. Call it every so many steps, be
 
     loss.backward()
     if step % 100 == 0:
-        run.log(diagnostics.scalars(optimizer), step=step)  # W&B
-        for key, value in diagnostics.scalars(optimizer).items():  # TensorBoard
-            writer.add_scalar(key, value, step)
+        health = diagnostics.health(optimizer, since=health)
+        run.log(health.numbers | diagnostics.scalars(optimizer), step=step)
         diagnostics.plot(optimizer, f"spectra-{step}.png")
     optimizer.step()
 """

@@ -71,7 +71,8 @@ def of_gradient(batch: Batch) -> dict[str, Tensor]:
         figures |= {
             key: figures[key].masked_fill(squares == 0, value) for key, value in still.items() if key in figures
         }
-    figures["update_to_weight"] = figures["update_rms"] * batch.group["lr"] / batch.weight_rms
+    ratio = figures["update_rms"] * batch.group["lr"] / batch.weight_rms
+    figures["update_to_weight"] = ratio.masked_fill(batch.weight_rms == 0, torch.inf)
     return {key: value.masked_fill(~usable, torch.nan) for key, value in figures.items()}
 
 
