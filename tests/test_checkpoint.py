@@ -276,8 +276,9 @@ def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cl
 def test_an_optimizer_whose_adamw_is_not_finite_is_copied_as_it_is_and_not_loaded(duplicate):
     p, bias = weight(6, 4), weight(4)
     optimizer = PRO([{"params": [p]}, {"params": [bias], "algorithm": "adamw", "lr": 0.01}], rank=2)
-    p.grad, bias.grad = torch.ones(6, 4), torch.full((4,), torch.inf)
+    p.grad, bias.grad = torch.ones(6, 4), torch.ones(4)
     optimizer.step()
+    optimizer.state[bias]["exp_avg"].fill_(torch.inf)
     assert duplicate(optimizer).state_dict()["state"][1]["exp_avg"].isinf().all()
     with refused(optimizer, "AdamW state of .* has exp_avg between inf and inf"):
         optimizer.load_state_dict(optimizer.state_dict())

@@ -47,7 +47,7 @@ def turn(model, times):
     """Turn the rows of every head, or of several together, by one rotation of the pairs that positions turn."""
     weights = dict(model.named_parameters())
     for route in prokl.param_groups(model, lr=0.02, adamw_lr=1e-3).routes:
-        if not route.by_heads:
+        if "by heads" not in route.reason:
             continue
         rows = weights[route.names[0]].data
         rows = rows.mT if route.transposed else rows
