@@ -13,7 +13,8 @@ from bench.optimizers import OPTIMIZERS, PRO, label
 from bench.study.gpt124m import KEY, OURS
 from bench.study.gpt124m_tables import best_runs
 from bench.study.lengths import FORMS
-from bench.study.lengths_tables import MAIN, compared, curves_of, judged, step_ms
+from bench.study.lengths_tables import DRAWN, compared, curves_of, judged, step_ms
+from bench.study.lengths_tables import OURS as DEFAULT
 
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 DPI = 120
@@ -87,14 +88,14 @@ def lengths(path: Path, found: DataFrame, curves: DataFrame, x: str = "step") ->
     panels = figure.subplots(1, len(models), squeeze=False)
     for axes, model in zip(panels[0], models, strict=True):
         runs = every.get((model, STEPS), {})
-        best = {form: unit for form in MAIN if form in runs and (unit := runs[form].unit)}
+        best = {form: unit for form in DRAWN if form in runs and (unit := runs[form].unit)}
         seeds = judged(set.intersection(*(set(runs[form].best.index) for form in best)) if best else ())
         ends = {}
         for form, unit in best.items():
             its = curves_of(curves, unit)
             its = its[its["seed"].isin(seeds)].assign(seconds=its["step"] * every_ms[model, form] / 1e3)
             colour = OPTIMIZERS[unit.hyper().method].colour
-            style = {"lw": 2.4} if form == PRO else {"lw": 1.3, "alpha": 0.6}
+            style = {"lw": 2.4} if form == DEFAULT else {"lw": 1.3, "alpha": 0.6}
             style["ls"] = "--" if colour in {its for _, its in ends.values()} else "-"  # one method in two forms
             curve(axes, its, x, label=FORMS[form].label, color=colour, **style)
             if drawn := axes.get_lines():
@@ -137,7 +138,7 @@ def _name_ends(axes: Axes, ends: dict[str, tuple[np.ndarray, str]]) -> None:
     below = -np.inf
     for form, ((right, loss), colour) in sorted(ends.items(), key=lambda end: end[1][0][1]):
         below = max(loss, below + APART * (high - low))
-        bold = "bold" if form == PRO else "normal"
+        bold = "bold" if form == DEFAULT else "normal"
         place = (last + 0.04 * (last - left), below)
         lead = {"arrowstyle": "-", "color": colour, "lw": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
         axes.annotate(

@@ -71,7 +71,7 @@ FORMS: dict[str, Form] = {
     "muon": _form("muon", 2e-2, -2, 0),
     "muon-0.9": _form("muon", 2e-2, -1, -1, "Muon, momentum 0.9", momentum=0.9),
     "muon-0.9-heads": _form(
-        "muon", 2e-2, -1, -1, "Muon, momentum 0.9, q and k by heads", momentum=0.9, qk_pieces=HEADS
+        "muon", 2e-2, -1, -1, "Muon, momentum 0.9, by heads", momentum=0.9, qk_pieces=HEADS
     ),
     "kl-shampoo": _form("kl-shampoo", 5e-3, 0, 0),
     "kl-shampoo-0.9": _form(
@@ -79,7 +79,7 @@ FORMS: dict[str, Form] = {
     ),
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
     "pro-klshampoo-heads": _form(
-        "pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, q and k by heads", qk_pieces=HEADS
+        "pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, by heads", qk_pieces=HEADS
     ),
     "pro-klshampoo-paper": _form(
         "pro-klshampoo", 2e-2, -2, 1, "Pro-KLShampoo, paper's form", True,
