@@ -30,7 +30,6 @@ from prokl.engine import adamw, checkpoint
 from prokl.engine.arguments import check_known, in_float16, without_effect
 from prokl.engine.engine import Engine, Sharded
 from prokl.engine.newcomers import like_conv1d, plain_group, split_off_vectors
-from prokl.engine.pieces import DEFAULTS, named
 from prokl.engine.validation import (
     check_algorithm_named,
     check_in_one_group,
@@ -39,6 +38,7 @@ from prokl.engine.validation import (
     check_no_module,
     names_alike,
 )
+from prokl.engine.weights import DEFAULTS, named
 
 PATIENCE = 10
 """Steps without any gradient after which an optimizer says so."""

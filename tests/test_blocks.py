@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prokl.distributed.blocks import Block, blocks, check_placements, homes, rows, whole_block
-from prokl.distributed.ownership import Home, Weight, divide
+from prokl.distributed.ownership import Home, Work, divide
 from prokl.distributed.weights import Divided
 
 SHAPES = [(12, 8), (5, 8), (1, 3), (7, 6, 5), (4, 3, 3, 2)]
@@ -102,7 +102,7 @@ def test_each_rank_with_copies_of_shards_sends_about_what_others_do():
     held = list(blocks(shape, (world // node, node), (Replicate(), Shard(0))))
     found = homes(shape, False, held)
     sent = [0] * world
-    for parts in divide([Weight(1, 1.0, found)] * world, [0.0] * world):
+    for parts in divide([Work(1, 1.0, found)] * world, [0.0] * world):
         own = Divided(torch.empty(shape, device="meta"), SimpleNamespace(size=world, index=-1), parts, held, False)
         for block, part, sender, holders in own.routes():
             elements = math.prod(block.shape)

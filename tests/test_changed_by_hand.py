@@ -13,7 +13,8 @@ import re
 import pytest
 import torch
 
-from prokl.engine.rows import KEPT
+from prokl.engine.bucket import KEPT
+from prokl.engine.engine import Engine
 from tests.fuzz import chunks, failures
 from tests.inputs import KL, PRO, both, normal
 from tests.training import OTHERS, contents, differences, fresh, give, kept, named, refused, silent, train, weights_of
@@ -98,7 +99,7 @@ def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
     rng = random.Random(0)
     train(optimizer, range(200), missing={(call, i) for call in range(200) for i in range(12) if rng.random() < 0.5})
     ((bucket,),) = optimizer.engine._buckets.values()
-    assert len(bucket.rows.kept) == KEPT
+    assert len(bucket._kept_rows) == KEPT
 
 
 def mixed():
@@ -118,7 +119,7 @@ ABSENT = {(call, 2) for call in range(9)}
 def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_anew(monkeypatch):
     optimizer = mixed()
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer.engine, "_look_anew", None)  # which a call would show
+        patch.setattr(optimizer.engine, "build", None)  # which a call would show
         for t in range(3, 6):
             for group in optimizer.param_groups:
                 group.update(lr=0.01 / t, weight_decay=0.1 * t, own_key=t)
@@ -129,6 +130,50 @@ def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_ane
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
+
+
+def first_gradient(optimizer):
+    weights_of(optimizer)[2].grad = normal(*SHAPE)
+
+
+def through_data(tensor):
+    tensor.data = tensor.data.clone()
+
+
+EVENTS = {
+    "a new group": lambda o: o.add_param_group({"params": named(SHAPE, first=9)}),
+    "a load": lambda o: o.load_state_dict(o.state_dict()),
+    "an offload": lambda o: o.offload(),
+    "a first gradient": first_gradient,
+    "a weight's memory": lambda o: through_data(weights_of(o)[0]),
+    "AdamW's weight's memory": lambda o: through_data(weights_of(o)[3]),
+    "frozen": lambda o: weights_of(o)[2].requires_grad_(False),
+    "state replaced": lambda o: o.state[weights_of(o)[0]].update(U=kept(o.state[weights_of(o)[0]]["U"])),
+    "state moved": lambda o: through_data(o.state[weights_of(o)[1]]["Q_L.1"]),
+    "AdamW's state moved": lambda o: through_data(o.state[weights_of(o)[3]]["exp_avg"]),
+    "a clock": lambda o: o.state[weights_of(o)[0]].update(step=700),
+    "a setting": lambda o: o.param_groups[0].update(momentum=0.5),
+    "AdamW's setting": lambda o: o.param_groups[2].update(betas=(0.5, 0.5)),
+}
+QUIET = {
+    "rates": lambda o: [group.update(lr=0.5, weight_decay=0.5) for group in o.param_groups],
+    "an equal list": lambda o: o.param_groups[0].update(split=[None, 3]),
+    "a wrapper's tensor": lambda o: o.state[weights_of(o)[0]].update(slow=torch.ones(1)),
+}
+BUILDS = {name: (event, 1) for name, event in EVENTS.items()} | {name: (event, 0) for name, event in QUIET.items()}
+
+
+@pytest.mark.parametrize("event, count", BUILDS.values(), ids=BUILDS)
+def test_the_layout_is_built_once_after_a_stated_event_alone(event, count, monkeypatch):
+    optimizer = mixed()
+    builds, build = [], Engine.build
+    monkeypatch.setattr(Engine, "build", lambda engine: (builds.append(1), build(engine)))
+    event(optimizer)
+    for _ in range(3):
+        for p in weights_of(optimizer):
+            p.grad = p.grad if p.grad is None else torch.ones_like(p)
+        optimizer.step()
+    assert len(builds) == count
 
 
 @both
@@ -261,7 +306,7 @@ class Mixture:
             own[key] = change(own[key])
         elif kind == "data":
             other = change(own[key].data)
-            own[key].data = other.clone() if "M_Q" in own else other  # of a matrix's views the address tells
+            own[key].data = other.clone()  # of what is moved the address tells
         elif kind == "W":
             p.data = change(p.data)
         else:

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape
+from prokl.backends.io import Member
 from prokl.distributed.division import matrix_cost
-from prokl.engine.pieces import Piece
 
 TAU = 3
 
@@ -47,6 +47,6 @@ def test_a_matrix_costs_the_products_and_qrs_of_its_step_with_refreshes_amortise
     assert after == ordinary < refresh
     bases, every = ((m, r), householder(n, r)) if own else ((m, n), 0)
     in_refreshes = refresh - ordinary + sum(householder(k, k) for k in bases)
-    piece = Piece(W.detach(), "W", MatrixShape.of(W))
+    piece = Member(W.detach(), "W", MatrixShape.of(W))
     found = matrix_cost(piece, cls.method, optimizer.param_groups[0])
     assert found == pytest.approx(ordinary + every + in_refreshes / TAU, rel=1e-12)

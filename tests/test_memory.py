@@ -8,7 +8,8 @@ import torch
 from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.shapes import MatrixShape
 from prokl.backends.device import workspace
-from prokl.engine.pieces import Piece, runs
+from prokl.backends.io import Member
+from prokl.engine.weights import runs
 from tests.peak import Peak
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, run
 
@@ -58,7 +59,7 @@ def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend
 
 
 def stacks(*counts):
-    return [Piece(torch.empty(c, 4, 6), str(c), MatrixShape(c, 4, 6)) for c in counts]
+    return [Member(torch.empty(c, 4, 6), str(c), MatrixShape(c, 4, 6)) for c in counts]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from prokl.distributed.ownership import Home, Part, Weight, divide
+from prokl.distributed.ownership import Home, Part, Work, divide
 
 
 def loads_of(weights, parts, world):
@@ -17,14 +17,14 @@ def loads_of(weights, parts, world):
 
 
 def test_small_cases_by_hand():
-    assert divide([Weight(1, c) for c in (5.0, 3.0, 3.0, 2.0)], [0.0, 0.0]) == [
+    assert divide([Work(1, c) for c in (5.0, 3.0, 3.0, 2.0)], [0.0, 0.0]) == [
         (Part(0, 1, 0),),
         (Part(0, 1, 1),),
         (Part(0, 1, 1),),
         (Part(0, 1, 0),),
     ]
-    assert divide([Weight(5, 1.0)], [0.0, 0.0]) == [(Part(0, 2, 1), Part(2, 5, 0))]  # the longer run first
-    assert divide([Weight(2, 1.0)], [4.0, 0.0, 0.0]) == [(Part(0, 1, 1), Part(1, 2, 2))]
+    assert divide([Work(5, 1.0)], [0.0, 0.0]) == [(Part(0, 2, 1), Part(2, 5, 0))]  # the longer run first
+    assert divide([Work(2, 1.0)], [4.0, 0.0, 0.0]) == [(Part(0, 1, 1), Part(1, 2, 2))]
     assert divide([], [1.0]) == []
 
 
@@ -32,7 +32,7 @@ def test_small_cases_by_hand():
 def test_runs_of_every_weight_have_owners_of_their_own_and_no_load_of_matrices_is_beyond_grahams_bound(seed):
     rng = random.Random(seed)
     world, largest = rng.randint(1, 9), rng.choice([1, 20])
-    weights = [Weight(rng.randint(1, largest), rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
+    weights = [Work(rng.randint(1, largest), rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
     loads = [0.0] * world
     parts = divide(weights, loads)
     assert loads == pytest.approx(loads_of(weights, parts, world))
@@ -48,7 +48,7 @@ def test_runs_of_every_weight_have_owners_of_their_own_and_no_load_of_matrices_i
 
 
 def test_equal_shapes_are_dealt_evenly():
-    parts = divide([Weight(1, 3.0)] * 10 + [Weight(1, 1.0)] * 6, [0.0] * 4)
+    parts = divide([Work(1, 3.0)] * 10 + [Work(1, 1.0)] * 6, [0.0] * 4)
     owners = Counter(own[0].owner for own in parts[:10])
     assert sorted(owners.values()) == [2, 2, 3, 3]
     assert len({own[0].owner for own in parts[10:]}) >= 2
@@ -56,39 +56,39 @@ def test_equal_shapes_are_dealt_evenly():
 
 def test_stacks_with_few_matrices_do_not_all_go_to_the_first_ranks():
     loads = [0.0] * 16
-    divide([Weight(4, 1.0)] * 8, loads)
+    divide([Work(4, 1.0)] * 8, loads)
     assert loads == [2.0] * 16
 
 
 def test_what_lies_whole_somewhere_is_owned_there():
     homes = (Home(0, 3, (0, 2)), Home(3, 6, (1, 3)))
-    parts = divide([Weight(6, 1.0, homes)] * 4, [0.0] * 4)
+    parts = divide([Work(6, 1.0, homes)] * 4, [0.0] * 4)
     assert all({part.owner for part in own} == {0, 1, 2, 3} for own in parts)
     assert all(part.owner in ((0, 2), (1, 3))[part.start >= 3] for own in parts for part in own)
-    assert loads_of([Weight(6, 1.0)] * 4, parts, 4) == [6.0] * 4
-    everywhere = Weight(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
-    assert divide([everywhere], [0.0] * 4) == divide([Weight(6, 1.0)], [0.0] * 4)
+    assert loads_of([Work(6, 1.0)] * 4, parts, 4) == [6.0] * 4
+    everywhere = Work(6, 1.0, (Home(0, 6, (0, 1, 2, 3)),))
+    assert divide([everywhere], [0.0] * 4) == divide([Work(6, 1.0)], [0.0] * 4)
 
 
 def test_few_ranks_on_which_everything_lies_are_not_left_alone_with_it():
     """As of 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
     homes = tuple(Home(i, i + 1, (i,)) for i in range(4))
     loads = [0.0] * 16
-    parts = divide([Weight(4, 1.0, homes)] * 12, loads)
+    parts = divide([Work(4, 1.0, homes)] * 12, loads)
     assert max(loads) <= 4 / 3 * sum(loads) / 16 and min(loads) > 0
     at_home = [part for own in parts for part in own if part.owner == part.start]
     assert len(at_home) == 4 * 4  # as many as fit
     assert all(len({part.owner for part in own}) == 4 for own in parts)
     # Where nobody has more than a fair share, nothing moves: five experts on four ranks.
     uneven = (Home(0, 2, (0,)), Home(2, 4, (1,)), Home(4, 5, (2,)))
-    assert divide([Weight(5, 1.0, uneven)], [0.0] * 4) == [(Part(0, 2, 0), Part(2, 4, 1), Part(4, 5, 2))]
+    assert divide([Work(5, 1.0, uneven)], [0.0] * 4) == [(Part(0, 2, 0), Part(2, 4, 1), Part(4, 5, 2))]
 
 
 def test_weights_that_come_later_change_no_owner():
-    first = [Weight(1, float(c)) for c in (4, 2, 2, 1, 1)]
+    first = [Work(1, float(c)) for c in (4, 2, 2, 1, 1)]
     loads = [0.0] * 3
     before = divide(first, loads)
     again = [0.0] * 3
     assert divide(first, again) == before
-    later = divide([Weight(1, 3.0)], loads)
+    later = divide([Work(1, 3.0)], loads)
     assert later[0][0].owner == min(range(3), key=lambda rank: again[rank])

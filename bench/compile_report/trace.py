@@ -114,7 +114,7 @@ def optimizer(parameters: ParameterSet, dtype: torch.dtype, build: Callable[[lis
     for W in weights:
         W.grad = torch.empty_like(W)
     made = build(weights)
-    made.engine.look()
+    made.engine.build()
     return made
 
 
@@ -122,7 +122,7 @@ def execute(bucket: Bucket, kind: str, events: list[Event]) -> list[Event]:
     """Return what one step of a bucket launches; ``events`` are those of :func:`tracing`."""
     count = bucket.layout.count
     due = bucket.group["precondition_frequency"] - 1 if kind == "refresh" else 0
-    bucket.schedule.steps = [due] * count
+    bucket.steps = [due] * count
     with torch.no_grad():
         plan = bucket.decide()
         assert plan is not None and plan.steady and len(plan.refreshing) == (count if kind == "refresh" else 0)

@@ -23,14 +23,17 @@ from prokl.backends.rounding import Rounding
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter's matrices as a bucket steps them, and the rows of the stacks that are their own."""
+    """A parameter, or one piece of it, which has a state of its own; a bucket gives it rows of the stacks."""
 
     p: Tensor
     name: str
     shape: MatrixShape
-    rows: range
+    rows: range = range(0)
+    """Its own of the bucket's stacks."""
     suffix: str = ""
     """Of its state's keys; empty unless the parameter is split."""
+    first: int = 0
+    """Number of its first matrix, where the parameter is part of a stack."""
 
     def part(self, stack: Tensor) -> Tensor:
         """Return this member's part of a stack; without the leading dimension unless it is a stack of matrices."""
@@ -50,10 +53,9 @@ class Member:
         return self.shape.oriented(W if W.untyped_storage().nbytes() else W.new_zeros(()).expand(W.shape))
 
     def write(self, weight: Tensor) -> None:
-        """Copy an oriented weight (c,m,n) into the parameter, unless it is a view of it."""
-        if self.is_copy(weight):
-            region = self.shape.region(self.p)
-            region.copy_(self.shape.restored(weight, region))
+        """Copy an oriented weight (c,m,n), which is a copy, into the parameter."""
+        region = self.shape.region(self.p)
+        region.copy_(self.shape.restored(weight, region))
 
     def is_copy(self, weight: Tensor) -> bool:
         """Return True if an oriented weight does not lie in the parameter's memory."""
@@ -188,6 +190,14 @@ def _fill(into: Tensor, values: Tensor) -> Tensor:
     return into
 
 
+def _decay(W: Tensor, D: Tensor, kept: float | Tensor, cautious: bool) -> None:
+    """Multiply W (c,m,n) by ``kept``; where it is ``cautious`` only where D points the same way."""
+    if cautious:
+        W.copy_(torch.where(D * W >= 0, kept * W, W))
+    else:
+        W.mul_(kept)
+
+
 class TorchIO:
     """Reads and writes one parameter after another with PyTorch."""
 
@@ -195,21 +205,19 @@ class TorchIO:
 
     def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
         self.members, self.layout, self.rounding = members, layout, rounding
-        self.gradients: list[Tensor | None] = []
         owners = [i for i, member in enumerate(members) for _ in member.rows]
         self.owner = torch.tensor(owners, device=layout.device) if len(owners) > len(members) else None
 
     def locate(self, rates: Sequence[Rates]) -> None:
-        """Find gradients, and take lr and weight decay."""
+        """Take lr and weight decay."""
         self.rates = [group_rates for group_rates in rates for _ in group_rates.members]
-        self.gradients = [member.gradient() for member in self.members]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Copy the gradients in the arithmetic dtype, and judge them."""
         a = self.layout
         G = torch.empty((a.count, a.m, a.n), dtype=a.dtype, device=a.device)
-        for g, member in zip(self.gradients, self.members, strict=True):
-            target = G[member.rows.start : member.rows.stop]
+        for member in self.members:
+            target, g = G[member.rows.start : member.rows.stop], member.gradient()
             if g is None:
                 target.zero_()
             else:
@@ -220,45 +228,31 @@ class TorchIO:
         return Gathered(G, *usable(sq_norm, self.owner, skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:
-        """Step one parameter after another."""
+        """Decay and step one parameter after another, in place where no rounding or mask comes after."""
         D = direction.dense()
         moved = set(moving)
-        for member, rates in zip(self.members, self.rates, strict=True):
+        for member, (lr, weight_decay, _) in zip(self.members, self.rates, strict=True):
             if moved.isdisjoint(member.rows):
                 continue
             W, rows = member.weight(), slice(member.rows.start, member.rows.stop)
             delta, moves = D[rows], None if active is None else active[rows]
             if not W.is_contiguous():  # as it lies in memory, so that all else is one pass over it
                 delta = _fill(torch.empty_like(W, dtype=D.dtype), delta)
-            if moves is None and W.dtype == D.dtype:
-                self._advance(W, delta, direction, rates)
+            in_place = moves is None and W.dtype == D.dtype
+            new = W if in_place else self.rounding.exact(W, rows).to(D.dtype, copy=True)
+            kept = None if weight_decay == 0 else 1 - lr * weight_decay
+            if kept is not None and not direction.decay_after:
+                _decay(new, delta, kept, direction.cautious_decay)
+            if isinstance(lr, Tensor) or lr > torch.finfo(new.dtype).max:  # alpha takes neither
+                new.sub_(lr * delta)
             else:
-                new = self.rounding.exact(W, rows).to(D.dtype, copy=True)
-                self._advance(new, delta, direction, rates)
+                new.sub_(delta, alpha=lr)
+            if kept is not None and direction.decay_after:
+                _decay(new, delta, kept, direction.cautious_decay)
+            if not in_place:
                 self.rounding.write(W, new, rows, moves)
-            member.write(W)
-
-    def _advance(self, W: Tensor, D: Tensor, direction: Direction, rates: Rates) -> None:
-        """Decay and step W (c,m,n) in place along its D (c,m,n)."""
-        lr = rates.lr
-        if not direction.decay_after:
-            self._decay(W, D, direction.cautious_decay, rates)
-        if isinstance(lr, Tensor) or lr > torch.finfo(W.dtype).max:  # alpha takes neither
-            W.sub_(lr * D)
-        else:
-            W.sub_(D, alpha=lr)
-        if direction.decay_after:
-            self._decay(W, D, direction.cautious_decay, rates)
-
-    @staticmethod
-    def _decay(W: Tensor, D: Tensor, cautious: bool, rates: Rates) -> None:
-        if rates.weight_decay == 0:
-            return
-        decay = 1 - rates.lr * rates.weight_decay
-        if cautious:
-            W.copy_(torch.where(D * W >= 0, decay * W, W))
-        else:
-            W.mul_(decay)
+            if member.is_copy(W):
+                member.write(W)
 
     @staticmethod
     def store(slots: Sequence[Slot]) -> None:
@@ -271,5 +265,4 @@ class TorchIO:
                 to.copy_(value)
 
     def release(self) -> None:
-        """Keep no gradient alive until the next step."""
-        self.gradients = []
+        """Do nothing: no gradient is kept."""

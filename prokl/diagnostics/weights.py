@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from prokl.algorithm.method import Method
 from prokl.algorithm.shapes import MatrixShape, compute_dtype
 from prokl.backends.device import workspace
-from prokl.backends.io import in_float32
+from prokl.backends.io import Member, in_float32
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import Piece, Unit, clock, may_move, runs, units
-from prokl.engine.storage import state_dtype
+from prokl.engine.weights import Weight, clock, may_move, runs, state_dtype, weights_of
 from prokl.matrix_optimizer import MatrixOptimizer
 
 
@@ -96,15 +95,15 @@ def batches(
     Raises:
         ValueError: a weight without a name is not in ``model``.
     """
-    alike: dict[tuple[Any, ...], list[Piece]] = {}
-    for unit, name in _named(engine.groups, model):
-        for piece in engine.pieces(unit) if unit.matrix else ():
-            if not _begun(piece, engine.state.get(unit.p, {})):
+    alike: dict[tuple[Any, ...], list[Member]] = {}
+    for weight, name in _named(engine.groups, model):
+        for member in engine.members(weight) if weight.matrix else ():
+            if not _begun(member, engine.state.get(weight.p, {})):
                 continue
             if name is None:
-                raise ValueError(f"Invalid model: {unit.name} is not in it; pass the one that is trained.")
-            key = (unit.group_index, *engine.shape(unit.group, piece))
-            alike.setdefault(key, []).append(replace(piece, name=name + piece.suffix))
+                raise ValueError(f"Invalid model: {weight.name} is not in it; pass the one that is trained.")
+            key = (weight.group_index, *engine.shape(weight.group, member))
+            alike.setdefault(key, []).append(replace(member, name=name + member.suffix))
     for (index, m, n, rank, dtype, device), members in alike.items():
         group = engine.groups[index]
         arithmetic = compute_dtype(dtype, state_dtype(group, members[0].p))
@@ -113,51 +112,51 @@ def batches(
             yield _batch(engine, group, rank, arithmetic, run, keys, gradients)
 
 
-def _named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Unit, str | None]]:
+def _named(groups: list[dict[str, Any]], model: nn.Module | None) -> Iterator[tuple[Weight, str | None]]:
     """Yield every weight with its name: the optimizer's, the model's, or its place; None where the model lacks it."""
     names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
     place: dict[int, int] = {}
-    for unit in units(groups):
-        i = place[unit.group_index] = place.get(unit.group_index, -1) + 1
-        own = unit.name if "param_names" in unit.group else None
-        yield unit, own or names.get(unit.p) or (f"group{unit.group_index}.{i}" if model is None else None)
+    for weight in weights_of(groups):
+        i = place[weight.group_index] = place.get(weight.group_index, -1) + 1
+        own = weight.name if "param_names" in weight.group else None
+        yield weight, own or names.get(weight.p) or (f"group{weight.group_index}.{i}" if model is None else None)
 
 
 def without_gradient(optimizer: MatrixOptimizer, model: nn.Module | None) -> tuple[list[str], int]:
     """Name the weights, AdamW's too, that may move and have no gradient; count those that may move."""
-    moving = [(unit, name) for unit, name in _named(optimizer.param_groups, model) if unit.p.requires_grad]
-    return [name or unit.name for unit, name in moving if unit.p.grad is None], len(moving)
+    moving = [(weight, name) for weight, name in _named(optimizer.param_groups, model) if weight.p.requires_grad]
+    return [name or weight.name for weight, name in moving if weight.p.grad is None], len(moving)
 
 
 def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
     """Return the steps of every matrix by its name; -1 before its first usable gradient, if it may move."""
     found = {}
-    for unit, name in _named(engine.groups, model):
-        for piece in engine.pieces(unit) if unit.matrix else ():
-            for b, step in enumerate(clock(piece, engine.state.get(unit.p, {}))):
-                if step >= 0 or may_move(unit.p):
-                    found[_matrix(piece, (name or unit.name) + piece.suffix, b)] = step
+    for weight, name in _named(engine.groups, model):
+        for member in engine.members(weight) if weight.matrix else ():
+            for b, step in enumerate(clock(member, engine.state.get(weight.p, {}))):
+                if step >= 0 or may_move(weight.p):
+                    found[_matrix(member, (name or weight.name) + member.suffix, b)] = step
     return found
 
 
 def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
     """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
     return {
-        (name or unit.name) + key.removeprefix("skipped"): value
-        for unit, name in _named(engine.groups, model)
-        for key, value in engine.state.get(unit.p, {}).items()
+        (name or weight.name) + key.removeprefix("skipped"): value
+        for weight, name in _named(engine.groups, model)
+        for key, value in engine.state.get(weight.p, {}).items()
         if key.partition(".")[0] == "skipped"
     }
 
 
-def _matrix(piece: Piece, name: str, b: int) -> str:
+def _matrix(member: Member, name: str, b: int) -> str:
     """Return the name of matrix ``b`` of a piece of this name."""
-    return f"{name}[{b}]" if piece.p.ndim == 3 else name
+    return f"{name}[{b}]" if member.p.ndim == 3 else name
 
 
-def _begun(piece: Piece, state: dict[str, Any]) -> list[int]:
-    """List the matrices of a piece that have had their first usable gradient."""
-    return [b for b, step in enumerate(clock(piece, state)) if step >= 0]
+def _begun(member: Member, state: dict[str, Any]) -> list[int]:
+    """List the matrices of a member that have had their first usable gradient."""
+    return [b for b, step in enumerate(clock(member, state)) if step >= 0]
 
 
 def _batch(
@@ -165,7 +164,7 @@ def _batch(
     group: dict[str, Any],
     rank: int,
     arithmetic: torch.dtype,
-    members: list[Piece],
+    members: list[Member],
     keys: Collection[str] | None,
     with_gradients: bool,
 ) -> Batch:
@@ -176,16 +175,16 @@ def _batch(
     shape = members[0].shape
     kept = engine.method.state_shapes(shape.m, shape.n, rank, group)
     state_keys = [key for key in kept if keys is None or key in keys]
-    for piece in members:
-        p, shape, entry = piece.p, piece.shape, engine.state[piece.p]
-        begun = _begun(piece, entry)
+    for member in members:
+        p, shape, entry = member.p, member.shape, engine.state[member.p]
+        begun = _begun(member, entry)
         rows = slice(None) if len(begun) == shape.count else begun  # an index would be copied to the device
         for b in begun:
-            names.append(_matrix(piece, piece.name, b))
+            names.append(_matrix(member, member.name, b))
             shapes.append(shape)
             has_gradient.append(p.grad is not None)
         for key in state_keys:
-            value = entry[key + piece.suffix]
+            value = entry[key + member.suffix]
             dtype = value.dtype if key == "M_Q" else arithmetic  # as the step has them
             parts.setdefault(key, []).append((value[rows] if p.ndim == 3 else value[None]).detach().to(dtype))
         if not with_gradients:

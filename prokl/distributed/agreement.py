@@ -10,15 +10,15 @@ from torch import Tensor
 
 from prokl.distributed.team import Team, Teams
 from prokl.distributed.weights import Divided, Undivided
-from prokl.engine.pieces import Unit, may_move
+from prokl.engine.weights import Weight, may_move
 
 
 def compare(
-    teams: Teams, units: Sequence[Unit], weights: Mapping[Tensor, Divided | Undivided], failure: Exception | None
+    teams: Teams, ours: Sequence[Weight], weights: Mapping[Tensor, Divided | Undivided], failure: Exception | None
 ) -> None:
     """Raise on every rank where one of them failed, or has other weights: their messages would not fit."""
     for team in teams:
-        mine = [] if failure is not None else _shared_by(team, units, weights)
+        mine = [] if failure is not None else _shared_by(team, ours, weights)
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         answers = team.gathered((digest, said))
@@ -37,17 +37,18 @@ def compare(
 
 
 def _shared_by(
-    team: Team, units: Iterable[Unit], weights: Mapping[Tensor, Divided | Undivided]
+    team: Team, ours: Iterable[Weight], weights: Mapping[Tensor, Divided | Undivided]
 ) -> list[tuple[str, str]]:
     """Return what the ranks of a team must have alike of each weight: what it is, and who owns what of it."""
     lines = []
-    for unit in units:
-        p, weight = unit.p, weights[unit.p]
+    for one in ours:
+        p, weight = one.p, weights[one.p]
         if isinstance(weight, Divided) and weight.team is team:
             moved = "" if p.requires_grad else ", frozen" + (", with a gradient" if may_move(p) else "")
-            read = "" if unit.how == (False, None) else f", {unit.how}"
+            plain = not one.transposed and one.split is None
+            read = "" if plain else f", transposed={one.transposed}, split={one.split}"
             owned = ", ".join(f"{part.start} to {part.stop} of rank {part.owner}" for part in weight.parts)
-            lines.append((f"{unit.name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {unit.group_index}", owned))
+            lines.append((f"{one.name} {tuple(p.shape)} {p.dtype}{moved}{read} in group {one.group_index}", owned))
     return lines
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -17,32 +18,18 @@ from prokl.algorithm.method import Group, Method
 from prokl.algorithm.newton_schulz import gram_runs, use_gram
 from prokl.algorithm.polynomials import each
 from prokl.algorithm.settings import plain
-from prokl.algorithm.shapes import Split
+from prokl.backends.io import Member
 from prokl.distributed import state as states
 from prokl.distributed.agreement import compare
 from prokl.distributed.blocks import blocks, check_placements, chunk, homes, whole_block
-from prokl.distributed.ownership import Part, Weight, divide
+from prokl.distributed.ownership import Part, Work, divide
 from prokl.distributed.team import Team, Teams, as_group
 from prokl.distributed.waves import Waves
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine import adamw, checkpoint
 from prokl.engine.engine import Engine
-from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, may_move, units
 from prokl.engine.validation import check_gradient, check_names
-
-
-class Kind(NamedTuple):
-    """What must stay as it is for a weight to go on with the state that it has."""
-
-    algorithm: str
-    shape: tuple[int, ...]
-    transposed: bool
-    split: Split
-
-    @classmethod
-    def of(cls, unit: Unit) -> Kind:
-        """Return what a weight is today."""
-        return cls(unit.group["algorithm"], tuple(unit.p.shape), *unit.how)
+from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weights_of
 
 
 class Division:
@@ -59,7 +46,7 @@ class Division:
         self.engine = Engine(outer.method, outer.defaults, outer.title)
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
-        self.kinds: dict[Tensor, Kind] = {}
+        self.kinds: dict[Tensor, dict[str, Any]] = {}
         self.broken: str | None = None
         self._layout: Any = None
         # By weight, the entry of this rank's own state; what plain weights had before the first DTensor is taken over.
@@ -83,31 +70,31 @@ class Division:
             local_group.update({key: value for key, value in group.items() if key not in kept})
 
     def _divide(self, outer: Engine) -> None:
-        all_units = [*units(outer.groups)]
-        present = {unit.p: Kind.of(unit) for unit in all_units}
+        all_weights = [*weights_of(outer.groups)]
+        present = {one.p: _kind(one) for one in all_weights}
         for p in [p for p in self.weights if present.get(p) != self.kinds[p] and not outer.state.get(p)]:
             self._drop(p)
-        outer.signatures.keep(outer.state)
+        outer.inherit(())
         before = dict(self.weights), {team: list(loads) for team, loads in self.loads.items()}, dict(self.kinds)
         for weight in self.divided():
             weight.follow()
-        for unit in all_units:
-            self._team(unit.p)  # all of them, whatever fails on one rank
+        for one in all_weights:
+            self._team(one.p)  # all of them, whatever fails on one rank
         failure = None
         try:
-            for unit in all_units:
-                self._check_kind(unit)
+            for one in all_weights:
+                self._check_kind(one)
             for index in range(len(outer.groups)):
-                self._assign([unit for unit in all_units if unit.group_index == index], outer.method)
+                self._assign([one for one in all_weights if one.group_index == index], outer.method)
             self._make_local_groups(outer)
         except Exception as error:  # the others wait for a word
             failure = error
         try:
-            compare(self.teams, all_units, self.weights, failure)
+            compare(self.teams, all_weights, self.weights, failure)
         except Exception:
             self.weights, self.loads, self.kinds = before
             raise
-        self._make_waves(all_units)
+        self._make_waves(all_weights)
 
     def _drop(self, p: Tensor) -> None:
         """Forget a weight without state that is in no group any more, or is another one by now."""
@@ -118,15 +105,15 @@ class Division:
             self.engine.state.pop(stand_in, None)
             self.engine.first.pop(stand_in, None)
 
-    def _check_kind(self, unit: Unit) -> None:
+    def _check_kind(self, one: Weight) -> None:
         """Raise ValueError where a weight with state is not what it was when its owners were found."""
-        now = Kind.of(unit)
-        before = self.kinds.setdefault(unit.p, now)
-        changed = [key for key, value in now._asdict().items() if value != getattr(before, key)]
+        now = _kind(one)
+        before = self.kinds.setdefault(one.p, now)
+        changed = [key for key, value in now.items() if value != before[key]]
         if changed:
-            is_now, was = (", ".join(f"{key}={getattr(kind, key)!r}" for key in changed) for kind in (now, before))
+            is_now, was = (", ".join(f"{key}={kind[key]!r}" for key in changed) for kind in (now, before))
             raise ValueError(
-                f"Invalid {is_now} of {unit.name}: its work was divided with {was}. Set it back, or remove its state, "
+                f"Invalid {is_now} of {one.name}: its work was divided with {was}. Set it back, or remove its state, "
                 "optimizer.state.pop(p) on all ranks, to begin anew."
             )
 
@@ -148,27 +135,27 @@ class Division:
     def _team(self, p: Tensor) -> Team | None:
         return self.teams.of_mesh(p.device_mesh) if is_dtensor(p) else self.of_plain  # type: ignore[attr-defined]
 
-    def _assign(self, group_units: Sequence[Unit], method: Method[Any]) -> None:
+    def _assign(self, group_weights: Sequence[Weight], method: Method[Any]) -> None:
         """Give every new weight of a group its owners."""
-        new: dict[Team, list[tuple[Tensor, Weight, Any, Any]]] = {}
-        for unit in group_units:
-            p, name, group = unit.p, unit.name, unit.group
+        new: dict[Team, list[tuple[Tensor, Work, Any, Any]]] = {}
+        for one in group_weights:
+            p, name, group = one.p, one.name, one.group
             if p in self.weights:
                 continue
             team = self._team(p)
-            if team is None or (not unit.matrix and (is_dtensor(p) or p.ndim == 0)):
+            if team is None or (not one.matrix and (is_dtensor(p) or p.ndim == 0)):
                 self.weights[p] = Undivided.of(p)
                 continue
             held = self._held(p, name, team)
-            if not unit.matrix:
+            if not one.matrix:
                 self.weights[p] = Divided(p, team, _row_parts(p.shape[0], team.size), held, stacked=True)
                 continue
-            check_reading(p, name, unit.how)
+            check_reading(one)
             stacked = p.ndim == 3
-            cost = sum(matrix_cost(piece, method, group) for piece in unit.pieces())  # of one matrix of a stack
+            cost = sum(matrix_cost(member, method, group) for member in one.members())  # of one matrix of a stack
             count = p.shape[0] if stacked else 1
-            shapes = tuple(piece.shape for piece in unit.pieces())
-            new.setdefault(team, []).append((p, Weight(count, cost, homes(p.shape, stacked, held)), held, shapes))
+            shapes = tuple(member.shape for member in one.members())
+            new.setdefault(team, []).append((p, Work(count, cost, homes(p.shape, stacked, held)), held, shapes))
         for team, entries in new.items():
             loads = self.loads.setdefault(team, [0.0] * team.size)
             for moves in (True, False):  # what is frozen last, so that the work that there is is divided evenly
@@ -192,13 +179,13 @@ class Division:
         """Return what this rank steps of ``groups``, with their settings."""
         local = []
         for index, group in enumerate(groups):
-            group_units = units(groups[index : index + 1], index)
-            stepped = [unit for unit in group_units if self.weights[unit.p].stand_in is not None]
-            local_group = {**group, "params": [self.weights[unit.p].stand_in for unit in stepped]}
-            local_group["param_names"] = [unit.name for unit in stepped]
-            for i, key in enumerate(DEFAULTS):
+            group_weights = weights_of(groups[index : index + 1], index)
+            stepped = [one for one in group_weights if self.weights[one.p].stand_in is not None]
+            local_group = {**group, "params": [self.weights[one.p].stand_in for one in stepped]}
+            local_group["param_names"] = [one.name for one in stepped]
+            for key in DEFAULTS:
                 if isinstance(group.get(key), list):
-                    local_group[key] = [unit.how[i] for unit in stepped]
+                    local_group[key] = [getattr(one, key) for one in stepped]
             local.append(local_group)
         return local
 
@@ -208,26 +195,28 @@ class Division:
             if weight.stacked and weight.mine is not None:
                 self.engine.first[weight.stand_in] = weight.mine.start  # type: ignore[index]
 
-    def _make_waves(self, all_units: Sequence[Unit]) -> None:
+    def _make_waves(self, all_weights: Sequence[Weight]) -> None:
         self.waves = Waves()
-        for unit in all_units:
-            weight = self.weights[unit.p]
-            if isinstance(weight, Divided) and may_move(unit.p):
-                keys = {self.engine.shape(unit.group, piece) for piece in unit.pieces()} if unit.matrix else None
+        for one in all_weights:
+            weight = self.weights[one.p]
+            if isinstance(weight, Divided) and may_move(one.p):
+                keys = {self.engine.shape(one.group, member) for member in one.members()} if one.matrix else None
                 self.waves.add(weight, keys)
         self.waves.connect(self.teams)
 
     def step(self, outer: Engine) -> list[str]:
         """Step everything; return warnings."""
-        for unit in units(outer.groups):  # what all ranks refuse alike, and before any waits
-            check_gradient(unit.p, unit.name)
-            if not unit.matrix:
-                adamw.check_dtype(unit.p, unit.name)
+        all_weights = [*weights_of(outer.groups)]
+        for one in all_weights:  # what all ranks refuse alike, and before any waits
+            check_gradient(one.p, one.name)
+            if not one.matrix:
+                adamw.check_gradient(one.p, one.name, fused=False)  # of stand-ins it is asked where they step
         for index, group in enumerate(outer.groups):
             outer.check_complete(index, group)
-            outer.check_settings(index, group)
+            outer.check_settings(index)
         self.check_unbroken("step")
         self.update(outer)
+        outer.inherit(all_weights)
         for p, entry in self._exposed.items():
             if outer.state.get(p) is not entry:
                 self._replace_state(p, outer.state.get(p))
@@ -273,15 +262,15 @@ class Division:
             outer: whose state. loaded: weights of which a state was loaded, which all ranks have entries for.
         """
         state = outer.state
-        for unit in units(outer.groups):
-            p, weight = unit.p, self.weights[unit.p]
+        for one in weights_of(outer.groups):
+            p, weight = one.p, self.weights[one.p]
             entry = {} if weight.stand_in is None else self.engine.state.get(weight.stand_in, {})
-            entered = unit.matrix and (may_move(p) or p in loaded)
+            entered = one.matrix and (may_move(p) or p in loaded)
             if entered and isinstance(weight, Divided) and not entry:
                 if weight.stand_in is not None:
-                    entry = self.engine.begin(unit._replace(p=weight.stand_in))
+                    entry = self.engine.begin(replace(one, p=weight.stand_in))
                 elif all(key.partition(".")[0] != "step" for key in state.get(p, {})):
-                    layout = states.layout_of_weight(unit, outer.method)
+                    layout = states.layout_of_weight(one, outer.method)
                     state[p] = states.parts_of_state(weight, {}, layout) | state.get(p, {})
             if entry:
                 if state.get(p) is not entry:  # what a wrapper keeps there stays
@@ -289,20 +278,20 @@ class Division:
                 state[p] = self._exposed[p] = entry
             else:
                 self._exposed.pop(p, None)
-        outer.signatures.remember(units(outer.groups), state)
+        outer.remember([*weights_of(outer.groups)])
 
     def exported(self, outer: Engine, packed: dict[Any, Any]) -> dict[Any, Any]:
         """Return a state dict's state with what each rank has a part of in DTensors that say so."""
         exported = dict(packed)
-        for i, unit in enumerate(units(outer.groups)):
-            weight = self.weights.get(unit.p)
+        for i, one in enumerate(weights_of(outer.groups)):
+            weight = self.weights.get(one.p)
             if i not in exported or weight is None:
                 continue
-            if not unit.matrix:
+            if not one.matrix:
                 exported[i] = states.shards_of_state(weight, exported[i])
             elif isinstance(weight, Divided):
                 # Anew also of what others own: another dtype of a weight is another one of its state.
-                layout = states.layout_of_weight(unit, outer.method)
+                layout = states.layout_of_weight(one, outer.method)
                 entry = {key: v for key, v in exported[i].items() if weight.mine is not None or not is_dtensor(v)}
                 exported[i] = states.parts_of_state(weight, entry, layout)
         return exported
@@ -322,9 +311,9 @@ class Division:
         """Take over a loaded state on all ranks, or raise on all; return what is no weight's, as hooks keep it."""
         self.update(outer)
         check_names(state["param_groups"])
-        for unit in units(state["param_groups"]):
-            for key, value in state["state"].get(unit.p, {}).items():
-                states.check_part(self.weights[unit.p], key, checkpoint.unwrapped(value), unit.name)
+        for one in weights_of(state["param_groups"]):
+            for key, value in state["state"].get(one.p, {}).items():
+                states.check_part(self.weights[one.p], key, checkpoint.unwrapped(value), one.name)
         self._peers_notified = True
         self.agree(None)  # all go on to what takes them all
         failure = None
@@ -345,13 +334,13 @@ class Division:
         local_state: dict[Tensor, dict[str, Any]] = defaultdict(
             dict
         )  # as torch's: what has not begun may have no entry
-        for unit in units(state["param_groups"]):
-            weight = self.weights[unit.p]
-            held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(unit.p, {}).items()}
-            if held and not unit.matrix:
+        for one in weights_of(state["param_groups"]):
+            weight = self.weights[one.p]
+            held = {key: checkpoint.unwrapped(v) for key, v in state["state"].get(one.p, {}).items()}
+            if held and not one.matrix:
                 held = {key: states.own_shard(weight, value) for key, value in held.items()}
             elif held and isinstance(weight, Divided):
-                held = states.own_parts(weight, held, states.layout_of_weight(unit, outer.method))
+                held = states.own_parts(weight, held, states.layout_of_weight(one, outer.method))
             if held and weight.stand_in is not None:
                 local_state[weight.stand_in] = held
         groups = self.local_groups(state["param_groups"])
@@ -362,9 +351,20 @@ class Division:
         yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))
 
 
-def matrix_cost(piece: Piece, method: Method[Any], group: Group) -> float:
+def _kind(one: Weight) -> dict[str, Any]:
+    """Return what must stay as it is for a weight to go on with the state that it has."""
+    shape = tuple(one.p.shape)
+    return {
+        "algorithm": one.group["algorithm"],
+        "shape": shape,
+        "transposed": one.transposed,
+        "split": one.split,
+    }
+
+
+def matrix_cost(member: Member, method: Method[Any], group: Group) -> float:
     """Return the operations of a step of one matrix, refreshes amortised."""
-    m, n = piece.shape.m, piece.shape.n
+    m, n = member.shape.m, member.shape.n
     r, tau = method.rank(group, m, n), group["precondition_frequency"]
     # A refresh has a QR of 8/3 k^3 and four products of each factor, and turns what is kept in the basis.
     if not r:

@@ -31,8 +31,8 @@ class Home(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A weight as it is divided.
+class Work:
+    """A weight as its work is divided.
 
     Attributes:
         count: matrices of a stack, which may have several owners; 1 for any other weight.
@@ -59,7 +59,7 @@ MAX_LOAD_RATIO = 4 / 3
 """Largest load of a rank over an even one, up to which it takes more of what lies on it: LPT's bound."""
 
 
-def divide(weights: Sequence[Weight], loads: list[float]) -> list[tuple[Part, ...]]:
+def divide(weights: Sequence[Work], loads: list[float]) -> list[tuple[Part, ...]]:
     """Return the parts of each weight.
 
     No rank owns two parts of one weight.

@@ -15,19 +15,18 @@ from prokl.distributed.ownership import Part
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
 from prokl.engine.checkpoint import needed, unwrapped
-from prokl.engine.pieces import Unit, units
-from prokl.engine.storage import StateLayout
+from prokl.engine.weights import StateLayout, Weight, weights_of
 
 
-def layout_of_weight(unit: Unit, method: Method[Any]) -> StateLayout:
+def layout_of_weight(one: Weight, method: Method[Any]) -> StateLayout:
     """Return shape and dtype of all state of a whole matrix weight, by its key."""
     merged: StateLayout = {}
-    p, group = unit.p, unit.group
-    for piece in unit.pieces():
-        layout = needed(piece, method, group)
-        layout["step" + piece.suffix] = ((piece.shape.count,) if p.ndim == 3 else (), torch.int64)
+    p, group = one.p, one.group
+    for member in one.members():
+        layout = needed(member, method, group)
+        layout["step" + member.suffix] = ((member.shape.count,) if p.ndim == 3 else (), torch.int64)
         if mode_of(group, p.dtype) == MASTER:
-            layout[MASTER + piece.suffix] = (layout["M_Q" + piece.suffix][0], torch.float32)
+            layout[MASTER + member.suffix] = (layout["M_Q" + member.suffix][0], torch.float32)
         merged.update(layout)
     return merged
 
@@ -78,10 +77,10 @@ def shards_of_state(weight: Divided | Undivided, entry: dict[str, Any]) -> dict[
 
 def check_undivided(state: dict[str, Any]) -> None:
     """Raise ValueError for loaded state of which ranks have parts, where no work is divided."""
-    for unit in units(state["param_groups"]):
-        for value in map(unwrapped, state["state"].get(unit.p, {}).values()):
+    for one in weights_of(state["param_groups"]):
+        for value in map(unwrapped, state["state"].get(one.p, {}).values()):
             if is_dtensor(value):
-                raise ValueError(partial_message(unit.name, value))
+                raise ValueError(partial_message(one.name, value))
 
 
 def own_parts(weight: Divided, loaded: dict[str, Any], layout: StateLayout) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prokl.backends.io import in_float32
 from prokl.distributed.team import Team, Teams
 from prokl.distributed.transport import Replicas, Shards
 from prokl.distributed.weights import Copy, Divided, Transfer
@@ -27,7 +28,7 @@ def not_finite(weight: Divided) -> Tensor:
         return torch.zeros(len(weight.shapes), dtype=torch.float32, device=weight.p.device)
     dtype = torch.float64 if g.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(shape.region(g), dim=(-2, -1), dtype=dtype) for shape in weight.shapes]
-    return torch.stack([(~(norm.square() <= torch.finfo(torch.float32).max)).any().float() for norm in norms])
+    return torch.stack([(~in_float32(norm.square())).any().float() for norm in norms])
 
 
 class Wave:

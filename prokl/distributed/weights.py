@@ -17,7 +17,7 @@ from prokl.algorithm.shapes import MatrixShape
 from prokl.distributed.blocks import Block, holders, rows, whole_block
 from prokl.distributed.ownership import Part
 from prokl.distributed.team import Team
-from prokl.engine.pieces import may_move
+from prokl.engine.weights import may_move
 
 
 def is_dtensor(t: Any) -> bool:

@@ -13,8 +13,8 @@ from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
-from prokl.engine.pieces import named
 from prokl.engine.validation import PLAIN, check_writable, why_not_plain_memory
+from prokl.engine.weights import may_move, named
 
 DEFAULTS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 """betas as in the paper's experiments; the rest of AdamW's settings are PyTorch's defaults."""
@@ -47,12 +47,8 @@ class AdamWGroups:
         _check_options(group)
 
     def step(self, groups: list[Group], state: dict[Tensor, dict[str, Any]]) -> None:
-        """Step ``groups``, and give every trainable weight its entry in ``state``."""
+        """Step ``groups``, whose weights have all begun."""
         self._adamw.param_groups, self._adamw.state = groups, state  # type: ignore[assignment]
-        for group in groups:
-            for p in group["params"]:
-                if p.requires_grad and "exp_avg" not in state.get(p, {}):  # what a wrapper keeps there stays
-                    state[p].update(_blank_state(p, group))
         aside = self._skip(groups)
         try:
             if groups:
@@ -78,13 +74,15 @@ class AdamWGroups:
         return aside
 
 
-def _blank_state(p: Tensor, group: Group) -> dict[str, Tensor]:
-    """Return what AdamW starts from at the first gradient: an entry that checkpoints have of every weight."""
+def begin(p: Tensor, group: Group, state: dict[Tensor, dict[str, Any]]) -> None:
+    """Give a weight that may move what AdamW starts from: an entry that checkpoints have of every weight."""
+    if not may_move(p) or "exp_avg" in state.get(p, {}):
+        return
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
-    state = {"step": torch.zeros((), dtype=dtype, device=_device_of_steps(p, group))}
+    blank = {"step": torch.zeros((), dtype=dtype, device=_device_of_steps(p, group))}
     for key in _kept(group):
-        state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    return state
+        blank[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    state[p].update(blank)  # what a wrapper keeps there stays
 
 
 def _device_of_steps(p: Tensor, group: Group) -> torch.device | str:
@@ -115,18 +113,18 @@ def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
     """Move AdamW's state to where it is needed: it was offloaded, or the weights have moved since."""
     for p in group["params"]:
         entry = state.get(p) or {}
-        for key in ("step", *MOMENTS, MAXIMUM) if p.grad is not None else ():
+        for key in ("step", *MOMENTS, MAXIMUM) if may_move(p) and p.device.type != "meta" else ():
             value, home = entry.get(key), p.device if key != "step" else torch.device(_device_of_steps(p, group))
             if isinstance(value, Tensor) and value.device not in (home, torch.device("meta")):
                 entry[key] = value.to(home)
 
 
 def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) -> None:
-    """Raise ValueError where AdamW's state, or a gradient, is not what its weight and group need by now.
+    """Raise ValueError where AdamW's state, or its weight, is not what a step needs by now.
 
     PyTorch's AdamW finds out in the midst of a step, or not at all: its fused kernels go through memory.
     """
-    if p.grad is None:
+    if not may_move(p):
         return
     check_writable(p, name)
     if p.is_neg():
@@ -144,15 +142,16 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
         raise ValueError(
             f"The AdamW state of {name} has {reason}. Set it back, or remove it, optimizer.state.pop(p), to begin anew."
         )
-    check_dtype(p, name)
-    for key, value in [("a gradient", p.grad), *held] if group["fused"] else ():
+    for key, value in held if group["fused"] else ():
         _check_lies_alike(p, name, key, value)
 
 
-def check_dtype(p: Tensor, name: str) -> None:
-    """Raise ValueError for a gradient of another dtype than its weight."""
+def check_gradient(p: Tensor, name: str, fused: bool) -> None:
+    """Raise ValueError for a gradient that AdamW cannot take: of another dtype, or one that does not lie as it must."""
     if p.grad is not None and p.grad.dtype != p.dtype:
         raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
+    if fused:
+        _check_lies_alike(p, name, "a gradient", p.grad)
 
 
 def _check_lies_alike(p: Tensor, name: str, what: str, t: Tensor | None) -> None:
@@ -163,26 +162,6 @@ def _check_lies_alike(p: Tensor, name: str, what: str, t: Tensor | None) -> None
             f"fused=True it must lie in memory as the weight does, in strides {p.stride()}. Use "
             "torch.empty_like(p).copy_(...) of it, or fused=False."
         )
-
-
-def look(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> tuple[list[Any], list[Any] | None]:
-    """Return what :func:`check_state` goes by beside weights and options: objects, to compare by identity, and forms.
-
-    The forms are None where there is a tensor without an address.
-    """
-    weights = [p for p in group["params"] if p.grad is not None]
-    values = [value for p in weights for value in state.get(p, {}).values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    through_memory = [*weights, *[p.grad for p in weights if p.grad is not None], *tensors]
-    strides = [t.stride() for t in (through_memory if group.get("fused") else tensors)]
-    steps = [state[p].get("step") for p in weights if p in state]
-    # Filled in place they are the same objects; reading them waits for no device.
-    sound = all(0 <= t.item() < math.inf for t in steps if isinstance(t, Tensor) and t.is_cpu and t.numel() == 1)
-    try:
-        addresses = [t.data_ptr() for t in tensors]
-    except RuntimeError:
-        return weights + values, None
-    return weights + values, [sound, strides, addresses, [t.shape for t in tensors], [t.dtype for t in tensors]]
 
 
 def _strides(t: Tensor) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import ALSO_CALLED
 from prokl.engine.adamw import ARGUMENTS
-from prokl.engine.pieces import named
 from prokl.engine.validation import REMOVED
+from prokl.engine.weights import named
 
 OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
 OF_PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}

@@ -17,9 +17,10 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress, groupby
-from operator import is_, itemgetter
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import compress, groupby
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +35,44 @@ from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
-from prokl.engine.pieces import Piece, clock, stored_clock
-from prokl.engine.rows import RowSets
-from prokl.engine.schedule import Plan, Schedule
-from prokl.engine.signatures import Record
-from prokl.engine.storage import layout_of_state, state_dtype
+from prokl.engine.weights import Weight, clock, layout_of_state, state_dtype, stored_clock
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
+
+KEPT = 32
+"""Sets of rows that a bucket keeps on the device: clocks that drifted apart make ever new ones."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The host's decisions about one step of a bucket; equal plans do the same work on the device."""
+
+    has_grad: tuple[bool, ...]
+    """By member."""
+    initialising: tuple[int, ...]
+    """Matrices whose state this gradient initialises, if it is finite and not zero."""
+    stepping: tuple[int, ...]
+    """Matrices that have begun and have a gradient; those whose gradient is not finite will not move."""
+    refreshing: tuple[int, ...]
+    """Stepping matrices whose step is divisible by tau."""
+
+    def __hash__(self) -> int:  # a graph's key: quicker than of everything
+        return hash((self.initialising, len(self.stepping), len(self.refreshing)))
+
+    @property
+    def steady(self) -> bool:
+        """True if every matrix steps and none begins: what a graph can capture."""
+        return all(self.has_grad) and not self.initialising
+
+
+class Rows(NamedTuple):
+    """Some, but not all, of the matrices of a bucket, on its device."""
+
+    indices: Tensor
+    """(k,) int64."""
+    mask: Tensor
+    """(B,) bool."""
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -49,13 +80,8 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
 
 
-def _identity(piece: Piece) -> tuple[Any, ...]:
-    return id(piece.p), piece.name, piece.shape, piece.suffix, piece.first
-
-
-def _rate(lr: Any) -> float | Tensor:
-    """Return lr as a step takes it; a tensor has no dimension, so that it multiplies as a number does."""
-    return lr.reshape(()) if isinstance(lr, Tensor) else plain(lr)
+def _identity(member: Member) -> tuple[Any, ...]:
+    return id(member.p), member.name, member.shape, member.suffix, member.first
 
 
 class Bucket:
@@ -64,14 +90,15 @@ class Bucket:
     Their groups may be several, with an lr and a weight decay each, and all other settings alike.
 
     Attributes:
-        backend: who steps it; None before the first :meth:`decide`. io: its reading and writing, with it.
-        group: one of the groups. h: its hyper-parameters without lr and weight decay, as of :meth:`decide`.
+        backend: who steps it. io: its reading and writing, with it. graphs: whether its steps can be captured.
+        group: one of the groups. h: its hyper-parameters without lr and weight decay.
+        steps: the clock of every matrix: -1 until its initialising gradient, 0 then, and one more at every later call
+            with a gradient.
 
     Args:
-        pieces: in the order of their groups.
-        groups: each one's.
+        members: in the order of their groups, without rows so far.
+        weights: each one's.
         states: what ``optimizer.state`` holds for each one's parameter: empty for one that has none yet.
-        records: each one's parameter's.
         method: the matrix method.
         rank: effective rank.
         select: chooses the backend.
@@ -79,23 +106,20 @@ class Bucket:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
-        groups: Sequence[Group],
+        members: Sequence[Member],
+        weights: Sequence[Weight],
         states: Sequence[dict[str, Any]],
-        records: Sequence[Record],
         method: Method[Any],
         rank: int,
         select: Callable[[str | None, torch.device, str | None, torch.dtype], Backend],
     ) -> None:
         self.method, self.rank, self._select = method, rank, select
-        self.follow(groups)
-        group = groups[0]
-        self.states, self.records, self._made_of = list(states), list(records), list(map(_identity, pieces))
+        group = weights[0].group
+        self.states, self._made_of = list(states), list(map(_identity, members))
         self.members: list[Member] = []
-        for piece in pieces:
+        for member in members:
             start = self.members[-1].rows.stop if self.members else 0
-            rows = range(start, start + piece.shape.count)
-            self.members.append(Member(piece.p, piece.name, piece.shape, rows, piece.suffix))
+            self.members.append(replace(member, rows=range(start, start + member.shape.count)))
         first, count = self.members[0], self.members[-1].rows.stop
         m, n, device = first.shape.m, first.shape.n, first.p.device
         self.layout = Layout(
@@ -104,39 +128,55 @@ class Bucket:
         self.dtype = self.layout.dtype
         self._state_dtype = state_dtype(group, first.p)
         self.stacks: dict[str, Tensor] = {}
-        for key, (tail, dtype) in layout_of_state(pieces[0], method, rank, group).items():
+        for key, (tail, dtype) in layout_of_state(first, method, rank, group).items():
             self.stacks[key] = torch.zeros((count, *tail), dtype=dtype, device=device)
-        numbers = [range(piece.first, piece.first + piece.shape.count) for piece in pieces]
-        names = [f"{piece.name} {c}" for piece, matrices in zip(pieces, numbers, strict=True) for c in matrices]
+        names = [
+            f"{member.name} {c}" for member in members for c in range(member.first, member.first + member.shape.count)
+        ]
         mode = mode_of(group, first.p.dtype)
         self.rounding = Rounding(mode, names, [member.weight() for member in self.members])
         if self.rounding.master is not None:
             self.stacks[MASTER] = self.rounding.master
         self.skipped = torch.zeros(len(self.members), dtype=torch.int64, device=device)
-        self.schedule = Schedule(
-            [member.rows for member in self.members],
-            [step for piece, state in zip(pieces, states, strict=True) for step in clock(piece, state)],
-        )
-        views = [self._adopt(i) for i in range(len(self.members))]
-        self._read = [itemgetter(*member_views) for member_views in views]
-        self._handed_out = [view for member_views in views for view in member_views.values()]
-        self._addresses = addresses(self._handed_out)
-        self._parameters = [member.p for member in self.members]
-        self._unmoved = [i for i, member in enumerate(self.members) if records[i].idle.get(member.suffix, 0) >= 0]
         self.backend: Backend | None = None
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
-        self.rows = RowSets(count, device)
         self._left: list[int] | None = None  # versions of stacks that steps can go on from
         self._said: list[str] = []
+        self.follow(weights)
+        self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
+        self._every = tuple(range(count))
+        self._clock_keys = ["step" + member.suffix for member in self.members]
+        self._views = [self._adopt(i) for i in range(len(self.members))]
+        self._write_clocks()
+        self._addresses = addresses([view for views in self._views for view in views.values()])
+        self._parameters = [member.p for member in self.members]
+        self._unmoved = [i for i, member in enumerate(self.members) if weights[i].idle.get(member.suffix, 0) >= 0]
+        self._converted = [
+            key for key, t in self.stacks.items() if key not in ("M_Q", MASTER) and t.dtype != self.dtype
+        ]
+        self._kept_rows: dict[tuple[int, ...], Rows] = {}
         scales = [member.shape.aspect_scale for member in self.members for _ in member.rows]
         self.aspect_scale = torch.tensor(scales, dtype=self.dtype, device=device)
 
-    def follow(self, groups: Sequence[Group]) -> None:
-        """Take settings, once they have been checked, from these groups, one a member."""
-        self.group = groups[0]
-        runs = [[*run] for _, run in groupby(enumerate(groups), key=lambda each: id(each[1]))]
-        self._groups = [(run[0][1], range(run[0][0], run[-1][0] + 1)) for run in runs]
+    def follow(self, weights: Sequence[Weight]) -> None:
+        """Take settings, once they have been checked, from the groups of these weights, one a member.
+
+        A backend that is refused, or has no memory for its tables, leaves everything as it was.
+        """
+        group = weights[0].group
+        asked = group["backend"], group["precision"]
+        if self.backend is None or asked != self._asked:
+            backend = self._select(asked[0], self.layout.device, asked[1], self.dtype)
+            if backend is not self.backend:
+                self.io = backend.io(self.members, self.layout, self.rounding)
+                self.backend = backend
+            self._asked = asked
+            self.graphs = backend.graphs
+        self.weights, self.group = list(weights), group
+        self.h = self.method.hyper({**group, "lr": 0.0, "weight_decay": 0.0})
+        runs = [[*run] for _, run in groupby(enumerate(weights), key=lambda each: id(each[1].group))]
+        self._groups = [(run[0][1].group, range(run[0][0], run[-1][0] + 1)) for run in runs]
 
     def _adopt(self, i: int) -> dict[str, Tensor]:
         """Copy a parameter's state into the stacks; leave views of them in its place, and return these."""
@@ -146,68 +186,73 @@ class Bucket:
             for key, view in views.items():
                 if key + member.suffix in state or key != MASTER:  # masters that the state lacks start as the weights
                     view.copy_(state[key + member.suffix])
-        if self.records[i].own_master and MASTER not in self.stacks:
+        if self.weights[i].own_master and MASTER not in self.stacks:
             master = state.get(MASTER + member.suffix)
             if isinstance(master, Tensor) and (master.shape, master.dtype) == (views["M_Q"].shape, torch.float32):
                 del state[MASTER + member.suffix]  # a weight that has become wider goes on from its own bits
         views = {key + member.suffix: view for key, view in views.items()}
-        state.update(views | {"step" + member.suffix: self._clock(member)})
+        state.update(views)
         return views
 
-    def is_of(self, pieces: Sequence[Piece], states: Sequence[dict[str, Any]], group: Group) -> bool:
-        """Return True if a bucket of these, with such settings, would be this one, which has their state."""
-        first, a = pieces[0].p, self.layout
+    def is_of(self, members: Sequence[Member], states: Sequence[dict[str, Any]], group: Group) -> bool:
+        """Return True if a bucket of these, with such settings, would be this one.
+
+        It has their state then: the very views that were handed out, in the memory that they had.
+        """
+        first, a = members[0].p, self.layout
+        held = [state.get(key) for view, state in zip(self._views, states, strict=False) for key in view]
+        handed_out = [t for views in self._views for t in views.values()]
         return (
-            list(map(_identity, pieces)) == self._made_of
+            list(map(_identity, members)) == self._made_of
+            and len(states) == len(self.states)
             and all(map(is_, states, self.states))
             and (first.dtype, first.device) == (a.weight_dtype, a.device)
             and self.rounding.mode == mode_of(group, first.dtype)
-            and self.holds()
+            and all(map(is_, held, handed_out))
+            and addresses(handed_out) == self._addresses
+            and all(
+                clock(m, state) == self.steps[m.rows.start : m.rows.stop]
+                for m, state in zip(self.members, states, strict=True)
+            )
         )
 
-    def holds(self) -> bool:
-        """Return True if the state has the very views that were handed out, in the memory that they had then."""
-        try:
-            now = chain.from_iterable([read(state) for read, state in zip(self._read, self.states, strict=True)])
-        except KeyError:
-            return False
-        same = all(map(is_, now, self._handed_out))
-        return same and addresses(self._handed_out) == self._addresses and all(map(self._at, self.members, self.states))
+    def _write_clocks(self) -> None:
+        self._clocks = [
+            self.steps[m.rows.start] if m.p.ndim != 3 else stored_clock(m.p, self.steps[m.rows.start : m.rows.stop])
+            for m in self.members
+        ]
+        for state, key, now in zip(self.states, self._clock_keys, self._clocks, strict=True):
+            state[key] = now
 
-    def _at(self, member: Member, state: dict[str, Any]) -> bool:
-        """Return True if the count of steps is as it was left; it lies on the host."""
-        count, steps = state.get("step" + member.suffix), self.schedule.steps
-        if type(count) is int and member.p.ndim != 3:
-            return count == steps[member.rows.start]
-        return isinstance(count, Tensor) and count.tolist() == steps[member.rows.start : member.rows.stop]
-
-    def _clock(self, member: Member) -> int | Tensor:
-        return stored_clock(member.p, self.schedule.steps[member.rows.start : member.rows.stop])
+    def keeps_clocks(self) -> bool:
+        """Return True if the counts of steps in the state are those that the last step left."""
+        now = [state.get(key) for state, key in zip(self.states, self._clock_keys, strict=True)]
+        return all(map(is_, now, self._clocks))
 
     def decide(self) -> Plan | None:
         """Return what this step does, with the I/O ready for it; None when there is no gradient."""
         has_grad = [p.grad is not None for p in self._parameters]
         if self._versions() != self._left:
             self._begin_what_was_zeroed()
-        plan = self.schedule.decide(has_grad, self.group["precondition_frequency"])
-        if plan is not None:
-            if self.backend is None or (self.group["backend"], self.group["precision"]) != self._asked:
-                self._choose_backend(self.group["backend"], self.group["precision"])
-            self.rounding.locate(self.schedule.steps)
-            self.h = self.method.hyper({**self.group, "lr": 0.0, "weight_decay": 0.0})
-            self._rates = [
-                Rates(_rate(group["lr"]), plain(group["weight_decay"]), indices) for group, indices in self._groups
-            ]
-            self.io.locate(self._rates)
+        if not any(has_grad):
+            return None
+        steps, first, frequency = self.steps, self.steps[0], self.group["precondition_frequency"]
+        if all(has_grad) and first >= 0 and steps.count(first) == len(steps):  # as usual, and quicker
+            plan = Plan(tuple(has_grad), (), self._every, self._every if (first + 1) % frequency == 0 else ())
+        else:
+            rows = [b for member, has in zip(self.members, has_grad, strict=True) if has for b in member.rows]
+            stepping = tuple(b for b in rows if steps[b] >= 0)
+            refreshing = tuple(b for b in stepping if (steps[b] + 1) % frequency == 0)
+            plan = Plan(tuple(has_grad), tuple(b for b in rows if steps[b] < 0), stepping, refreshing)
+        if self.rounding.keys is not None:
+            self.rounding.locate(steps)
+        rates = [(group["lr"], group["weight_decay"], members) for group, members in self._groups]
+        self._rates = [  # a tensor has no dimension, so that it multiplies as a number does
+            Rates(lr.reshape(()) if isinstance(lr, Tensor) else plain(lr), plain(decay), members)
+            for lr, decay, members in rates
+        ]
+        self.io.locate(self._rates)
         return plan
-
-    def _choose_backend(self, asked: str | None, precision: str | None) -> None:
-        """Take another backend; one that is refused, or has no memory for its tables, leaves everything as it was."""
-        backend = self._select(asked, self.layout.device, precision, self.dtype)
-        if backend is not self.backend:
-            self.io = backend.io(self.members, self.layout, self.rounding)
-            self.backend = backend
-        self._asked = asked, precision
 
     @without_autocast  # trainers may step inside of theirs
     def execute(self, plan: Plan) -> tuple[int, ...]:
@@ -247,18 +292,23 @@ class Bucket:
             member_moved = [not rows.isdisjoint(member.rows) for member in self.members]
         # A kernel writes past autograd's own count.
         torch.autograd.graph.increment_version([*compress(self._parameters, member_moved)])
-        self.schedule.advance(plan)
-        for member, state in zip(self.members, self.states, strict=True):
-            one = member.p.ndim != 3  # quicker than a slice of each
-            state["step" + member.suffix] = self.schedule.steps[member.rows.start] if one else self._clock(member)
-        never = [i for i in self._unmoved if plan.has_grad[i] and self._never_moves(i, member_moved[i])]
-        self._unmoved = [i for i in self._unmoved if self.records[i].idle.get(self.members[i].suffix, 0) >= 0]
-        return said + [
-            f"{self.members[i].name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was "
-            "zero, too small to square, or not finite (optimizer.skipped() counts those). Check the loss scale "
-            "and whether the weight is used."
-            for i in never
-        ]
+        for b in plan.stepping:  # skipped ones too
+            self.steps[b] += 1
+        self._write_clocks()
+        for i in [i for i in self._unmoved if plan.has_grad[i]]:
+            name, idle = self.members[i].name, self.weights[i].idle
+            suffix = self.members[i].suffix
+            count = idle.get(suffix, 0) + 1
+            idle[suffix] = -1 if member_moved[i] or count == NEVER_MOVED_AFTER else count
+            if idle[suffix] < 0:
+                self._unmoved.remove(i)
+            if count == NEVER_MOVED_AFTER and not member_moved[i]:
+                said.append(
+                    f"{name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, too "
+                    "small to square, or not finite (optimizer.skipped() counts those). Check the loss scale and "
+                    "whether the weight is used."
+                )
+        return said
 
     def _versions(self) -> list[int]:
         """Return PyTorch's counts of writes into the stacks, by steps and by whoever has a view of them."""
@@ -269,29 +319,23 @@ class Bucket:
 
         This reads the device, once after the state was changed or replaced by hand.
         """
-        self._left, steps = self._versions(), self.schedule.steps
+        self._left, steps = self._versions(), self.steps
         if max(steps) < 0:
             return
         state = {key: stack for key, stack in self.stacks.items() if key not in (MASTER, "clipped")}
         held = [stack.reshape(len(stack), -1).any(dim=1) for stack in state.values()]
         goes_on, in_part = torch.stack([can_go_on(state), torch.stack(held).any(dim=0)]).tolist()
-        for member, entry in zip(self.members, self.states, strict=True):
+        for member in self.members:
             if rows := [b for b in member.rows if steps[b] >= 0 and not goes_on[b]]:
-                self.schedule.reset(rows)
-                entry["step" + member.suffix] = self._clock(member)
+                for b in rows:
+                    steps[b] = -1
             if some := sum(in_part[b] for b in rows):
                 self._said.append(
                     f"The state of {member.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
                     f"{len(member.rows)} matrices, which no step can go on from: they begin anew with the next "
                     "gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."
                 )
-
-    def _never_moves(self, i: int, moved: bool) -> bool:
-        """Return True once, when a weight has had gradients for long and has never moved."""
-        idle, suffix = self.records[i].idle, self.members[i].suffix
-        count = idle.get(suffix, 0) + 1
-        idle[suffix] = -1 if moved or count == NEVER_MOVED_AFTER else count
-        return count == NEVER_MOVED_AFTER and not moved
+        self._write_clocks()
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""
@@ -303,21 +347,23 @@ class Bucket:
             first_gradients = G[some].to(device, self.dtype)
             for key, value in self.method.initialise(first_gradients, self.rank, self.group).items():
                 self.stacks[key].index_copy_(0, some, value.to(self.stacks[key]))
-        self.schedule.begin(rows)
+        for b in rows:
+            self.steps[b] = 0
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
-        state, active = self._arithmetic(), self._active(moving, steps)
+        state, some = self._arithmetic(), self.rows(moving)
+        active = steps if some is None else some.mask if steps is None else some.mask & steps
         direction, new, evident = self.method.step(backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
             evident = None
-        moves, learns = (tuple(t for t in masks if t is not None) for masks in ([active], [active, evident]))
-        self._store(new, learns, moves)
+        moves = () if active is None else (active,)
+        self._store(new, moves if evident is None else (*moves, evident), moves)
 
     def _refresh(self, rows: tuple[int, ...], finite: Tensor, backend: Backend) -> None:
         """Refresh the bases of those of ``rows`` whose gradient is finite."""
-        state, some = self._arithmetic(), self.rows.of(rows)
+        state, some = self._arithmetic(), self.rows(rows)
         if some is None:
             new = self.method.refresh(backend.ops, state)
         else:
@@ -331,10 +377,11 @@ class Bucket:
     def _arithmetic(self) -> State:
         """Return the state without masters in the arithmetic dtype, M_Q as it is kept: its passes convert it."""
         state = {key: stack for key, stack in self.stacks.items() if key != MASTER}
-        others = [key for key, stack in state.items() if key != "M_Q" and stack.dtype != self.dtype]
-        fresh = {key: torch.empty_like(state[key], dtype=self.dtype) for key in others}
-        self.io.store([Slot(value, state[key]) for key, value in fresh.items()])
-        return state | fresh
+        if self._converted:
+            fresh = {key: torch.empty_like(state[key], dtype=self.dtype) for key in self._converted}
+            self.io.store([Slot(value, state[key]) for key, value in fresh.items()])
+            state |= fresh
+        return state
 
     def _store(self, new: State, learns: tuple[Tensor, ...], moves: tuple[Tensor, ...]) -> None:
         """Store what is ``new``, where all these masks are True: ALWAYS_MOVE by the second ones."""
@@ -346,9 +393,19 @@ class Bucket:
             ]
         )
 
-    def _active(self, moving: tuple[int, ...], steps: Tensor | None) -> Tensor | None:
-        """Return a (B,) mask of the matrices that move; None when the host knows that all do."""
-        rows = self.rows.of(moving)
-        if rows is None or steps is None:
-            return steps if rows is None else rows.mask
-        return rows.mask & steps
+    def rows(self, rows: tuple[int, ...]) -> Rows | None:
+        """Return ``rows``, in ascending order, on the device; None for all.
+
+        The sets used last are kept: making one costs a copy to the device, which a CUDA graph cannot capture.
+        """
+        if len(rows) == self.layout.count:
+            return None
+        some = self._kept_rows.pop(rows, None)
+        if some is None:
+            index = on_device(rows, torch.int64, self.layout.device)
+            mask = torch.zeros(self.layout.count, dtype=torch.bool, device=self.layout.device)
+            some = Rows(index, mask.index_fill_(0, index, True))
+        self._kept_rows[rows] = some  # the last used is the last to go
+        if len(self._kept_rows) > KEPT:
+            del self._kept_rows[next(iter(self._kept_rows))]
+        return some

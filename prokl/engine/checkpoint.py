@@ -17,12 +17,21 @@ from prokl.algorithm.names import unwrapped_name
 from prokl.algorithm.settings import check_adamw, clone_if_tensor, plain
 from prokl.algorithm.shapes import widest
 from prokl.backends.device import without_autocast
+from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.engine import adamw
 from prokl.engine.newcomers import plain_group
-from prokl.engine.pieces import DEFAULTS, Piece, check_reading, clock, named, pieces, readings, stored_clock
-from prokl.engine.storage import StateLayout, layout_of_state
 from prokl.engine.validation import check_names
+from prokl.engine.weights import (
+    DEFAULTS,
+    StateLayout,
+    check_reading,
+    clock,
+    layout_of_state,
+    named,
+    stored_clock,
+    weights_of,
+)
 
 OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
 """Settings that are this machine's and not a checkpoint's, with what they are in optimizers pickled without them."""
@@ -272,7 +281,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
     for i, group in enumerate(state["param_groups"]):
         try:
             check_adamw(group) if group["algorithm"] == "adamw" else method.check(group)
-            hows = readings(group)
+            weights = [*weights_of([group], i)]
         except ValueError as error:
             raise ValueError(f"Group {i} of the loaded state dict: {error} Correct it there.") from None
         if group["algorithm"] != "matrix":
@@ -285,24 +294,25 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
                         adamw.check_values(name, entry)
                     state["state"][p] = {k: _lying_as(p, v) for k, v in entry.items()}  # a copy, as of the matrices'
             continue
-        for (p, name), how in zip(named(group, i), hows, strict=True):
+        for weight in weights:
+            p, name = weight.p, weight.name
             entry = {k: unwrapped(v) for k, v in state["state"].get(p, {}).items()}
-            check_reading(p, name, how)
-            parts = pieces(p, name, how)
-            _check_split(entry, parts, name, how.split)
+            check_reading(weight)
+            parts = weight.members()
+            _check_split(entry, parts, name, weight.split)
             if layouts := _layouts(entry, p, parts, method, group):
-                for piece, layout in zip(parts, layouts, strict=True):
-                    if misfit := _misfit(entry, layout, piece, optimizer):
-                        misfits.setdefault(p, f"{piece.name} (weight {tuple(p.shape)}) has {misfit}")
+                for member, layout in zip(parts, layouts, strict=True):
+                    if misfit := _misfit(entry, layout, member, optimizer):
+                        misfits.setdefault(p, f"{member.name} (weight {tuple(p.shape)}) has {misfit}")
                         break
                     if check_values:
-                        _check_values(entry, layout, piece)
-                    entry["step" + piece.suffix] = stored_clock(p, clock(piece, entry))
+                        _check_values(entry, layout, member)
+                    entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
                 restored.add(i)
             elif foreign := OF_OTHERS & entry.keys():
                 misfits.setdefault(p, f"{name} has {min(foreign)}, another optimizer's, and nothing of {optimizer}'s")
             if entry and not misfits:  # a copy: what was loaded goes on without this optimizer
-                clocks = {"step" + piece.suffix for piece in parts}
+                clocks = {"step" + member.suffix for member in parts}
                 state["state"][p] = {k: v if k in clocks else _copied(v, p.device) for k, v in entry.items()}
     if misfits:
         first, *others = misfits.values()
@@ -315,41 +325,41 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
 
 
 def check_state(
-    p: Tensor, parts: list[Piece], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
+    p: Tensor, parts: list[Member], entry: dict[str, Any], method: Method[Any], group: Group, optimizer: str
 ) -> None:
     """Raise ValueError where the live state of a matrix weight was replaced by what a step cannot go on from.
 
     As of a loaded state, but for its values: reading these would wait for the device.
     """
-    for piece, layout in zip(parts, _layouts(entry, p, parts, method, group), strict=False):
-        reason = _misfit(entry, layout, piece, optimizer)
-        if reason is None and not _has_clock(piece, entry):
-            bound = f"{piece.shape.count} integers" if p.ndim == 3 else "an integer"
-            reason = f"step={entry['step' + piece.suffix]!r}; must be {bound} of at least -1"
+    for member, layout in zip(parts, _layouts(entry, p, parts, method, group), strict=False):
+        reason = _misfit(entry, layout, member, optimizer)
+        if reason is None and not _has_clock(member, entry):
+            bound = f"{member.shape.count} integers" if p.ndim == 3 else "an integer"
+            reason = f"step={entry['step' + member.suffix]!r}; must be {bound} of at least -1"
         if reason is not None:
             raise ValueError(
-                f"The state of {piece.name} (weight {tuple(p.shape)}) has {reason}. Set it back, or remove the state, "
+                f"The state of {member.name} (weight {tuple(p.shape)}) has {reason}. Set it back, or remove the state, "
                 "optimizer.state.pop(p), to begin anew."
             )
 
 
 def _layouts(
-    entry: dict[str, Any], p: Tensor, parts: list[Piece], method: Method[Any], group: Group
+    entry: dict[str, Any], p: Tensor, parts: list[Member], method: Method[Any], group: Group
 ) -> list[StateLayout]:
     """Return what every piece of a weight needs, by key; nothing where its state has none of it, and begins."""
-    layouts = [needed(piece, method, group) for piece in parts]
-    if entry.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + piece.suffix for piece in parts})):
+    layouts = [needed(member, method, group) for member in parts]
+    if entry.keys().isdisjoint({"step", "lambda_0"}.union(*layouts, {"step" + member.suffix for member in parts})):
         return []
-    for piece, layout in zip(parts, layouts, strict=True):
-        if mode_of(group, p.dtype) == MASTER and MASTER + piece.suffix in entry:  # else they start as W
-            layout[MASTER + piece.suffix] = (layout["M_Q" + piece.suffix][0], torch.float32)
+    for member, layout in zip(parts, layouts, strict=True):
+        if mode_of(group, p.dtype) == MASTER and MASTER + member.suffix in entry:  # else they start as W
+            layout[MASTER + member.suffix] = (layout["M_Q" + member.suffix][0], torch.float32)
     return layouts
 
 
-def _check_split(entry: dict[str, Any], parts: list[Piece], name: str, split: Any) -> None:
+def _check_split(entry: dict[str, Any], parts: list[Member], name: str, split: Any) -> None:
     """Raise ValueError for the state of a weight that was divided otherwise: its keys would pass for a wrapper's."""
     held = {key[3:] for key in entry if key == "M_Q" or (key.startswith("M_Q.") and key[4:].isdigit())}
-    if held and held != {piece.suffix for piece in parts}:
+    if held and held != {member.suffix for member in parts}:
         raise ValueError(
             f"Invalid split={split!r} of {name}: its loaded state is of {len(held)} piece(s). Load it with the split "
             "that it was saved with; prokl.param_groups(..., heads=False) keeps queries and keys whole."
@@ -367,15 +377,15 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value.to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def needed(piece: Piece, method: Method[Any], group: Group) -> StateLayout:
+def needed(member: Member, method: Method[Any], group: Group) -> StateLayout:
     """Return shape and dtype of every state tensor that a piece needs, by its key."""
-    leading = (piece.shape.count,) if piece.p.ndim == 3 else ()
-    layout = layout_of_state(piece, method, method.rank(group, piece.shape.m, piece.shape.n), group)
+    leading = (member.shape.count,) if member.p.ndim == 3 else ()
+    layout = layout_of_state(member, method, method.rank(group, member.shape.m, member.shape.n), group)
     needed = {**{key: (leading + shape, dtype) for key, (shape, dtype) in layout.items()}, "skipped": ((), torch.int64)}
-    return {key + piece.suffix: value for key, value in needed.items()}
+    return {key + member.suffix: value for key, value in needed.items()}
 
 
-def _misfit(entry: dict[str, Any], needed: StateLayout, piece: Piece, optimizer: str) -> str | None:
+def _misfit(entry: dict[str, Any], needed: StateLayout, member: Member, optimizer: str) -> str | None:
     """Return the first of a loaded state that is not as a piece needs it; None where all fits.
 
     What else it has is a wrapper's, and stays.
@@ -391,29 +401,29 @@ def _misfit(entry: dict[str, Any], needed: StateLayout, piece: Piece, optimizer:
         if not plain or value.is_floating_point() != dtype.is_floating_point:
             actual = f"{key} of {value.dtype} and layout {value.layout} on {value.device}"
             return f"{actual} where {optimizer} needs {dtype} in plain memory"
-    if "lambda_0" + piece.suffix in entry.keys() - needed.keys():
-        return f"lambda_0{piece.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
-    return None if "step" + piece.suffix in entry else f"no step{piece.suffix} where {optimizer} needs one"
+    if "lambda_0" + member.suffix in entry.keys() - needed.keys():
+        return f"lambda_0{member.suffix} where {optimizer} needs none, as its init_eigenvalue is a number"
+    return None if "step" + member.suffix in entry else f"no step{member.suffix} where {optimizer} needs one"
 
 
-def _check_values(entry: dict[str, Any], needed: StateLayout, piece: Piece) -> None:
+def _check_values(entry: dict[str, Any], needed: StateLayout, member: Member) -> None:
     """Raise ValueError unless a loaded state that fits a piece has values that a step can go on from."""
-    if not _has_clock(piece, entry):
-        bound = f"{piece.shape.count} integers" if piece.p.ndim == 3 else "an integer"
+    if not _has_clock(member, entry):
+        bound = f"{member.shape.count} integers" if member.p.ndim == 3 else "an integer"
         raise ValueError(
-            f"The loaded state of {piece.name} has step={entry['step' + piece.suffix]!r}: must be {bound} of at least "
-            "-1, which is before the first gradient. The file is damaged: load an earlier one."
+            f"The loaded state of {member.name} has step={entry['step' + member.suffix]!r}: must be {bound} of at "
+            "least -1, which is before the first gradient. The file is damaged: load an earlier one."
         )
-    begun = torch.tensor(clock(piece, entry), device="cpu") >= 0
+    begun = torch.tensor(clock(member, entry), device="cpu") >= 0
     for key in needed:
-        value = entry[key][begun.to(entry[key].device)] if piece.p.ndim == 3 and entry[key].ndim else entry[key]
+        value = entry[key][begun.to(entry[key].device)] if member.p.ndim == 3 and entry[key].ndim else entry[key]
         if not begun.any() or not value.is_floating_point():
             continue
         positive = key.startswith(("inv_sqrt", "lambda_0"))
         if not bool(value.isfinite().all()) or (positive and bool((value < 0).any())):
             bad = "negative or not finite" if positive else "not finite"
             raise ValueError(
-                f"The loaded state of {piece.name} has {key} with values that are {bad}: the file is damaged, or its "
+                f"The loaded state of {member.name} has {key} with values that are {bad}: the file is damaged, or its "
                 "run had failed. Load an earlier one."
             )
 
@@ -460,10 +470,10 @@ def orthonormalised(Q: Tensor) -> Tensor:
     return Q
 
 
-def _has_clock(piece: Piece, entry: dict[str, Any]) -> bool:
-    step = entry["step" + piece.suffix]
+def _has_clock(member: Member, entry: dict[str, Any]) -> bool:
+    step = entry["step" + member.suffix]
     if isinstance(step, Tensor):
-        step = step.tolist() if step.ndim == (piece.p.ndim == 3) else None
-    steps = step if piece.p.ndim == 3 else [step]
-    right = isinstance(steps, (list, tuple)) and len(steps) == piece.shape.count
+        step = step.tolist() if step.ndim == (member.p.ndim == 3) else None
+    steps = step if member.p.ndim == 3 else [step]
+    right = isinstance(steps, (list, tuple)) and len(steps) == member.shape.count
     return right and all(type(count) is int and count >= -1 for count in steps)

@@ -1,4 +1,4 @@
-"""What steps weights: looks at them, lays those of a shape together, and keeps their state. No linear algebra.
+"""What steps weights: lays those of a shape together, keeps their state, and decides every step. No linear algebra.
 
 It knows neither ranks nor hooks: an optimizer gives it its groups and its state, a divided one those of its stand-ins.
 """
@@ -7,29 +7,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import islice
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prokl.algorithm.method import Group, Method
-from prokl.algorithm.settings import ALGORITHMS, check_adamw, check_choice, plain
+from prokl.algorithm.settings import (
+    ALGORITHMS,
+    check_adamw,
+    check_choice,
+    check_learning_rate,
+    check_nonnegative,
+    plain,
+)
 from prokl.algorithm.shapes import compute_dtype
 from prokl.backends.device import workspace
-from prokl.backends.rounding import MASTER
+from prokl.backends.io import Member
+from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, checkpoint
 from prokl.engine.adamw import AdamWGroups
-from prokl.engine.bucket import Bucket
+from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import plain_group
-from prokl.engine.pieces import DEFAULTS, Piece, Unit, check_reading, clock, may_move, runs, units
-from prokl.engine.schedule import Plan
-from prokl.engine.seen import Seen
-from prokl.engine.signatures import Signatures
 from prokl.engine.specified import SpecifiedBucket
-from prokl.engine.storage import blank_state, state_dtype
 from prokl.engine.validation import (
     PLAIN,
     check_forms,
@@ -39,6 +43,17 @@ from prokl.engine.validation import (
     check_matrix_parameter,
     check_names,
     check_writable,
+)
+from prokl.engine.weights import (
+    DEFAULTS,
+    Weight,
+    blank_state,
+    check_reading,
+    clock,
+    may_move,
+    runs,
+    state_dtype,
+    weights_of,
 )
 
 Shape = tuple[int, int, int, torch.dtype, torch.device]
@@ -56,6 +71,7 @@ class Engine:
 
     Attributes:
         groups, state: as an optimizer has them, or a division of its stand-ins; whoever owns the engine sets both.
+        weights: those of the groups, and others that have state, by parameter.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
 
@@ -77,13 +93,13 @@ class Engine:
 
     def forget(self) -> None:
         """Drop everything that is derived from groups and state."""
-        self.signatures = Signatures(self.method)  # each for as long as its weight has state
+        self.weights: dict[Tensor, Weight] = {}
         self.release()
 
     def release(self) -> None:
-        """Drop the buckets, and with them all memory but that of the state's own tensors."""
-        self._seen: Seen | None = None  # anew at the next step, wherever that finds anything in it changed
-        self._buckets: dict[BucketKey, list[Bucket]] = {}  # each anew with its weights, their state, or how it is kept
+        """Drop the layout: the buckets, and with them all memory but that of the state's own tensors."""
+        self._built_on: tuple[list[Any], list[Any]] | None = None
+        self._buckets: dict[BucketKey, list[Bucket]] = {}
         self.graphs = self.graphs.anew()
 
     def buckets(self) -> Iterator[Bucket]:
@@ -105,55 +121,149 @@ class Engine:
         return said
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
-        """Check everything, and return the buckets that have something to do, and what. Nothing has moved then."""
-        self.look()
-        return [(bucket, plan) for bucket in self.buckets() if (plan := bucket.decide()) is not None]
+        """Return the buckets that have something to do, and what; nothing has moved then.
+
+        The layout is built where there is none, or where it was built on something else. Beside that only gradients, lr
+        and weight decay are looked at.
+        """
+        built_on, self._built_on = self._built_on, None
+        if built_on is None or not self._stands(built_on):
+            self.build()
+            built_on = self._fingerprint()
+        for group in self.groups:
+            check_learning_rate("lr", group["lr"])
+            check_nonnegative("weight_decay", group["weight_decay"])
+        self._check_gradients()
+        work = [(bucket, plan) for bucket in self.buckets() if (plan := bucket.decide()) is not None]
+        self._built_on = built_on
+        return work
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
-        moved, said = self.graphs.execute(bucket, plan)
+        moved, said = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
         return said + bucket.commit(plan, moved)
 
     def step_adamw(self) -> None:
         """Step the AdamW groups."""
         self.adamw.step([g for g in self.groups if g["algorithm"] == "adamw"], self.state)
 
-    def look(self) -> None:
-        """Check what may have changed since the last step, and give newcomers a place in a bucket."""
-        seen, self._seen = self._seen, None
-        try:
-            still = seen is not None and seen.still(self.groups, self.state)
-        except (AttributeError, TypeError):  # a weight or its state is something else by now: checked by name
-            still = False
-        if not still or not all(bucket.holds() for bucket in self.buckets()):
-            seen = self._look_anew()
-        self._seen = seen
+    def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
+        """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
 
-    def _look_anew(self) -> Seen:
-        """Check everything, and let the buckets follow it."""
+        It is None where something has no address, or is no longer what it was.
+        """
+        try:
+            weights = [p for group in self.groups for p in group["params"]]
+            entries: list[Any] = [self.state.get(p) for p in self._readers]
+            tensors = [*chain.from_iterable([read(e) for read, e in zip(self._readers.values(), entries, strict=True)])]
+            forms = [
+                [p.shape for p in weights],
+                [p.stride() for p in weights],
+                [p.dtype for p in weights],
+                [p.device for p in weights],
+                [p.requires_grad or p.grad is not None for p in weights],
+                [p.grad is None for p in self._waiting],
+                [*map(Tensor.data_ptr, weights)],
+                [*map(Tensor.data_ptr, tensors)],
+                [self._settings[group["algorithm"]](group) for group in self.groups],
+                [(isinstance(group["lr"], Tensor), "weight_decay" in group) for group in self.groups],
+            ]
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            return None
+        return [*self.groups, *weights, *entries, *tensors], forms
+
+    def _stands(self, built_on: tuple[list[Any], list[Any]]) -> bool:
+        """Return True if the layout was built on what groups and state are now."""
+        now, (objects, forms) = self._fingerprint(), built_on
+        if now is None or len(now[0]) != len(objects) or not all(map(is_, now[0], objects)):
+            return False
+        try:
+            return now[1] == forms and all(bucket.keeps_clocks() for bucket in self.buckets())
+        except (RuntimeError, TypeError, ValueError):  # a setting that cannot be compared
+            return False
+
+    def _check_gradients(self) -> None:
+        """Raise an error for a gradient that does not go with its weight."""
+        weights = [weight.p for weight in self._stepped if weight.p.grad is not None]
+        gradients: list[Any] = [p.grad for p in weights]
+        if (
+            {*map(type, gradients)} <= {*PLAIN}
+            and [g.layout for g in gradients].count(torch.strided) == len(gradients)
+            and [g.shape for g in gradients] == [p.shape for p in weights]
+            and [g.dtype for g in gradients] == [p.dtype for p in weights]
+            and [g.device for g in gradients] == [p.device for p in weights]
+            and all(map(Tensor.data_ptr, gradients))
+            and not any(map(Tensor.is_neg, gradients))
+            and all(p.grad is None or p.grad.stride() == p.stride() for p in self._fused)
+        ):
+            return
+        for weight in self._stepped:
+            check_gradient(weight.p, weight.name, weight.matrix or type(weight.p) in PLAIN)
+            if not weight.matrix:
+                adamw.check_gradient(weight.p, weight.name, weight.group["fused"])
+
+    def build(self) -> None:
+        """Check everything, and lay the weights of a shape together: as they are now, which is the state's new place.
+
+        A bucket that is as it would be made stays, with its graphs. Where a weight stands in a batch may decide its
+        rounding: it follows from the groups, not from who came first.
+        """
+        self._built_on = None
         check_forms(self.groups, self.state)
         check_names(self.groups)
         for index, group in enumerate(self.groups):
             self.check_complete(index, group)
             if group["algorithm"] == "adamw":
                 adamw.bring_home(group, self.state)
-        all_units = [*units(self.groups)]
-        if any(hasattr(unit.p, "device_mesh") for unit in all_units):
+        weights = [*weights_of(self.groups)]
+        if any(hasattr(weight.p, "device_mesh") for weight in weights):
             raise Sharded
-        self.signatures.keep(self.state)
-        for unit in all_units:
-            self._check_unit(unit)
-        for index, group in enumerate(self.groups):
-            self.check_settings(index, group)
-        intact = self._intact()
+        for index in range(len(self.groups)):
+            self.check_settings(index)
+        self.inherit(weights)
+        for weight in weights:
+            self._check_weight(weight)
         for index, group in enumerate(self.groups):
             if group["algorithm"] == "adamw":
                 adamw.check_options(group, index)
-        for unit in all_units:
-            self._check_state(unit, intact)
-        waiting = self._place(all_units)
-        keys = {"param_names", "algorithm", *self.defaults, *DEFAULTS, *adamw.ARGUMENTS}
-        return Seen(self.groups, self.state, keys, waiting)
+        for weight in weights:
+            state = self.state.get(weight.p, {})
+            if not weight.matrix:
+                adamw.check_state(weight.p, weight.name, weight.group, state)
+            elif state:
+                checkpoint.check_state(weight.p, self.members(weight), state, self.method, weight.group, self.title)
+
+        placed: dict[BucketKey, list[tuple[Member, Weight]]] = {}
+        waiting: list[Tensor] = []
+        per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
+        alike = [tuple(plain(g.get(key)) for key in self.defaults if key not in per_member) for g in self.groups]
+        for weight in weights:
+            if not weight.matrix:
+                adamw.begin(weight.p, weight.group, self.state)
+            elif any(self._takes_part(member) for member in self.members(weight)):
+                for member in self.members(weight):
+                    key = self.shape(weight.group, member), alike[weight.group_index], may_move(weight.p)
+                    placed.setdefault(key, []).append((member, weight))
+            else:
+                waiting.append(weight.p)
+                if weight.p.requires_grad:
+                    self.begin(weight)
+        self._fill(placed)
+        self.remember(weights)
+
+        self._stepped, self._waiting = weights, waiting
+        self._fused = [weight.p for weight in weights if not weight.matrix and weight.group["fused"]]
+        rates, ours = {"lr", "weight_decay"}, {*self.defaults, *DEFAULTS} - {"differentiable"}
+        self._settings = {
+            "matrix": itemgetter("algorithm", *(ours - rates)),
+            "adamw": itemgetter("algorithm", *(adamw.ARGUMENTS - rates)),
+        }
+        self._readers: dict[Tensor, itemgetter[Any]] = {}
+        for weight in weights:
+            keys = [key for key, value in self.state.get(weight.p, {}).items() if isinstance(value, Tensor)]
+            keys = [key for key in keys if not (weight.matrix and key.startswith("step"))]  # which a step replaces
+            if keys:
+                self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
 
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
@@ -167,158 +277,132 @@ class Engine:
                 f"{ours[key]!r} for what it is by default."
             )
 
-    def _check_unit(self, unit: Unit) -> None:
-        """Raise an error for a weight, or its gradient, that cannot be stepped."""
-        p, name, state = unit.p, unit.name, self.state.get(unit.p)
-        check_materialised(p, name)
-        check_gradient(p, name, unit.matrix or type(p) in PLAIN)
-        if unit.matrix:
-            self.signatures.check_reading(unit, state)
-            _check_matrix(unit, steps=p.grad is not None)  # it may have come by other ways than a group
-        if state and state.keys() & ({"exp_avg"} if unit.matrix else {"M_Q", "M_Q.0"}):
-            raise ValueError(
-                f"Invalid algorithm={unit.group['algorithm']!r}: {name} has the state of another algorithm. Set it "
-                "back, or start a new optimizer."
-            )
-
-    def check_settings(self, index: int, group: Group) -> None:
-        """Raise ValueError for settings out of bounds, or other ones than state was made with.
+    def check_settings(self, index: int) -> None:
+        """Raise ValueError for settings of a group that are out of bounds.
 
         Those of a matrix group become Python's own, whatever was set by hand.
         """
+        group = self.groups[index]
         if group["algorithm"] == "adamw":
             check_adamw(group)
         else:
             group.update(plain_group(group, self.defaults))
             self.method.check(group)
-            self.signatures.check_settings(index, group, self.state)
 
-    def _intact(self) -> set[Tensor]:
-        """Return the weights whose state is what their buckets left."""
-        return {
-            member.p
-            for bucket in self.buckets()
-            if bucket.holds()
-            for member, entry in zip(bucket.members, bucket.states, strict=True)
-            if self.state.get(member.p) is entry
-        }
+    def inherit(self, weights: Collection[Weight]) -> None:
+        """Let weights that have state go on with what is known of it, and forget those that have none.
 
-    def _check_state(self, unit: Unit, intact: Collection[Tensor]) -> None:
-        """Raise ValueError where a step could not go on from a weight's state; ``intact`` ones need no look."""
-        state = self.state.get(unit.p, {})
-        if not unit.matrix:
-            adamw.check_state(unit.p, unit.name, unit.group, state)
-        elif state and unit.p not in intact:
-            parts = self.pieces(unit)
-            checkpoint.check_state(unit.p, parts, state, self.method, unit.group, self.title)
+        Raises:
+            ValueError: a matrix weight has other settings, another reading or shape than its state was made with.
+        """
+        self.weights = {p: weight for p, weight in self.weights.items() if self.state.get(p)}
+        for weight in weights:
+            known = self.weights.get(weight.p)
+            if known is not None and weight.matrix:
+                weight.made_with, weight.own_master, weight.idle = known.made_with, known.own_master, known.idle
+                weight.check_as_made(self.method.fixed)
+
+    def remember(self, weights: Collection[Weight]) -> None:
+        """Remember what the state of weights is made with."""
+        for weight in weights:
+            if weight.matrix and self.state.get(weight.p):
+                weight.made_with = weight.making(self.method.fixed)
+                weight.own_master |= mode_of(weight.group, weight.p.dtype) == MASTER
+                self.weights[weight.p] = weight
+
+    def _check_weight(self, weight: Weight) -> None:
+        """Raise an error for a weight, or its gradient, that cannot be stepped."""
+        p, name = weight.p, weight.name
+        check_materialised(p, name)
+        check_gradient(p, name, weight.matrix or type(p) in PLAIN)
+        if weight.matrix:
+            _check_matrix(weight, steps=p.grad is not None)  # it may have come by other ways than a group
+        if self.state.get(p, {}).keys() & ({"exp_avg"} if weight.matrix else {"M_Q", "M_Q.0"}):
+            raise ValueError(
+                f"Invalid algorithm={weight.group['algorithm']!r}: {name} has the state of another algorithm. Set it "
+                "back, or start a new optimizer."
+            )
 
     def check_new(self, index: int) -> None:
         """Raise ValueError for a new group that cannot be stepped."""
         group = self.groups[index]
-        for unit in units(self.groups[index : index + 1], index):
-            check_materialised(unit.p, unit.name)
+        weights = [*weights_of(self.groups[index : index + 1], index)]
+        for weight in weights:
+            check_materialised(weight.p, weight.name)
         if group["algorithm"] == "adamw":
             self.adamw.check_new(group, self.defaults)
             return
         self.method.check(group)
-        for unit in units(self.groups[index : index + 1], index):
-            _check_matrix(unit, steps=True)
-            dtype = compute_dtype(unit.p.dtype, state_dtype(group, unit.p))
-            self.select(group["backend"], unit.p.device, group["precision"], dtype)
+        for weight in weights:
+            _check_matrix(weight, steps=True)
+            dtype = compute_dtype(weight.p.dtype, state_dtype(group, weight.p))
+            self.select(group["backend"], weight.p.device, group["precision"], dtype)
 
-    def pieces(self, unit: Unit) -> list[Piece]:
+    def members(self, weight: Weight) -> list[Member]:
         """Return what of a weight has a state of its own."""
-        return unit.pieces(self.first.get(unit.p, 0))
+        return weight.members(self.first.get(weight.p, 0))
 
-    def _rank(self, group: Group, piece: Piece) -> int:
-        return self.method.rank(group, piece.shape.m, piece.shape.n)
+    def _rank(self, group: Group, member: Member) -> int:
+        return self.method.rank(group, member.shape.m, member.shape.n)
 
-    def _place(self, all_units: Collection[Unit]) -> list[Tensor]:
-        """Give every weight that takes part its place in buckets of its shapes, and the others a state; return these.
+    def shape(self, group: Group, member: Member) -> Shape:
+        """Return what a member must have in common with others to be stepped with them, settings aside."""
+        return member.shape.m, member.shape.n, self._rank(group, member), member.p.dtype, member.p.device
 
-        Where a weight stands in a batch may decide its rounding: it follows from the groups, not from who came first.
-        """
-        placed: dict[BucketKey, list[tuple[Piece, Group]]] = {}
-        waiting: list[Tensor] = []
-        settings = [self._settings(group) for group in self.groups]
-        for unit in all_units:
-            if not unit.matrix:
-                continue
-            parts = self.pieces(unit)
-            if any(map(self._takes_part, parts)):
-                for piece in parts:
-                    key = self.shape(unit.group, piece), settings[unit.group_index], may_move(unit.p)
-                    placed.setdefault(key, []).append((piece, unit.group))
-                continue
-            waiting.append(unit.p)
-            if unit.p.requires_grad:
-                self.begin(unit)
-        self._fill(placed)
-        self.signatures.remember(all_units, self.state)
-        return waiting
+    def _takes_part(self, member: Member) -> bool:
+        """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
+        state = self.state.get(member.p, {})
+        M = state.get("M_Q" + member.suffix)
+        return member.p.grad is not None or max(clock(member, state)) >= 0 or (M is not None and M._is_view())
 
-    def begin(self, unit: Unit) -> dict[str, Any]:
+    def begin(self, weight: Weight) -> dict[str, Any]:
         """Return the state of a weight that has not begun, made where there is none.
 
         A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
         """
-        for piece in self.pieces(unit):
-            if "step" + piece.suffix not in self.state[unit.p]:
-                blank = blank_state(piece, self.method, self._rank(unit.group, piece), unit.group)
-                self.state[unit.p].update(blank)
-        return self.state[unit.p]
+        for member in self.members(weight):
+            if "step" + member.suffix not in self.state[weight.p]:
+                blank = blank_state(member, self.method, self._rank(weight.group, member), weight.group)
+                self.state[weight.p].update(blank)
+        return self.state[weight.p]
 
-    def _fill(self, placed: dict[BucketKey, list[tuple[Piece, Group]]]) -> None:
-        """Make the buckets of these pieces; one that is as it would be made stays, with its graphs."""
+    def _fill(self, placed: dict[BucketKey, list[tuple[Member, Weight]]]) -> None:
+        """Make the buckets of these members; one that is as it would be made stays, with its graphs."""
         old = {(bucket.members[0].p, bucket.members[0].suffix): bucket for bucket in self.buckets()}
         filled: dict[BucketKey, list[Bucket]] = {}
         for key, pairs in placed.items():
             (m, n, rank, dtype, device), first = key[0], pairs[0][1]
-            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first, pairs[0][0].p)).itemsize
-            rest, filled[key] = iter([group for _, group in pairs]), []
-            for run in runs([piece for piece, _ in pairs], each, workspace(device)):
-                states, groups = [self.state[piece.p] for piece in run], [*islice(rest, len(run))]
+            each = self.method.workspace(m, n, rank) * compute_dtype(dtype, state_dtype(first.group, first.p)).itemsize
+            filled[key], start = [], 0
+            for run in runs([member for member, _ in pairs], each, workspace(device)):
+                weights = [weight for _, weight in pairs[start : start + len(run)]]
+                states, start = [self.state[member.p] for member in run], start + len(run)
                 bucket = old.get((run[0].p, run[0].suffix))
-                kind = SpecifiedBucket if groups[0]["backend"] == "reference" else Bucket
-                if type(bucket) is kind and bucket.is_of(run, states, groups[0]):
-                    bucket.follow(groups)
+                kind = SpecifiedBucket if weights[0].group["backend"] == "reference" else Bucket
+                if type(bucket) is kind and bucket.is_of(run, states, weights[0].group):
+                    bucket.follow(weights)
                 else:
-                    records = [self.signatures.of(piece.p) for piece in run]
                     try:
-                        bucket = kind(run, groups, states, records, self.method, rank, self.select)
+                        bucket = kind(run, weights, states, self.method, rank, self.select)
                     except RuntimeError as error:  # torch's of memory, on whichever device
                         raise type(error)(_no_room(run, error)) from error
                 filled[key].append(bucket)
         self._buckets = filled
         for bucket in self.buckets():
-            for record in bucket.records:
-                record.own_master = MASTER in bucket.stacks
+            for weight in bucket.weights:
+                weight.own_master = MASTER in bucket.stacks
         self.graphs.keep(self.buckets())
-
-    def _takes_part(self, piece: Piece) -> bool:
-        """Return True if a weight has a gradient, has begun, or has its state in the stacks of a bucket that was."""
-        state = self.state.get(piece.p, {})
-        M = state.get("M_Q" + piece.suffix)
-        return piece.p.grad is not None or max(clock(piece, state)) >= 0 or (M is not None and M._is_view())
-
-    def shape(self, group: Group, piece: Piece) -> Shape:
-        """Return what a piece must have in common with others to be stepped with them, settings aside."""
-        return piece.shape.m, piece.shape.n, self._rank(group, piece), piece.p.dtype, piece.p.device
-
-    def _settings(self, group: Group) -> tuple[Any, ...]:
-        """Return the settings that weights must have alike to share a bucket."""
-        per_member = {"lr", "weight_decay", "algorithm", *DEFAULTS}
-        return tuple(plain(group.get(key)) for key in self.defaults if key not in per_member)
 
     def counts(self, key: str) -> dict[str, int]:
         """Add up a counter of the state by weight; reads the device."""
         totals: dict[str, int] = {}
-        for unit in units(self.groups):
-            if key == "skipped" and unit.p in self.adamw.skipped:
-                totals[unit.name] = self.adamw.skipped[unit.p]
-            for piece in self.pieces(unit) if unit.matrix else ():
-                if key + piece.suffix in self.state.get(unit.p, {}):
-                    totals[unit.name] = totals.get(unit.name, 0) + int(self.state[unit.p][key + piece.suffix].sum())
+        for weight in weights_of(self.groups):
+            if key == "skipped" and weight.p in self.adamw.skipped:
+                totals[weight.name] = self.adamw.skipped[weight.p]
+            for member in self.members(weight) if weight.matrix else ():
+                if key + member.suffix in self.state.get(weight.p, {}):
+                    count = int(self.state[weight.p][key + member.suffix].sum())
+                    totals[weight.name] = totals.get(weight.name, 0) + count
         return totals
 
     def offload(self, device: torch.device | str) -> None:
@@ -332,23 +416,22 @@ class Engine:
     def loaded(self, restored: Collection[int]) -> None:
         """Go on from other groups and another state; of the ``restored`` groups state was loaded."""
         self.forget()
-        for unit in units(self.groups):
-            if unit.group_index in restored:
-                self.signatures.remember([unit], self.state)
-                if unit.group["bf16_weights"] == MASTER:  # also no longer in bfloat16
-                    self.signatures.of(unit.p).own_master = True
+        for weight in weights_of(self.groups):
+            if weight.group_index in restored:
+                weight.own_master = weight.group["bf16_weights"] == MASTER  # also no longer in bfloat16
+                self.remember([weight])
 
 
-def _check_matrix(unit: Unit, steps: bool) -> None:
+def _check_matrix(weight: Weight, steps: bool) -> None:
     """Raise ValueError for a weight that the matrix method cannot read, or write where it ``steps``."""
-    check_matrix_parameter(unit.p, unit.name)
-    check_writable(unit.p, unit.name)
-    check_reading(unit.p, unit.name, unit.how)
+    check_matrix_parameter(weight.p, weight.name)
+    check_writable(weight.p, weight.name)
+    check_reading(weight)
     if steps:
-        check_in_memory(unit.p, unit.name)
+        check_in_memory(weight.p, weight.name)
 
 
-def _no_room(run: list[Piece], error: Exception) -> str:
+def _no_room(run: list[Member], error: Exception) -> str:
     others = f" and {len(run) - 1} more" if len(run) > 1 else ""
     return (
         f"No state for {run[0].name} of shape {tuple(run[0].p.shape)}{others}: {error} A weight with a long side, as "

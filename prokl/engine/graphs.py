@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from prokl.backends.device import GPU_WORKSPACE_DIVISOR
-from prokl.engine.bucket import Bucket
-from prokl.engine.rows import Rows
-from prokl.engine.schedule import Plan
+from prokl.engine.bucket import Bucket, Plan, Rows
 
 
 class Capture(NamedTuple):
@@ -200,7 +198,7 @@ class Graphs:
         device = bucket.layout.device
         if device not in self.captures:
             self.captures[device] = Capture.on(device)
-        rows = bucket.rows.of(plan.refreshing)  # before the capture, which cannot copy from the host
+        rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
         return Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), rows)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
 from prokl.engine.adamw import ARGUMENTS
-from prokl.engine.pieces import DEFAULTS, units
+from prokl.engine.weights import DEFAULTS, weights_of
 
 KERNEL_WIDTHS = (3, 5, 7, 9)
 """Of most one-dimensional convolutions; with four times as many channels a stack of experts is unlikely."""
@@ -71,10 +71,10 @@ def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group]
 def like_conv1d(groups: Sequence[Group], index: int) -> str | None:
     """Return what to say of stacks in new groups, from number ``index`` on, that look like weights of a Conv1d."""
     found = [
-        unit
-        for unit in units(groups, index)
-        if unit.matrix and unit.p.ndim == 3 and unit.how.split is None and not unit.how.transposed
-        if (width := unit.p.shape[2]) == 1 or (width in KERNEL_WIDTHS and unit.p.shape[1] >= 4 * width)
+        weight
+        for weight in weights_of(groups, index)
+        if weight.matrix and weight.p.ndim == 3 and weight.split is None and not weight.transposed
+        if (width := weight.p.shape[2]) == 1 or (width in KERNEL_WIDTHS and weight.p.shape[1] >= 4 * width)
     ]
     if not found:
         return None

@@ -19,7 +19,7 @@ class SpecifiedBucket(Bucket):
     """A :class:`Bucket` whose algorithm is the method's ``reference_step``."""
 
     def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
-        state, some, moved = self._arithmetic(), self.rows.of(moving), set(moving)
+        state, some, moved = self._arithmetic(), self.rows(moving), set(moving)
         of_member = [group_rates for group_rates in self._rates for _ in group_rates.members]
         for member, rates in zip(self.members, of_member, strict=True):
             if moved.isdisjoint(member.rows):
@@ -30,7 +30,8 @@ class SpecifiedBucket(Bucket):
             for b in (b for b in member.rows if b in moved):
                 W[b - rows.start] = self._step_matrix(b, W[b - rows.start], G[b], state, h)
             self.rounding.write(weight, W, rows, None if some is None else some.mask[rows])
-            member.write(weight)
+            if member.is_copy(weight):
+                member.write(weight)
 
     def _step_matrix(self, b: int, W: Tensor, G: Tensor, state: State, h: Hyper) -> Tensor:
         """Keep the new state of matrix ``b``, and return its new weight (m,n)."""

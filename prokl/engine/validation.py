@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import ALSO_CALLED
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
-from prokl.engine.pieces import FLATTENED, named
+from prokl.engine.weights import FLATTENED, named
 
 
 def check_no_module(params: Any) -> None:
@@ -187,26 +187,6 @@ def check_writable(p: Tensor, name: str) -> None:
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are certain to be no wrappers."""
-
-
-def in_order(weights: Sequence[Tensor]) -> bool:
-    """Return True if weights with a gradient, and these, are plain memory and go together: all that most steps cost.
-
-    One that does not move needs no memory: sharded weights that are frozen have none.
-    """
-    with_gradient = [p for p in weights if p.grad is not None]
-    gradients: list[Any] = [p.grad for p in with_gradient]
-    every = [*with_gradient, *gradients]
-    return (
-        {*map(type, every)} <= {*PLAIN}
-        and [t.layout for t in every].count(torch.strided) == len(every)
-        and [p.dtype for p in with_gradient] == [g.dtype for g in gradients]
-        and [p.shape for p in with_gradient] == [g.shape for g in gradients]
-        and [p.device for p in with_gradient] == [g.device for g in gradients]
-        and all(map(Tensor.data_ptr, every))
-        and not any(map(Tensor.is_neg, every))
-        and (all(map(Tensor.is_contiguous, with_gradient)) or not any(0 in p.stride() for p in with_gradient))
-    )
 
 
 def _address(t: Tensor) -> int:

@@ -1,0 +1,247 @@
+"""The weights of groups, and the shapes and dtypes of the state that each has.
+
+A group's ``transposed`` and ``split`` are one value for all of its weights, or a list with one a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prokl.algorithm.method import Group, Method
+from prokl.algorithm.shapes import MatrixShape, Split, compute_dtype
+from prokl.backends.io import Member
+from prokl.backends.rounding import MASTER, mode_of
+
+DEFAULTS = {"transposed": False, "split": None}
+"""Of a matrix group: how its weights are read."""
+FLATTENED = (
+    "If a trainer has flattened matrices into one vector, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), "
+    "or DDP with process_group=."
+)
+
+
+def may_move(p: Tensor) -> bool:
+    """Return True for a weight that a step may move: frozen ones, too, that have a gradient."""
+    return p.requires_grad or p.grad is not None
+
+
+def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
+    """Return the weights of group ``index``, each with its name, or its place where it has none.
+
+    Raises:
+        ValueError: one of the two lists was edited, and not the other.
+    """
+    weights, names = group["params"], group.get("param_names")
+    if names is None:
+        return [(p, f"parameter {i} of group {index}") for i, p in enumerate(weights)]
+    if len(names) != len(weights):
+        some = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+        raise ValueError(
+            f"Group {index} has {len(weights)} weights and {len(names)} param_names ({some}): names go by place. Add "
+            "or remove a weight and its name in both lists at the same place, or delete 'param_names' from all groups. "
+            + FLATTENED
+        )
+    return list(zip(weights, names, strict=True))
+
+
+@dataclass(eq=False)
+class Weight:
+    """One weight of a group, as an engine steps it.
+
+    Attributes:
+        p: the parameter. name: its name, or its place. group, group_index: where it is.
+        transposed: whether the parameter holds (in, out). split: the pieces of its output dimension.
+        made_with: how its state was made: the settings that may not change under it, by name, and its shape. None
+            without state.
+        own_master: whether a "master" in its state is the optimizer's, and no wrapper's.
+        idle: by suffix, calls with a gradient in which a piece did not move; -1 once it has, or was warned about.
+    """
+
+    p: Tensor
+    name: str
+    group: Group
+    group_index: int
+    transposed: bool
+    split: Split
+    made_with: dict[str, Any] | None = None
+    own_master: bool = False
+    idle: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def matrix(self) -> bool:
+        """True if the matrix method steps it, and not AdamW."""
+        return bool(self.group["algorithm"] == "matrix")
+
+    def members(self, first: int = 0) -> list[Member]:
+        """Return what has a state of its own: the weight that :func:`check_reading` has passed, or each of its pieces.
+
+        Args:
+            first: number of its first matrix, where the weight is part of a stack.
+        """
+        shapes = MatrixShape.of(self.p, self.transposed).pieces(self.split)
+        if self.split is None:
+            return [Member(self.p, self.name, shapes[0], first=first)]
+        return [
+            Member(self.p, f"{self.name}.{i}", shape, suffix=f".{i}", first=first) for i, shape in enumerate(shapes)
+        ]
+
+    def making(self, fixed: Sequence[str]) -> dict[str, Any]:
+        """Return what its state would be made with now; ``fixed`` are settings of the method."""
+        settings = {key: self.group[key] for key in fixed}
+        return {**settings, "transposed": self.transposed, "split": self.split, "shape": self.p.shape}
+
+    def check_as_made(self, fixed: Sequence[str]) -> None:
+        """Raise ValueError where something is not as its state was made with."""
+        for key, value in self.making(fixed).items():
+            old = value if self.made_with is None else self.made_with[key]
+            if value == old:
+                continue
+            if key == "shape":
+                raise ValueError(
+                    f"{self.name} has shape {tuple(value)}, and its state was made with {tuple(old)}: set it back, or "
+                    "remove its state, optimizer.state.pop(p), to begin anew."
+                )
+            raise ValueError(
+                f"Invalid {key}={value!r}: the state of {self.name} was made with {key}={old!r} and depends on it. Set "
+                "it back, or start a new optimizer."
+            )
+
+
+def weights_of(groups: Sequence[Group], index: int = 0) -> Iterator[Weight]:
+    """Yield the weights of groups, of which the first is number ``index``; how they are read is unchecked.
+
+    Raises:
+        ValueError: see :func:`named`; or a list of readings is not as long as its group, or goes by place where the
+            weights have no names.
+    """
+    for i, group in enumerate(groups, index):
+        pairs, columns = named(group, i), []
+        for key, default in DEFAULTS.items():
+            value: Any = group.get(key, default)
+            if isinstance(value, list) and "param_names" not in group:
+                raise ValueError(
+                    f"Invalid {key}={value!r}: a list goes by place, and trainers reorder weights without names. Name "
+                    "the group's weights, as prokl.param_groups does, or use one group per value."
+                )
+            if isinstance(value, list) and len(value) != len(pairs):
+                raise ValueError(
+                    f"Invalid {key}={value!r}: a list has one entry for each of the group's {len(pairs)} weights. "
+                    f"Write one value for all{', sizes of pieces as a tuple' if key == 'split' else ''}, or "
+                    f"{len(pairs)} entries."
+                )
+            columns.append(value if isinstance(value, list) else [value] * len(pairs))
+        for (p, name), transposed, split in zip(pairs, *columns, strict=True):
+            yield Weight(p, name, group, i, transposed, split)
+
+
+def check_reading(weight: Weight) -> None:
+    """Raise ValueError when a weight cannot be read as its group says."""
+    p, name, split = weight.p, weight.name, weight.split
+    if not isinstance(weight.transposed, bool):
+        raise ValueError(
+            f"Invalid transposed={weight.transposed!r} of {name}: must be True, stored (in, out), or False."
+        )
+    if split is None:
+        return
+    if p.ndim > 3:
+        raise ValueError(f"Invalid split={split!r} of {name}: a convolution {tuple(p.shape)} is not split; use None.")
+    unsplit = MatrixShape.of(p, weight.transposed)
+    rows = unsplit.rows
+    if isinstance(split, tuple):
+        fits = all(type(size) is int and size > 0 for size in split) and sum(split) == rows
+    else:
+        fits = type(split) is int and split > 0 and rows % split == 0
+    if not fits:
+        raise ValueError(
+            f"Invalid split={split!r} of {name}: must be sizes, a tuple of int, that add up to its output dimension "
+            f"{rows} (weight {tuple(p.shape)}, transposed={weight.transposed}), or a number of pieces that divides it."
+        )
+    if any(shape.n == 1 for shape in unsplit.pieces(split)):
+        raise ValueError(f"Invalid split={split!r} of {name}: a piece would be 1x1, without a subspace; use fewer.")
+
+
+def clock(member: Member, state: dict[str, Any]) -> list[int]:
+    """Return the ``step`` of every matrix of a member; -1 before its initialising gradient."""
+    steps = state.get("step" + member.suffix, -1)
+    if isinstance(steps, int):
+        return [steps] * member.shape.count
+    return torch.as_tensor(steps, device="cpu").reshape(-1).tolist()
+
+
+def stored_clock(p: Tensor, steps: list[int]) -> int | Tensor:
+    """Return what ``state`` holds of these clocks: an int, or for a stack an int64 tensor (count,) on the CPU.
+
+    Never on the weight's device, where a step would have to wait for it; a list could not be flattened by
+    torch.distributed.checkpoint.
+    """
+    return torch.tensor(steps, device="cpu") if p.ndim == 3 else steps[0]
+
+
+StateLayout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of state tensors, by key."""
+
+SCALARS = ("lambda_0", "clipped")
+"""State that is kept in the arithmetic dtype whatever ``state_dtype`` is: half precision cannot count."""
+
+BASES = ("Q_L", "Q_R")
+"""State that is kept in float32 at least: what is stored beside it is in these bases, and turns with their rounding."""
+
+
+def state_dtype(group: Group, p: Tensor) -> torch.dtype:
+    """Return the storage dtype: the group's, else float32 for half-precision parameters, else the parameter's."""
+    if group["state_dtype"] is not None:
+        dtype: torch.dtype = group["state_dtype"]
+        return dtype
+    return p.dtype if p.dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def layout_of_state(member: Member, method: Method[Any], rank: int, group: Group) -> StateLayout:
+    """Return shape and dtype of every state tensor of one matrix of a member."""
+    stored, arithmetic = state_dtype(group, member.p), compute_dtype(member.p.dtype, state_dtype(group, member.p))
+    shapes = method.state_shapes(member.shape.m, member.shape.n, rank, group)
+    dtypes = dict.fromkeys(SCALARS, arithmetic) | dict.fromkeys(BASES, torch.promote_types(stored, torch.float32))
+    return {key: (shape, dtypes.get(key, stored)) for key, shape in shapes.items()}
+
+
+def blank_state(member: Member, method: Method[Any], rank: int, group: Group) -> dict[str, Any]:
+    """Return the state of a member that has had no gradient: what a bucket would hold of it, and has not to yet."""
+    leading, device = (member.shape.count,) if member.p.ndim == 3 else (), member.p.device
+    state: dict[str, Any] = {"step": stored_clock(member.p, [-1] * member.shape.count)}
+    state["skipped"] = torch.zeros((), dtype=torch.int64, device=device)
+    for key, (shape, dtype) in layout_of_state(member, method, rank, group).items():
+        state[key] = torch.zeros((*leading, *shape), dtype=dtype, device=device)
+    if mode_of(group, member.p.dtype) == MASTER:  # zeros: where a master is not its weight's rounding the weight counts
+        shape = (*leading, member.shape.m, member.shape.n)
+        state[MASTER] = torch.zeros(shape, dtype=torch.float32, device=device)
+    return {key + member.suffix: value for key, value in state.items()}
+
+
+def _share(left: int, fit: int) -> int:
+    """Return the size of the first of as few equal parts of ``left`` matrices as have at most ``fit``."""
+    return -(-left // -(-left // fit))
+
+
+def runs(members: Sequence[Member], each: int, most: int) -> list[list[Member]]:
+    """Return ``members`` in as few runs as may be, about equally large; one member is never split.
+
+    Args:
+        members: of one shape.
+        each: bytes of temporary memory that the step of one matrix needs.
+        most: bytes that a run's step may take.
+    """
+    left, fit = sum(member.shape.count for member in members), max(1, most // each)
+    result: list[list[Member]] = [[]]
+    count, share = 0, _share(left, fit)
+    for member in members:
+        if result[-1] and count + member.shape.count > share:
+            result.append([])
+            count, share = 0, _share(left, fit)
+        result[-1].append(member)
+        count += member.shape.count
+        left -= member.shape.count
+    return result
