@@ -27,7 +27,7 @@ def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_
         figures.lengths(x, found, curves, x)
     every, ms = tables.compared(found), tables.step_ms(found)
     for i, model in enumerate(TINY):
-        for form, of_steps, of_seconds in zip(tables.MAIN, drawn["step"][i], drawn["seconds"][i], strict=True):
+        for form, of_steps, of_seconds in zip(tables.DRAWN, drawn["step"][i], drawn["seconds"][i], strict=True):
             best = every[model, figures.STEPS][form].best
             loss = pytest.approx(best[tables.judged(best.index)].mean(), rel=1e-5)
             assert (of_steps.get_xdata()[-1], of_steps.get_ydata()[-1]) == (figures.STEPS, loss)
