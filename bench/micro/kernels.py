@@ -127,9 +127,11 @@ def _weighed(
     return [*ops.weighed(Projected(G, M, A, B, G), admitted, H)]
 
 
-def _bounded_product(ops: Algebra, polar: torch.dtype, largest: float = 1.0, **i: Any) -> list[Any]:
+def _bounded_product(ops: Algebra, polar: torch.dtype, largest: float = 1.0, odd: bool = False, **i: Any) -> list[Any]:
     left, x, y = (i.pop(key) for key in ("left", "x", "y"))
     bounded = i.pop("bounded", None)
+    if odd:  # as the second line of admit's flags is, of an odd number of matrices
+        bounded = torch.cat([bounded[:1], bounded])[1:]
     given = {"alpha": 0.7, "largest": largest, "bounded": bounded, "clipped": i["rows"][:, 0], "dtype": polar}
     return [*ops.bounded_product(left, x, y, **given, **i)]
 
@@ -193,6 +195,8 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", **LIBRARY),
     Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
          over(_bounded_product), module=product, **PAIRED),
+    Case("bounded product of a pair, flags unaligned", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?",
+         odd=True, **POLAR_OF), over(_bounded_product), module=product, balanced=True),
     Case("product of a pair, not bounded", tensors("left mm pair", "x mr", "y rrT", "rows m+", **POLAR_OF),
          over(_bounded_product), module=product, balanced=True),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
