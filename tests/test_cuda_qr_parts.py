@@ -136,3 +136,35 @@ def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cp
     for name in CLASSES[operation]:
         used = function(*draw(operation, name, size, dtype)).used
         assert not (used & Used.HOUSEHOLDER).any(), name
+
+
+@pytest.mark.parametrize("d, idle, settled", [(12, 4, True), (12, 4, False), (150, 20, True), (150, 20, False)])
+def test_a_refresh_leaves_rows_of_zeros_apart_whoever_factors(extension_on_cpu, d, idle, settled):
+    """They are the last ones, where Householder's pivots leave no rounding; among the first ones it was 1e-7."""
+    live = d - idle
+    (L,) = draw("refresh", "random", (2, live, live))
+    if not settled:
+        L = L - 0.3 * torch.diag_embed(L.diagonal(dim1=-2, dim2=-1))
+    found = cuda_qr.semidefinite_qr(products_on(L.device), torch.nn.functional.pad(L, (0, idle, 0, idle)))
+    assert all(bool(Used(u) & Used.HOUSEHOLDER) is not settled for u in found.used.tolist())
+    assert not found.Q[:, :live, live:].any() and not found.Q[:, live:, :live].any()
+    rest = found.Q[:, live:, live:]
+    assert torch.equal(rest, torch.diag_embed(rest.diagonal(dim1=-2, dim2=-1)))
+
+
+@pytest.mark.parametrize("n, r, idle", [(40, 12, 6), (40, 12, 33), (300, 140, 50), (300, 140, 200)])
+def test_tracking_leaves_rows_of_zeros_anywhere_alone(extension_on_cpu, n, r, idle):
+    """Where fewer than r columns are left the others are idle rows' unit vectors. No column went to Householder."""
+    g = torch.Generator().manual_seed(0)
+    order = torch.randperm(n, generator=g)
+    dead, live, k = order[:idle], order[idle:], min(r, n - idle)
+    U = torch.zeros(2, n, r)
+    U[:, live, :k] = torch.linalg.qr(torch.randn(2, n - idle, k, generator=g)).Q
+    U[:, dead[: r - k], k + torch.arange(r - k)] = 1
+    for rows in (n, 3):
+        X = torch.randn(2, rows, n, generator=g) * torch.logspace(0, -3, n)
+        X[..., dead] = 0
+        V = X.mT @ (X @ U)
+        found = track(V, U.mT @ V, U)
+        assert not any(Used(u) & Used.HOUSEHOLDER for u in found.used.tolist())
+        assert torch.equal(found.Q[:, dead] != 0, U[:, dead] != 0) and not found.Q[:, live, k:].any()

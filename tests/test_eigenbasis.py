@@ -1,11 +1,15 @@
 """What keeping M and L in the eigenbasis has to give: bases that stay orthonormal, idle rows, state in bfloat16."""
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.coordinates import in_eigenbases, in_weight_coordinates
 from prokl.algorithm.pro_klshampoo import refresh
+from prokl.backends import cuda_qr
 from prokl.backends.torch_pairs import PairedAlgebra
 from tests.inputs import BACKENDS, KL, METHODS, PRO, normal
 from tests.problems import gradient_stream, relative, run
@@ -137,6 +141,22 @@ def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
     for idle in (IDLE["rows"], IDLE["columns"]):
         stayed, moved = idle_part(PRO, "triton", shape, idle, 2, **own)
         assert not stayed.any() and moved.any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="puts the extension for a CPU in the place of a GPU's")
+@pytest.mark.parametrize("precision", ["faithful", "balanced"])
+@pytest.mark.parametrize("shape, part", OF_SHAPES[::2], ids=str)
+def test_idle_rows_stay_bit_for_bit_with_the_extension(extension_on_cpu, shape, part, precision):
+    pytest.importorskip("triton")
+    own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}
+    with ExitStack() as stack:
+        of_the_extension = [
+            stack.enter_context(patch.object(cuda_qr, name, wraps=getattr(cuda_qr, name)))
+            for name in ("track", "semidefinite_qr", "coordinates_qr")
+        ]
+        stayed, moved = idle_part(PRO, "triton", shape, IDLE[part], 2, **own)
+    assert all(operation.called for operation in of_the_extension)
+    assert not stayed.any() and moved.any()
 
 
 @pytest.mark.parametrize("cls", [PRO, KL])
