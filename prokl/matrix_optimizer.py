@@ -240,7 +240,7 @@ class MatrixOptimizer(Optimizer):
         """Count the gradients per matrix weight that were skipped: not finite, or their squares not. Reads the device.
 
         A stack counts one gradient once, a split weight in each of its pieces. Empty before the first step. AdamW's
-        weights are here where there is a count: on a CPU, and of this optimizer's own steps.
+        weights are here where there is a count: on a CPU, or with ``fused=True``, and of this optimizer's own steps.
         """
         return self.engine.counts("skipped")
 

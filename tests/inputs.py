@@ -43,8 +43,9 @@ HOST_READS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "at
 
 
 def forbid_host_reads(monkeypatch):
-    """Take from the batched step the knowledge that reading a CPU tensor is free."""
-    monkeypatch.setattr("prokl.backends.select.is_host_readable", lambda device: False)
+    """Take from the batched step, and from AdamW's, the knowledge that reading a CPU tensor is free."""
+    for module in ("backends.select", "engine.adamw"):
+        monkeypatch.setattr(f"prokl.{module}.is_host_readable", lambda device: False)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):

@@ -4,13 +4,17 @@ The path is chosen by ``is_host_readable``; saying no on a CPU runs it here. Wha
 tests/test_bad_gradients.py.
 """
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prokl import KLShampoo, ProKLShampoo
-from tests.inputs import HOST_READS, forbid_host_reads
+from tests.inputs import HOST_READS, INF, NAN, forbid_host_reads, normal, step, weight
 from tests.problems import VARIANTS, assert_runs_agree, gradient_stream, run
+from tests.training import contents, differences
 
 SHAPES = [(6, 10), (6, 10), (10, 6), (3, 6, 10), (8, 8), (12, 40)]
 TAU = {"precondition_frequency": 3}
@@ -53,3 +57,54 @@ def test_no_host_read_once_every_weight_has_begun(cls, kwargs, no_branching):
         with ForbidHostReads():
             optimizer.step()
     assert all(p.isfinite().all() for p in parameters)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("amsgrad, lr", [(False, 0.1), (True, torch.tensor(0.1))], ids=str)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_fused_adamw_stays_where_a_gradient_is_not_finite(no_branching, value, amsgrad, lr, apart):
+    """Without a host read. All of a device stays, and by ranks each weight alone; the count names the bad one."""
+    weights = {"matrix": weight(4, 6), "bad": weight(5), "half": weight(7, dtype=torch.bfloat16), "good": weight(3)}
+    own = {"algorithm": "adamw", "lr": lr, "weight_decay": 0.1, "fused": True, "amsgrad": amsgrad}
+    named = [*weights.items()]
+    groups = [{"params": named[:1]}, {"params": named[1:3], **own}, {"params": [named[3], ("none", weight(0))], **own}]
+    optimizer = ProKLShampoo(groups, rank=2)
+    optimizer.engine.adamw.apart = apart
+    for call in range(6):
+        before = contents(optimizer)
+        for i, (name, p) in enumerate(named):
+            p.grad = normal(*p.shape, seed=10 * call + i, dtype=p.dtype)
+            if call in (2, 3) and name == "bad":
+                p.grad[2] = value
+        with nullcontext() if call == 0 or isinstance(lr, torch.Tensor) else ForbidHostReads():  # lr is checked
+            optimizer.step()
+        moved = {i for i, key in differences(before, optimizer) if i in (1, 2, 3)} if call else {1, 2, 3}
+        assert moved == ({1, 2, 3} if call not in (2, 3) else {2, 3} if apart else set())
+    steps = {name: float(optimizer.state[p]["step"]) for name, p in named[1:]}
+    assert steps == {"bad": 4.0, "half": 6.0 if apart else 4.0, "good": 6.0 if apart else 4.0}
+    assert optimizer.skipped() == {"matrix": 0, "bad": 2}
+
+
+def test_large_finite_gradients_step_fused_adamw(no_branching):
+    weights = [weight(4096, dtype=torch.float16), weight(5)]
+    group = {"params": weights, "algorithm": "adamw", "lr": 0.1, "eps": 1e-3, "fused": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = ProKLShampoo([{"params": [weight(4, 6)]}, group], rank=2)
+    step(
+        optimizer,
+        [w for g in optimizer.param_groups for w in g["params"]],
+        [normal(4, 6), torch.full((4096,), 6e4, dtype=torch.float16), torch.full((5,), 3e38)],
+    )
+    assert all(float(optimizer.state[w]["step"]) == 1.0 for w in weights)
+    assert not any("of group 1" in name for name in optimizer.skipped())
+
+
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_adamw_that_is_not_fused_does_as_pytorchs_does(no_branching, flags):
+    p = weight(5)
+    own = {"algorithm": "adamw", "lr": 0.1, **flags}
+    optimizer = ProKLShampoo([{"params": [weight(4, 6)]}, {"params": [p], **own}], rank=2)
+    p.grad = torch.full((5,), NAN)
+    optimizer.step()
+    assert p.isnan().all() and "parameter 0 of group 1" not in optimizer.skipped()

@@ -15,7 +15,7 @@ import prokl
 from prokl.algorithm.polynomials import MUON
 from tests.distributed.checkpoints import END, SAVED, load, save
 from tests.distributed.placements import BEGINS, SHAPES, Run, assert_same, value, whole
-from tests.inputs import KL, PRO, normal, same_bits
+from tests.inputs import KL, PRO, forbid_host_reads, normal, same_bits
 from tests.training import contents, differences, fine_and_odd, train, weights_of
 
 SOME = {name: SHAPES[name] for name in ("square", "wide", "qkv", "experts", "late", "table", "gains")}
@@ -46,6 +46,20 @@ def test_a_group_of_one_is_one_process_bit_for_bit_and_so_is_what_it_saves(how, 
         assert_same(whole(each.train(SAVED, END).weights), alone)
 
 
+def test_ranks_skip_each_weight_of_fused_adamw_alone(device, monkeypatch):
+    """On several ranks copies of a weight part where one of them skips it for a gradient that the others lack."""
+    forbid_host_reads(monkeypatch)
+    bad, good = (torch.nn.Parameter(normal(5).to(device)) for _ in range(2))
+    matrix = torch.nn.Parameter(normal(4, 6).to(device))
+    own = {"params": [bad, good], "algorithm": "adamw", "lr": 0.1, "fused": True}
+    optimizer = PRO([{"params": [matrix]}, own], rank=2, process_group=dist.group.WORLD)
+    for p in (bad, good):
+        p.grad = torch.ones_like(p)
+    bad.grad[0] = torch.nan
+    optimizer.step()
+    assert same_bits(bad.cpu(), normal(5)) and (good.cpu() < normal(5)).all()
+
+
 def test_an_empty_state_dict_is_loaded_and_training_begins(device):
     """As Accelerate does."""
     run = Run("ddp", device=device)
@@ -68,6 +82,8 @@ def test_what_hooks_keep_beside_the_weights_goes_along(device):
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp"])
 def test_a_weight_that_leaves_with_its_state_leaves_nothing_behind(how, device):
     run = Run(how, device=device).train(0, 2)
+    run.weights["gains"].grad = torch.full_like(run.weights["gains"], torch.nan)  # which is counted
+    run.optimizer.step()
     optimizer, weights = run.optimizer, [*run.weights.values()]
     stand_ins = [] if how == "alone" else [w.stand_in for w in optimizer._division.weights.values()]
     left = [weakref.ref(t) for t in (*weights, *stand_ins)]

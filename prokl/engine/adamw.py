@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import plain
+from prokl.backends.device import is_host_readable
 from prokl.engine.validation import PLAIN, check_writable, why_not_plain_memory
 from prokl.engine.weights import may_move, named
 
@@ -24,11 +25,18 @@ MOMENTS, MAXIMUM = ("exp_avg", "exp_avg_sq"), "max_exp_avg_sq"
 
 
 class AdamWGroups:
-    """An AdamW whose groups and state are lent to it at every step."""
+    """An AdamW whose groups and state are lent to it at every step.
+
+    Attributes:
+        skipped: gradients of each weight that were not finite, where they were looked for; float32 tensors () beside a
+            CPU. apart: whether fused kernels beside a CPU skip each weight by itself, a launch for each. Ranks need
+            that: a weight of which others have copies must not stay for a gradient that is on one of them alone.
+    """
 
     def __init__(self) -> None:
         self._adamw = AdamW([{"params": []}])
-        self.skipped: dict[Tensor, int] = {}  # gradients of each weight that were skipped, of those with any
+        self.skipped: dict[Tensor, int | Tensor] = {}
+        self.apart = False
 
     def defaults(self, maximize: bool) -> dict[str, Any]:
         """Return everything an AdamW group holds but its lr."""
@@ -48,23 +56,27 @@ class AdamWGroups:
 
     def step(self, groups: list[Group], state: dict[Tensor, dict[str, Any]]) -> None:
         """Step ``groups``, whose weights have all begun."""
-        self._adamw.param_groups, self._adamw.state = groups, state  # type: ignore[assignment]
-        aside = self._skip(groups)
+        self._adamw.state = state  # type: ignore[assignment]
+        weights = [p for group in groups for p in group["params"]]
+        self.skipped = {p: self.skipped[p] for p in weights if p in self.skipped}  # keeps no weight that has left
+        aside, found = self._skip(groups), self._look(groups)
         try:
-            if groups:
+            for self._adamw.found_inf, group in _parts(groups, found):  # type: ignore[attr-defined]
+                self._adamw.param_groups = [group]
                 inspect.unwrap(AdamW.step)(self._adamw)  # unwrapped: the step hooks have fired for this step already
         finally:
+            self._adamw.param_groups, self._adamw.found_inf = groups, None  # type: ignore[attr-defined]
             for p, gradient in aside:
                 p.grad = gradient
 
     def _skip(self, groups: list[Group]) -> list[tuple[Tensor, Tensor]]:
         """Take away gradients that are not finite, count them, and return them with their weights.
 
-        On a CPU, where reading one waits for nothing; elsewhere PyTorch's AdamW has what comes.
+        On a CPU, where reading one waits for nothing.
         """
         aside: list[tuple[Tensor, Tensor]] = []
         for p in (p for group in groups for p in group["params"]):
-            if (g := p.grad) is None or not g.is_cpu:
+            if (g := p.grad) is None or not is_host_readable(g.device):
                 continue
             total = g.sum(dtype=torch.promote_types(g.dtype, torch.float32))  # any entry shows in it
             if not bool(total.isfinite()):
@@ -72,6 +84,42 @@ class AdamWGroups:
                 self.skipped[p] = self.skipped.get(p, 0) + 1
                 p.grad = None
         return aside
+
+    def _look(self, groups: list[Group]) -> dict[Tensor, Tensor]:
+        """Return by weight what tells PyTorch's fused kernels to leave it: float32 (), 1 for a gradient not finite.
+
+        Beside a CPU, and without a wait: nothing is read. Weights of a device share it, unless they are ``apart``.
+        PyTorch's other implementations take no such thing.
+        """
+        found: dict[Tensor, Tensor] = {}
+        devices: dict[torch.device, list[Tensor]] = {}
+        for p in (p for group in groups if group["fused"] for p in group["params"]):
+            if p.grad is not None and p.numel() and not is_host_readable(p.device):
+                devices.setdefault(p.device, []).append(p)
+        for device, weights in devices.items():
+            gradients = [p.grad for p in weights if p.grad is not None]
+            largest = torch._foreach_norm(gradients, math.inf)  # which nothing finite overflows
+            bad = torch.stack(largest).isfinite().logical_not().to(torch.float32)
+            each, counts = [*bad.unbind()], []
+            for p in weights:
+                count = self.skipped.get(p, 0)
+                if not isinstance(count, Tensor) or count.device != device:  # its first step here
+                    count = torch.full((), float(count), dtype=torch.float32, device=device)
+                self.skipped[p] = count
+                counts.append(count)
+            torch._foreach_add_(counts, each)
+            found.update(zip(weights, each if self.apart else [bad.amax()] * len(weights), strict=True))
+        return found
+
+
+def _parts(groups: list[Group], found: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor | None, Group]]:
+    """Yield groups divided by what their weights share of ``found``, and that; it is None where there is nothing."""
+    for group in groups:
+        parts: dict[Tensor | None, list[Tensor]] = {}
+        for p in group["params"]:
+            parts.setdefault(found.get(p), []).append(p)
+        for flag, weights in parts.items():
+            yield flag, {**group, "params": weights}
 
 
 def begin(p: Tensor, group: Group, state: dict[Tensor, dict[str, Any]]) -> None:

@@ -397,8 +397,8 @@ class Engine:
         """Add up a counter of the state by weight; reads the device."""
         totals: dict[str, int] = {}
         for weight in weights_of(self.groups):
-            if key == "skipped" and weight.p in self.adamw.skipped:
-                totals[weight.name] = self.adamw.skipped[weight.p]
+            if key == "skipped" and (count := int(self.adamw.skipped.get(weight.p, 0))):
+                totals[weight.name] = count
             for member in self.members(weight) if weight.matrix else ():
                 if key + member.suffix in self.state.get(weight.p, {}):
                     count = int(self.state[weight.p][key + member.suffix].sum())
