@@ -6,7 +6,7 @@ tests/test_triton_step.py, launches there, host reads in tests/test_accelerator_
 
 import copy
 import statistics
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -124,6 +124,22 @@ def test_no_step_after_the_first_waits_for_the_device(cls, kwargs):
             optimizer.step()
     assert all(p.isfinite().all() for p in parameters)
     assert optimizer.skipped()["parameter 0 of group 0"] == 4
+
+
+def test_fused_adamw_stays_at_a_bad_gradient_without_a_wait():
+    bad, good = (torch.nn.Parameter(torch.ones(n, device=CUDA)) for n in (5, 3000))
+    matrix = torch.nn.Parameter(torch.ones(4, 6, device=CUDA))
+    own = {"params": [("bad", bad), ("good", good)], "algorithm": "adamw", "lr": 0.1, "fused": True}
+    optimizer = ProKLShampoo([{"params": [("matrix", matrix)]}, own], rank=2)
+    for value in (1.0, float("nan"), float("inf"), 1.0):
+        before = good.detach().clone()
+        bad.grad, good.grad = torch.ones_like(bad), torch.ones_like(good)
+        bad.grad[2:3].mul_(value)
+        with no_host_read() if optimizer.state else nullcontext():
+            optimizer.step()
+        assert torch.equal(before, good) == (value != 1.0)
+    assert bad.isfinite().all() and optimizer.skipped()["bad"] == 2
+    assert [float(optimizer.state[p]["step"]) for p in (bad, good)] == [2.0, 2.0]
 
 
 # Graphs
