@@ -41,6 +41,7 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
     "attention": ("attention.csv", partial(attention.cases_table, lengths=(400,))),
     "attention-longer": ("attention.csv", partial(attention.cases_table, lengths=(1600,))),
+    "attention-larger": ("attention.csv", partial(attention.cases_table, lengths=(300,))),
     "attention-rates": ("attention.csv", attention.rates_table),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),

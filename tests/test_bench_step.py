@@ -1,5 +1,6 @@
 """The benchmark of whole steps: who is compared with whom, that nothing wrong is reported, and what is left out."""
 
+import operator
 import re
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from bench.rivals import BatchedMuon, Float32Muon
 from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
+from bench.timing.agreement import complaint
 from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS, PERIOD, kl, model_entries, muon, pro
 from bench.timing.problem import Problem
 from bench.timing.runs import TimedRun, failure
@@ -81,7 +83,7 @@ def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_
         )
         assert [e.backend for e in found if e.backend == "reference"] == ["reference"] * 2 * (device.type == "cpu")
         eager = [3] * (device.type == "cuda")
-        assert [e.rank for e in own] == [2, 3, 4, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
+        assert [e.rank for e in own] == [2, 3, 4, 3, *eager] and [e.rank for e in own if e.note == EAGER] == eager
         weights = [torch.nn.Parameter(torch.zeros(8, 12))]
         assert all(e.build(weights).param_groups[0]["cuda_graphs"] is (e.note != EAGER) for e in own)
 
@@ -89,10 +91,16 @@ def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_
 def test_the_later_half_of_square_weights_is_split_by_heads():
     """Weights of a set are counted query, key, value and output in one, so half of them is."""
     entry = next(e for e in model_entries(replace(TINY, heads=2), CPU, torch.float32) if e.note == HEADS)
-    weights = [torch.nn.Parameter(torch.zeros(8, n)) for n in (8, 8, 12)]
+    weights = [torch.nn.Parameter(torch.zeros(8, n)) for n in (8, 8, 8, 8, 12)]
     split, whole = entry.build(weights).param_groups
-    assert split["split"] == 2 and split["params"][0] is weights[1] and len(split["params"]) == 1
-    assert whole["split"] is None and [W.shape[1] for W in whole["params"]] == [8, 12]
+    assert split["split"] == 2 and all(map(operator.is_, split["params"], weights[2:4])) and len(split["params"]) == 2
+    assert whole["split"] is None and [W.shape[1] for W in whole["params"]] == [8, 8, 12]
+
+
+@pytest.mark.slow
+def test_a_step_by_heads_goes_where_its_reference_goes():
+    own = [e for e in model_entries(replace(TINY, heads=2), CPU, torch.float32) if e.note == HEADS]
+    assert own and not any(complaint(e, shape, CPU) for e in own for shape in TINY.each)
 
 
 def off(optimizer):

@@ -80,9 +80,9 @@ def pro(backend: str, rank: int, polar: torch.dtype, name: str = "pro-klshampoo"
 
 
 def by_heads(heads: int, weights: list[Tensor], **settings: Any) -> Optimizer:
-    """Build Pro-KLShampoo of weights of which the later half of the square ones, as many as query and key, is split."""
+    """Build Pro-KLShampoo of weights of which the later half of a model's square ones, or one or two, are split."""
     square = [W for W in weights if W.shape[0] == W.shape[1]]
-    split = square[len(square) // 2 :]
+    split = square[len(square) // 2 :] if len(square) > 2 else square
     whole = [W for W in weights if not any(W is own for own in split)]
     groups: list[dict[str, Any]] = [{"params": split, "split": heads, "rank": "auto"}]
     return OPTIMIZERS["pro-klshampoo"].make(groups + [{"params": whole}] * bool(whole), **settings)
@@ -126,6 +126,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         *(
             replace(pro(backend, s.ranks[-1], polar), make=partial(by_heads, s.heads), note=HEADS)
             for backend in batched
+            if s.heads > 1
         ),
         *(pro(backend, middle, polar, "smok-hop") for backend in batched),
         *(kl(backend) for backend in batched),

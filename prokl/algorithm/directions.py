@@ -42,13 +42,10 @@ def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
 
     Rows of zeros are factored last: Q has zeros there, too, where pivots among them would leave rounding.
     """
-    idle = torch.linalg.vector_norm(A, dim=-1) == 0
-    order = _idle_last(idle).unsqueeze(-1) if bool(idle.any()) else None
-    Q, R = torch.linalg.qr(A if order is None else A.gather(-2, order.expand_as(A)))
+    order = _idle_last(torch.linalg.vector_norm(A, dim=-1) == 0).unsqueeze(-1)
+    Q, R = torch.linalg.qr(A.gather(-2, order.expand_as(A)))
     signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
-    Q = Q * signs.unsqueeze(-2)
-    if order is not None:
-        Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q)
+    Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q * signs.unsqueeze(-2))
     return Q, R * signs.unsqueeze(-1)
 
 
