@@ -360,3 +360,13 @@ def examine(seed):
 @pytest.mark.parametrize("seeds", chunks(ALL, 50))
 def test_a_step_after_a_change_is_a_fresh_optimizers_or_moves_nothing(seeds):
     assert failures(examine, seeds) == []
+
+
+@pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
+def test_a_weight_that_became_a_lazy_negation_is_refused(algorithm):
+    p = torch.nn.Parameter(normal(4, 6))
+    optimizer = train(PRO([{"params": [p], "algorithm": algorithm, "lr": 0.01}]), range(2))
+    p.data = torch._neg_view(p.data)
+    p.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match="negation"):
+        optimizer.step()

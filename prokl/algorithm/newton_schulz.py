@@ -28,7 +28,7 @@ that matter. From a restart every two on, the error is the standard form's."""
 
 GRAM_GAIN = 200.0
 """Largest product of a^2 between restarts, 0.4 / 2e-3; of one iteration any. Muon's two have 141, the first of Polar
-Express 67, its second and third 247."""
+Express 67, its second and third 253."""
 
 GRAM_ASPECT = 1.5
 """n/m from which the Gram form needs fewer multiplications: with five steps and no halved products the standard form

@@ -59,7 +59,7 @@ def each(coefficients: Any, steps: int) -> tuple[Polynomial, ...]:
     if len(found) != steps:
         raise ValueError(
             f"Invalid ns_coefficients={coefficients!r} with ns_steps={steps}: must have one triple an iteration, and "
-            f"has {len(found)}. Set ns_steps={len(found)}, or give {steps}."
+            f"has {len(found)}. Set ns_steps={len(found)}."
         )
     return found
 

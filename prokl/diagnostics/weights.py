@@ -141,12 +141,13 @@ def clocks(engine: Engine, model: nn.Module | None) -> dict[str, int]:
 
 def skips(engine: Engine, model: nn.Module | None) -> dict[str, Tensor]:
     """Return by weight, and by piece of a split one, the count of its gradients that were not finite."""
-    return {
-        (name or weight.name) + key.removeprefix("skipped"): value
-        for weight, name in _named(engine.groups, model)
-        for key, value in engine.state.get(weight.p, {}).items()
-        if key.partition(".")[0] == "skipped"
-    }
+    found: dict[str, Tensor] = {}
+    for weight, name in _named(engine.groups, model):
+        own = {k: v for k, v in engine.state.get(weight.p, {}).items() if k.partition(".")[0] == "skipped"}
+        if weight.p in engine.adamw.skipped:
+            own["skipped"] = torch.as_tensor(engine.adamw.skipped[weight.p])
+        found |= {(name or weight.name) + key.removeprefix("skipped"): value for key, value in own.items()}
+    return found
 
 
 def _matrix(member: Member, name: str, b: int) -> str:

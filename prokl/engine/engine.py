@@ -162,6 +162,7 @@ class Engine:
                 [p.dtype for p in weights],
                 [p.device for p in weights],
                 [p.requires_grad or p.grad is not None for p in weights],
+                [*map(Tensor.is_neg, weights)],  # kernels that go by address would step such a weight the wrong way
                 [p.grad is None for p in self._waiting],
                 [*map(Tensor.data_ptr, weights)],
                 [*map(Tensor.data_ptr, tensors)],
