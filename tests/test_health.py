@@ -325,3 +325,15 @@ def test_the_page_asks_the_optimizer_and_skips_a_step_whose_loss_is_nan(capsys):
     model(torch.ones(2, 6)).square().mean().backward()
     exec(ask, scope | {"health": None})
     assert "prokl/clipped" in capsys.readouterr().out
+
+
+def test_gradients_that_adamw_skipped_are_counted_too():
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 9))
+    optimizer = prokl.ProKLShampoo(prokl.param_groups(model, lr=0.02, adamw_lr=3e-3))
+    for _ in range(2):
+        model(torch.arange(9)).logsumexp(-1).mean().backward()
+        model[0].weight.grad[0] = torch.nan
+        optimizer.step()
+        optimizer.zero_grad()
+    health = prokl.diagnostics.health(optimizer)
+    assert health.numbers["prokl/skipped"] == 2 and health.worst["prokl/skipped"] == "0.weight" and health.words
