@@ -159,6 +159,8 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     make, float32 = entry.make, h.float32 or rivals.emulated(weights[0].device)
     if make is torch.optim.Muon and float32:
         make = rivals.Float32Muon
+    if make is torch.optim.Muon and weights[0].is_cuda:
+        make = rivals.BatchedMuon  # torch's launches so much that the host bounds it there
     if h.method in ("normuon", "muon-polar-express"):
         settings["float32"] = float32
     if h.method == "cosmos" and float32:
@@ -170,4 +172,5 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
 
 def _adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     own = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-    return torch.optim.AdamW(own, betas=ADAMW_BETAS)
+    fused = all(weight.is_cuda for group in groups for _, weight in group["params"])
+    return torch.optim.AdamW(own, betas=ADAMW_BETAS, fused=fused or None)

@@ -104,8 +104,8 @@ def emulated(device: torch.device) -> bool:
     return device.type == "cpu" and not cpu_has_bfloat16()
 
 
-class CapturedMuon(torch.optim.Muon):
-    """torch's Muon whose step is replayed from one CUDA graph: what it costs without the host, which launches a lot.
+class Captured:
+    """Beside an optimizer: its step is replayed from one CUDA graph, which costs no host that launches a lot.
 
     Gradients must stay where they are, and settings as they are.
     """
@@ -114,30 +114,25 @@ class CapturedMuon(torch.optim.Muon):
     """Steps before the capture, which make the momentum and the libraries' workspaces."""
 
     def __init__(self, weights: list[Tensor], **settings: Any) -> None:
-        super().__init__(weights, **settings)
+        super().__init__(weights, **settings)  # type: ignore[call-arg]
         self._taken, self._graph = 0, torch.cuda.CUDAGraph() if weights[0].is_cuda else None
 
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:
         if self._taken < self.PLAIN or self._graph is None:
-            self.launch()
+            super().step()  # type: ignore[misc]
         elif self._taken == self.PLAIN:
             with torch.cuda.graph(self._graph):
-                self.launch()
+                super().step()  # type: ignore[misc]
         if self._taken >= self.PLAIN and self._graph is not None:
             self._graph.replay()
         self._taken += 1
 
-    def launch(self) -> None:
-        """Step, one launch after another."""
-        super().step()
 
-
-class BatchedMuon(CapturedMuon):
-    """The same with all weights of a shape in one batch of products: what Muon costs in plain PyTorch at least."""
+class BatchedMuon(torch.optim.Muon):
+    """torch's Muon with all weights of a shape in one batch of products: what it costs in plain PyTorch at least."""
 
     @torch.no_grad()
-    def launch(self) -> None:
-        """Step all weights of a shape at once."""
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             weights, momentum, decay = group["params"], group["momentum"], 1 - group["lr"] * group["weight_decay"]
             gradients = [W.grad for W in weights]
@@ -151,6 +146,14 @@ class BatchedMuon(CapturedMuon):
                 X = batched(X, group["ns_coefficients"], group["ns_steps"], group["eps"]).to(weights[0].dtype)
                 rate = group["lr"] * max(1, shape[0] / shape[1]) ** 0.5
                 torch._foreach_add_([weights[i] for i in own], [*X.unbind()], alpha=-rate)
+
+
+class CapturedMuon(Captured, torch.optim.Muon):  # type: ignore[misc]
+    """torch's Muon from a CUDA graph."""
+
+
+class CapturedBatchedMuon(Captured, BatchedMuon):  # type: ignore[misc]
+    """Muon in batches from a CUDA graph."""
 
 
 def batched(X: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

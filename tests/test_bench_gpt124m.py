@@ -42,13 +42,13 @@ def rates(order, case):
     return [trial.hyper.lr for trial in order if trial.case == case and trial.seed == 0 and trial.scale == FULL[0]]
 
 
-def test_the_first_ten_runs_tune_adamw_then_pro_klshampoo_and_muon():
+def test_the_first_eight_runs_tune_pro_klshampoo_and_muon_after_two_of_adamw():
     first = [(trial.case, trial.hyper.lr, trial.hyper.adamw_lr) for trial in planned({}, FULL)[:10]]
     assert first == [
-        *((ADAMW, lr, None) for lr in (0.004, 0.006, 0.002667)),
-        *((case, lr, 0.004) for lr in (0.03, 0.045) for case in (OURS, MUON_9)),
-        (KL, 0.01, 0.004),
-        *((case, 0.02, 0.004) for case in (OURS, MUON_9)),
+        *((ADAMW, lr, None) for lr in (0.004, 0.006)),
+        *((case, lr, 0.004) for lr in (0.03, 0.045, 0.02) for case in (OURS, MUON_9)),
+        (f"{OURS}, whole weights", 0.03, 0.004),
+        (f"{MUON_9}, q, k by heads", 0.03, 0.004),
     ]
 
 
@@ -64,14 +64,19 @@ def test_all_that_was_asked_for_is_trained_once_at_the_best_rates():
     decays = [(trial.base, trial.hyper.weight_decay) for trial in order if trial.hyper.weight_decay]
     assert decays == [(case, decay) for decay in (0.1, 0.03) for case in three]
     own = {trial.case.removeprefix(f"{OURS}, "): trial for trial in order if trial.base == OURS}
-    by_heads = {trial.base: trial.hyper.qk_pieces for trial in order if trial.case.endswith("q, k by heads")}
-    assert by_heads == {OURS: 6, MUON_9: 6}
+    pieces = {trial.case: trial.hyper.qk_pieces for trial in order if trial.scale == FULL[0]}
+    by_heads = {case for case, count in pieces.items() if count == 6}
+    assert {*pieces.values()} == {1, 6} and by_heads == {
+        f"{MUON_9}, q, k by heads",
+        *(case for case in pieces if case.startswith(OURS) and not case.endswith((" whole weights", "paper's form"))),
+    }
     assert [*own][3:] == ["rank 32", "rank 256", "momentum and beta2 0.95", "alpha_kl 0.01", "bfloat16 state"]
     assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
     assert own["bfloat16 state"].state_dtype == "bfloat16"
     longer = [(trial.case, trial.hyper.lr) for trial in order if trial.scale.steps == 3200]
     assert longer == [(OURS, 0.045), (MUON_9, 0.0675), (KL, 0.01), (OURS, 0.03), (MUON_9, 0.045), (KL, 0.006667)]
     assert [(trial.case, trial.scale.name) for trial in order[-3:]] == [(case, "gpt2-350m") for case in three]
+    assert [trial.hyper.qk_pieces for trial in order[-3:]] == [FULL[1].config.heads, 1, 1]
     assert {trial.hyper.lr for trial in order if trial.base} == {lowest[case] for case in three}
 
 

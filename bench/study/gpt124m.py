@@ -3,12 +3,15 @@
 The model is the paper's GPT-2 124M as ``bench.models`` has it, with the vocabulary of the data. A run is 800 steps of
 32 x 1,024 tokens; rates rise over a twentieth of them, then fall linearly to zero. Rates of a method are STEP apart.
 Its search tries the first one and the next higher one, and goes on beyond the best until that lies between two others.
-This order was fixed before the first run. Which rates follow depends on losses alone:
+Pro-KLShampoo has queries and keys by heads, as param_groups makes its groups. Muon has whole weights, as torch's; its
+step on a GPU is in batches, as the host would bound torch's. This order was fixed before the first run. Which rates
+follow depends on losses alone:
 
-1. AdamW's search. Its best rate is that of embedding and head under every other method, as in the paper.
-2. Pro-KLShampoo and Muon with momentum 0.9 at their first two rates, KL-Shampoo at its first, then the searches of the
-   former two, and both with queries and keys by heads at their best rates. These are the first twelve runs or so.
-3. Muon and the paper's form of Pro-KLShampoo at their first rates, KL-Shampoo's search, SOAP at its first rate.
+1. AdamW at its first two rates. The better is that of embedding and head under every other method.
+2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns. These are the first eight runs or so. Then at
+   their best rates the former with whole weights, and the latter by heads.
+3. KL-Shampoo, Muon and the paper's form of Pro-KLShampoo at their first rates, the searches of KL-Shampoo and AdamW,
+   SOAP at its first rate.
 4. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
 5. Changes of Pro-KLShampoo at its best rate, one at a time. Then the searches of Muon, the paper's form and SOAP.
 6. The three for 3,200 steps, at their best rates and the next lower ones. Then the three on GPT-2 350M's shape.
@@ -25,6 +28,7 @@ import statistics
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -87,6 +91,7 @@ FORMS = dict(
 """What is compared, by label, at its first rate."""
 ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = FORMS
 THREE = (OURS, MUON_9, KL)
+BY_HEADS = "q, k by heads"
 
 
 @dataclass(frozen=True)
@@ -156,27 +161,30 @@ def searched(first: Trial, known: Losses) -> Search:
         powers.append(beyond)
 
 
+def first(scale: Scale, form: str, adamw_lr: float | None) -> Trial:
+    """Return the first trial of a form: Pro-KLShampoo's has queries and keys by heads."""
+    pieces = scale.config.heads if form == OURS else 1
+    return Trial(scale, form, replace(FORMS[form], adamw_lr=adamw_lr, qk_pieces=pieces))
+
+
 def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
     """Yield what is trained, in its order, as far as known losses decide it."""
     scale, larger = scales
     adamw = searched(Trial(scale, ADAMW, FORMS[ADAMW]), known)
-    yield from adamw.trials
-    if adamw.best is None:
+    yield from adamw.trials[:2]
+    if any(trial.key not in known for trial in adamw.trials[:2]):
         return
-    rate = adamw.best.hyper.lr
-    others = [form for form in FORMS if form != ADAMW]
-    search = {form: searched(Trial(scale, form, replace(FORMS[form], adamw_lr=rate)), known) for form in others}
+    rate = min(adamw.trials[:2], key=lambda trial: known[trial.key]).hyper.lr
+    search = {form: searched(first(scale, form, rate), known) for form in FORMS if form != ADAMW}
 
-    for k in (0, 1):
-        yield from (search[form].trials[k] for form in (OURS, MUON_9))
-    yield search[KL].trials[0]
-    for form in (OURS, MUON_9):
-        yield from search[form].trials[2:]
-    for form in (OURS, MUON_9):
+    for pair in zip_longest(search[OURS].trials, search[MUON_9].trials):
+        yield from filter(None, pair)
+    for form, change, pieces in ((OURS, "whole weights", 1), (MUON_9, BY_HEADS, scale.config.heads)):
         if (its := search[form].best) is not None:
-            yield its.changed("q, k by heads", qk_pieces=scale.config.heads)
-    yield from (search[form].trials[0] for form in (MUON, PAPER))
+            yield its.changed(change, qk_pieces=pieces)
+    yield from (search[form].trials[0] for form in (KL, MUON, PAPER))
     yield from search[KL].trials[1:]
+    yield from adamw.trials[2:]
     yield search[SOAP].trials[0]
 
     best = {form: its for form in THREE if (its := search[form].best) is not None}
@@ -191,7 +199,8 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
         for its in best.values():
             hyper = replace(its.hyper, lr=rounded(its.hyper.lr / lower))
             yield replace(its, scale=replace(scale, steps=LONGER * scale.steps), hyper=hyper)
-    yield from (replace(its, scale=larger) for its in best.values())
+    for form, its in best.items():
+        yield replace(its, scale=larger, hyper=replace(its.hyper, qk_pieces=first(larger, form, None).hyper.qk_pieces))
 
 
 def changes(of: Trial) -> Iterator[Trial]:

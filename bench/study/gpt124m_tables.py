@@ -8,7 +8,7 @@ from pandas import DataFrame
 
 from bench import rows
 from bench.markdown import figure, table, with_error
-from bench.study.gpt124m import FORMS, OURS, OWN, SCALES, Trial, of_floor, searched
+from bench.study.gpt124m import OURS, OWN, SCALES, first, of_floor, searched
 
 PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
 """File and words, by the column that losses are drawn against."""
@@ -98,7 +98,7 @@ def _ended(case: str, its: DataFrame) -> bool:
         for row, loss in ((row, row["validation_loss"]) for row in its.to_dict("records"))
     }
     adamw_lr = None if math.isnan(one["adamw_lr"]) else one["adamw_lr"]
-    return searched(Trial(scale, case, replace(FORMS[case], adamw_lr=adamw_lr)), known).best is not None
+    return searched(first(scale, case, adamw_lr), known).best is not None
 
 
 def _apart(its: DataFrame, other: DataFrame) -> str:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from bench import rows
 from bench.optimizers import OPTIMIZERS
-from bench.rivals import BatchedMuon, CapturedMuon, Float32Muon, package
+from bench.rivals import CapturedBatchedMuon, CapturedMuon, Float32Muon, package
 from bench.shapes import ParameterSet
 from prokl import ops
 
@@ -141,7 +141,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         note = "torch.optim.Muon, its step captured in a CUDA graph by hand"
         found.append(replace(muon(torch.bfloat16), optimizer=CAPTURED, make=CapturedMuon, note=note))
         note = "torch.optim.Muon's step of all weights of a shape at once, captured in a CUDA graph by hand"
-        found.append(replace(muon(torch.bfloat16), optimizer=BATCHED, make=BatchedMuon, note=note))
+        found.append(replace(muon(torch.bfloat16), optimizer=BATCHED, make=CapturedBatchedMuon, note=note))
     return found
 
 
