@@ -77,6 +77,7 @@ FORMS: dict[str, Form] = {
     "kl-shampoo-0.9": _form(
         "kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
     ),
+    "kl-shampoo-heads": _form("kl-shampoo", 5e-3, 0, 0, "KL-Shampoo, by heads", qk_pieces=HEADS),
     "pro-klshampoo": _form("pro-klshampoo", 2e-2, -1, -1),
     "pro-klshampoo-heads": _form(
         "pro-klshampoo", 2e-2, -1, -1, "Pro-KLShampoo, by heads", qk_pieces=HEADS
