@@ -91,7 +91,7 @@ FORMS = dict(
 """What is compared, by label, at its first rate."""
 ADAMW, OURS, MUON_9, KL, MUON, PAPER, SOAP = FORMS
 THREE = (OURS, MUON_9, KL)
-BY_HEADS = "q, k by heads"
+BY_HEADS, WHOLE = "q, k by heads", "whole weights"
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
 
     for pair in zip_longest(search[OURS].trials, search[MUON_9].trials):
         yield from filter(None, pair)
-    for form, change, pieces in ((OURS, "whole weights", 1), (MUON_9, BY_HEADS, scale.config.heads)):
+    for form, change, pieces in ((OURS, WHOLE, 1), (MUON_9, BY_HEADS, scale.config.heads)):
         if (its := search[form].best) is not None:
             yield its.changed(change, qk_pieces=pieces)
     yield from (search[form].trials[0] for form in (KL, MUON, PAPER))

@@ -8,7 +8,7 @@ from pandas import DataFrame
 
 from bench import rows
 from bench.markdown import figure, table, with_error
-from bench.study.gpt124m import OURS, OWN, SCALES, first, of_floor, searched
+from bench.study.gpt124m import BY_HEADS, OURS, OWN, SCALES, WHOLE, first, of_floor, searched
 
 PICTURES = {"step": ("gpt-124m-loss.png", "steps"), "seconds": ("gpt-124m-seconds.png", "seconds")}
 """File and words, by the column that losses are drawn against."""
@@ -29,12 +29,32 @@ def shown(found: DataFrame) -> str:
 def best_runs(found: DataFrame) -> dict[str, DataFrame]:
     """Return the runs of every method at its best rate on the smaller model, by case, of all seeds.
 
-    Those of the usual length, on the data and with the vocabulary that have the most rows.
+    Those of the usual length, on the data and with the vocabulary that have the most rows. Of changes, those alone that
+    divide a method's weights in the other way.
     """
     scale = SCALES["full"][0]
-    its = found[(found["model"] == scale.name) & (found["steps"] == scale.steps) & (found["base"] == "")]
+    its = found[(found["model"] == scale.name) & (found["steps"] == scale.steps)]
+    its = its[(its["base"] == "") | its["case"].str.endswith((BY_HEADS, WHOLE))]
     its = max((group for _, group in its.groupby(SOURCE)), key=len, default=its)
     return {case: group[group["lr"] == best_rate(group)] for case, group in its.groupby("case", sort=False)}
+
+
+def costs(found: DataFrame) -> str:
+    """Return what a step of every method costs, and where it ends, at its best rate."""
+    lines = []
+    for case, its in best_runs(found).items():
+        row = its.iloc[-1]
+        lines.append(
+            {
+                "GPT-2 124M's shape, on a GPU": case,
+                "loss": figure(its["validation_loss"].mean(), 3),
+                "optimizer, ms a step": figure(row["optimizer_ms"], 1),
+                "median": figure(row["optimizer_median_ms"], 1),
+                "tokens/s": f"{row['tokens_per_second']:,.0f}",
+                "state, MB": figure(row["state_mb"], 0),
+            }
+        )
+    return table(DataFrame(lines), 1)
 
 
 def best_rate(its: DataFrame) -> float:

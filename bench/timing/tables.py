@@ -1,7 +1,5 @@
 """The table of whole steps, from its rows."""
 
-from collections.abc import Sequence
-
 from pandas import DataFrame, Series
 
 from bench.markdown import figure, table
@@ -9,15 +7,6 @@ from bench.optimizers import label
 from bench.shapes import SETS
 from bench.timing.entries import BATCHED, CAPTURED, EAGER, HEADS
 
-MAIN = (
-    "Muon",
-    CAPTURED,
-    BATCHED,
-    "Pro-KLShampoo, r = 32",
-    "Pro-KLShampoo, r = 128",
-    "KL-Shampoo",
-)
-"""The optimizers of the README's table."""
 OWN = ("muon", "pro-klshampoo")
 """The optimizers that are measured with both dtypes of Newton-Schulz."""
 
@@ -53,8 +42,8 @@ def ratios(run: DataFrame) -> tuple[str, list[float]]:
     return base, list((run["median"] / run["model"].map(of)).mask(other))
 
 
-def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
-    """Return milliseconds a step and :func:`ratios`, of these optimizers or of all that ran."""
+def costs(rows: DataFrame) -> str:
+    """Return milliseconds a step and :func:`ratios` of all that ran."""
     run = timed(rows)
     usual = next(iter(run.loc[run["optimizer"] == "muon", "dtype"]), "")  # of the most rows
     base, found = ratios(run)
@@ -62,6 +51,5 @@ def costs(rows: DataFrame, names: Sequence[str] | None = None) -> str:
     run = run.assign(name=[name(row, usual) for _, row in run.iterrows()], cell=cells)
     wide = run.pivot(index="name", columns="model", values="cell")
     sets = [s for s in SETS if s in wide]
-    shown = [own for own in names or run["name"].unique() if own != BATCHED or own in wide.index]
-    wide = wide.reindex(index=shown, columns=sets).astype(object).fillna("-")
+    wide = wide.reindex(index=run["name"].unique(), columns=sets).astype(object).fillna("-")
     return table(wide.rename_axis(columns=None).rename_axis(f"ms a step (ratio to {base})").reset_index(), 1)
