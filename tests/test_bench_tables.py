@@ -20,7 +20,7 @@ def test_the_documents_show_what_the_rows_give(capsys):
 def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, capsys):
     document = tmp_path / "document.md"
     right = tables.rendered("Before.\n\n<!-- table results -->\n<!-- end -->\n\nAfter.\n")
-    wrong = right.replace("Muon  ", "Noum  ", 1)
+    wrong = right.replace("SOAP  ", "Soap  ", 1)
     assert wrong != right
     document.write_text(wrong, encoding="utf-8")
     monkeypatch.setattr(tables, "DOCUMENTS", (document,))
@@ -28,7 +28,7 @@ def test_a_figure_changed_by_hand_is_found_and_put_right(tmp_path, monkeypatch, 
     monkeypatch.setattr(tables, "draw", lambda: drawn.append(True))
     assert tables.main(["--check"]) == 1
     printed = capsys.readouterr().out
-    assert "-| Noum" in printed and "+| Muon" in printed
+    assert "-| Soap" in printed and "+| SOAP" in printed
     assert document.read_text(encoding="utf-8") == wrong
     assert not drawn and tables.main([]) == 0 and drawn
     assert document.read_text(encoding="utf-8") == right

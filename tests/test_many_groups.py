@@ -5,6 +5,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from prokl import ProKLShampoo
+from prokl.kernels import launch
 from tests.inputs import KL, PRO, weight
 from tests.test_graphs import few_kernels, recorded  # noqa: F401  (fixtures)
 from tests.training import contents, differences, fresh, named, train
@@ -12,7 +13,8 @@ from tests.training import contents, differences, fresh, named, train
 SHAPES = [(6, 10), (10, 6), (2, 6, 10), (6, 10)]
 RATES = [(0.1, 0.0), (torch.tensor(0.02), 0.3), (0.5, 0.1), (torch.tensor(0.02), 0.3)]
 """Learning rates, which schedulers fill in place where they are tensors, and weight decays."""
-CAUTIOUS = pytest.param("triton", True, marks=pytest.mark.slow)
+INTERPRETED = pytest.mark.skipif(not launch.INTERPRETED, reason="kernels run on a CPU in Triton's interpreter alone")
+CAUTIOUS = pytest.param("triton", True, marks=[pytest.mark.slow, INTERPRETED])
 METHODS = {"pro-klshampoo": (PRO, {"rank": 3, "ns_dtype": torch.float32}), "klshampoo": (KL, {})}
 each = pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 
