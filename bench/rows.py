@@ -43,7 +43,7 @@ COLUMNS = {
     **_columns("model case base optimizer clip_threshold backend", "rank"),
     **_columns("source kernel config arch"),
     **_columns("value", "seed step"),
-    **_columns("metric unit dtype shapes"),
+    **_columns("metric unit dtype shapes", "launches"),
     # What came out: "ratio" is the median over that of the row that this one is compared with, "floor" of recorded rows
     # a predicted lower bound in the same unit.
     **_columns("", "rounds", "median q1 q3 ratio floor"),
@@ -135,7 +135,7 @@ def text(value: Any) -> str:
 
 def describe(row: Mapping[str, Any]) -> str:
     """Return a row of a measurement as a line: what it is of, the figures, or the note why there is none."""
-    keys = ("model", "case", "value", "optimizer", "clip_threshold", "backend", "rank", "metric")
+    keys = ("model", "case", "value", "optimizer", "clip_threshold", "backend", "rank", "metric", "kernel")
     given = {"rank": "r=", "clip_threshold": "clip_threshold="}
     who = " ".join(f"{given.get(key, '')}{row[key]}" for key in keys if row.get(key) not in (None, ""))
     if row.get("median") is None:

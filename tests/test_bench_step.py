@@ -10,6 +10,7 @@ import torch
 from bench import rows
 from bench.command import UsageError
 from bench.rivals import BatchedMuon, Float32Muon
+from bench.rows import frame
 from bench.shapes import SETS, ParameterSet
 from bench.timing import __main__ as timing
 from bench.timing import entries, steps
@@ -70,6 +71,19 @@ def test_muon_in_batches_goes_where_torch_s_does():
         ends.append([W.detach() - start for W, start in zip(Ws, starts, strict=True)])
     for theirs, found in zip(*ends, strict=True):
         assert torch.linalg.vector_norm(found - theirs) <= 0.03 * torch.linalg.vector_norm(theirs)
+
+
+@pytest.mark.slow
+def test_kernels_have_their_launches_and_their_share_of_a_step(tiny, tmp_path):
+    out = tmp_path / "kernels.csv"
+    assert timing.main(["kernels", "--sets", "tiny", "--out", str(out)]) == 0
+    found = frame(out)
+    of = found.groupby(["optimizer", "note", "metric"], dropna=False)
+    assert len(of) == 6 and (of["median"].sum() > 0).all() and (of["launches"].sum() > 10).all()
+    assert (of["kernel"].last() == "others").all() and (found["median"] >= 0).all()
+    refresh = found[found["metric"] == "refresh step"]
+    qr = refresh[refresh["kernel"].str.contains("eigh|cholesky|qr")]
+    assert {*qr["optimizer"]} == {"pro-klshampoo"}  # which alone factors anything
 
 
 def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_no_graphs():

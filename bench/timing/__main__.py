@@ -1,7 +1,7 @@
 """What a step takes: ``python -m bench.timing steps --out bench/results/step-cpu.csv``.
 
-``steps`` times whole steps beside Muon's, AdamW's and other packages'. The primitives and kernels by themselves are
-``pytest bench``. What --out has of this commit and machine is not measured again.
+``steps`` times whole steps beside Muon's, AdamW's and other packages', and ``kernels`` what they launch. Primitives and
+kernels by themselves are ``pytest bench``. What --out has of this commit and machine is not measured again.
 """
 
 import argparse
@@ -14,15 +14,15 @@ import torch
 from bench import command, rows
 from bench.command import Parser, UsageError
 from bench.shapes import PAPER, SETS, SMALL
-from bench.timing import steps
+from bench.timing import kernels, steps
 
-PARTS = ("steps",)
+PARTS = ("steps", "kernels")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(prog="python -m bench.timing", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=PARTS, help="time whole steps beside others'")
+    parser.add_argument("part", choices=PARTS, help="whole steps beside others', or what they launch")
     parser.add_argument("--out", type=Path, metavar="CSV", help="put the rows there, in place of the same ones'")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu (default) or cuda")
     parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help=f"of {', '.join(SETS)}")
@@ -44,12 +44,14 @@ def main(argv: Sequence[str]) -> int:
     here = rows.environment(a.device)
     try:
         torch.set_float32_matmul_precision("highest")
-        for name in a.sets or (PAPER if a.device.type == "cuda" else SMALL):
+        usual = kernels.MAIN if a.part == "kernels" else PAPER
+        for name in a.sets or (usual if a.device.type == "cuda" else SMALL):
             if a.out and rows.measured(a.out, {"model": name}, here):
                 print(f"{name}: in {a.out} already", flush=True)
                 continue
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
-            found = steps.measure(SETS[name], a.device, a.seconds)
+            own = SETS[name]
+            found = kernels.measure(own, a.device) if a.part == "kernels" else steps.measure(own, a.device, a.seconds)
             print("\n".join(map(rows.describe, found)), flush=True)
             wrong |= any(row.get("note", "").startswith("wrong") for row in found)
             if a.out:

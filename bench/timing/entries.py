@@ -88,6 +88,11 @@ def by_heads(heads: int, weights: list[Tensor], **settings: Any) -> Optimizer:
     return OPTIMIZERS["pro-klshampoo"].make(groups + [{"params": whole}] * bool(whole), **settings)
 
 
+def by_heads_of(whole: Entry, s: ParameterSet) -> Entry:
+    """Return an entry of Pro-KLShampoo whose query and key weights are by the heads of a set."""
+    return replace(whole, make=partial(by_heads, s.heads), note=HEADS)
+
+
 def kl(backend: str) -> Entry:
     """Return this package's KL-Shampoo."""
     settings = (("precondition_frequency", PERIOD), ("backend", backend), ("precision", None))
@@ -123,11 +128,7 @@ def model_entries(s: ParameterSet, device: torch.device, polar: torch.dtype) -> 
         muon(polar),
         Entry("adamw", OPTIMIZERS["adamw"].make, (("lr", 1e-3), ("fused", True)), note="fused"),
         *(pro(backend, rank, polar) for backend in batched for rank in s.ranks),
-        *(
-            replace(pro(backend, s.ranks[-1], polar), make=partial(by_heads, s.heads), note=HEADS)
-            for backend in batched
-            if s.heads > 1
-        ),
+        *(by_heads_of(pro(backend, s.ranks[-1], polar), s) for backend in batched if s.heads > 1),
         *(pro(backend, middle, polar, "smok-hop") for backend in batched),
         *(kl(backend) for backend in batched),
     ]
