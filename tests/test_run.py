@@ -60,6 +60,7 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     status, step, _ = script("gpu", "--part", "step", "--out", "rows")
     assert status == 0 and [*micro, *step] == [
         "-m pytest bench -q --benchmark-only --benchmark-quiet --device cuda --rows /elsewhere/rows/micro-gpu.csv",
+        "-m bench.timing kernels --device cuda --out /elsewhere/rows/kernels-gpu.csv",
         "-m bench.timing steps --device cuda --out /elsewhere/rows/step-gpu.csv",
     ]
     prepare = "-m bench.compile_report pack --only wheels --arch 80"
