@@ -13,7 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from prokl import KLShampoo, ProKLShampoo
+from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import PRECISIONS
+from prokl.backends.triton_ops import TritonAlgebra
 from prokl.engine.graphs import Capture, record
 from tests.problems import allowed, gradient_stream, held, precision_of, relative, run, ways
 from tests.test_graphs import replayed
@@ -164,6 +166,28 @@ def test_graphs_change_no_bit(cls, kwargs):
     for replays in optimizer.engine.graphs.replays.values():
         assert sum(replay is not None for replay in replays.values()) == 2
     assert optimizer.skipped()["parameter 0 of group 0"] == 2
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_second_stream_changes_no_bit(graphs, monkeypatch):
+    """Large enough that both streams have work at the same time; what is used too early would differ."""
+    stream = stream_on_gpu([(768, 3072)] * 8, 4 * PERIOD)
+    ends = []
+    for apart in (False, True):
+        if not apart:
+            monkeypatch.setattr(TritonAlgebra, "beside", Algebra.beside)
+        else:
+            monkeypatch.undo()
+        own = {"rank": 128, "precondition_frequency": PERIOD, "cuda_graphs": graphs, "backend": "triton"}
+        parameters, optimizer = run(ProKLShampoo, stream[:1], dtype=torch.float32, **own)
+        if ends:  # all begin alike
+            optimizer.load_state_dict(ends[0][0])
+        start = copy.deepcopy(optimizer.state_dict())
+        for gradients in stream[1:]:
+            give(parameters, gradients)
+            optimizer.step()
+        ends.append((start, [p.detach().clone() for p in parameters]))
+    assert all(map(torch.equal, ends[0][1], ends[1][1]))
 
 
 def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_numbers_as_they_were():

@@ -8,6 +8,7 @@ Dimension key: B matrices, m short side, n long side, r rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -49,6 +50,16 @@ class Algebra:
 
     def __init__(self, host_readable: bool) -> None:
         self.host_readable = host_readable
+
+    def beside(self, t: Tensor) -> AbstractContextManager[None]:
+        """Return a context in which work is launched that does not wait for what is launched from now on.
+
+        At its end the rest waits for it. What it reads must be kept until then.
+
+        Args:
+            t: on the device of all that it reads.
+        """
+        return nullcontext()
 
     # Products.
 

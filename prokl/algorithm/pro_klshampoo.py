@@ -37,6 +37,8 @@ def step(
     admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
     G_par, half, onto, Z, Y = ops.weighed(projected, admitted, h)
 
+    aside = ops.beside(G)  # (3) and (4) need nothing of (1) and (2)
+
     # (1) M <- mu M + g c G; G^ = a c G + b M, on the subspace and, whitened, beside it.
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
@@ -64,15 +66,16 @@ def step(
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
 
-    # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
-    L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=ema / n)
-    L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
-    S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m, ahead=h.beta2)
+    with aside:
+        # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
+        L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=ema / n)
+        L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
+        S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m, ahead=h.beta2)
 
-    # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
-    U_new = ops.track(G_perp, Y, K, U, ema / m)
-    T = ops.product(U.mT, U_new)
-    S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
+        # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
+        U_new = ops.track(G_perp, Y, K, U, ema / m)
+        T = ops.product(U.mT, U_new)
+        S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
 
     new = {"M_Q": M, "L_Q": L, "S": S, "U": U_new, "Q_S": Q_S} | admitted.changed
     new |= {} if clipped is None else {"clipped": clipped}
@@ -82,9 +85,13 @@ def step(
 
 def refresh(ops: Algebra, state: State) -> State:
     """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. Q_S is no orthogonal basis before."""
+    aside = ops.beside(state["S"])
     Q, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
     by, M = ops.operands(Q, state["M_Q"].to(Q.dtype))
-    return {"Q_L": Q_L, "L_Q": L, "M_Q": ops.product(by.mT, M), "Q_S": ops.coordinates_qr(state["S"], state["Q_S"])}
+    M = ops.product(by.mT, M)
+    with aside:
+        Q_S = ops.coordinates_qr(state["S"], state["Q_S"])
+    return {"Q_L": Q_L, "L_Q": L, "M_Q": M, "Q_S": Q_S}
 
 
 def whitened_size(ops: Algebra, G: Tensor, state: State, h: ProHyper) -> Tensor:

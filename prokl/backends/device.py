@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import wraps
+from contextlib import AbstractContextManager, ExitStack
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -58,6 +58,37 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     # The pinned block is not given out again before the copy from it has run: torch's host allocator sees to that.
     here = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return here.to(device, non_blocking=True)
+
+
+class Beside(AbstractContextManager[None]):
+    """A context of a stream beside the current one: it waits for what that one has been given when this is made.
+
+    At its end the current stream waits for it, so that a CUDA graph holds both as branches. Memory that either stream
+    allocates inside is its own to use again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.current = torch.cuda.current_stream(device)
+        self.made = self.current.record_event()
+        self.stream = _second(device, self.current.cuda_stream)
+
+    def __enter__(self) -> None:
+        self.stream.wait_event(self.made)
+        self.inside = torch.cuda.stream(self.stream)
+        self.inside.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self.inside.__exit__(*error)
+        self.current.wait_stream(self.stream)
+
+
+@lru_cache(maxsize=64)
+def _second(device: torch.device, stream: int) -> Any:
+    """Return the stream beside another, so that what one thread captures is no other one's.
+
+    Its few blocks go first: what it is beside fills the device.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

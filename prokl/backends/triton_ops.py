@@ -9,6 +9,7 @@ Dimension key: B matrices, m short side, n long side, r rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper,
 from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
+from prokl.backends.device import Beside
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
@@ -61,6 +63,10 @@ class TritonAlgebra(Algebra):
     def __init__(self, use_cuda_qr: bool, host_readable: bool) -> None:
         super().__init__(host_readable)
         self.use_cuda_qr = use_cuda_qr
+
+    def beside(self, t: Tensor) -> AbstractContextManager[None]:
+        """Return a context of a second stream, where the extension factors: few blocks, each for a long time."""
+        return Beside(t.device) if t.is_cuda and self.use_cuda_qr else nullcontext()
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0

@@ -1,0 +1,160 @@
+"""What a step launches on a second stream, beside the rest of it: nothing that one writes is touched by the other.
+
+The launches of a real step on a CPU, in Triton's interpreter and the extension's host form, are noted with the memory
+that they touch; a stand-in for the second stream says which are beside which.
+"""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from prokl import ProKLShampoo
+from prokl.algorithm.settings import PRECISIONS
+from prokl.backends.device import Beside
+from prokl.backends.triton_ops import TritonAlgebra
+from prokl.kernels import launch
+from tests.inputs import normal, weight
+
+
+def storages(values):
+    """Tensors by the memory that they lie in."""
+    return {t.untyped_storage().data_ptr(): t for t in tree_leaves(values) if isinstance(t, Tensor) and t.numel()}
+
+
+class Launches(TorchDispatchMode):
+    """Notes of every launch between a fork and its end what it reads and writes, and on which stream.
+
+    Args:
+        keep: whether all tensors are kept, so that no address means two of them.
+    """
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.kept, self.windows = keep, [], []
+        self.stream, self.open = "first", []
+
+    @contextmanager
+    def beside(self, t):
+        """A stand-in for TritonAlgebra.beside, made where the streams part."""
+        window = next(w for w in self.open if w.key is None)
+        window.key, self.stream = t.untyped_storage().data_ptr(), "second"
+        yield
+        self.stream = "first"
+        self.open.remove(window)
+        self.windows.append(window)
+        assert not [name for name, ref in window.borrowed if ref.expired()], "freed while the second stream reads it"
+
+    def fork(self, t):
+        self.open.append(SimpleNamespace(key=None, read={}, written={}, made=set(), borrowed=[]))
+        return self.beside(t)
+
+    def note(self, name, touched, written, made):
+        for window in self.open:
+            if self.stream == "second":
+                window.made |= made
+            for address, t in touched.items():
+                window.read.setdefault((self.stream, address), name)
+                if self.stream == "second" and address not in window.made:
+                    window.borrowed.append((name, StorageWeakRef(t.untyped_storage())))
+            for address in written:
+                window.written.setdefault((self.stream, address), name)
+        if self.keep:
+            self.kept += touched.values()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = storages((args, kwargs))
+        out = func(*args, **kwargs)
+        after = storages(out)
+        changed = [
+            value
+            for i, own in enumerate(func._schema.arguments)
+            if own.alias_info is not None and own.alias_info.is_write
+            for value in [args[i] if i < len(args) else kwargs.get(own.name)]
+        ]
+        made = {} if func.is_view else {at: t for at, t in after.items() if at not in before}
+        self.note(func._schema.name, before | made, {*storages(changed), *made}, {*made})
+        return out
+
+    def launched(self, start):
+        def noted(kernel, *given, **constants):
+            touched = storages((given, constants))
+            with _disable_current_modes():  # the interpreter's own tensors
+                before = {at: t.untyped_storage().tolist() for at, t in touched.items()}
+                start(kernel, *given, **constants)
+                written = {at for at, t in touched.items() if t.untyped_storage().tolist() != before[at]}
+            self.note(kernel.__name__, touched, written, set())
+
+        return noted
+
+    def races(self):
+        """Names of what writes on one stream and of what touches the same on the other, in one window."""
+        return [
+            (name, window.read[other, address])
+            for window in self.windows
+            for (stream, address), name in window.written.items()
+            for other in ("first", "second")
+            if other != stream and (other, address) in window.read
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [True, False], ids=["every address once", "memory used again"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_memory_is_written_on_one_stream_and_touched_on_both(keep, precision, extension_on_cpu, monkeypatch):
+    W = weight(12, 20)
+    optimizer = ProKLShampoo([W], rank=4, backend="triton", precision=precision, precondition_frequency=2)
+    for step in range(3):
+        W.grad = normal(12, 20, seed=step)
+        launches = Launches(keep)
+        if step:  # after the one that begins; the last one refreshes
+            with monkeypatch.context() as patch, launches:
+                patch.setattr(TritonAlgebra, "beside", lambda ops, t, launches=launches: launches.fork(t))
+                patch.setattr(launch, "start", launches.launched(launch.start))
+                optimizer.step()
+            assert len(launches.windows) == step
+            assert all(len({stream for stream, _ in window.read}) == 2 for window in launches.windows)
+            assert launches.races() == [] or not keep
+        else:
+            optimizer.step()
+
+
+def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
+    said = []
+
+    class Stream:
+        def __init__(self, device, priority=0, name="second"):
+            self.name, self.cuda_stream = name, 7
+
+        def record_event(self):
+            said.append(f"{self.name} records")
+            return "event"
+
+        def wait_event(self, event):
+            said.append(f"{self.name} waits for {event}")
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def inside(stream):
+        said.append(f"on {stream.name}")
+        yield
+        said.append(f"off {stream.name}")
+
+    first = Stream("cuda:9", name="first")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    beside = Beside(torch.device("cuda:9"))
+    said.append("more on first")
+    with beside:
+        said.append("work")
+    expected = ["first records", "more on first", "second waits for event", "on second", "work", "off second"]
+    assert said == [*expected, "first waits for second"]
