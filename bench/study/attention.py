@@ -107,8 +107,8 @@ def wanted(known: Losses) -> Iterator[Trial]:
 
     The cases were fixed before the first run. As the machine was shared, the order was changed when losses were known:
     of the first seed at 400 steps, then of heads at 1,600. Runs were added as well: at twice the rate, and, when the
-    lower lr had turned out better beside that, at still lower ones, and its other seeds. The larger model was put
-    before what was left of the grid.
+    lower lr had turned out better beside that, at still lower ones, and its other seeds. The larger model, then
+    two heads a piece at 1,600, were put before what was left of the grid.
     """
     short, middle, long = 400, 1600, 6400
     rivals, halves, both = ("muon-0.9", "kl-shampoo"), PIECES["half heads"], (1, HEADS)
@@ -144,6 +144,7 @@ def wanted(known: Losses) -> Iterator[Trial]:
         yield from trials(middle, HEADS, rate, power=-1, seed=seed)
     for seed, pieces in product((FIRST_SEED, OTHER_SEEDS[0]), both):
         yield larger(pieces, 1.0, seed)
+    yield from trials(middle, PIECES["two heads"])
     for case in main[::-1]:
         yield from trials(short, *case, power=1)
     for form, pieces in product(rivals, both):
