@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from build_page import LINK, ROOT, repository
 
 ROLE = re.compile(r":(?:func|class|mod|meth|data):(?=<code>)")
-"""Of Sphinx in docstrings, which Markdown does not know."""
+"""A role of Sphinx in docstrings, which Markdown does not know."""
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 ROUNDS, PRODUCTS = 4, 10
-"""Of :func:`product_rate`, which has the quickest round: a device may have to raise its clocks first."""
+"""Rounds of :func:`product_rate`, and products of each. It returns the quickest round's rate, as a device may have to
+raise its clocks first."""
 
 
 def mark(device: torch.device) -> Any:

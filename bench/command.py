@@ -1,4 +1,4 @@
-"""How every command of bench reads its options and ends: wrong input and Ctrl-C give one line, no traceback.
+"""Read the options of every command of bench, and end it: wrong input and Ctrl-C give one line, no traceback.
 
 What runs on a GPU machine without network reads its options with :class:`Parser`; everything else with
 :func:`options`, which takes tyro.

@@ -1,9 +1,9 @@
-"""Whether anything works at all on a GPU, within two minutes: ``python -m bench.first``.
+"""Check within two minutes that anything works on a GPU: ``python -m bench.first``.
 
-What is installed; every kernel once, at the sizes of training, against float64; whole steps of both precisions against
-the reference, as before every timing; and steps from graphs against the same ones without. A line each as it comes,
-with the seconds that it took, compiling included; an error is a line, too, and the next one goes on. The exit status is
-1 if a line says so.
+It prints the versions that are installed. It checks every kernel once, at the sizes of training, against float64; whole
+steps of both precisions against the reference, as before every timing; and steps from graphs against the same ones
+without. Each check prints a line, with the seconds that it took, compiling included. An error is a line, too, and the
+next check goes on. The exit status is 1 if a line says so.
 """
 
 import copy
@@ -30,7 +30,7 @@ from prokl.backends.select import select
 
 SIZES = Sizes(B=4, m=768, n=3072, r=128)
 STEPS, PERIOD = 13, 4
-"""From graphs: refreshes are recorded at their second and replayed from the third on."""
+"""Steps from graphs, and their tau: refreshes are recorded at the second and replayed from the third on."""
 FAR = 2.0**-10
 """Distance of steps from graphs from those without, relative to the distance moved, that sums in another order do not
 explain. Newton-Schulz is in float32: in bfloat16 rounding would make 0.02 of a step by itself."""

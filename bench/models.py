@@ -197,7 +197,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2-tiny": gpt2(4, 96, 6, context=128),
     "llama-tiny": llama(4, 96, 6, 256, context=128),
 }
-"""By name. ``dataclasses.replace`` fits vocabulary and context of the scaled-down ones to other data."""
+"""Configurations by name. ``dataclasses.replace`` fits vocabulary and context of scaled-down ones to other data."""
 
 
 def build(config: ModelConfig) -> nn.Module:

@@ -29,12 +29,12 @@ OWN = (PRO, "kl-shampoo", "smok-hop", "subspace-only", "complement-only")
 """This package's."""
 
 ROLES = {"q_proj": "qk", "k_proj": "qk", "v_proj": "v", "o_proj": "o"}
-"""By layer of :mod:`bench.models`, what its weight is in attention."""
+"""Roles of weights in attention, by layer of :mod:`bench.models`."""
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """What one optimizer is built with; what its method does not take is None."""
+    """Hyper-parameters that one optimizer is built with; those that its method does not take are None."""
 
     method: str  # a key of :data:`OPTIMIZERS`
     lr: float  # of the matrices; under AdamW, of everything
@@ -96,7 +96,7 @@ OPTIMIZERS = {
         )
     },
 }
-"""By method, as every result file names it in the column ``optimizer``."""
+"""Entries by method, as every result file names it in the column ``optimizer``."""
 
 
 def label(method: str, rank: object = None) -> str:

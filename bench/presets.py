@@ -13,7 +13,7 @@ from bench.optimizers import Hyper
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a model is trained."""
+    """The length of a model's training."""
 
     steps: int
     batch: int  # sequences of a step, over all devices
@@ -30,7 +30,7 @@ RUNS = {
     "llama-134m": RunLength(5000, 1024, "C4, a subset of 5B tokens"),
     "llama-450m": RunLength(6250, 1536, "C4, a subset of 10B tokens"),
 }
-"""By model of :mod:`bench.models`."""
+"""Lengths of runs by model of :mod:`bench.models`."""
 
 # Method (ranks) | learning rate | weight decay | alpha_kl, as printed, but for two things: equal rows of several ranks
 # are one, and where the paper says that Smok-Hop uses KL-Shampoo's selected rate, that rate stands.

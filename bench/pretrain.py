@@ -55,7 +55,7 @@ class Options:
 
     @property
     def selected(self) -> dict[str, Hyper]:
-        """What trains, by method."""
+        """The settings of the methods that train, by method."""
         lrs = {name: OPTIMIZERS[name].lr for name in self.optimizers} | {"adamw": self.adamw_lr} | self.lr
         ranks = {name: self.rank for name in RANKED}
         return {name: Hyper(name, lrs[name], self.adamw_lr, rank=ranks.get(name)) for name in self.optimizers}

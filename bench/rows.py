@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 
 Row = dict[str, Any]
-"""By column; as read from a file every value is text."""
+"""Values by column; as read from a file every value is text."""
 
 
 def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]:
@@ -36,7 +36,7 @@ def _columns(text: str = "", whole: str = "", real: str = "") -> dict[str, type]
 
 
 PROVENANCE = _columns("device cpu threads torch triton nvcc cuda prokl commit date")
-"""Where, with what and when it was measured."""
+"""Columns of the machine, the versions and the date of a measurement."""
 COLUMNS = {
     # What was measured: a run, or an operation on a model's matrices; "case" is an operation with its shapes, or what
     # happens to gradients; "base" the case that another is a change of; "clip_threshold" a number or "none".
@@ -68,7 +68,7 @@ COLUMNS = {
 }
 """Every column that a command writes, with its type. Frozen files may have others."""
 SAME = ("device", "cpu", "threads", "torch", "triton", "cuda", "prokl", "commit")
-"""What two measurements that need no repetition share."""
+"""Columns that are alike where a measurement need not be repeated."""
 
 
 def environment(device: torch.device) -> dict[str, str]:

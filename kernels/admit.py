@@ -19,15 +19,15 @@ from prokl.kernels.launch import TRITON_DTYPES
 from prokl.kernels.operands import aligned
 
 ELEMENTS = 4096
-"""Of A that a program holds at a time: all columns of as many rows."""
+"""Elements of A that a program holds at a time: all columns of as many rows."""
 NUMBERS = 1024
-"""Of rows that it holds at a time, at most."""
+"""Rows that a program holds at a time, at most."""
 MOST = 65536
-"""Columns at most, as a program holds a row."""
+"""Columns of A, at most, as a program holds a whole row."""
 
 
 class AdmitOutputs(NamedTuple):
-    """What a launch leaves, contiguous and in the dtype of the arithmetic."""
+    """Results of a launch, contiguous and in the dtype of the arithmetic."""
 
     rows: Tensor
     """(3,B,m): inverse roots of L as the direction takes them, new ones, and c times those damped."""

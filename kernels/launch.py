@@ -30,7 +30,7 @@ products, about as exact as float32). Other dtypes do not depend on it, nor does
 
 LOG = logging.getLogger("prokl")
 _said = False
-"""Whether it was logged that kernels are compiled."""
+"""True once it was logged that kernels are compiled."""
 _begun: set[str] = set()
 """Kernels of which a launch has succeeded."""
 

@@ -14,7 +14,7 @@ from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES
 
 ROOM = 4
-"""How many times the squared norm of X that of a row may be in Newton-Schulz, whose singular values overshoot."""
+"""Largest squared norm of a row in Newton-Schulz, in units of X's own: its singular values overshoot 1."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What kernels of products share: accumulating and storing pairs of bfloat16, scales, and the checks of factors.
+"""Helpers that kernels of products share: pairs of bfloat16, scales, and the checks of factors.
 
 batch: matrices; M: rows; N: columns; K: depth.
 """

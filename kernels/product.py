@@ -201,7 +201,7 @@ def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str
 
 
 class Bound(NamedTuple):
-    """By how much the right factor of a product may be brought down before it."""
+    """A bound on the norm of a product's right factor, which is scaled down to it before the product."""
 
     energies: Tensor
     """(batch,parts,k), contiguous, of each of its rows: they add up to its squared norm."""

@@ -1,4 +1,4 @@
-"""What a step leaves of the state, written where it is kept: several tensors in one launch.
+"""Write a step's new state where the state is kept: several tensors in one launch.
 
 In PyTorch: ``prokl.backends.io.TorchIO.store``.
 

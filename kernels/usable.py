@@ -1,4 +1,4 @@
-"""Which gradients a step may take, from the sums that ``stack`` leaves; in PyTorch: ``prokl.backends.io.usable``.
+"""Decide which gradients a step takes, from the sums of ``stack``; in PyTorch: ``prokl.backends.io.usable``.
 
 B: matrices; PARTS: partial squared norms of each.
 """

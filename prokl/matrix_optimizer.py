@@ -1,4 +1,4 @@
-"""What torch.optim asks of an optimizer: groups, hooks, closures, state dicts. An :class:`Engine` does the steps.
+"""Do what torch.optim asks of an optimizer: groups, hooks, closures, state dicts. An :class:`Engine` does the steps.
 
 A group with ``algorithm="adamw"`` is handed to PyTorch's own AdamW, which keeps its state in the same ``state``.
 """

@@ -1,4 +1,4 @@
-"""Which backend runs where, and why: :func:`explain` and :func:`explain_qr` say it in one line."""
+"""Explain which backend runs on a device, and why, in one line: :func:`explain` and :func:`explain_qr`."""
 
 from prokl.backends.select import explain, explain_qr
 

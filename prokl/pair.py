@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
 
 Operand = Tensor | Pair
-"""What a product takes."""
+"""An operand of a product."""
 RESIDUAL = 2.0**-14
 """Size of X - (X U) U^T over that of X up to which it may be rounding of pairs alone. U, twice, and X U lose 2^-17
 each, and their products 2^-18; where the entries of X are alike these losses are, too: 3.4e-5, of which twice as much

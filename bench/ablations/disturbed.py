@@ -61,7 +61,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to the gradients of a weight after the ordinary ones."""
+    """A disturbance of a weight's gradients after the ordinary ones."""
 
     name: str
     value: str  # what tells it from others of its name

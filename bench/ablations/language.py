@@ -16,7 +16,7 @@ from bench.training.run import Run, Scale
 from bench.training.sources import open_source
 
 Settings = Mapping[str, Any]
-"""What a variant changes, by name."""
+"""The settings that a variant changes, by name."""
 SMALL = replace(DEMO, config=byte_gpt(2, 64, 2, 64), ranks=(16,), eval_windows=128)
 """A byte-level GPT that a core trains in a minute."""
 

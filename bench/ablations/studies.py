@@ -40,7 +40,7 @@ def _unit(model: str, form: str, value: str, seed: int, make: Callable[[], Itera
 
 
 STEPS = 400
-"""Of every run in training."""
+"""Steps of every run that trains a model."""
 
 
 # The defaults with one thing changed at a time.
@@ -91,7 +91,7 @@ def few_tokens(form: str, steps: int) -> Iterator[rows.Row]:
 
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of the default rate, on images."""
+"""Multiples of the default rate that runs on images try."""
 
 
 def images(seeds: Sequence[int]) -> Iterator[Unit]:

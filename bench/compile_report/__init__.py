@@ -1,1 +1,1 @@
-"""What the compilers make of the kernels, Triton's and csrc's, what a step launches of them, and how they travel."""
+"""Report what compilers make of Triton's and csrc's kernels, count a step's launches, and pack kernels for a GPU."""

@@ -1,4 +1,4 @@
-"""What compilers make of the kernels, without a GPU: ``python -m bench.compile_report aot --out bench/results``.
+"""Compile the kernels without a GPU, and report: ``python -m bench.compile_report aot --out bench/results``.
 
 ``aot`` compiles every Triton kernel for sm_80, 90 and 100, beside what other versions of Triton made of them, ``csrc``
 has nvcc compile csrc/. Exit status 1: a kernel spills more than a little, takes more shared memory than there is,

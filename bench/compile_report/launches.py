@@ -18,7 +18,7 @@ from prokl.kernels import launch as launching
 
 @dataclass(frozen=True)
 class Pointer:
-    """What the JIT looks at in a tensor."""
+    """A tensor as the JIT specialises on it."""
 
     dtype: torch.dtype
     offset: int
@@ -40,7 +40,7 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: tuple[tuple[str, Any], ...]
     names: tuple[str, ...]
-    """Of the kernel's parameters."""
+    """Names of the kernel's parameters."""
 
     @property
     def kernel(self) -> str:

@@ -25,15 +25,15 @@ from bench.command import UsageError
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "prepared"
 TOOLS = ("setuptools>=77", "pybind11>=2.12", "ninja", "numpy", "pytest", "pytest-benchmark", "pytest-xdist")
-"""What builds the package, and what tests, times and trains with it; the first three as in pyproject.toml."""
+"""Packages that build, test, time and train; the first three as in pyproject.toml."""
 NAME = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 """The extension's file, for this Python."""
 SOURCES = "sources.sha256"
-"""What csrc was when the extension was built."""
+"""The file with the hash of csrc when the extension was built."""
 PLACED = "placed"
 """Beside the extension once it is in its place, so that it need not be built."""
 GROUP = "__grp__"
-"""What the names of those files of Triton's cache begin with that say where the files of an entry are."""
+"""Prefix of those files of Triton's cache that list the files of an entry."""
 
 
 def run(what: str, arguments: Sequence[str], **variables: str) -> None:

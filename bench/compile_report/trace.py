@@ -1,4 +1,4 @@
-"""What a real step launches on a GPU, traced without one: every kernel of Triton's, csrc's and PyTorch's.
+"""Trace what a real step launches on a GPU, without one: every kernel of Triton's, csrc's and PyTorch's.
 
 The optimizer is built over weights without memory, and its buckets execute with the backend of a CUDA device that has
 the extension. Triton's launches are recorded, the extension's follow from the sizes, and every other operator of
@@ -28,7 +28,7 @@ MEMORY = 139 * 2**30
 TORCH = "elementwise"
 """Kernel of what PyTorch launches."""
 EXTENSION = "qr."
-"""What the names of the extension's operators begin with."""
+"""Prefix of the names of the extension's operators."""
 BLOCK = 128
 """Columns that a block of the extension's threads factors, in float32."""
 KINDS = ("ordinary", "refresh")

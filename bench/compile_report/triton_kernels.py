@@ -43,7 +43,7 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async",
     "trap": r"^\s*trap;",
 }
-"""What to look for in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
+"""Patterns in the PTX: tensor cores, loads that run ahead, and code that the compiler gave up on."""
 MULTIPLICATION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)")
 """Instructions of tensor cores."""
 WAIT = re.compile(r"\bwgmma\.wait_group\.sync\.aligned\s+0\s*;")

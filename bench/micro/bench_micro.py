@@ -45,7 +45,7 @@ def call_seconds(run: Callable[[], object], device: torch.device, seconds: float
 CACHE = 256 * 2**20
 """Bytes that are written before a call, more than any L2 cache holds."""
 CYCLES = 2e9
-"""Of a GPU's clock in a second, at most."""
+"""Cycles of a GPU's clock in a second, at most."""
 LAUNCHING = 0.01
 """Seconds of launching that the device waits for; a call that takes longer is bound by the host anyway."""
 

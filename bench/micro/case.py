@@ -1,4 +1,4 @@
-"""What a case is that is compiled, checked or timed: inputs, and an operation over a backend's primitives.
+"""Define the cases that are compiled, checked or timed: inputs, and an operation over a backend's primitives.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -30,7 +30,7 @@ Inputs = dict[str, Any]
 Draw = Callable[..., Tensor]
 """Makes a tensor of a shape and ``dtype``: random numbers, or no numbers where only shapes and dtypes matter."""
 Bind = Callable[[Inputs, Algebra], Callable[[], Any]]
-"""From inputs and primitives, the call that is timed."""
+"""A function of inputs and primitives; it returns the call that is timed."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What a bucket is stored and computed in."""
+    """The dtypes that a bucket is stored and computed in."""
 
     name: str
     weights: torch.dtype
@@ -229,7 +229,7 @@ def doubled(inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the results of a case are compared with.
+    """Expected results of a case.
 
     Attributes:
         truth: results of the plain form in float64.

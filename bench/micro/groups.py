@@ -1,4 +1,4 @@
-"""What the microbenchmarks time: groups of forms on one bucket of weights, and the rows of what was measured.
+"""Group the forms that microbenchmarks time on one bucket of weights, and make rows of the times.
 
 A group is an operation on the weights of one shape: its plain form, ours over every backend that is fit for the device,
 and what KL-Shampoo does in its place. On a GPU there are also the kernels, each beside its PyTorch form in float32.
@@ -23,8 +23,8 @@ from prokl.algorithm.shapes import effective_rank
 from prokl.backends.select import select
 
 PLAIN, OURS, KL, LIBRARY = "plain", "pro-klshampoo", "kl-shampoo", "library"
-"""In the column ``optimizer``: the formula as it is printed, this package's form, and in its place KL-Shampoo's, or the
-library's product of factors that lie deep."""
+"""Names in the column ``optimizer``: the formula as it is printed, this package's form, KL-Shampoo's in its place, or
+the library's product of factors that lie deep."""
 HEADS = ParameterSet("gpt2-124m by heads", ((288, 64, 768),), (32, 64))
 """Query and key in pieces, one a head, on which the library's product is timed too."""
 KEY = ("case", "optimizer", "backend")
@@ -58,7 +58,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Group:
-    """What is shown side by side: an operation on a bucket, in some dtypes, of the parameter sets that have it."""
+    """Forms that are shown side by side: an operation on a bucket, in some dtypes, of all parameter sets with it."""
 
     case: Case
     sizes: Sizes

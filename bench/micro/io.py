@@ -22,14 +22,14 @@ from prokl.kernels import apply, stack, store, usable
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 FACTORS = ("X mn polar", "scale .", "left mr", "right nr", "active .?")
-"""Of a direction, and which matrices step."""
+"""Factors of a direction, with their sides, and the mask of matrices that step."""
 STATE = {"M_Q": "mn", "U": "nr", "L_Q": "mm", "S": "rr", "R_Q": "nn", "Q_L": "mm", "Q_S": "rr", "Q_R": "nn"}
 STATE |= {"inv_sqrt_lambda_L": "m", "inv_sqrt_lambda_S": "r", "inv_sqrt_lambda_R": "n"}
 STATE |= dict.fromkeys(("inv_sqrt_mu", "clipped", "lambda_0"), ".")
 """Sides of what a step stores."""
 KL_STEPPED = "M_Q L_Q R_Q inv_sqrt_lambda_L inv_sqrt_lambda_R clipped lambda_0"
 STEPPED = "U L_Q S Q_S inv_sqrt_lambda_L inv_sqrt_lambda_S inv_sqrt_mu clipped lambda_0"
-"""In the order of the state."""
+"""Keys of what a step stores, in the order of the state."""
 
 
 def matrices(factors: str = "", half: bool = False) -> Callable[[Sizes, Dtypes, Draw], Inputs]:

@@ -35,13 +35,13 @@ from prokl.pair import Operand, parts
 
 BOTH = (FP32, BF16)
 STATES = (FP32, BF16_STATE, FP64)
-"""Of what reads the momentum."""
+"""Dtypes of operations that read the momentum."""
 GRAM: dict[str, Any] = {"dtypes": (FP32, FP32_POLAR), "timed": (FP32,), "module": symmetric_product}
 GRAM |= {"operand": "polar", "polar": True}
-"""Of what Newton-Schulz multiplies on Gram matrices."""
+"""Settings of Newton-Schulz's products of Gram matrices."""
 PAIRED: dict[str, Any] = {"balanced": True, "timed": (FP32,)}
 POLAR: dict[str, Any] = {"dtype": lambda s, d: d.polar}
-"""Of Newton-Schulz's products."""
+"""Settings of Newton-Schulz's other products."""
 POLAR_OF: dict[str, Any] = {"polar": lambda s, d: d.polar}
 """The dtype of the low-rank part of the update."""
 WEIGHED = ("G mr", "M mr", "A mr", "B mr", "rows m+", "columns r+")

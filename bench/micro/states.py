@@ -22,9 +22,9 @@ NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 COMMON = (1e-3, 0.1, 0.95, 0.95, 1e-8, 5.0, False, "original")
 H, KL_H = ProHyper(*COMMON, 0.01, NS_STEPS, NS_COEFFICIENTS, None, "pro-klshampoo"), Hyper(*COMMON)
 CONDITION = 1e4
-"""Of L, S and R."""
+"""Condition number of L, S and R."""
 DRIFT = 0.1
-"""Of the bases from the eigenvectors; condition and drift are roughly those of a training run."""
+"""Distance of the bases from the eigenvectors; condition and drift are roughly those of a training run."""
 
 
 def basis(n: int, k: int, B: int, draw: Draw) -> tuple[Tensor, Tensor]:

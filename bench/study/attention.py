@@ -32,7 +32,7 @@ LRS: dict[tuple[str, int], tuple[float, float]] = {
     ("adamw", 400): (0.00225, 0.00225),
     ("adamw", 1600): (0.001, 0.005063),
 }
-"""Of gpt2-tiny and llama-tiny by form and steps: the best of whole weights on the first seed, as lengths.csv has it."""
+"""Rates of gpt2-tiny and llama-tiny by form and steps: the best of whole weights on the first seed in lengths.csv."""
 LARGER_STEPS, LARGER_LR = 300, 0.02
 KEY = ("model", "steps", "optimizer", "qk_pieces", "qk_rate", "qk_rank", "vo_pieces", "lr", "seed")
 """Columns of a trial, in the order of its attributes."""
@@ -54,12 +54,12 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What its row has in the columns KEY."""
+        """The values of its row in the columns KEY."""
         return tuple(map(rows.text, vars(self).values()))
 
     @property
     def hyper(self) -> Hyper:
-        """What it is built with."""
+        """The hyper-parameters that it is built with."""
         own = {name: getattr(self, name) for name in ("lr", "qk_pieces", "qk_rate", "qk_rank", "vo_pieces")}
         return replace(FORMS[self.form].default, **own)
 
@@ -70,7 +70,7 @@ class Trial:
 
 
 Losses = Mapping[tuple[str, ...], float]
-"""Of what has been trained, by key; infinite for what diverged."""
+"""Final losses of trained runs, by key; infinite for runs that diverged."""
 
 
 def trials(

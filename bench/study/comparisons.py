@@ -42,7 +42,7 @@ def _cosmos(scale: Scale) -> Compared:
 
 
 COMPARISONS: dict[str, Callable[[Scale], Compared]] = {"main": _main, "ablation": _ablation, "cosmos": _cosmos}
-"""What is trained on a model; nothing on one for which the paper has no such comparison."""
+"""Functions that list what is trained on a model; nothing where the paper has no such comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +108,18 @@ class Trial:
     seed: int
     data_sha256: str
     here: tuple[str, ...]
-    """In the columns HERE."""
+    """Values of the columns HERE."""
 
     @property
     def key(self) -> rows.Row:
-        """What its rows have in the columns KEY."""
+        """The values of its rows in the columns KEY."""
         h = self.hyper
         own = (self.scale.name, self.scale.steps, self.scale.micro_batch, h.method, h.rank, h.lr)
         return dict(zip(KEY, (*own, self.seed, self.data_sha256, *self.here), strict=True))
 
     @property
     def name(self) -> str:
-        """What a reader and a checkpoint call the method."""
+        """The method's name for readers and checkpoints."""
         return self.hyper.method + (f"-r{self.hyper.rank}" if self.hyper.rank else "")
 
 

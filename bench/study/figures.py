@@ -19,7 +19,7 @@ from bench.study.lengths_tables import OURS as DEFAULT
 WIDTHS = (1.0, 1.6, 2.4)  # of a method's lines, by rank
 DPI = 120
 PANELS = {"step": "steps", "seconds": "seconds of training"}
-"""What losses are drawn against."""
+"""Axes that losses are drawn against, with their labels."""
 
 
 def loss(path: Path, curves: DataFrame) -> None:

@@ -1,4 +1,4 @@
-"""What is trained, fixed before it is: methods, their rates, and how the best of these is found at every length.
+"""Fix what is trained before it is: methods, their rates, and the search for the best rate at every length.
 
 A method's rates are its default one times powers of STEP. On the first seed three neighbouring ones are tried, around
 the best of the next shorter length whose search has ended, else around the method's ``centre``, and further ones while
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 ADAMW_LR = 3e-3
-"""Of embedding, head and norms beside the defaults, and tried beside AdamW's best: README's."""
+"""README's rate of embedding, head and norms beside the defaults; it is tried beside AdamW's best."""
 HEADS = 6
-"""Of both models."""
+"""Heads of both models."""
 RANK = 16
-"""Of COSMOS, and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
+"""Rank of COSMOS and of the paper's form: a sixth of the width of 96, as its 128 is of 768."""
 STEP = 1.5
 FURTHEST = 8
 """Powers of STEP that a search goes from where it began, a factor of 26."""
@@ -96,7 +96,7 @@ FORMS: dict[str, Form] = {
         "online-kl-shampoo", 9.434e-2, -5, -4, "Online KL-Shampoo, momentum, beta2 0.9", momentum=0.9, beta2=0.9
     ),
 }  # fmt: skip
-"""By name, in the order in which they are trained and shown. Rates are README's of this package, the class's of torch's
+"""Forms by name, in the order in which they are trained. Rates are README's of this package, the class's of torch's
 AdamW, Muon's author's of all Muons, Online KL-Shampoo's authors' of both its forms, and of the others those of the
 packages' classes; centres were chosen after the runs of 400 steps that findings.md has, and for methods without one by
 analogy."""

@@ -13,15 +13,15 @@ from bench.study.lengths import FIRST_SEED, FORMS, Unit, at_default, tuned, unit
 from bench.study.tables import reached
 
 REFERENCE = "muon"
-"""Whose final loss the others' steps are counted to."""
+"""The form to whose final loss the others' steps are counted."""
 OURS = "pro-klshampoo-heads"
-"""What a user gets who sets nothing."""
+"""The form of a user who sets nothing."""
 DRAWN = ("adamw", "muon", "muon-0.9-heads", "soap", "kl-shampoo", OURS)
 """The methods that are shown first, in their better form."""
 MAIN = ("adamw", "muon-0.9", "muon-0.9-heads", "soap", "kl-shampoo", "kl-shampoo-heads", "pro-klshampoo", OURS)
 """The methods of the README, those with heads also with whole queries and keys."""
 AS_QUICK = 1.5
-"""Of two runs on one machine one may be so much slower; the machines differ by two."""
+"""Largest ratio of the times of two runs on one machine; the machines differ by two."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bench.workers import work_off
 
 T = TypeVar("T")
 SETTINGS = ("lr", "alpha_kl", "weight_decay", "adamw_lr", "adamw_weight_decay")
-"""What rows have of a method's settings."""
+"""Columns of a method's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ def _paper(name: str, run: presets.RunLength) -> Scale:
 
 
 DEMO = Scale("byte-gpt", byte_gpt(4, 192, 6, 128), (32,), 400, 10, 256, batch=8)
-"""What bench.pretrain trains."""
+"""The model that bench.pretrain trains."""
 TINY = {name: Scale(name, CONFIGS[name], (4, 8, 16), 400, 10, 256, batch=4) for name in ("gpt2-tiny", "llama-tiny")}
 """Minutes of a core each."""
 PAPER = tuple(_paper(name, run) for name, run in presets.RUNS.items())

@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What its row has in the columns KEY."""
+        """The values of its row in the columns KEY."""
         own = (LARGER.name, self.scale.steps, self.case, self.hyper.lr, self.hyper.adamw_lr, self.seed)
         return tuple(map(rows.text, own))
 
@@ -58,7 +58,7 @@ class Trial:
 
 
 Losses = Mapping[tuple[str, ...], float]
-"""Of what has been trained, by key; infinite for what diverged."""
+"""Final losses of trained runs, by key; infinite for runs that diverged."""
 
 RATES = {
     PRO: (0.01333, 0.02),
@@ -82,7 +82,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "momentum 0.95, beta2 0.95": {"momentum": 0.95, "beta2": 0.95},
     "r = 32": {"rank": 32},
 }
-"""Of Pro-KLShampoo's defaults: half of the rank that "auto" is on the larger model, 48, and so on."""
+"""Changes of Pro-KLShampoo's defaults: half of the rank that "auto" is on the larger model, 48, and so on."""
 
 
 def size(known: Losses) -> Iterator[Trial]:

@@ -10,7 +10,7 @@ from bench.markdown import figure, table, with_error
 from bench.optimizers import label
 
 TARGETS = ("kl-shampoo", "muon")
-"""Whose final losses the paper measures the time to."""
+"""Methods to whose final losses the paper measures the time."""
 
 
 def reached(losses: Sequence[float], at: Sequence[float], target: float) -> float:

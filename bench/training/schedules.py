@@ -1,4 +1,4 @@
-"""What learning rates are multiplied with, by step.
+"""Schedules: factors of the learning rates, by step.
 
 The paper names linear warm-up and linear decay with 10 % warm-up for LLaMA. For GPT-2 it names only the framework,
 modded-nanogpt; assumed is that framework's schedule in its record of 2024-10-14, the first of 5100 iterations
@@ -23,4 +23,4 @@ def modded_nanogpt(step: int, steps: int) -> float:
 
 
 SCHEDULE: dict[str, Callable[[int, int], float]] = {"gpt2": modded_nanogpt, "llama": linear, "byte-gpt": linear}
-"""By family of :mod:`bench.models`: (step from 0, steps) -> factor. The scaled-down models have their family's."""
+"""Schedules by family of :mod:`bench.models`: (step from 0, steps) -> factor. Scaled-down ones have their family's."""

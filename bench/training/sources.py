@@ -1,6 +1,6 @@
-"""Where a run's tokens come from: bytes of text, or shards of tokens.
+"""Read a run's tokens: bytes of text, or shards of tokens.
 
-What a step sees depends on (seed, step) alone: all optimizers see the same, and a resumed run needs no sampler's state.
+A step's tokens depend on (seed, step) alone: all optimizers see the same, and a resumed run needs no sampler's state.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Source:
 
     @property
     def row(self) -> dict[str, str]:
-        """What rows say of it."""
+        """The values of rows about it."""
         return {"data": self.name, "data_sha256": self.sha256}
 
     def training_batch(self, seed: int, step: int, batch: int, context: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What a gradient may do to a projected state, and the eigenvalues that it leaves: Algorithm 2 (3) bounded.
+"""Bound a gradient by the projected state, and update its eigenvalues: Algorithm 2 (3) with the bound.
 
 In the eigenbasis of L the gradient is G' = Q_L^T G, G~ = G' U. All of it follows from two sums of squares of
 A = G~ Q_S and from the energies of rows beside the subspace: by its rows, ell_i = sum_j A_ij^2 a_S,j^2, and by its

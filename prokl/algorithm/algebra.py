@@ -46,7 +46,7 @@ class Algebra:
     """
 
     name = "torch"
-    """As in ``backend=``."""
+    """The backend's name, as ``backend=`` takes it."""
 
     def __init__(self, host_readable: bool) -> None:
         self.host_readable = host_readable

@@ -1,4 +1,4 @@
-"""What one gradient may do to the state and the weight: bounded where it surprises, ignored where it is zero.
+"""Bound the effect of one gradient on state and weight where it surprises, and ignore a gradient of zeros.
 
 The state predicts whitened gradients of size 1: E[g g^T] = L (x) R makes E ||L^-1/2 G R^-1/2||^2 = m n. So the root
 mean square of the whitened gradient, by the state before it, says how surprising the gradient is. Pro-KLShampoo takes
@@ -37,11 +37,11 @@ from prokl.algorithm.shapes import widest
 from prokl.algorithm.types import State
 
 UNITS = 100.0
-"""How many times a gradient's root mean square lambda_0 may be: below that the ceilings, at least 10 a side, act on it
+"""Largest lambda_0 in units of a gradient's root mean square: below that the ceilings, at least 10 a side, act on it
 in the smallest weights."""
 
 COHERENT = 2.0
-"""Of the whitened momentum's bound. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
+"""Bound of the whitened momentum. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
 where gradients did not differ at all, or without momentum; with 2 none was."""
 
 ALWAYS_MOVE = ("M_Q", "clipped", "lambda_0")
@@ -52,11 +52,11 @@ class Sizes(NamedTuple):
     """Root mean squares of the whitened gradient, by the state before it, in the widest dtype of the device."""
 
     rows: Tensor
-    """Of each direction of the short side's factor (B,m)."""
+    """Sizes along each direction of the short side's factor (B,m)."""
     columns: Tensor
-    """Of each direction of the long side's factor (B,k)."""
+    """Sizes along each direction of the long side's factor (B,k)."""
     overall: Tensor
-    """What the decision goes by (B,)."""
+    """Size of the whole gradient (B,), by which the decision is made."""
 
 
 class Verdict(NamedTuple):
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
     bounded: Tensor
     """(B,) bool: whether something is below 1."""
     changed: State
-    """For "auto" the new lambda_0 (B,)."""
+    """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"."""
 
 
 def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:

@@ -29,8 +29,8 @@ def ceiling_factor(state: dict[str, Tensor]) -> Tensor:
 
 
 ORTHONORMAL = 0.02
-"""How far from I, in root mean square a column, Q^T Q of a basis may be: bfloat16 leaves up to 0.004 in that of U. What
-is within it a refresh makes orthonormal again."""
+"""Largest distance of Q^T Q from I, in root mean square a column: bfloat16 leaves up to 0.004 in that of U. Within it
+a refresh makes the basis orthonormal again."""
 
 
 def can_go_on(state: dict[str, Tensor]) -> Tensor:

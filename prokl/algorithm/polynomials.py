@@ -16,7 +16,7 @@ NsCoefficients = Polynomial | Sequence[Polynomial] | Named
 MUON: Polynomial = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's, which leaves singular values around 1."""
 SAFETY = 1.01
-"""Of Polar Express in half precision: how far rounding may carry a singular value beyond 1 (its Algorithm 1)."""
+"""Safety factor of Polar Express in half precision: rounding carries singular values beyond 1 (its Algorithm 1)."""
 MINIMAX: tuple[Polynomial, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -26,7 +26,8 @@ MINIMAX: tuple[Polynomial, ...] = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-"""Of degree 5, each the best after those before it: Amsel, Persson, Musco and Gower, arXiv:2505.16932, Algorithm 1."""
+"""Polynomials of degree 5, each the best after those before it: Amsel, Persson, Musco and Gower, arXiv:2505.16932,
+Algorithm 1."""
 LIMIT: Polynomial = (1.875, -1.25, 0.375)
 """All that follow."""
 DEEPSEEK_V4 = (MUON,) * 8 + ((2.0, -1.5, 0.5),) * 2

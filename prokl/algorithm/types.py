@@ -1,4 +1,4 @@
-"""What the parts of a step hand each other: state, inverse roots, the decision about a gradient, the direction.
+"""Types that the parts of a step hand each other: state, inverse roots, the bound on a gradient, the direction.
 
 Dimension key: B matrices, m short side, n long side, r rank.
 """
@@ -27,7 +27,7 @@ class Roots(NamedTuple):
     S: Tensor
     """Those of lambda_S (B,r)."""
     mu: Tensor
-    """That of mu_perp (B,)."""
+    """Inverse root of mu_perp (B,)."""
 
 
 class Projected(NamedTuple):
@@ -46,7 +46,7 @@ class Projected(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """What one gradient a matrix may do, and the eigenvalues that it leaves."""
+    """The bound on one gradient a matrix, and the eigenvalues after it."""
 
     scale: Tensor | None
     """c (B,), in [0, 1]: what momentum and statistics multiply the gradient by; None for 1 without a bound."""
@@ -61,7 +61,7 @@ class Admitted(NamedTuple):
     tail: Tensor
     """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
     changed: State
-    """For "auto" the new lambda_0 (B,); empty without a bound."""
+    """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"; empty without a bound."""
     bounded: Tensor | None
     """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
     evident: Tensor | None

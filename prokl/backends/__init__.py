@@ -1,1 +1,1 @@
-"""Who computes a primitive, reads gradients and writes weights, and whether that runs here; imports the algorithm."""
+"""The backends: they compute operations, read gradients and write weights; the choice among them."""

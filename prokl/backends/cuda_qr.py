@@ -40,7 +40,7 @@ LIMIT = 65535
 
 
 class Products(Protocol):
-    """What a QR takes of :class:`prokl.algorithm.algebra.Algebra`."""
+    """The products that a QR takes of :class:`prokl.algorithm.algebra.Algebra`."""
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -77,7 +77,7 @@ class Used(IntFlag):
 
 
 class Kind(IntEnum):
-    """What a Gram matrix is factored for, as in ``csrc/interface.h``."""
+    """The purpose of a Cholesky factorisation, numbered as in ``csrc/interface.h``."""
 
     PASS = 0
     SETTLE = 1

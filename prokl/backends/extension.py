@@ -19,7 +19,7 @@ from prokl.backends.device import gpu_unsupported_reason
 NAME = "prokl._C"
 PACKAGE = Path(__file__).resolve().parents[1]
 HOST = "host"
-"""In place of architectures: the sources compiled for a CPU, as the tests do it."""
+"""The name that tests give in place of architectures: the sources compiled for a CPU."""
 
 
 def hidden() -> Path | None:

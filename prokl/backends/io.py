@@ -29,9 +29,9 @@ class Member:
     name: str
     shape: MatrixShape
     rows: range = range(0)
-    """Its own of the bucket's stacks."""
+    """Its rows of the bucket's stacks."""
     suffix: str = ""
-    """Of its state's keys; empty unless the parameter is split."""
+    """Suffix of its keys in the state; empty unless the parameter is split."""
     first: int = 0
     """Number of its first matrix, where the parameter is part of a stack."""
 
@@ -97,7 +97,7 @@ class Gathered(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What becomes of one tensor of the state."""
+    """One tensor of the state: where a step's result is written, and under which condition."""
 
     to: Tensor
     """(B,...), where it is kept: each matrix is contiguous."""

@@ -1,4 +1,4 @@
-"""How a stepped weight becomes bfloat16: to nearest, up or down at random, or to nearest beside a float32 master.
+"""Round stepped weights to bfloat16: to nearest, up or down at random, or to nearest beside a float32 master.
 
 bfloat16 has 8 bits. Rounded to nearest, a step below half a unit of the last place changes nothing, however many such
 steps follow each other. At random, up with a probability that is the distance from the lower neighbour, the mean of
@@ -63,7 +63,7 @@ def stochastic(x: Tensor, keys: Tensor) -> Tensor:
 
 
 class Rounding:
-    """What a bucket's weights are stepped from and how they are written.
+    """The weights of a bucket as a step reads and writes them: masters, or the weights themselves, and the rounding.
 
     Args:
         mode: "stochastic", "master" or "plain".

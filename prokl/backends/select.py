@@ -37,7 +37,7 @@ class Backend:
 
 
 MAGMA = torch.__version__ < "2.12"  # by version, not by letter
-"""Whether torch has MAGMA solve triangular systems of more than 8 matrices with more than 512 columns, by way of pinned
+"""True if torch has MAGMA solve triangular systems of more than 8 matrices with more than 512 columns, through pinned
 memory: nothing that a CUDA graph can capture, and the QR of a refresh in PyTorch."""
 
 
@@ -68,12 +68,12 @@ def _interpreted() -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend runs, and why; every word about it, of errors, warnings and reports, is from here."""
+    """The backend that runs, and why; errors, warnings and reports about it take their words from here."""
 
     name: str
     why: str
     no_extension: str | None
-    """Why QR comes from PyTorch; None where it comes from the CUDA extension."""
+    """The reason for QR from PyTorch; None where QR comes from the CUDA extension."""
 
 
 def _no_kernels(device: torch.device) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 OLDEST = 80
 """The oldest architecture that the kernels are written for (Ampere)."""
 USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
-"""Where NVIDIA's installer leaves it; rarely on PATH."""
+"""The place where NVIDIA's installer puts nvcc; rarely on PATH."""
 
 
 SKIP = "PROKL_BUILD_CUDA=0 installs without the CUDA extension."

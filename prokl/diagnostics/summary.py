@@ -19,30 +19,30 @@ from prokl.matrix_optimizer import MatrixOptimizer
 
 MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
 WORST = ("update_to_weight", "whitened_size", "spread_L", "idle_rows", "orthogonality")
-"""Figures of a matrix of which the median, and the largest, over all matrices is told."""
+"""Figures of a matrix whose median, and whose largest value, over all matrices are reported."""
 
 # What is beyond these looks wrong. docs/diagnostics.md has the runs, healthy and sick, that they lie between.
 LARGE_UPDATE = 0.2
-"""Of ``update_to_weight``: at most 0.15 in healthy runs, but for weights that start at zero; at ten times the rate
-0.38 and 0.45 in the median at the fifth step."""
+"""Bound of ``update_to_weight``. It is at most 0.15 in healthy runs, except for weights that start at zero; at ten
+times the rate it was 0.38 and 0.45 in the median at the fifth step."""
 MANY_CLIPPED = 0.25
-"""Of ``clipped``: at most 0.12 in the first 25 steps of healthy runs, and less after them."""
+"""Bound of ``clipped``. It is at most 0.12 in the first 25 steps of healthy runs, and less after them."""
 MANY_IDLE = 0.5
-"""Of ``idle_rows_worst``: 0 in healthy runs, 0.84 and more where half of the vocabulary never occurs."""
+"""Bound of ``idle_rows_worst``. It is 0 in healthy runs, and 0.84 or more where half of the vocabulary never occurs."""
 NO_BASIS = 0.1
-"""Of ``orthogonality_worst``: at most 3.8e-2 in 5,000 steps with a bfloat16 state (docs/findings.md)."""
+"""Bound of ``orthogonality_worst``. It is at most 3.8e-2 in 5,000 steps with a bfloat16 state (docs/findings.md)."""
 EARLY = 25
 """Steps in which much is bounded, and in which a weight behind others that start at zero need not have begun."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What :func:`health` returns; printed, it is a line for each number and the words."""
+    """The result of :func:`health`; printed, it is a line for each number and the words."""
 
     numbers: dict[str, float]
     """Flat, for a logger: {"prokl/<figure>": value}."""
     worst: dict[str, str]
-    """Which matrix or weight the worst of a figure is, or most of a count: {"prokl/<figure>": name}."""
+    """The matrix or weight with the worst figure, or with most of a count: {"prokl/<figure>": name}."""
     words: list[str]
     """One line for each thing that looks wrong, with its remedy; empty where nothing does."""
     totals: dict[str, dict[str, int]] = field(repr=False)

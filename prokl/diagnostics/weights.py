@@ -27,7 +27,7 @@ class Batch:
 
     names: list[str]
     shapes: list[MatrixShape]
-    """As PyTorch holds them: a weight and the transpose of another share a batch."""
+    """Shapes as PyTorch holds the matrices: a weight and the transpose of another share a batch."""
     rank: int
     """Effective rank; 0 where the method has none."""
     has_gradient: list[bool]
@@ -53,11 +53,11 @@ class Batch:
 
 
 class Wrapper(Protocol):
-    """What a trainer puts around an optimizer, as Accelerate and Lightning do."""
+    """An object that a trainer puts around an optimizer, as Accelerate and Lightning do."""
 
     @property
     def optimizer(self) -> Any:
-        """What it was given: an optimizer, or another wrapper."""
+        """The wrapped object: an optimizer, or another wrapper."""
 
 
 def unwrapped(optimizer: MatrixOptimizer | Wrapper) -> MatrixOptimizer:

@@ -1,4 +1,4 @@
-"""What the ranks that divide work must have alike: compared before any of them sends what the others would misread."""
+"""Compare what all ranks must have alike, before one of them sends what the others would misread."""
 
 from __future__ import annotations
 

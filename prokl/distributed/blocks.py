@@ -1,4 +1,4 @@
-"""Which block of a weight lies on which rank, from its DTensor's placements; no communication.
+"""Map the blocks of a weight to ranks, from its DTensor's placements; no communication.
 
 A block is a range along every dimension. Sharding follows torch.chunk: equal parts of ceil(size / ranks), the last ones
 smaller or empty.

@@ -1,4 +1,4 @@
-"""Who owns what of an optimizer's weights, and what this rank steps of them.
+"""Divide an optimizer's weights among ranks, and step this rank's part of them.
 
 The stand-ins of this rank are stepped by an engine without ranks, exactly as one process does. ``outer`` is the
 optimizer's own engine throughout: its groups and its state, which nothing here steps.
@@ -33,7 +33,7 @@ from prokl.engine.weights import DEFAULTS, Weight, check_reading, may_move, weig
 
 
 class Division:
-    """Who owns what, the step, and the state that this rank shows of it.
+    """The owners of all matrices, this rank's part of a step, and the state that it shows.
 
     Attributes:
         engine: of the stand-ins.

@@ -1,4 +1,4 @@
-"""Which rank steps which matrices: the same on every rank, without communication.
+"""Assign matrices to ranks: the same on every rank, without communication.
 
 Every matrix has one owner, who steps it and holds its state. Costs are dealt out the longest first, each to the rank
 with the least so far (Graham's LPT rule, at most 4/3 - 1/(3 world) of the best possible largest load), group after

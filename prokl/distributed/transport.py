@@ -1,4 +1,4 @@
-"""What is sent before and after the owners step: gradients and weights to them, weights back.
+"""Send gradients and weights to their owners before a step, and the stepped weights back after it.
 
 A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. Of a sharded one
 the owner collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one

@@ -1,4 +1,4 @@
-"""What a rank knows of every weight that is divided, and what it steps in the weight's place.
+"""Describe every divided weight on a rank, and make the stand-in that the rank steps in its place.
 
 A weight's *stand-in* is an ordinary tensor with an ordinary gradient: the weight itself, rows of it, or a buffer that
 collects what lies on other ranks. An optimizer without ranks steps the stand-ins of this one.
@@ -104,7 +104,7 @@ class Divided:
     stacked: bool
     shapes: tuple[MatrixShape, ...] = ()
     places: dict[Block, tuple[int, ...]] = field(init=False)
-    """Who has each block."""
+    """The ranks that hold each block."""
     mine: Part | None = field(init=False)
     here: bool = field(init=False, default=False)
     """True if what this rank owns lies whole on it."""
@@ -112,7 +112,7 @@ class Divided:
     """True if the stand-in is no view of the weight."""
     stand_in: Tensor | None = field(init=False, default=None)
     gradient: Tensor | None = field(init=False, default=None)
-    """What of the gradient is on this rank while it is lent; in the weight's dtype where parts of it are sent."""
+    """This rank's part of the gradient while it is lent; in the weight's dtype where parts of it are sent."""
 
     def __post_init__(self) -> None:
         self.places = holders(self.held)
@@ -314,7 +314,7 @@ class Copy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What is sent."""
+        """The shape of the tensor that is sent."""
         return self.transfer.shape
 
     @property

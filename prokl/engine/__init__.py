@@ -1,1 +1,1 @@
-"""Whose turn it is: groups, buckets, clocks, checkpoints, CUDA graphs; imports the algorithm and the backends."""
+"""Groups, buckets, clocks, checkpoints and CUDA graphs; imports the algorithm and the backends."""

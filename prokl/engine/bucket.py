@@ -49,7 +49,7 @@ class Plan:
     """The host's decisions about one step of a bucket; equal plans do the same work on the device."""
 
     has_grad: tuple[bool, ...]
-    """By member."""
+    """True for each member that has a gradient."""
     initialising: tuple[int, ...]
     """Matrices whose state this gradient initialises, if it is finite and not zero."""
     stepping: tuple[int, ...]

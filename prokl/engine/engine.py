@@ -1,4 +1,4 @@
-"""What steps weights: lays those of a shape together, keeps their state, and decides every step. No linear algebra.
+"""Lay weights of one shape together, keep their state, and decide every step. No linear algebra.
 
 It knows neither ranks nor hooks: an optimizer gives it its groups and its state, a divided one those of its stand-ins.
 """

@@ -20,7 +20,7 @@ from prokl.engine.bucket import Bucket, Plan, Rows
 
 
 class Capture(NamedTuple):
-    """What the graphs of one device share.
+    """The stream and the memory pool that the graphs of one device share.
 
     One pool is safe in any order of replays: they follow each other on one stream, and nothing that a graph allocates
     outlives its replay. One stream, since libraries keep a workspace for each; torch's own stream of captures lies on

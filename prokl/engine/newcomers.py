@@ -13,7 +13,7 @@ from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.weights import DEFAULTS, weights_of
 
 KERNEL_WIDTHS = (3, 5, 7, 9)
-"""Of most one-dimensional convolutions; with four times as many channels a stack of experts is unlikely."""
+"""Widths of most one-dimensional convolutions. With four times as many channels a stack of experts is unlikely."""
 
 
 def plain_group(group: Group, settings: Collection[str]) -> Group:

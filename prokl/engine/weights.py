@@ -18,7 +18,7 @@ from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
 
 DEFAULTS = {"transposed": False, "split": None}
-"""Of a matrix group: how its weights are read."""
+"""Default settings of a matrix group that say how its weights are stored."""
 FLATTENED = (
     "If a trainer has flattened matrices into one vector, as DeepSpeed's ZeRO and FSDP1 do, use fully_shard (FSDP2), "
     "or DDP with process_group=."

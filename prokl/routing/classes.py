@@ -13,12 +13,12 @@ from torch import nn
 from torch.jit import ScriptModule
 
 ATTRIBUTES = ("in_channels", "out_channels", "hidden_size", "proj_size", "sparse", "nf", "is_transposed")
-"""What routing asks of layers, where a script has kept it."""
+"""Attributes of layers that routing reads, where a script has kept them."""
 BY_SHAPE: dict[int, type[nn.Module]] = {2: nn.Linear, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
 
 
 class Classes:
-    """What stands for each module of a model in the rules.
+    """The class that the rules take for each module of a model.
 
     Attributes:
         told: paths of modules whose class the graph or the script says.

@@ -1,4 +1,4 @@
-"""How a weight is stored: (in, out) or (out, in), and which weights are several matrices on top of each other.
+"""Tell how weights are stored: (in, out) or (out, in), and which are several matrices on top of each other.
 
 Only what is certain from the module: its class, its own settings, or a name that stands for one layout wherever it is
 used. Interleaved pieces (Falcon's query_key_value by head, GPT-OSS's gate_up_proj by column) stay one matrix.
@@ -20,7 +20,7 @@ from prokl.routing.routes import Route
 from prokl.routing.rules import Owner
 
 BY_HEADS = True
-"""Whether query and key projections divide by heads where nothing else is told."""
+"""True if query and key projections divide by heads where nothing else is told."""
 EXPERTS_IN_OUT = {"GptOssExperts", "Llama4TextExperts"}
 """Classes of transformers whose stacks are (expert, in, out)."""
 
@@ -121,7 +121,7 @@ def pieces(p: Tensor, transposed: bool, split: Split) -> tuple[MatrixShape, ...]
 
 
 class Readings:
-    """How the weights of the matrix method are read: what modules say, and what patterns say by hand."""
+    """The layout of the matrix method's weights: from their modules, and from patterns that a user gave."""
 
     def __init__(
         self,

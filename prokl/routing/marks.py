@@ -1,4 +1,4 @@
-"""What models say of their parameters' settings: ``_optim`` of S4's layers, ``no_weight_decay()`` of timm's models."""
+"""Read the settings that models mark parameters with: ``_optim`` of S4's layers, timm's ``no_weight_decay()``."""
 
 from __future__ import annotations
 
