@@ -1,4 +1,4 @@
-"""What every test shares: the options, the skips, Triton's interpreter and poisoned allocations."""
+"""Set up what every test shares: options, skips, Triton's interpreter and poisoned allocations."""
 
 import os
 from collections import Counter
@@ -50,7 +50,7 @@ def pytest_configure(config):
 
 TESTS = Path(__file__).resolve().parent
 CASES = 3
-"""What a run of all tests without --slow takes of each, which leaves a developer two minutes; CI runs all cases."""
+"""Cases of each test in a run of all tests without --slow, which then takes two minutes; CI runs all cases."""
 
 
 def pytest_collection_modifyitems(config, items):

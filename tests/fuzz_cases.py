@@ -34,7 +34,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
     steps: int
     kinds: tuple[str, ...]
-    """What gradients are drawn from; a kind may stand there several times."""
+    """Kinds of gradients to draw from; a kind may stand there several times."""
     scale: float
     """Usual size of a gradient's entries, log10."""
     jumps: tuple[float, float]

@@ -1,4 +1,4 @@
-"""What must hold of a weight and its state after every step, whatever the gradients were; see :mod:`tests.fuzz`.
+"""Check what must hold of a weight and its state after every step, whatever the gradients; see :mod:`tests.fuzz`.
 
 Every check compares a measured figure with a bound, over all steps of a weight at once.
 

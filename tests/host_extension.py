@@ -82,7 +82,7 @@ def compiled_extension():
 
 
 def fingerprint(flags):
-    """What the library depends on: csrc and tests/host_cuda, flags, compiler and Python."""
+    """Return a hash of all that the library depends on: csrc and tests/host_cuda, flags, compiler and Python."""
     state = hashlib.sha256(repr((flags, sysconfig.get_config_var("SOABI"))).encode())
     state.update(run(COMPILER, *flags, "-dM", "-E", "-x", "c++", os.devnull, cwd=ROOT).encode())
     for path in sorted(path for folder in (CSRC, HOST_CUDA) for path in folder.iterdir() if path.is_file()):
@@ -114,7 +114,7 @@ def shuffled(library, seed):
 
 @contextlib.contextmanager
 def shared_limit(library, limit):
-    """As on a device whose blocks may have this many bytes of shared memory."""
+    """Stand for a device whose blocks may have this many bytes of shared memory."""
     set_limit = ctypes.CDLL(library.__file__).host_cuda_shared_limit
     set_limit.argtypes = (ctypes.c_size_t,)
     set_limit(limit)
@@ -125,7 +125,7 @@ def shared_limit(library, limit):
 
 
 def launches(library):
-    """How many there have been of the extension's kernels."""
+    """Return the number of launches of the extension's kernels."""
     count = ctypes.CDLL(library.__file__).host_cuda_launches
     count.restype = ctypes.c_ulonglong
     return count()

@@ -41,7 +41,7 @@ SIZES = (
     Sizes(1, 40, 1, 1),
 )  # fmt: skip
 REFUSED = Sizes(3, 5, 9, 4)
-"""At which wrong arguments are told."""
+"""Sizes at which wrong arguments are told."""
 OF_GPU = () if launch.INTERPRETED else ((BF16,) * 3,)
 """Dtypes of products that the interpreter gets wrong."""
 ONES, MASTER = torch.ones(3), torch.ones(3, 5, 9)
@@ -572,7 +572,7 @@ TRITON = TritonAlgebra(use_cuda_qr=False, host_readable=launch.INTERPRETED)
 
 
 def decided(function: Callable[..., Admitted], i: Inputs, kappa: float | None = 5.0) -> Admitted:
-    """What ``function`` decides of a gradient, A to e_res, and the state that is all else but n; M is its dtype."""
+    """Return what ``function`` decides of a gradient, A to e_res; the state is all else but n, and M has its dtype."""
     h = SimpleNamespace(clip_threshold=kappa, beta2=0.95, eps=1e-3)
     state = {k: v for k, v in i.items() if k not in ("A", "G_tilde", "e_res", "n", "M")}
     state["M_Q"] = torch.zeros(0, dtype=i.get("M", SINGLE))
@@ -603,4 +603,4 @@ OF_SUMS = (
 """Kernels whose rounding follows from their form."""
 EVERY = (*OF_SUMS, ADMIT)
 OF_OTHER_NAMES = (GRAM,)
-"""Which names an argument as the kernel of symmetric products does."""
+"""Kernels that name an argument as the kernel of symmetric products does."""

@@ -40,7 +40,7 @@ KINDS = {
     "index": r"(?<=[\w)\]]\[)(?!int|str|float|bool)(?:[a-z_]\w*|\d+)(?=\])",
     "drop": r"^(?!template|static_assert|using|import|from|def|class|const|auto|return|for|if|while|with|el)[a-z_].*",
 }
-"""What is changed in a line of Python or C++ without its comment, its strings and its indentation."""
+"""Patterns of what is changed in a line of Python or C++, without its comment, its strings and its indentation."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Mutation:
 
 
 def changed(kind, text):
-    """What takes the place of a part of a line."""
+    """Return the text that takes the place of a part of a line."""
     if kind == "operator":
         return SWAPPED[text]
     if kind == "sign":
@@ -170,7 +170,7 @@ def nearest(tree, mutation):
 
 
 def verdict(tree, mutation, limit):
-    """Whether the nearest tests notice a mutation, and the first that does."""
+    """Return whether the nearest tests notice a mutation, and the first that does."""
     path, (text, mutant) = tree / mutation.file, applied(tree, mutation)
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *map(str, nearest(tree, mutation))]
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

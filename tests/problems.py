@@ -53,7 +53,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def precision_of(backend, device, precision=None):
-    """What a precision, or None, means to a backend on a device."""
+    """Return the precision that a setting, or None, means to a backend on a device."""
     found, balanced = (select(backend, torch.device(device), p) for p in (precision, "balanced"))
     return "balanced" if found.name != "reference" and found is balanced else "faithful"
 
@@ -62,15 +62,15 @@ FACTOR = 4
 """Largest ratio of a run's error to the reference's in the same dtypes, both against float64: what sums in another
 order, or another QR, make of it."""
 PAIRS = 2**7
-"""By how much more a balanced product may err than one of float32. An operand is off by up to 2^-17 of itself, half a
-unit in the last place of the smaller half, and not 2^-24; the product lo lo that is left out is as large in norm."""
+"""Factor by which a balanced product may err more than one of float32. An operand is off by up to 2^-17 of itself, half
+a unit in the last place of the smaller half, and not 2^-24; the product lo lo that is left out is as large in norm."""
 HALVES = 2.0**-8
-"""Where a direction has both parts, a balanced step stores the subspace's factors in bfloat16: off by 2^-9.2 in norm
-each, 2^-8.7 together, if the complement's part is nothing beside it."""
+"""Error of a direction with both parts, of which a balanced step stores the subspace's factors in bfloat16: 2^-9.2 in
+norm each, 2^-8.7 together, if the complement's part is nothing beside it."""
 
 
 def allowed(precision, own, single, both_parts):
-    """How far a run may be from float64's, given the reference's error in the same dtypes, and all in float32."""
+    """Return a bound on a run's distance from float64's, from the reference's error in these dtypes and in float32."""
     if precision == "faithful":
         return FACTOR * own
     return FACTOR * (own + PAIRS * single) + HALVES * both_parts
@@ -130,7 +130,7 @@ def state_tensors(state):
 
 
 def same_clocks(a, b):
-    """Whether two states' ``step``, an int or a stack's tensor, agree."""
+    """Return whether two states' ``step``, an int or a stack's tensor, agree."""
     return torch.equal(torch.as_tensor(a["step"]), torch.as_tensor(b["step"]))
 
 

@@ -1,4 +1,4 @@
-"""What a QR owes, checked in float64: orthogonality, backward error, R's diagonal, spans and the same Q.
+"""Check a QR in float64: orthogonality, backward error, R's diagonal, spans and the same Q.
 
 With eps of the dtype and A the exact product of the inputs (``factored``), R = triu(Q^T A) has to satisfy
 
@@ -35,9 +35,9 @@ from tests.qr_problems import Inputs
 
 ORTHOGONALITY = 100
 BACKWARD = 20
-"""In units of k eps; see above."""
+"""Bound of the backward error in units of k eps; see above."""
 SPAN = 8
-"""In units of sqrt(k) eps ||A||_F / s; see above."""
+"""Bound of the spans' distance in units of sqrt(k) eps ||A||_F / s; see above."""
 FULL = 0.5
 """Largest x at which spans and Q are determined well enough to be compared."""
 

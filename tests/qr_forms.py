@@ -11,7 +11,7 @@ from prokl.backends import cuda_qr
 
 
 def pieces(V, K, U):
-    """What track is given in their place: V = alpha G_perp^T Y + U K."""
+    """Return the inputs of track in their place: V = alpha G_perp^T Y + U K."""
     rest = V.double() - U.double() @ K.double()
     eye = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device).expand_as(K)
     return rest.mT.to(V.dtype), eye, K, U, 1.0
@@ -53,7 +53,7 @@ FORMS = {
     "refresh": forms_of(lambda ops, L: ops.semidefinite_qr(L)[0], refresh),
     "coordinates": forms_of(Algebra.coordinates_qr, coordinates),
 }
-"""From the operation's inputs to Q."""
+"""Functions from an operation's inputs to Q."""
 EVERY_FORM = [(operation, form) for operation, forms in FORMS.items() for form in forms]
 
 

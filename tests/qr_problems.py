@@ -27,7 +27,7 @@ Make = Callable[[int, int, int, torch.dtype, Generator], Inputs]
 
 CONDITIONS = (1e2, 1e4, 1e6, 1e8)
 BASES = {"settled": 1e-3, "moving": 0.1, "fresh": None}
-"""How far a basis is from the eigenvectors: they plus a random matrix times this; None is a random basis."""
+"""Distances of a basis from the eigenvectors: a random matrix times this is added; None is a random basis."""
 EXTREMES = {torch.float32: {"tiny": 1e-20, "huge": 1e15}, torch.float64: {"tiny": 1e-160, "huge": 1e120}}
 """Squares of the first are subnormal numbers, those of the second large and still finite."""
 

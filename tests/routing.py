@@ -43,7 +43,7 @@ def at(path, module):
 
 
 class Conv1D(nn.Module):
-    """As transformers' own: a linear layer with its weight (in, out)."""
+    """A stand-in for transformers' own: a linear layer with its weight (in, out)."""
 
     def __init__(self, nf, nx):
         super().__init__()

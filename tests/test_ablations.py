@@ -56,7 +56,7 @@ def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(tmp_path, monk
 
 
 def test_rows_are_known_by_the_studies_own_keys():
-    """What is recorded is what a study would train."""
+    """A study would train what is recorded."""
     for name, study in STUDIES.items():
         recorded = rows.read(rows.RESULTS / f"{name}.csv")
         assert rows.having(recorded, next(study.units(study.seeds)).key), name
@@ -97,7 +97,7 @@ CHANGED = {  # what of a run each case changes, beside the usual one
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_case_changes_what_it_says_and_nothing_else(name, monkeypatch, text):
-    """Of the run before its first step, and of its first gradient; None: other weights have another."""
+    """The figures are of the run before its first step and of its first gradient; None: other weights have another."""
 
     def look(case):
         seen = {}

@@ -1,4 +1,4 @@
-"""What runs on a device whose values the host may not read: same results, no host reads.
+"""The path of devices whose values the host may not read has the same results and no host reads.
 
 The path is chosen by ``is_host_readable``; saying no on a CPU runs it here. What bad gradients do on it is in
 tests/test_bad_gradients.py.

@@ -104,7 +104,7 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
 
 
 def test_a_number_of_each_matrix_is_written_when_it_changes_and_one_on_the_device_is_read_in_every_step(monkeypatch):
-    """On a CPU tensors in float32 stand for those on the device."""
+    """Tensors in float32 on a CPU stand for those on the device."""
     on_device = lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32  # noqa: E731
     monkeypatch.setattr("prokl.backends.pointers._on_device", on_device)
     rates, shared, own = RateTable(6, DEVICE), torch.tensor(0.5, device=DEVICE), torch.tensor([0.25], device=DEVICE)

@@ -19,7 +19,7 @@ SHAPES = [(12, 40), (40, 12), (24, 24)]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, name, backend):
-    """From a state whose eigenvalues are all equal, with a gradient beside the subspace, the method is Muon."""
+    """The method is Muon from a state whose eigenvalues are all equal, with a gradient beside the subspace."""
     long = 0 if shape[0] > shape[1] else 1
     first, G = torch.zeros(shape), normal(*shape)
     first.select(long, 0).fill_(3.0)  # spans the subspace of rank 1

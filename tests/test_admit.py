@@ -21,7 +21,7 @@ SIZES = [
     (1, NUMBERS + 7, NUMBERS + 100, ELEMENTS // 64 + 1),
 ]  # B, M, N, R
 KINDS = ("usual", "beyond", "silent", "row", "column")
-"""What the gradient of a matrix is by its state: of a usual size, ten times it, a thousandth, or with one large row or
+"""Kinds of gradients by a matrix's state: of a usual size, ten times it, a thousandth, or with one large row or
 column."""
 
 

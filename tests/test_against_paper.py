@@ -159,7 +159,7 @@ def test_what_a_rounded_basis_loses_is_no_complement(backend):
 
 @pytest.mark.parametrize(("m", "n", "r"), [(8, 13, 3), (8, 9, 3), (6, 6, 1)])
 def test_idealised_step_follows_algorithm_1(m, n, r):
-    """From an arbitrary state; the residual has no full rank where n - r < m, as in the last two."""
+    """Start from an arbitrary state; the residual has no full rank where n - r < m, as in the last two."""
     generator = torch.Generator().manual_seed(5)
 
     def randn(*size):

@@ -10,7 +10,7 @@ from tests.test_stack import COUNT, DEVICE, FEW, GUARD, Bucket
 
 
 def arguments(bucket, r, dtypes=()):
-    """What a bucket is stepped by; entries of absent weights are drawn as well."""
+    """Return what a bucket is stepped by; entries of absent weights are drawn as well."""
     return APPLY.make(Sizes(len(bucket.dense()), bucket.m, bucket.n, r), dtypes, seed=1)
 
 

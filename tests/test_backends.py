@@ -1,4 +1,4 @@
-"""Which backend runs where, and what is said when the one asked for cannot."""
+"""A device gets the backend that runs there, and an error where the one asked for cannot."""
 
 import re
 

@@ -80,7 +80,7 @@ def poison_run(method, backend, dtype, bad_call, calls, names=NAMES):
 def test_a_non_finite_gradient_changes_only_step_and_skipped_and_nothing_of_its_neighbours(
     method, path, dtype, state_dtype, when
 ):
-    """Of a whole stack; and the reference does not write the weight."""
+    """A whole stack is checked; and the reference does not write the weight."""
     cls, kwargs = method
     kwargs = {**kwargs, "state_dtype": state_dtype}
     if cls is PRO:  # Newton-Schulz in bfloat16 would round differently in a batch of another size
@@ -143,7 +143,7 @@ def test_matrices_of_a_stack_go_where_they_go_alone(method, path):
 
 
 STEPPED_IN = step.__code__.co_filename
-"""Where the optimizer's step is called: warnings point at the caller's line."""
+"""The file that calls the optimizer's step: warnings point at the caller's line."""
 
 
 def never_moved_warnings(calls):
@@ -281,7 +281,7 @@ def test_the_specification_skips_a_bad_gradient_also_where_reading_the_device_wa
 @pytest.mark.parametrize("call", [0, 4])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_adamws_weights_and_state_stay_where_a_gradient_is_not_finite(cls, flags, value, call):
-    """On a CPU; weights beside it step, and gradients are the caller's as they were."""
+    """Weights beside it step on a CPU, and gradients are the caller's as they were."""
     weights = [("matrix", weight(4, 6)), ("bad", weight(5, seed=1)), ("good", weight(5, seed=2))]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "algorithm": "adamw", "lr": 0.1, **flags}]
     groups[1]["weight_decay"] = 0.1

@@ -71,7 +71,7 @@ def test_polynomials_that_are_not_one_an_iteration_are_refused_with_their_number
 
 @pytest.mark.parametrize("cls, place, name, values, words", CASES)
 def test_a_bad_setting_is_refused_wherever_it_comes_from(cls, place, name, values, words):
-    """In the constructor, a group of it or a new one, by hand and from a file; then all goes on as without it."""
+    """Try the constructor, a group of it or a new one, by hand and from a file; then all goes on as without it."""
     optimizer, twin = fine_and_odd(cls), fine_and_odd(cls)
     for value in values:
         says = rf"(?s)\b{name}={re.escape(repr(value))}.*{words}"

@@ -1,4 +1,4 @@
-"""What is wrong with a command line of any bench is said in one line with the remedy, before anything is trained."""
+"""A wrong command line of any bench gets one line with the remedy, before anything is trained."""
 
 import re
 from importlib import import_module

@@ -158,7 +158,7 @@ class Event:
 
 
 def test_on_a_gpu_times_are_events_read_after_a_wait_and_batches_come_from_pinned_memory(source, monkeypatch):
-    """With a stand-in for the device, whose events count themselves."""
+    """A stand-in for the device has events that count themselves."""
     gpu, pinned, calls = SimpleNamespace(type="cuda"), [], []
     own, to = Compiled(SCALE, source, CPU, eager=True), torch.Tensor.to
     monkeypatch.setattr(own, "device", gpu)

@@ -76,7 +76,7 @@ def test_graphs_that_go_elsewhere_are_noticed(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("case", ["residual of pairs", "product of pairs"])
 def test_a_pair_that_lost_its_smaller_half_is_noticed(case, monkeypatch):
-    """What a kernel stores or takes as a pair is held to what a pair holds, not to what bfloat16 does."""
+    """The bound on what a kernel stores or takes as a pair is that of a pair, not that of bfloat16."""
     case = next(own for own in KERNELS if own.name == case)
     for name in ("product", "product_with_energies"):
         kernel = getattr(triton_ops, name)

@@ -1,4 +1,4 @@
-"""What is trained and in which order: the paper's comparisons, every length, and the size."""
+"""Searches list their runs in order: the paper's comparisons, every length, and the size."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ def best(losses, steps, form, model=MODEL):
     ids=["400 and 1,600 steps", "6,400 steps"],
 )
 def test_what_has_been_trained_is_what_the_rules_ask_for_when_its_losses_are_known(lengths, forms, seeds):
-    """Of the methods whose searches have ended: rates, alpha_kl, the defaults and README's rate, on all seeds."""
+    """Methods whose searches have ended: rates, alpha_kl, the defaults and README's rate, on all seeds."""
     recorded = units(frame(RESULTS / "lengths.csv"))
     losses = trained(lengths, forms, seeds, TINY, recorded.__getitem__, at_once=None)
     of_forms = {unit for unit in recorded if unit.steps in lengths and unit.form in forms and unit.seed in seeds}

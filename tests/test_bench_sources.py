@@ -1,4 +1,4 @@
-"""What a run is fed: text and shards read and refused, an order that (seed, step) decide alone, nothing twice."""
+"""Sources read or refuse text and shards, in an order that (seed, step) decide alone, nothing twice."""
 
 import lzma
 import struct
@@ -112,7 +112,7 @@ def test_packed_shards_are_the_same_data_and_stand_back_where_they_lie_beside_th
 
 
 def unpacked(path, content):
-    """What opening a packed shard of these bytes gives."""
+    """Return what opening a packed shard of these bytes gives."""
     path.write_bytes(content)
     return shards.open_shard(path)
 

@@ -1,4 +1,4 @@
-"""What a gradient that surprises or is zero does to a weight and its state.
+"""A gradient that surprises is bounded in weight and state, and one of zeros changes neither basis nor eigenvalue.
 
 The rule is written out once more in `tests.transcription.Guard`; both paths follow it in float64.
 """
@@ -21,7 +21,7 @@ SETTINGS = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.9, "beta2": 0.8, "eps
 SCALES = [*[1.0] * 14, 1e3, *[1.0] * 4, *[1e-4] * 3, 0.0, *[1.0] * 3, *[1e3] * 12]
 # At 50 an outlier brings the momentum to its own bound, which an outlier of 2 or 5 does not reach.
 THRESHOLDS = {None: 1.0, 2.0: 1e-5, 5.0: 150.0, 50.0: 1e-5}
-"""With the size of the first gradient, a start out of proportion but for the paper's form, which has no threshold."""
+"""Thresholds with the first gradient's size: a start out of proportion, except for the paper's form without one."""
 
 
 def disturbed(shape, threshold):
@@ -60,7 +60,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("backend, threshold, own, start, shape, variant", FOLLOWED)
 def test_a_disturbed_run_follows_the_rule(backend, threshold, own, start, shape, variant):
-    """Of KL-Shampoo where there is no variant."""
+    """Take KL-Shampoo where there is no variant."""
     if variant == "subspace-only":  # whose size is alpha_kl's
         own = {key: value for key, value in own.items() if key != "adjust_lr_fn"}
     own = {**own, "variant": variant} if variant else own

@@ -28,7 +28,7 @@ def stepped(cls, calls, **settings):
 
 @both
 def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_the_same_state(cls):
-    """Which stays float32 beside bfloat16 weights: it is what it would have been beside the weights as they were."""
+    """State stays float32 beside bfloat16 weights: it is what it would have been beside the weights as they were."""
     optimizer = stepped(cls, 3)
     for p in weights_of(optimizer):
         p.grad, p.data = None, p.data.double()
@@ -51,7 +51,7 @@ def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_th
 @pytest.mark.parametrize("only", [None, "M_Q", "skipped"])
 @pytest.mark.parametrize("through_data", [False, True])
 def test_state_tensors_that_are_replaced_or_moved_through_data_are_what_the_next_step_uses(cls, only, through_data):
-    """As trainers do that move state off a device, and back, while something else needs its memory."""
+    """Trainers move state off a device, and back, while something else needs its memory."""
     plain, moved = stepped(cls, 6), stepped(cls, 6)
     for state in moved.state.values():
         for key, value in state.items():

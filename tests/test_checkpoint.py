@@ -187,7 +187,7 @@ def test_setstate_takes_a_part_as_torchs_does_and_refuses_a_wrong_one(cls, given
 
 
 def test_a_state_dict_may_be_loaded_again_and_again_and_stays_as_it_is(method):
-    """Of both kinds of groups: who rolls back to it twice finds it whole."""
+    """Both kinds of groups: a run that rolls back to it twice finds it whole."""
     run = Run(**method).train(0, 4)
     state, weights = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.net.state_dict())
     saved, expected = copy.deepcopy(state), contents(run.train(4, CALLS).optimizer)
@@ -217,7 +217,7 @@ ALL_KEYS += [(PRO, 1, ("maximize", "amsgrad", "fused", "foreach", "betas", "eps"
 
 @pytest.mark.parametrize("cls, group, keys", ALL_KEYS, ids=["Pro-KLShampoo", "KL-Shampoo", "AdamW"])
 def test_a_group_of_an_older_file_without_its_keys_gets_the_optimizers_own_values(cls, group, keys):
-    """Of AdamW's the defaults; and an lr that does not say so is in the original units."""
+    """AdamW's groups get its defaults; and an lr that does not say so is in the original units."""
     run = Run(cls=cls)
     run.optimizer.param_groups[1]["amsgrad"] = False
     state = copy.deepcopy(run.train(0, 2).optimizer.state_dict())
@@ -301,7 +301,7 @@ def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_sch
 
 
 def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
-    """As torch.distributed.checkpoint needs, which loads a whole state dict onto one device."""
+    """torch.distributed.checkpoint needs it, as it loads a whole state dict onto one device."""
     live = {"M_Q": torch.empty(2, 3, 4, device="meta"), "step": torch.tensor([5, 7])}
     saved = with_step_tensors({0: live, 1: {"M_Q": torch.empty(3, 4, device="meta"), "step": 5}})
     assert saved[0]["step"].is_meta and live["step"].is_cpu
@@ -309,7 +309,7 @@ def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
 
 
 def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups():
-    """What a group has of somebody else's stays as it is."""
+    """Keys of somebody else in a group stay as they are."""
     optimizer = train(PRO(named((6, 4)), rank=2, state_dtype="bfloat16", ns_dtype="float32"), [0])
     group = optimizer.param_groups[0]
     group["theirs"] = torch.float16

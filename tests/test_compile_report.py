@@ -169,7 +169,7 @@ ON_80 = {"arch": 80, "instructions": "mma cp.async"}
     ids=str,
 )
 def test_each_check_can_fail(change, given, complaint):
-    """What is no fault, the committed rows show, which have no complaint."""
+    """The committed rows, which have no complaint, show what is no fault."""
     launch = replace(PRODUCT, constants=(*PRODUCT.constants, *given.items()))
     (found,) = complaints(replace(GOOD, **change), launch)
     assert complaint in found

@@ -98,7 +98,7 @@ def test_weights_without_a_gradient_are_skipped_entirely(method, backend):
 
 
 def test_a_late_starter_equals_an_optimizer_started_then(method, backend):
-    """Whether it had no gradients before, or zero ones."""
+    """Before its start it had no gradients, or zero ones."""
     settings = {"dtype": torch.float64, "backend": backend, "precondition_frequency": 3}
     optimizer = build(method, *[(6, 10)] * 3, **settings)
     alone = {late: build(method, (6, 10), **settings) for late in (1, 2)}
@@ -184,7 +184,7 @@ LIVE_PRO = (*LIVE, "alpha_kl", "ns_steps", "ns_coefficients", "ns_dtype")
 
 @pytest.mark.parametrize("cls, name", [(cls, name) for cls, names in ((PRO, LIVE_PRO), (KL, LIVE)) for name in names])
 def test_a_changed_hyperparameter_takes_effect_at_the_very_next_step(cls, name):
-    """As it does that a scheduler sets."""
+    """A scheduler relies on it."""
     rank = {"rank": 3} if cls is PRO else {}
     optimizer = train(cls(named(*SHAPES), **rank), range(4))
     unchanged, changed = fresh(optimizer), fresh(optimizer, **{name: OTHERS[name]})

@@ -209,7 +209,7 @@ def test_whole_steps_with_the_extension_equal_the_references(extension_on_cpu):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels; a GPU has tests/test_cuda_qr_on_gpu.py")
 def test_whole_steps_of_pairs_with_the_extension_err_as_they_may(extension_on_cpu):
-    """As a GPU takes them by default, but for Newton-Schulz in bfloat16, which would hide much."""
+    """Steps are those of a GPU by default, except for Newton-Schulz in bfloat16, which would hide much."""
     stream = gradient_stream([(6, 10), (10, 6)], 4, dtype=torch.float32)
     settings = {"rank": 4, "precondition_frequency": 2, "ns_dtype": torch.float32}
     found = ways(ProKLShampoo, stream, backend="triton", precision="balanced", **settings)

@@ -66,7 +66,7 @@ CASES = [*((*size, kind, again) for size, kind, again in product(SIZES, KINDS, (
     [pytest.param(*case, marks=[pytest.mark.slow] if case[1] > 64 else []) for case in CASES],
 )
 def test_rounding_sends_no_factor_to_householder(cls, m, steps, kind, again, extension_on_cpu, monkeypatch):
-    """Where ``again``, every gradient is the first one."""
+    """With ``again`` every gradient is the first one."""
     ops, g = WithExtension(), torch.Generator().manual_seed(0)
     backend = Backend("torch", ops, TorchIO, host_readable=False, graphs=False)
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *_: backend))

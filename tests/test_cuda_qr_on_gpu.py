@@ -105,6 +105,6 @@ def test_it_runs_on_the_current_stream():
 
 
 def test_steps_on_the_device_take_the_extension():
-    """What they are held to with it: tests/test_triton_step.py, test_defaults.py and test_gpu.py."""
+    """Their bounds with it are in tests/test_triton_step.py, test_defaults.py and test_gpu.py."""
     assert select(None, CUDA).ops.use_cuda_qr
     assert ops.explain_qr(CUDA).startswith("CUDA extension: ")

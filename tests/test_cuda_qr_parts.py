@@ -93,7 +93,7 @@ def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_
 @pytest.mark.parametrize("k", [12, 140])
 @pytest.mark.parametrize("size", [2.0**-110, 2.0**100])
 def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
-    """What is shifted is what is factored: scale (K + shift I) = C C^T, of which C^-T is given."""
+    """The factored matrix is the shifted one: scale (K + shift I) = C C^T, of which C^-T is given."""
     S = draw("refresh", "rank-deficient, fresh", (3, k, k))[0] * size
     F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(S.contiguous())
     assert all(Used(u) & Used.SHIFTED for u in used.tolist()) and (scale != 1).all()
@@ -154,7 +154,7 @@ def test_a_refresh_leaves_rows_of_zeros_apart_whoever_factors(extension_on_cpu, 
 
 @pytest.mark.parametrize("n, r, idle", [(40, 12, 6), (40, 12, 33), (300, 140, 50), (300, 140, 200)])
 def test_tracking_leaves_rows_of_zeros_anywhere_alone(extension_on_cpu, n, r, idle):
-    """Where fewer than r columns are left the others are idle rows' unit vectors. No column went to Householder."""
+    """If fewer than r columns are left, the others are idle rows' unit vectors. No column went to Householder."""
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(n, generator=g)
     dead, live, k = order[:idle], order[idle:], min(r, n - idle)

@@ -73,9 +73,9 @@ def test_steps_without_a_setting_err_as_their_precision_may(cls, unasked):
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", METHODS)
 def test_bfloat16_weights_without_a_setting_are_rounded_by_the_references_random_numbers(cls, unasked):
-    """Where a step is another by d, the weight is by one unit with the probability d over the unit.
+    """A step that is another by d changes the weight by one unit with the probability d over the unit.
 
-    By other random numbers the whole step takes the place of d, of which Newton-Schulz in bfloat16 makes 0.02.
+    With other random numbers the whole step takes the place of d, of which Newton-Schulz in bfloat16 makes 0.02.
     """
     device, settings = unasked
     stream = [[g.to(device) for g in each] for each in gradient_stream([(16, 36), (60, 40)], 5, dtype=torch.bfloat16)]

@@ -1,4 +1,4 @@
-"""What diagnostics read from the state of a live optimizer, by which names, and that they leave it alone."""
+"""Diagnostics read the state of a live optimizer, name it, and leave it alone."""
 
 import math
 import sys
@@ -201,7 +201,7 @@ def test_a_loaded_state_can_be_read_before_the_first_step():
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As a trainer's: an optimizer by its class, with the one that it was given inside."""
+    """A stand-in for a trainer's wrapper: an optimizer by its class, with the one that it was given inside."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer

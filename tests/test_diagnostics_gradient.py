@@ -1,4 +1,4 @@
-"""What diagnostics say of the coming update, against the step that is then made, in float64."""
+"""Diagnostics of the coming update agree with the step that is then made, in float64."""
 
 import math
 
@@ -79,7 +79,7 @@ def test_a_gradient_of_another_size_is_said_to_move_what_it_moves(cls, kwargs, s
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("cls, kwargs", METHODS, ids=IDS)
 def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
-    """With a bound a zero gradient moves nothing, momentum or not; one that is not finite stops its whole stack."""
+    """A zero gradient under a bound moves nothing, momentum or not; one that is not finite stops its whole stack."""
     (experts,), optimizer = run(
         cls, gradient_stream([(3, 6, 10)], 4), **kwargs, **({} if bounded else {"clip_threshold": None})
     )

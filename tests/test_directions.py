@@ -70,7 +70,7 @@ def test_every_rank_gives_bases_that_decompose_the_gradient(shape, dtype, aligne
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("m, n", [(3, 4), (6, 9)])
 def test_bases_stay_orthonormal_down_to_the_bound(m, n, dtype, form):
-    """Where a small matrix's Gram form has few digits left."""
+    """A small matrix's Gram form has few digits left there."""
     bound = n * torch.finfo(dtype).eps
     sigma = [(2 * bound) ** (i / (m - 1)) for i in range(m)]
     for seed in range(20):

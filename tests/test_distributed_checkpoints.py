@@ -1,4 +1,4 @@
-"""What was saved on some ranks loads on others, under another wrapper or alone, and training goes on as it would."""
+"""Checkpoints of some ranks load on others, under another wrapper or alone, and training goes on as it would."""
 
 import re
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def on(world, pools, function, *args, **given):
-    """What a function returns on each rank, of one in this process."""
+    """Return what a function returns on each rank; of one rank in this process."""
     return [function(*args, **given)] if world == 1 else pools[world].run(function, *args, **given)
 
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """By how it was trained on four ranks, or alone: the folder, and every rank's outcome and state at saving."""
+    """Return the folder, and every rank's outcome and state at saving, by how four ranks or one trained."""
     made = {}
 
     def of(how):

@@ -305,7 +305,7 @@ def resumed_frozen(how, dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_a_run_with_masters_is_resumed_with_a_frozen_weight(backend, dtype, how, pools):
-    """Whose stand-in has no memory yet, where it lies on several ranks."""
+    """Its stand-in has no memory yet, where it lies on several ranks."""
     alone = resumed_frozen("alone", dtype, backend)
     for found in pools[2].run(resumed_frozen, how, dtype, backend):
         for weights, expected in zip(found, alone, strict=True):

@@ -1,6 +1,6 @@
-"""In a group of one, and without ranks, an optimizer is one process's, bit for bit, and so is what it saves.
+"""An optimizer in a group of one, and without ranks, is one process's, bit for bit, and so is what it saves.
 
-On a GPU with NCCL, and on the CPU with gloo, so that all of it is known to run before a GPU is at hand.
+Tests run on a GPU with NCCL, and on the CPU with gloo, so that all of it is known to run before a GPU is at hand.
 """
 
 import copy
@@ -47,7 +47,7 @@ def test_a_group_of_one_is_one_process_bit_for_bit_and_so_is_what_it_saves(how, 
 
 
 def test_ranks_skip_each_weight_of_fused_adamw_alone(device, monkeypatch):
-    """On several ranks copies of a weight part where one of them skips it for a gradient that the others lack."""
+    """Copies of a weight on several ranks part where one of them skips it for a gradient that the others lack."""
     forbid_host_reads(monkeypatch)
     bad, good = (torch.nn.Parameter(normal(5).to(device)) for _ in range(2))
     matrix = torch.nn.Parameter(normal(4, 6).to(device))
@@ -61,7 +61,7 @@ def test_ranks_skip_each_weight_of_fused_adamw_alone(device, monkeypatch):
 
 
 def test_an_empty_state_dict_is_loaded_and_training_begins(device):
-    """As Accelerate does."""
+    """Accelerate does so."""
     run = Run("ddp", device=device)
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     assert_same(whole(run.train(0, 3).weights), whole(Run(device=device).train(0, 3).weights))

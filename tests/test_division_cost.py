@@ -1,4 +1,4 @@
-"""What division deals out work by: the operations of a step, counted by PyTorch, and those of its QRs."""
+"""Division deals out work by the operations of a step, counted by PyTorch, and those of its QRs."""
 
 import math
 

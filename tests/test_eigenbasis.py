@@ -1,4 +1,4 @@
-"""What keeping M and L in the eigenbasis has to give: bases that stay orthonormal, idle rows, state in bfloat16."""
+"""M and L in the eigenbasis: bases stay orthonormal, idle rows stay idle, and the state may be bfloat16."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from tests.problems import gradient_stream, relative, run
 
 ON_CPU, ELSEWHERE = Algebra(host_readable=True), Algebra(host_readable=False)
 REFRESHES = 10_000
-"""As many as 1e5 steps have at a tau of 10."""
+"""Refreshes of 1e5 steps at a tau of 10."""
 BETA = 0.9**10
 
 
@@ -54,7 +54,7 @@ def test_bases_stay_orthonormal(ops, changes):
 @pytest.mark.parametrize("ops", [ON_CPU, ELSEWHERE], ids=["householder", "cholesky"])
 @pytest.mark.parametrize("changes", [True, False])
 def test_bases_stay_orthonormal_for_1e5_steps(ops, changes):
-    """As :func:`test_bases_stay_orthonormal`; measured 8e-7, no more than after 300 refreshes."""
+    """See :func:`test_bases_stay_orthonormal`; measured 8e-7, no more than after 300 refreshes."""
     assert of_refreshes(ops, 24, changes, REFRESHES) < 1e-5
 
 
@@ -220,7 +220,7 @@ def test_a_balanced_refresh_turns_every_row_of_the_momentum_to_its_own_16_bits()
 
 @pytest.mark.parametrize("apart", [1e-6, 1e-3])
 def test_kernels_make_a_basis_orthonormal_that_is_nearly_so(apart):
-    """What is left of the deviation is its square, and 2^-9 of it, which bfloat16 loses; beside float32's rounding."""
+    """The square of the deviation is left, and 2^-9 of it, which bfloat16 loses; beside float32's rounding."""
     pytest.importorskip("triton")
     from prokl.backends.triton_ops import TritonAlgebra
 

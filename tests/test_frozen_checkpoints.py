@@ -24,7 +24,7 @@ from tests.training import as_of_0_5, reloaded, silent
 
 FOLDER = Path(__file__).parent / "data" / "frozen"
 ROUNDING = 200
-"""How far results may be apart, in units of the dtype's eps and of the tensor's largest entry. Measured over all files
+"""Largest distance of results, in units of the dtype's eps and of the tensor's largest entry. Measured over all files
 and today's three orders of operations: 21. It was weights of Pro-KLShampoo: Newton-Schulz multiplies the rounding of
 directions that the complement hardly has by up to 3.4445^5 = 485."""
 HALF = 2
@@ -32,9 +32,9 @@ HALF = 2
 either, which are up to 1 apart. For a weight beside such a state the unit is eps of how far it went. Measured: 0.14,
 where one entry of M was stored as its other neighbour."""
 FLIPS = 2
-"""How many of a case's bfloat16 weights, some 110 entries, may be rounded to the other neighbour. Measured on masters,
-as parts of the distance between neighbours: the three orders are 0.013 apart, summed over all entries. That is the
-chance of one flip."""
+"""Number of a case's bfloat16 weights, some 110 entries, that may be rounded to the other neighbour. Measured on
+masters, as parts of the distance between neighbours: the three orders are 0.013 apart, summed over all entries. That
+is the chance of one flip."""
 
 
 @cache

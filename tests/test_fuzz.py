@@ -17,7 +17,7 @@ FOUND = {
     "L is of 1e-187": 23774,
     "R is of 1e-218": 58444,
 }
-"""Of seeds to 100,000 those that once failed."""
+"""Seeds to 100,000 that once failed."""
 
 
 @pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND)

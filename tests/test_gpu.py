@@ -1,6 +1,6 @@
-"""What only a GPU shows: runs at the paper's sizes, kernels launched, host reads, CUDA graphs, memory, precision.
+"""A GPU at the paper's sizes: kernels launched, host reads, CUDA graphs, memory, precision.
 
-What these hold a GPU to is held without one by other means: whole steps in Triton's interpreter in
+The same is checked without one by other means: whole steps in Triton's interpreter in
 tests/test_triton_step.py, launches there, host reads in tests/test_accelerator_path.py, graphs in tests/test_graphs.py.
 """
 
@@ -78,7 +78,7 @@ def kernels_in(work):
 
 
 def kernels_per_step(cls, kwargs, weights):
-    """Of an ordinary and of a refresh step of the second period."""
+    """Return the kernels of an ordinary and of a refresh step of the second period."""
     shapes = [(128, 256) if i % 2 else (256, 128) for i in range(weights)]
     parameters, optimizer, rest = begun(cls, kwargs, stream_on_gpu(shapes, 2 * PERIOD + 1), PERIOD + 1)
     counts = []
@@ -149,7 +149,7 @@ def test_fused_adamw_stays_at_a_bad_gradient_without_a_wait():
 
 @both_methods
 def test_graphs_change_no_bit(cls, kwargs):
-    """With a schedule, gradients at changing addresses, and a NaN in two steps that graphs replay."""
+    """Steps have a schedule, gradients at changing addresses, and a NaN in two steps that graphs replay."""
     start, given = [], []
 
     def change(t, optimizer, gradients):

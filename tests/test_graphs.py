@@ -328,7 +328,7 @@ def test_refreshes_that_no_graph_can_capture_run_plainly(recorded, few_kernels, 
 
 
 class Device:
-    """What a capture changes of torch: streams, the allocator's pools, the default generator; as torch 2.9 to 2.11 do.
+    """A stand-in for what a capture changes of torch: streams, pools, the default generator; as torch 2.9 to 2.11 do.
 
     ``capture_end`` raises before it leaves the pool and lets the generator go. ``fails`` says where: at the "begin", in
     what "runs" (Python's error, or one that makes the capture invalid besides), or when it is "invalid" at the end.

@@ -28,7 +28,7 @@ def assert_all_move(optimizer, weights=None):
 
 @both
 def test_groups_may_be_added_without_names_and_be_empty(cls):
-    """As those whose weights are on other ranks."""
+    """Groups whose weights are on other ranks are empty."""
     optimizer = cls(groups_of(model(frozen=())))
     optimizer.add_param_group({"params": [weight(8, 8)]})
     assert_all_move(optimizer)

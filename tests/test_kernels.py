@@ -68,7 +68,7 @@ def test_a_kernel_is_its_form_within_the_rounding_that_follows_from_it(case, siz
 
 
 def shapes_of_tiles():
-    """Of every case the tiles that ship; where the interpreter runs them, warps and stages make no other one."""
+    """Return the tiles that ship of every case; where the interpreter runs them, warps and stages make no other one."""
     for case in OF_SUMS:
         for dtype, tiles in case.tiles.items():
             shipped = {(t.m, t.n, t.k) if launch.INTERPRETED else t: t for t in tiles}

@@ -158,7 +158,7 @@ def test_bases_change_at_step_ten_to_the_qr_of_the_new_factors(backend, dtype, s
 @backends
 @dtypes
 def test_weight_decay_follows_the_step(backend, dtype):
-    """From p to (p - lr U)(1 - lr wd): the decay acts on the updated weight."""
+    """The step goes from p to (p - lr U)(1 - lr wd): the decay acts on the updated weight."""
     shape, lr, weight_decay = (16, 32), 0.25, 0.5
     G, p = gaussian(2, shape, dtype), gaussian(1, shape, dtype, seed=1)[0]
     run = Run(shape, dtype, backend, lr=lr, weight_decay=weight_decay)

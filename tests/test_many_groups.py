@@ -131,7 +131,7 @@ def test_lrs_and_decays_of_many_groups_change_under_one_recording(schedule, reco
 
 
 def test_many_groups_are_checked_once_when_they_are_made(monkeypatch):
-    """What takes all groups would take the square of their number, were it done for every one."""
+    """A check of all groups would take the square of their number, were it done for every one."""
     calls = []
     monkeypatch.setattr("prokl.matrix_optimizer.check_names", calls.append)
     optimizer = KL(apart([(0.1, 0.0)] * 20, shapes=[(4, 6)] * 20))

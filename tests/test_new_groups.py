@@ -1,4 +1,4 @@
-"""What a group may hold when it is added: a slip that would be taken in silence is named, and nothing has changed."""
+"""A slip in a new group that would be taken in silence is named, and nothing has changed."""
 
 import pytest
 import torch
@@ -110,7 +110,7 @@ def test_heads_of_a_group_are_told_to_be_its_split():
 
 @both
 def test_a_setting_of_the_other_algorithm_or_optimizer_is_no_misspelling(cls):
-    """As ZeroRedundancyOptimizer puts what it was made with into every group, and both take the same groups."""
+    """ZeroRedundancyOptimizer puts what it was made with into every group, and both take the same groups."""
     groups = [
         {**PRO([weight(4, 6)]).defaults, "params": [weight(4, 6)], "betas": (0.9, 0.99)},
         {"params": [weight(6)], "algorithm": "adamw", "lr": 0.1, "beta2": 0.9, "momentum": 0.9, "rank": 4},

@@ -147,7 +147,7 @@ def test_plain_products_of_bfloat16_matrices_are_torchs(dtype):
 
 
 def off(X, dtype, gram, steps=5, coefficients=MUON):
-    """By how much a form in ``dtype`` is off for each matrix."""
+    """Return the error of a form in ``dtype`` for each matrix."""
     found, exact = (batched(x, None, steps, coefficients, TORCH, g) for x, g in ((X.to(dtype), gram), (X, False)))
     return torch.linalg.matrix_norm(found - exact)
 
@@ -200,7 +200,10 @@ def test_the_gram_form_restarts_before_its_gain_is_too_large(coefficients, steps
 
 @pytest.mark.parametrize("name, steps", [("polar-express", 8), ("deepseek-v4", 10)])
 def test_named_polynomials_bring_singular_values_to_one(name, steps):
-    """From 1e-3 on, the least that Polar Express is made for, to 5e-4: Muon's five leave them from 0.47 to 1.14."""
+    """Singular values from 1e-3 on, the least that Polar Express is made for, come to 1 within 5e-4.
+
+    Muon's five steps leave them from 0.47 to 1.14.
+    """
     sigma = torch.logspace(-3, 0, 200, dtype=torch.float64)
     for a, b, c in each(name, steps):
         sigma = a * sigma + b * sigma**3 + c * sigma**5

@@ -1,4 +1,4 @@
-"""What follows from norms of whole matrices, beside its PyTorch form: a factor that normalises, and a bound on one."""
+"""Kernels of whole matrices' norms agree with their PyTorch form: a factor that normalises, and a bound on one."""
 
 import pytest
 import torch

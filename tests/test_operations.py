@@ -74,7 +74,7 @@ def called(backend):
 
 
 def off(name, found, wanted):
-    """By how much results are off by norm; what comes in parts is added up before."""
+    """Return the relative error of results by norm; what comes in parts is added up before."""
     if name == "momentum" and found[1] is not None:  # the factor is left to the next operation, or not
         found, wanted = (
             [M, Direction(X.whole() if hasattr(X, "whole") else X, scale)] for M, X, scale in (found, wanted)

@@ -71,7 +71,7 @@ def test_what_lies_whole_somewhere_is_owned_there():
 
 
 def test_few_ranks_on_which_everything_lies_are_not_left_alone_with_it():
-    """As of 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
+    """An example is 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
     homes = tuple(Home(i, i + 1, (i,)) for i in range(4))
     loads = [0.0] * 16
     parts = divide([Work(4, 1.0, homes)] * 12, loads)

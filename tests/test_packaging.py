@@ -1,4 +1,4 @@
-"""What users install, from a clean copy of the tree, and what importing prokl needs."""
+"""Packages from a clean copy of the tree install, hold what they should, and import without more."""
 
 import email
 import re

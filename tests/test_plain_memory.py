@@ -80,7 +80,7 @@ NOT_PLAIN = {
     [(0, "torch"), (2, "torch"), (2, "reference"), pytest.param(2, "triton", marks=SLOW_ON_CPU)],
 )
 def test_a_gradient_without_memory_is_refused_by_name_before_anything_moves(cls, calls, backend):
-    """Of a matrix and, beside it, of a plain weight of AdamW; steps after all refusals are as if there were none."""
+    """It may be a matrix's or a plain weight's of AdamW; steps after all refusals are as if there were none."""
     (optimizer, weights), (other, twins) = (built(cls, backend, calls) for _ in range(2))
     given = gradients(weights, 5)
     for (make, says), (i, name) in product(NOT_PLAIN.values(), ((1, "odd"), (2, "bias"))):
@@ -177,7 +177,7 @@ def test_a_gradient_of_more_digits_than_its_weight_is_not_rounded_to_it(backend)
 
 
 def test_a_wrapper_in_an_adamw_group_steps_as_under_torchs():
-    """Whose operations it says by itself what they are."""
+    """The wrapper says by itself what its operations are."""
     wrapped = [torch.nn.Parameter(TwoTensor(normal(4, 6), normal(4, 6, seed=1))) for _ in range(2)]
     matrix = weight(4, 6)
     ours = PRO([{"params": [matrix]}, {"params": wrapped[:1], "algorithm": "adamw", "lr": 0.1, "betas": (0.9, 0.999)}])

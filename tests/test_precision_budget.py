@@ -1,4 +1,4 @@
-"""What balanced products may cost a step on adversarial states.
+"""Balanced products cost a step no more than their budget on adversarial states.
 
 The arithmetic is that of the kernels in PyTorch, over the same halves; tests/test_products.py has the kernels. What is
 held to which bound says :func:`exceeded`. It departs from ten times float32's error of the worst eigenvalue where that
@@ -34,7 +34,7 @@ class Case:
     G: Tensor
     """(m,n)."""
     state: State
-    """Of one matrix."""
+    """The state of one matrix."""
 
     @classmethod
     def of(cls, method: str, G: Tensor, state: State) -> "Case":

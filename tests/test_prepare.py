@@ -1,4 +1,4 @@
-"""What travels to a GPU machine: its parts are made, and taken up there as far as they fit."""
+"""The parts that travel to a GPU machine are made, and taken up there as far as they fit."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What would have been run: (arguments, environment); makes the files that are looked for afterwards."""
+    """List the commands that would have been run, (arguments, environment), and make the files that they leave."""
     calls = []
 
     def fake(command, cwd=None, env=None):

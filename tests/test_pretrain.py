@@ -50,7 +50,7 @@ def job(text, tmp_path, monkeypatch):
 
 
 def curves(folder):
-    """What a run computed, without what a clock measured."""
+    """Return what a run computed, without what a clock measured."""
     return frame(folder / "curves.csv").drop(columns="seconds")
 
 

@@ -38,9 +38,9 @@ def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True], ids=["faithful", "balanced"])
 def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(balanced):
-    """By tensor cores; measured, of what counts as rounding: at most 0.35, balanced 0.05.
+    """The products are tensor cores'; measured, of what counts as rounding: at most 0.35, balanced 0.05.
 
-    Of a column of equal entries every tile's sum is the same, and is rounded to the whole in the same direction.
+    For a column of equal entries every tile's sum is the same, and is rounded to the whole in the same direction.
     """
     n, r = 50304, 32
     g = torch.Generator().manual_seed(0)

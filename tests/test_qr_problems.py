@@ -76,7 +76,7 @@ def test_on_a_device_a_matrix_gives_the_same_bits_alone_as_beside_any_other(oper
 
 
 def outside(X, Q):
-    """How much of X's range, relative to its size, the columns of Q miss."""
+    """Return how much of X's range, relative to its size, the columns of Q miss."""
     return float(torch.linalg.norm(X - Q @ (Q.mT @ X)) / torch.linalg.norm(X))
 
 

@@ -1,4 +1,4 @@
-"""What the documents show is run."""
+"""Run what the documents show."""
 
 import re
 from pathlib import Path

@@ -426,7 +426,7 @@ def test_a_bad_optim_of_a_parameter_is_refused(own, says):
 
 
 class Vision(nn.Module):
-    """As timm's models: a table and a bias table whose names say so, and two maps."""
+    """A model as timm's: a table and a bias table whose names say so, and two maps."""
 
     def __init__(self):
         super().__init__()

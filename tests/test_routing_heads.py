@@ -34,7 +34,7 @@ def routes(model, **options):
 
 
 def read(model, **options):
-    """How weights divide, by name without the end."""
+    """Return how weights divide, by name without the end."""
     return {name.removesuffix(".weight"): route.split for name, route in routes(model, **options).items()}
 
 

@@ -51,7 +51,7 @@ KINDS = {bool: np.bool_, int: np.int16, float: np.float16, str: np.str_}
 SETTINGS = {
     key: KINDS[type(value)](value) for key, value in OTHERS.items() if type(value) in KINDS and key != "precision"
 }
-"""As NumPy gives them, but for a precision, which the other backend does not take."""
+"""Settings as NumPy gives them, without the precision, which the other backend does not take."""
 
 
 def by_hand(cls, given):

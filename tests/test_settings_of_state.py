@@ -1,4 +1,4 @@
-"""What a weight's state was made with is held to wherever the weight is, and forgotten with the state."""
+"""Settings that a state was made with bind its weight wherever it is, until the state goes."""
 
 import gc
 import weakref

@@ -13,7 +13,7 @@ from tests.inputs import KL, PRO, both
 from tests.training import differences, fine_and_odd, give, refused, train, weights_of
 
 BOTH = [(PRO, {}), (KL, {"fused": True})]
-"""With options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
+"""Classes with options of the AdamW group: all checks come before PyTorch chooses among its implementations."""
 METHODS = {PRO: {"rank": 4}, KL: {}}
 
 
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_told_by_name_before_anything_moves(cls, adamw, cha
 @both
 @pytest.mark.parametrize("clock", [6, torch.tensor([6, 5])], ids=["", "stack"])
 def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
-    """As everything in the state: the next refresh comes when it says."""
+    """The next refresh comes when the clock says."""
     odd = (2, 6, 10) if torch.is_tensor(clock) else (6, 10)
     optimizer, same = (fine_and_odd(cls, odd, precondition_frequency=7) for _ in range(2))
     state = same.state_dict()
@@ -238,7 +238,7 @@ def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_converted_under_adamw_goes_on_by_loading_its_own_state(dtype):
-    """As the message says."""
+    """The message says so."""
     optimizer = fine_and_odd(PRO)
     for p in weights_of(optimizer):
         p.grad, p.data = None, p.data.to(dtype)

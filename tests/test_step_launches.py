@@ -1,6 +1,6 @@
-"""What a step launches, traced without a GPU: the launches of the real one, and no more than there were.
+"""A step, traced without a GPU, has the launches of the real one, and no more than there were.
 
-Where a bound is exceeded the step launches more than it did; where launches go, tighten it.
+If a bound is exceeded the step launches more than it did; if launches go, tighten it.
 """
 
 import re

@@ -18,7 +18,7 @@ SIZES = [(), (1,), (5,), (7, 9), (TILE // 64, 64), (70, 67)]
 
 
 def numbers(*shape, dtype, seed=0):
-    """Of every size, so that conversions round, and become subnormal; with a NaN, an infinity and a -0.0."""
+    """Return numbers of every size, so that conversions round, and become subnormal; a NaN, an infinity and a -0.0."""
     g = torch.Generator().manual_seed(seed)
     t = torch.randn(shape, generator=g, dtype=torch.float64) * 10 ** (4 * torch.randn(shape, generator=g)).clamp(-9, 4)
     odd = torch.tensor([math.nan, math.inf, -0.0], dtype=torch.float64)[: t.numel() - 1]

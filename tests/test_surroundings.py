@@ -1,4 +1,4 @@
-"""What surrounds a step changes no bit of it: default dtype and device, autocast, no_grad, torch.compile.
+"""Contexts change no bit of a step: default dtype and device, autocast, no_grad, torch.compile.
 
 "meta" stands for a GPU as the default device: what lands there has no values, and cannot be pinned.
 """
@@ -80,7 +80,7 @@ def trained(setting, around):
 
 @pytest.fixture(scope="module")
 def plain():
-    """What each setting comes to in no context."""
+    """Return what each setting comes to in no context."""
     return {setting: trained(setting, nullcontext) for setting in SETTINGS}
 
 
@@ -96,7 +96,7 @@ def test_what_surrounds_a_step_changes_nothing(setting, around, plain):
 
 
 def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_there():
-    """Of which no step above comes by."""
+    """No step above uses these."""
     W, table, phi = normal(2, 3, 4), PointerTable(2, "cpu"), torch.full((3, 3), NAN)
     with torch.device("meta"):
         table.update([W], [2])
@@ -206,7 +206,7 @@ assert optimizer.state[p]["step"] == 1
 
 @pytest.mark.slow
 def test_a_torch_that_was_built_without_ranks_is_enough():
-    """As those for some embedded boards and for AMD's GPUs on Windows are."""
+    """Builds for some embedded boards and for AMD's GPUs on Windows are such."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -224,7 +224,7 @@ def matmul_precision(how):
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("cls, own", [(PRO, {"ns_dtype": torch.float32}), (KL, {})])
 def test_a_cpus_products_are_of_float32_or_a_warning_says_so(cls, own, backend):
-    """Of a size for which torch asks oneDNN; rounding to bfloat16 would leave 1e-2, another order 1e-6."""
+    """Torch asks oneDNN for products of this size; rounding to bfloat16 would leave 1e-2, another order 1e-6."""
     found, said = [], []
     for how in ("highest", "medium"):
         with matmul_precision(how), warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""What a CPU computes of a symmetric matrix: panels up to the diagonal; and copies of matrices that lie transposed."""
+"""A CPU computes panels of a symmetric matrix up to the diagonal, and copies matrices that lie transposed."""
 
 import pytest
 import torch

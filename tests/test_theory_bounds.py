@@ -31,7 +31,7 @@ def gradients(rows, cols):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bounds_lemma_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(shape, backend):
-    """With a number as start, which the lemma's Theta has to include: lambda_0 is no eigenvalue of L_0 or S_0."""
+    """The start is a number, which the lemma's Theta has to include: lambda_0 is no eigenvalue of L_0 or S_0."""
     m, n = sorted(shape)
     p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     optimizer = prokl.ProKLShampoo([p], rank=3, beta2=0.9, init_eigenvalue=0.1, backend=backend)
@@ -71,7 +71,7 @@ def test_bounds_lemma_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
 
 
 def test_bounds_lemma_the_papers_theta_leaves_out_the_start_value():
-    """With gradients of norm 1e-4 it is 1e-6, below the lambda_0 = 0.1 at which all eigenvalues start."""
+    """It is 1e-6 for gradients of norm 1e-4, below the lambda_0 = 0.1 at which all eigenvalues start."""
     p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
     optimizer = prokl.ProKLShampoo([p], rank=3, init_eigenvalue=0.1)
     p.grad = normal(6, 9, seed=0)

@@ -129,7 +129,7 @@ def test_claim_2_algorithm_2_rests_there_as_the_ema_weight_goes_to_one():
 
 
 def residuals(found, left, right):
-    """How far L, S and mu are from their equations, where the expectations are those of gradients N(0, left x right).
+    """Return the residuals of L, S and mu in their equations, with the expectations of gradients N(0, left x right).
 
     E[A^T G^T B G A] = tr(B left) A^T right A, and E[G B G^T] = tr(B right) left.
     """

@@ -49,7 +49,7 @@ def algorithm_1(W, G, state, lr, c_a, floor=FLOOR):
 
 
 class Roots(NamedTuple):
-    """What the update reads of a state: L^-1/2, S^-1/2, U and I - U U^T."""
+    """The parts of a state that the update reads: L^-1/2, S^-1/2, U and I - U U^T."""
 
     L: torch.Tensor
     S: torch.Tensor
@@ -185,7 +185,7 @@ def run(T, lr, c_a, sigma_F=0.0):
 @pytest.mark.parametrize("c_a", [1.0, 1.5])
 @pytest.mark.parametrize("sigma_F", [0.0, 0.02])
 def test_descent_the_mean_stationarity_falls_as_the_theorem_says(sigma_F, c_a):
-    """At T, 4 T and 16 T steps, each with its own step size; the bound's first part halves each time.
+    """Runs have T, 4 T and 16 T steps, each with its own step size; the bound's first part halves each time.
 
     sigma_kl^2 is taken as 13 (any bound will do) and held against the run. With noise one sampled path stands for the
     expectation.

@@ -37,7 +37,7 @@ def test_polar_identity_all_three_forms_agree(m, n, r):
 
 @pytest.mark.parametrize("m, n, r", SHAPES)
 def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
-    """With convergent coefficients; the library's default ones stop where singular values lie around 1."""
+    """The coefficients converge; the library's default ones stop where singular values lie around 1."""
     G, L, U, _ = problem(m, n, r)
     X = inverse_root(L) @ G @ (torch.eye(n, dtype=torch.float64) - U @ U.mT)
     found = reference.newton_schulz(
@@ -50,7 +50,7 @@ def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
 
 
 def test_polar_identity_the_full_updates_complement_has_that_form_with_the_expectation_inside():
-    """With the factor sqrt(m) that follows from R = Phi / m, where the paper prints 1 / m."""
+    """The factor is sqrt(m), which follows from R = Phi / m, where the paper prints 1 / m."""
     m, n, r = 3, 5, 2
     G = population(wishart(m * n, seed=4), m, n)
     L, R = full_optimum(G)

@@ -16,7 +16,7 @@ from tests.theory import (
 
 M, N, RHO, SIGMA = 5, 7, 2, 0.6
 EXACT = 1e-12
-"""Of eigenvalues of order one, stationary to 1e-15; measured: at most 2e-14."""
+"""Error of eigenvalues of order one, stationary to 1e-15; measured: at most 2e-14."""
 
 
 def signal(seed):

@@ -1,4 +1,4 @@
-"""Where the two optimizers differ from PyTorch's by design, each beside what AdamW does.
+"""The two optimizers differ from PyTorch's by design, each difference beside what AdamW does.
 
 docs/torch-optim.md has the list with the reasons. What an input is refused with has its tests in
 ``test_bad_settings.py`` and ``test_checkpoint.py``.
@@ -24,7 +24,7 @@ def trained(cls, calls=4, dtype=torch.float32, **settings):
 
 
 def changed(cls, gradient, calls=4, **settings):
-    """What of weight and state one more step with this gradient changes."""
+    """Return the parts of weight and state that one more step with this gradient changes."""
     p, optimizer = trained(cls, calls, **settings)
     before = contents(optimizer)
     step(optimizer, [p], [gradient])

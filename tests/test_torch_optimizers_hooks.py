@@ -1,6 +1,6 @@
-"""What PyTorch's own optimizer tests ask of hooks and of what the profiler sees, asked of both optimizers.
+"""Ask both optimizers what PyTorch's own tests ask of hooks and of the profiler.
 
-As :mod:`tests.test_torch_optimizers_step`.
+See :mod:`tests.test_torch_optimizers_step`.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What PyTorch's own optimizer tests ask of a step, asked of both optimizers in every setting.
+"""Ask both optimizers, in every setting, what PyTorch's own tests ask of a step.
 
 The checks are those of PyTorch's ``test_optim.py``, ``test_lrscheduler.py`` and ``test_swa_utils.py`` that concern an
 optimizer; :mod:`tests.torch_optimizers` has the settings. What differs by design is in docs/torch-optim.md.
@@ -115,7 +115,7 @@ def test_a_tensor_lr_steps_as_its_number_does_and_is_only_read(cls, settings):
 @of_all_settings
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(cls, settings, begun):
-    """Of a closure that runs once, with gradients enabled."""
+    """The closure runs once, with gradients enabled."""
     problem = Problem(cls, settings)
     problem.steps(3 if begun else 0)
     problem.optimizer.zero_grad()
@@ -137,7 +137,7 @@ def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(
 
 @of_our_settings
 def test_the_batched_step_is_the_one_by_one_step(cls, settings):
-    """As foreach is the loop: layers freeze, thaw and miss gradients, beside a scalar and an empty weight."""
+    """Layers freeze, thaw and miss gradients, beside scalars and empty weights; PyTorch's foreach is held so too."""
     runs = []
     for backend in (None, "reference", "torch"):
         torch.manual_seed(1)

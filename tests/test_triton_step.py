@@ -260,7 +260,7 @@ def test_what_is_stored_in_bfloat16_is_rounded_as_pytorch_rounds_it(cls, dtype, 
 @pytest.mark.slow
 @both_precisions
 def test_what_a_rounded_basis_loses_is_no_complement(precision):
-    """As of the other backends in tests/test_against_paper.py: all gradients lie in the tracked subspace."""
+    """All gradients lie in the tracked subspace; tests/test_against_paper.py has the other backends."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.linalg.qr(torch.randn(16, 2, generator=generator)).Q.T
     weight = torch.nn.Parameter(torch.zeros(8, 16, device=DEVICE))

@@ -43,7 +43,7 @@ def changed(optimizer, reset, keys=None):
 
 
 def lengths(optimizer, calls):
-    """How far each weight goes in each of these calls."""
+    """Return how far each weight goes in each of these calls."""
     found = []
     for call in calls:
         before = [p.detach().clone() for p in weights_of(optimizer)]

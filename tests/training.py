@@ -40,7 +40,7 @@ OTHERS = {
     "precision": "balanced",
     "cuda_graphs": False,
 }
-"""Of every setting a value that is not its default."""
+"""A value of every setting that is not its default."""
 
 
 def named(*shapes, dtype=torch.float32, first=0):

@@ -94,7 +94,7 @@ class Guard:
 
 
 class Transcription:
-    """What both methods have of one weight: settings, of which the defaults are the paper's, and the guard."""
+    """The base of both methods for one weight: settings, whose defaults are the paper's, and the guard."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ GRACE = 5.0  # seconds that ranks get to end once one of them has failed
 
 
 class RanksFailed(Exception):
-    """What went wrong on which ranks, with their tracebacks."""
+    """The errors of ranks that failed, with their tracebacks."""
 
 
 def join(rank, world, store, timeout):

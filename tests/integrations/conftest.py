@@ -1,4 +1,4 @@
-"""What the tests with other packages share: no network, no skip that hides, one process that forgets between tests."""
+"""Set up the tests with other packages: no network, no skip that hides, one process that forgets between tests."""
 
 import importlib.abc
 import importlib.machinery

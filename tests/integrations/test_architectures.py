@@ -1,4 +1,4 @@
-"""Where the weights of real architectures go, and why: the lines of tests/data/architectures.csv, each read by eye."""
+"""Weights of real architectures go where tests/data/architectures.csv says, and why; each line was read by eye."""
 
 import pytest
 import torch

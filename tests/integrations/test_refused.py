@@ -1,4 +1,4 @@
-"""What docs/integrations.md says is refused: the errors that it shows are what the frameworks' own wrappers meet."""
+"""The frameworks' own wrappers meet the errors that docs/integrations.md shows."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What users set in trainers beside the recipes of docs/integrations.md, and what they resume from."""
+"""Trainers take settings beside the recipes of docs/integrations.md, and resume."""
 
 import re
 import shutil
