@@ -42,7 +42,7 @@ SIZES = (
 )  # fmt: skip
 REFUSED = Sizes(3, 5, 9, 4)
 """Sizes at which wrong arguments are told."""
-OF_GPU = () if launch.INTERPRETED else ((BF16,) * 3,)
+GPU_DTYPES = () if launch.INTERPRETED else ((BF16,) * 3,)
 """Dtypes of products that the interpreter gets wrong."""
 ONES, MASTER = torch.ones(3), torch.ones(3, 5, 9)
 
@@ -244,16 +244,16 @@ ADDENDS = (
     {}, {"C": "mr", "alpha": 0.3, "beta": -1.7}, {"C": "mr", "alpha": ".+", "beta": ".+"},
     {"C": "mr", "alpha": ".+", "beta": 0.1}, {"alpha": 2.0, "beta": ".+"},
 )  # fmt: skip
-OF_FACTORS = {HALF: product.TILES_HALF, SINGLE: product.TILES_FP32, DOUBLE: product.TILES_FP64}
+FACTOR_TILES = {HALF: product.TILES_HALF, SINGLE: product.TILES_FP32, DOUBLE: product.TILES_FP64}
 PRODUCT = KernelCase(
     "product", lambda **i: [product.product(**i)], lambda i, minus=-1.0: [_sum(i, i["A"] @ i["B"])],
     {"A": "mn", "B": "nr"}, of_product,
     # The last: a half-precision gradient minus what the subspace has of it.
     dtypes=(
         (SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (BF16, SINGLE, BF16), (SINGLE, HALF, DOUBLE), (HALF, DOUBLE, SINGLE),
-        (HALF, BF16, HALF), (SINGLE, SINGLE, BF16), *OF_GPU,
+        (HALF, BF16, HALF), (SINGLE, SINGLE, BF16), *GPU_DTYPES,
     ),
-    variants=ADDENDS, tiles=OF_FACTORS, stored=wider,
+    variants=ADDENDS, tiles=FACTOR_TILES, stored=wider,
     refused=(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1"),
         ({"A": torch.ones(3, 0, 9)}, r"A has shape \(3, 0, 9\); must be \(batch, m, k\) with m, k >= 1"),
@@ -273,7 +273,7 @@ RESIDUAL = KernelCase(
     lambda s: [(s.n + 6, 1), (2 * (s.n + 6) + s.r + 20, 2)],
     dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (SINGLE, HALF, DOUBLE)),
     variants=({}, {"alpha": ".+"}, {"C": None, "alpha": 0.3, "rows": "m", "energies": DOUBLE}),
-    tiles=OF_FACTORS, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
+    tiles=FACTOR_TILES, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
 )  # fmt: skip
 PAIRED_RESIDUAL = replace(
     RESIDUAL, name="product of pairs with energies", inputs=RESIDUAL.inputs | {"A": "mn pair", "B": "nr pair"},
@@ -294,7 +294,7 @@ BOUNDED = KernelCase(
     {"A": "mn", "B": "nr", "energies": "mn+", "bounded": "?", "clipped": ".+",
      "largest": lambda s: (0.8 * s.m * s.n) ** 0.5},
     lambda s: [(s.n + 6, 1), (1, 0)], dtypes=((SINGLE, SINGLE, DOUBLE), (HALF, HALF, DOUBLE), (DOUBLE,) * 4),
-    variants=({}, {"out_dtype": BF16}), tiles=OF_FACTORS, stored=lambda i: i.get("out_dtype") or wider(i),
+    variants=({}, {"out_dtype": BF16}), tiles=FACTOR_TILES, stored=lambda i: i.get("out_dtype") or wider(i),
     refused=(
         ({"energies": torch.ones(3, 1, 8)}, r"energies has shape \(3, 1, 8\); must be \(3, 1, 9\)"),
         ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32: must be one of"),
@@ -306,15 +306,15 @@ PAIRED_BOUNDED = replace(
 )  # fmt: skip
 
 
-OF_SQUARE = {
+SYMMETRIC_TILES = {
     HALF: symmetric_product.TILES_HALF, SINGLE: symmetric_product.TILES_FP32, DOUBLE: symmetric_product.TILES_FP64
 }  # fmt: skip
 OWN_ADDENDS = tuple({k: v.replace("r", "m") if k == "C" else v for k, v in own.items()} for own in ADDENDS[:4])
 SYMMETRIC = KernelCase(
     "symmetric product", lambda **i: [symmetric_product.symmetric_product(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["A"].mT))], {"A": "mn"}, lambda s: [(s.n + 6, 1)],
-    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE), (SINGLE, BF16), (HALF, SINGLE), *OF_GPU),
-    variants=OWN_ADDENDS, tiles=OF_SQUARE, stored=wider, symmetric=True,
+    dtypes=((SINGLE, SINGLE), (HALF, HALF), (DOUBLE, DOUBLE), (SINGLE, BF16), (HALF, SINGLE), *GPU_DTYPES),
+    variants=OWN_ADDENDS, tiles=SYMMETRIC_TILES, stored=wider, symmetric=True,
     refused=(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
         ({"precision": "high"}, r"Invalid precision='high'"),
@@ -325,7 +325,7 @@ SYMMETRIC = KernelCase(
 POLYNOMIAL = KernelCase(
     "symmetric polynomial", lambda **i: [symmetric_product.symmetric_polynomial(**i)],
     lambda i, minus=-1.0: [lower(_sum(i, i["A"] @ i["B"].mT))], {"A": "mn", "B": "mn"}, lambda s: [(s.n + 6, 1)],
-    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *OF_GPU), variants=OWN_ADDENDS, tiles=OF_SQUARE,
+    dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, *GPU_DTYPES), variants=OWN_ADDENDS, tiles=SYMMETRIC_TILES,
     stored=wider, symmetric=True,
     refused=(
         ({"B": torch.ones(3, 5, 6)}, r"B has shape \(3, 5, 6\); must be \(3, 5, 9\)"),
@@ -355,7 +355,7 @@ EXTRAPOLATED = KernelCase(
 GRAM = KernelCase(
     "Gram matrix", lambda **i: [gram(**i)], lambda i, minus=-1.0: [column(i["scale"].square()) * i["X"] @ i["X"].mT],
     {"X": "mn", "scale": "."}, lambda s: [(s.n + 7, 1)],
-    dtypes=((SINGLE,), (HALF,), (DOUBLE,), *(own[:1] for own in OF_GPU)),
+    dtypes=((SINGLE,), (HALF,), (DOUBLE,), *(own[:1] for own in GPU_DTYPES)),
     stored=lambda i: i["X"].dtype, symmetric=True, refused=(({"scale": torch.ones(2)}, r"scale has shape"),),
 )  # fmt: skip
 PAIRED_SYMMETRIC = replace(
@@ -372,7 +372,7 @@ def live(G: Tensor, i: Inputs) -> Tensor:
     return G if i.get("active") is None else torch.where(i["active"][:, None, None], G, 0.0)
 
 
-OF_BUCKET = (
+BUCKET_ERRORS = (
     ({"G": torch.ones(3, 0, 9)}, r"G has shape \(3, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
     ({"U": torch.ones(3, 9, 0)}, r"U has shape \(3, 9, 0\); must be \(B, n, r\) with r >= 1"),
     ({"precision": "fp32"}, "Invalid precision='fp32'"),
@@ -394,7 +394,7 @@ PROJECT = KernelCase(
         (SINGLE,) * 3, (HALF, SINGLE, SINGLE), (BF16, SINGLE, SINGLE), (HALF,) * 3, (SINGLE, HALF, BF16), (DOUBLE,) * 3,
         (HALF, SINGLE, DOUBLE),
     ),
-    tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, refused=OF_BUCKET,
+    tiles={SINGLE: project.TILES, DOUBLE: project.TILES_FP64}, refused=BUCKET_ERRORS,
 )  # fmt: skip
 PAIRED_PROJECT = replace(
     PROJECT, name="projection onto a pair", inputs={"G": "mn", "M": "mn", "U": "nr pair"},
@@ -442,7 +442,7 @@ MOMENTUM = KernelCase(
     tiles={SINGLE: momentum.TILES, DOUBLE: momentum.TILES_FP64},
     tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, t.k + 2), written="M", unread=("G",),
     refused=(
-        *OF_BUCKET,
+        *BUCKET_ERRORS,
         ({"M": torch.ones(3, 5, 1, device=DEVICE).expand(3, 5, 9)}, r"M has strides \(5, 1, 0\); must not be exp"),
         ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32"),
     ),
@@ -596,11 +596,11 @@ ADMIT = KernelCase(
     ),
 )  # fmt: skip
 
-OF_SUMS = (
+SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL, SHIFTED,
     EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
-EVERY = (*OF_SUMS, ADMIT)
-OF_OTHER_NAMES = (GRAM,)
+EVERY = (*SUM_CASES, ADMIT)
+RENAMED_ARGUMENTS = (GRAM,)
 """Kernels that name an argument as the kernel of symmetric products does."""

@@ -98,13 +98,13 @@ def test_a_bad_setting_is_refused_wherever_it_comes_from(cls, place, name, value
     assert differences(train(optimizer, [3]), train(twin, [3])) == set()
 
 
-OF_MODELS = {"lr": LR, "weight_decay": AT_LEAST_0, "rank": BAD_PRO["rank"]}
-OF_MODELS |= {f"adamw_{name}": case for name, case in BAD_ADAMW.items()}
+PARAM_GROUPS_SETTINGS = {"lr": LR, "weight_decay": AT_LEAST_0, "rank": BAD_PRO["rank"]}
+PARAM_GROUPS_SETTINGS |= {f"adamw_{name}": case for name, case in BAD_ADAMW.items()}
 
 
 def test_a_bad_setting_is_refused_when_the_groups_of_a_model_are_made():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    for name, (values, words) in OF_MODELS.items():
+    for name, (values, words) in PARAM_GROUPS_SETTINGS.items():
         for value in values:
             if value is None and name in ("weight_decay", "rank"):
                 continue  # the optimizer's

@@ -323,8 +323,8 @@ def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups(
     assert (group["state_dtype"], group["ns_dtype"], group["theirs"]) == (torch.bfloat16, torch.float32, torch.float16)
 
 
-OF_STATE = {"rank": (2, 3), "variant": ("smok-hop", "pro-klshampoo"), "state_dtype": (torch.bfloat16, None)}
-OF_STATE |= {"init_eigenvalue": (0.1, "auto")}
+STATE_SETTINGS = {"rank": (2, 3), "variant": ("smok-hop", "pro-klshampoo"), "state_dtype": (torch.bfloat16, None)}
+STATE_SETTINGS |= {"init_eigenvalue": (0.1, "auto")}
 
 
 def said_at_load(saved, optimizer):
@@ -334,9 +334,9 @@ def said_at_load(saved, optimizer):
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("key", OF_STATE)
+@pytest.mark.parametrize("key", STATE_SETTINGS)
 def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(key):
-    there, here = OF_STATE[key]
+    there, here = STATE_SETTINGS[key]
     saved = train(PRO(named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
     new = PRO(named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
     (said,) = said_at_load(reloaded(saved), new)

@@ -207,16 +207,16 @@ class Wrapped(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-OF_ALL, OF_RANKS = ("scalars", "eigenvalues", "spectra", "phi", "plot"), ("scalars", "spectra", "plot")
+ALL_FIGURES, RANK_FIGURES = ("scalars", "eigenvalues", "spectra", "phi", "plot"), ("scalars", "spectra", "plot")
 WRONG = {
     "another model": (
-        OF_ALL,
+        ALL_FIGURES,
         {"model": nn.Linear(9, 4)},
         "Invalid model: parameter 0 of group 0 is not in it; pass the",
     ),
     **{
         f"rank {rank!r}": (
-            OF_RANKS,
+            RANK_FIGURES,
             {"rank": rank},
             f'Invalid rank={rank!r}: must be "auto" or an integer of at least 1',
         )
@@ -245,7 +245,7 @@ def test_what_is_none_of_the_optimizers_is_refused(functions, options, says):
 
 def test_another_optimizer_is_refused():
     adamw = torch.optim.AdamW([weight(2, 2)])
-    for function in OF_ALL:
+    for function in ALL_FIGURES:
         for other in (adamw, Wrapped(adamw)):
             with pytest.raises(TypeError, match="must be a prokl.ProKLShampoo or prokl.KLShampoo, got AdamW; pass the"):
                 getattr(diagnostics, function)(other)

@@ -30,7 +30,7 @@ ROW = Case("row", "400", SHAPE, (0.0,) * 400, returning=True, rows=1)
 FAINT = Case("faint", "400", SHAPE, (1e-4,) * 400, returning=True)
 SMALLER = Case("scale", "1e-3", SHAPE, (1e-3,) * 250, lasting=True)
 SHORT = ("a gradient beyond all others", "zeros", "larger gradients for good", "beyond float32's squares")
-OF_VARIANTS = ("a gradient beyond all others", "larger gradients for good")
+VARIANT_CASES = ("a gradient beyond all others", "larger gradients for good")
 SLOW = pytest.mark.slow
 
 
@@ -43,7 +43,7 @@ def longest(case, form, backend):
     return max(figure for figure, unit in figures(case, form, backend).values() if unit == "usual steps")
 
 
-@pytest.mark.parametrize("method, case", [*product(METHODS, DISTURBED), *product(VARIANTS, OF_VARIANTS)])
+@pytest.mark.parametrize("method, case", [*product(METHODS, DISTURBED), *product(VARIANTS, VARIANT_CASES)])
 def test_no_step_is_longer_than_three_usual_ones(method, case):
     assert longest(DISTURBED[case], bounded(method), "torch") <= LONGEST
 

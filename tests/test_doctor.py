@@ -118,12 +118,12 @@ def test_each_gpu_is_told_with_whether_the_extension_covers_it(monkeypatch, caps
     assert found["cuda:1 step"].startswith("torch: ")
 
 
-OF_BENCH = "import sys; from bench.command import command; sys.exit(command(lambda argv: print('a line') or 0)())"
+BENCH_SCRIPT = "import sys; from bench.command import command; sys.exit(command(lambda argv: print('a line') or 0)())"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command, code", [(["-m", "prokl.doctor"], 0), (["-c", OF_BENCH], 141)], ids=["doctor", "bench"]
+    "command, code", [(["-m", "prokl.doctor"], 0), (["-c", BENCH_SCRIPT], 141)], ids=["doctor", "bench"]
 )
 def test_a_report_ends_quietly_where_its_reader_has_enough(command, code):
     ours = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -119,10 +119,10 @@ IDLE = {
     "all but four rows": (slice(4, None), slice(None)),
 }
 SHAPES = [(12, 20), (20, 12), (12, 12), (2, 12, 20)]
-OF_SHAPES = [(shape, part) for i, shape in enumerate(SHAPES) for part in ([*IDLE][i], [*IDLE][(i + 2) % 4])]
+SHAPE_CASES = [(shape, part) for i, shape in enumerate(SHAPES) for part in ([*IDLE][i], [*IDLE][(i + 2) % 4])]
 
 
-@pytest.mark.parametrize("shape, part", OF_SHAPES, ids=str)
+@pytest.mark.parametrize("shape, part", SHAPE_CASES, ids=str)
 def test_idle_rows_stay_bit_for_bit_after_a_first_gradient_of_low_rank(method, path, shape, part):
     """The null space of such a gradient holds more than its idle rows, and both have columns of their own in a basis.
 
@@ -145,7 +145,7 @@ def test_idle_rows_stay_bit_for_bit_in_kernels(shape, precision):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="puts the extension for a CPU in the place of a GPU's")
 @pytest.mark.parametrize("precision", ["faithful", "balanced"])
-@pytest.mark.parametrize("shape, part", OF_SHAPES[::2], ids=str)
+@pytest.mark.parametrize("shape, part", SHAPE_CASES[::2], ids=str)
 def test_idle_rows_stay_bit_for_bit_with_the_extension(extension_on_cpu, shape, part, precision):
     pytest.importorskip("triton")
     own = {"rank": 3, "precision": precision, "ns_dtype": torch.float32, "steps": 6}

@@ -17,13 +17,13 @@ from tests.kernel_cases import (
     DOUBLE,
     EVERY,
     HALF,
-    OF_OTHER_NAMES,
-    OF_SUMS,
     PRODUCT,
     PROJECT,
     REFUSED,
+    RENAMED_ARGUMENTS,
     SINGLE,
     SMALL,
+    SUM_CASES,
     SYMMETRIC,
     Sizes,
     arithmetic,
@@ -34,7 +34,7 @@ from tests.kernel_cases import (
 GAPPED, FAR = Sizes(3, 37, 50, 19), ((3, 2**30 + 8), (18, 2**27 + 8))
 """FAR: beyond 2^31 within a tile, and at the next one."""
 of_every = pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
-of_sums = pytest.mark.parametrize("case", OF_SUMS, ids=lambda case: case.name)
+of_sums = pytest.mark.parametrize("case", SUM_CASES, ids=lambda case: case.name)
 
 
 def runs():
@@ -42,7 +42,7 @@ def runs():
 
     On a GPU also enough of them to fill a pipeline of loads.
     """
-    for case in OF_SUMS:
+    for case in SUM_CASES:
         first, *others = case.sizes
         kinds = range(max(len(case.dtypes), len(case.variants)))
         yield from ((case, first, k % len(case.dtypes), k % len(case.variants)) for k in kinds)
@@ -69,7 +69,7 @@ def test_a_kernel_is_its_form_within_the_rounding_that_follows_from_it(case, siz
 
 def shapes_of_tiles():
     """Return the tiles that ship of every case; where the interpreter runs them, warps and stages make no other one."""
-    for case in OF_SUMS:
+    for case in SUM_CASES:
         for dtype, tiles in case.tiles.items():
             shipped = {(t.m, t.n, t.k) if launch.INTERPRETED else t: t for t in tiles}
             yield from ((case, dtype, tile) for tile in shipped.values())
@@ -83,7 +83,7 @@ def test_every_tile_that_ships_with_a_whole_and_a_part_of_it_along_every_side(ca
     assert_close(case, case.run(**i, tile=tile), i, expected)
 
 
-@pytest.mark.parametrize("case", [case for case in OF_SUMS if case.tiles], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in SUM_CASES if case.tiles], ids=lambda case: case.name)
 def test_a_tile_given_by_hand_is_the_one_that_is_launched(case, monkeypatch):
     found = []
     monkeypatch.setattr(launch, "start", lambda *args, **constants: found.append(constants))
@@ -185,7 +185,7 @@ def same(x, y):
 
 def far_ones():
     """Every tensor and every dimension, at the next tile where there is a step from one to it."""
-    for case in OF_SUMS:
+    for case in SUM_CASES:
         if case.tiles and case.name != "shifted polynomial":  # which is the polynomial's kernel
             for name, sides in case.given().items():
                 if isinstance(sides, str) and "pair" not in sides:
@@ -258,7 +258,7 @@ def test_without_the_interpreter_tensors_of_a_cpu_are_refused(case, monkeypatch)
         case.run(**case.make(REFUSED))
 
 
-@pytest.mark.parametrize("case", [c for c in EVERY if c not in OF_OTHER_NAMES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in EVERY if c not in RENAMED_ARGUMENTS], ids=lambda case: case.name)
 def test_a_wrong_tensor_raises_with_its_name(case):
     i = case.make(REFUSED, variant=None)
     for name in (k for k in whole_tensors(i) if k != "W"):  # of which a kernel has the address

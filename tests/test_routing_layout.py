@@ -36,7 +36,7 @@ def without_nf():
 
 
 WHOLE, TURNED = (False, None), (True, None)
-OF_HEADS = {"head_dim": 2, "num_key_value_heads": 2}
+HEAD_SIZES = {"head_dim": 2, "num_key_value_heads": 2}
 # A module, and how its matrices are read: (transposed, split).
 READ = {
     "a convolution": (nn.Conv2d(4, 6, 2, bias=False), [WHOLE]),
@@ -69,8 +69,8 @@ READ = {
     "ModernBERT's attention": (of_class("ModernBertAttention", Wqkv=linear(8, 24)), [(False, 3)]),
     "ModernBERT's MLP": (of_class("ModernBertMLP", Wi=linear(8, 24)), [(False, 2)]),
     "MPT": (of_class("MptAttention", Wqkv=linear(8, 24)), [(False, 3)]),
-    "DBRX": (of_class("DbrxAttention", Wqkv=linear(8, 16), **OF_HEADS), [(False, (8, 4, 4))]),
-    "Phi-3": (of_class("Phi3Attention", qkv_proj=linear(8, 16), **OF_HEADS), [(False, (8, 4, 4))]),
+    "DBRX": (of_class("DbrxAttention", Wqkv=linear(8, 16), **HEAD_SIZES), [(False, (8, 4, 4))]),
+    "Phi-3": (of_class("Phi3Attention", qkv_proj=linear(8, 16), **HEAD_SIZES), [(False, (8, 4, 4))]),
     "Phi-3, as many heads": (
         of_class("Phi3Attention", qkv_proj=linear(8, 24), head_dim=2, num_key_value_heads=4),
         [(False, 3)],
@@ -142,7 +142,7 @@ def test_pieces_that_would_be_single_numbers_stay_together():
 
 
 def test_ranks_are_those_of_the_pieces():
-    model = of_class("Phi3Attention", qkv_proj=linear(8, 16), **OF_HEADS)
+    model = of_class("Phi3Attention", qkv_proj=linear(8, 16), **HEAD_SIZES)
     found = param_groups(model, **RATES, heads=False, rank=128)
     assert found.routes[0].rank == (7, 4, 4)
     assert str(found).splitlines()[:2] == [

@@ -278,7 +278,7 @@ def made_anew(cls=PRO, odd=(6, 10)):
 
 
 NO_COUNT = r"has step=.*: must be {} of at least {}.* load an earlier one"
-OF_ADAMW = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
+BAD_CLOCKS = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
 # Of whom it is loaded by, and what is said; "fine" where the first weight is wrong already.
 WRONG = {
     "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
@@ -298,7 +298,7 @@ WRONG = {
             entry(2, step=lambda _, c=clock: c),
             "bias " + NO_COUNT.format("a whole .*", 0),
         )
-        for clock in OF_ADAMW
+        for clock in BAD_CLOCKS
     },
 }
 

@@ -40,11 +40,11 @@ def on_device(stream):
     return [[g.to(DEVICE) for g in gradients] for gradients in stream]
 
 
-OF_METHODS = [SHAPES, PAIR, PAIR, PAIR, [*PAIR, SHAPES[-1]]]
+METHOD_SHAPES = [SHAPES, PAIR, PAIR, PAIR, [*PAIR, SHAPES[-1]]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls, kwargs, shapes", [(*own, of) for own, of in zip(METHODS, OF_METHODS, strict=True)])
+@pytest.mark.parametrize("cls, kwargs, shapes", [(*own, of) for own, of in zip(METHODS, METHOD_SHAPES, strict=True)])
 def test_equals_the_reference_in_float64_across_refreshes_under_a_schedule(cls, kwargs, shapes):
     settings = {"precondition_frequency": 2, "absent": late_and_missing, "observe": scheduled, **kwargs}
     if cls is ProKLShampoo:

@@ -99,13 +99,13 @@ def errors():
 
 OURS, THEIRS = (prokl.ProKLShampoo, prokl.KLShampoo), (AdamW, Muon)
 of_all = pytest.mark.parametrize("cls", OURS + THEIRS)
-OF_OURS = [
+OUR_SETTINGS = [
     pytest.param(cls, settings, id=f"{cls.__name__}-{name}")
     for cls, known in zip(OURS, (COMMON | PRO_ONLY, COMMON), strict=True)
     for name, settings in known.items()
 ]
-of_our_settings = pytest.mark.parametrize("cls, settings", OF_OURS)
-of_all_settings = pytest.mark.parametrize("cls, settings", [*OF_OURS, *((cls, {}) for cls in THEIRS)])
+of_our_settings = pytest.mark.parametrize("cls, settings", OUR_SETTINGS)
+of_all_settings = pytest.mark.parametrize("cls, settings", [*OUR_SETTINGS, *((cls, {}) for cls in THEIRS)])
 
 
 def grouped(cls, matrices, vectors, named=False):

@@ -117,7 +117,7 @@ def spiking(name: str, step: int) -> float:
     return 3000.0 if step in SPIKES else 1.0
 
 
-OF_GPT: dict[str, tuple[str, Callable[[str, int], float]]] = {
+GPT_CASES: dict[str, tuple[str, Callable[[str, int], float]]] = {
     "undisturbed": ("", partial(constant, 1.0)),
     "layer": ("200 steps", silent),
     "spikes": ("3000 times", spiking),
@@ -132,14 +132,14 @@ def disturbances(seeds: Sequence[int]) -> Iterator[Unit]:
             case.name: partial(disturbed.measure, case.name, form) for case in disturbed.CASES
         }
         cases |= {"experts": partial(experts.measure, form)}
-        cases |= {name: partial(of_gpt, name, form, seeds[0], STEPS) for name in OF_GPT}
+        cases |= {name: partial(of_gpt, name, form, seeds[0], STEPS) for name in GPT_CASES}
         for name, make in cases.items():
             yield Unit({"case": name, "optimizer": form.optimizer, "clip_threshold": form.clip_threshold}, make)
 
 
 def of_gpt(case: str, form: Form, seed: int, steps: int) -> Iterator[rows.Row]:
     """Yield the row of a GPT in training, whose gradients are disturbed."""
-    value, factor = OF_GPT[case]
+    value, factor = GPT_CASES[case]
     rank = SMALL.largest if form.optimizer in RANKED else None
     lr, adamw_lr = (OPTIMIZERS[method].lr for method in (form.optimizer, "adamw"))
     h = Hyper(form.optimizer, lr, adamw_lr, rank=rank, bounded=form.clip_threshold != "none")

@@ -281,8 +281,8 @@ def _check_not_differentiable(group: dict[str, Any]) -> None:
         raise _invalid("differentiable", group["differentiable"], "False or left out: no step is recorded for autograd")
 
 
-ALSO_CALLED = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
-"""What others call a setting, where that is not spelt nearly as it is here."""
+SYNONYMS = {"learning_rate": "lr", "epsilon": "eps", "heads": "split"}
+"""Names that other packages give a setting, where they are not spelt nearly as here."""
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -124,8 +124,8 @@ class PointerTable:
         _send(to, rows)
 
 
-READ_THERE = -1.0
-"""In the place of a number that is on the device; none of those that are written is as low."""
+ON_DEVICE = -1.0
+"""Stands for a number that is on the device; no rate is as low."""
 
 
 class RateTable:
@@ -147,7 +147,7 @@ class RateTable:
             ends: the matrix before which each run ends; the last one's is B.
         """
         there = [_on_device(value) for value in values]
-        numbers = [READ_THERE if read else float(value) for value, read in zip(values, there, strict=True)]
+        numbers = [ON_DEVICE if read else float(value) for value, read in zip(values, there, strict=True)]
         held = list(zip(numbers, ends, strict=True))
         if held != self._held:
             if len({*numbers}) == 1:

@@ -22,7 +22,7 @@ OPS = Algebra(host_readable=False)
 BASES = ("U", "Q_L", "Q_R")
 """Q_S is a basis only just after a refresh."""
 
-OF_STATE = ("clipped", "spread_L", *(f"orthogonality_{key}" for key in BASES))
+STATE_FIGURES = ("clipped", "spread_L", *(f"orthogonality_{key}" for key in BASES))
 """Figures that need no gradient."""
 
 

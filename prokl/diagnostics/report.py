@@ -149,7 +149,7 @@ def phi(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None) ->
 def figures_of(batch: Batch, stacked: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return what was measured of a batch, on the host by now, for each matrix: {weight: {figure: value}}."""
     return {
-        name: {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.OF_STATE}
+        name: {k: float(v[b]) for k, v in stacked.items() if batch.has_gradient[b] or k in measures.STATE_FIGURES}
         for b, name in enumerate(batch.names)
     }
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import ALSO_CALLED
+from prokl.algorithm.settings import SYNONYMS
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.validation import REMOVED
 from prokl.engine.weights import named
 
-OF_PARAM_GROUPS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
-OF_PARAM_GROUPS |= {"heads", "split", "split_fused", "transposed"}
-OF_ADAMW = ARGUMENTS - {"lr", "weight_decay", "eps", "maximize", "betas", "differentiable"}
+PARAM_GROUPS_ARGUMENTS = {"adamw", "adamw_betas", "adamw_eps", "adamw_lr", "adamw_weight_decay", "matrix", "names"}
+PARAM_GROUPS_ARGUMENTS |= {"heads", "split", "split_fused", "transposed"}
+ADAMW_ARGUMENTS = ARGUMENTS - {"lr", "weight_decay", "eps", "maximize", "betas", "differentiable"}
 
 
 def check_known(title: str, arguments: Collection[str], known: Collection[str]) -> None:
@@ -28,14 +28,14 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
             where = REMOVED[key]
         elif key == "betas":
             where = "AdamW's are adamw_betas of prokl.param_groups, the matrix method's momentum and beta2"
-        elif key in OF_PARAM_GROUPS:
+        elif key in PARAM_GROUPS_ARGUMENTS:
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
-        elif key in OF_ADAMW:
+        elif key in ADAMW_ARGUMENTS:
             where = f'it is AdamW\'s, and belongs to a group {{"params": [...], "algorithm": "adamw", "{key}": ...}}'
         elif key == "nesterov":
             where = "its momentum is as the method has it; leave it out"
         else:
-            nearest = get_close_matches(ALSO_CALLED.get(key, key), known, n=1)
+            nearest = get_close_matches(SYNONYMS.get(key, key), known, n=1)
             raise TypeError(
                 f"{title}() got an unexpected keyword argument {key!r}: "
                 + (f"the nearest is {nearest[0]!r}." if nearest else f"it takes {', '.join(known)}.")

@@ -33,11 +33,11 @@ from prokl.engine.weights import (
     weights_of,
 )
 
-OF_THE_MACHINE = {"backend": None, "precision": None, "cuda_graphs": True}
+MACHINE_SETTINGS = {"backend": None, "precision": None, "cuda_graphs": True}
 """Settings that are this machine's and not a checkpoint's, with what they are in optimizers pickled without them."""
 
 
-OF_OTHERS = {"exp_avg", "momentum_buffer", "square_avg"}
+FOREIGN_STATE_KEYS = {"exp_avg", "momentum_buffer", "square_avg"}
 """State keys of PyTorch's optimizers, Muon among them."""
 
 
@@ -123,7 +123,7 @@ def prepare(
             settings |= {
                 key: _tuples(value, present.get(key)) for key, value in loaded.items() if isinstance(value, list)
             }
-            groups.append({**settings, **{key: present[key] for key in OF_THE_MACHINE}})
+            groups.append({**settings, **{key: present[key] for key in MACHINE_SETTINGS}})
         else:
             groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
         groups[i] = plain_group(groups[i], defaults.keys() | adamw_defaults.keys())
@@ -180,8 +180,8 @@ def _check_sizes(state_dict: Mapping[str, Any], here: list[Group]) -> None:
     if len(there) != len(own):
         what = "has a different number of parameter groups"
     remedy = "Build model and groups as they were when it was saved, with the same arguments of prokl.param_groups"
-    if not ours and foreign & OF_OTHERS:
-        kept = ", ".join(sorted(foreign & OF_OTHERS))
+    if not ours and foreign & FOREIGN_STATE_KEYS:
+        kept = ", ".join(sorted(foreign & FOREIGN_STATE_KEYS))
         remedy = f"It is another optimizer's, with {kept}: start this one with an empty state"
     raise ValueError(f"loaded state dict {what}: {there} weights in the groups there, and {own} here. {remedy}.")
 
@@ -269,7 +269,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
     """
     for settings in (state.get("defaults"), *(g for g in state["param_groups"] if g["algorithm"] == "matrix")):
         if settings is not None:
-            settings.update({**OF_THE_MACHINE, **settings})
+            settings.update({**MACHINE_SETTINGS, **settings})
     restored: set[int] = set()
     misfits: dict[Tensor, str] = {}
     try:
@@ -309,7 +309,7 @@ def restore(state: dict[str, Any], method: Method[Any], optimizer: str, check_va
                         _check_values(entry, layout, member)
                     entry["step" + member.suffix] = stored_clock(p, clock(member, entry))
                 restored.add(i)
-            elif foreign := OF_OTHERS & entry.keys():
+            elif foreign := FOREIGN_STATE_KEYS & entry.keys():
                 misfits.setdefault(p, f"{name} has {min(foreign)}, another optimizer's, and nothing of {optimizer}'s")
             if entry and not misfits:  # a copy: what was loaded goes on without this optimizer
                 clocks = {"step" + member.suffix for member in parts}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import ALSO_CALLED
+from prokl.algorithm.settings import SYNONYMS
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.engine.weights import FLATTENED, named
 
@@ -65,7 +65,7 @@ def check_keys(group: Group, settings: Collection[str], others: Collection[str])
             raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none; {REMOVED[key]}.")
         if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
             continue
-        spelt = ALSO_CALLED.get(key, key.lower())
+        spelt = SYNONYMS.get(key, key.lower())
         for nearest in get_close_matches(spelt, settings, n=1, cutoff=0.8):
             if f"_{nearest}_" not in f"_{key}_":
                 raise ValueError(

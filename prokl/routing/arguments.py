@@ -8,13 +8,21 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from prokl.algorithm.settings import ALSO_CALLED, PRO_ADVANCED
+from prokl.algorithm.settings import PRO_ADVANCED, SYNONYMS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OF_CONSTRUCTORS = {"momentum", "beta2", "alpha_kl", "precondition_frequency", "variant", "state_dtype", *PRO_ADVANCED}
-OF_CONSTRUCTORS |= {"bf16_weights", "backend", "maximize", "adjust_lr_fn", "process_group"}
-OF_ADAMW = {"amsgrad", "foreach", "fused", "capturable"}
+CONSTRUCTOR_ARGUMENTS = {
+    "momentum",
+    "beta2",
+    "alpha_kl",
+    "precondition_frequency",
+    "variant",
+    "state_dtype",
+    *PRO_ADVANCED,
+}
+CONSTRUCTOR_ARGUMENTS |= {"bf16_weights", "backend", "maximize", "adjust_lr_fn", "process_group"}
+ADAMW_ARGUMENTS = {"amsgrad", "foreach", "fused", "capturable"}
 
 
 def with_own_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -43,11 +51,11 @@ def with_own_errors(function: Callable[P, R]) -> Callable[P, R]:
 def _belongs(key: str, known: list[str]) -> str:
     if key == "betas":
         return "AdamW's are adamw_betas, and the matrix method's are momentum and beta2 of the constructor"
-    if key in OF_CONSTRUCTORS:
+    if key in CONSTRUCTOR_ARGUMENTS:
         also = ", and AdamW's is adamw_eps" if key == "eps" else ""
         return f"it goes to the constructor, ProKLShampoo(groups, {key}=...){also}"
-    if key in OF_ADAMW:
+    if key in ADAMW_ARGUMENTS:
         return f'set it in the groups that this makes, as group["{key}"], where group["algorithm"] is "adamw"'
     spelt = key.replace("_wd", "_weight_decay").replace("learning_rate", "lr")
-    nearest = get_close_matches(ALSO_CALLED.get(key, spelt), known, n=1)
+    nearest = get_close_matches(SYNONYMS.get(key, spelt), known, n=1)
     return f"the nearest is {nearest[0]}" if nearest else f"it takes {', '.join(known)}"

@@ -43,14 +43,14 @@ def contents(run, route):
     }
 
 
-OF_WEIGHTS = ("params", "param_names")
+WEIGHT_KEYS = ("params", "param_names")
 
 
 def flat(optimizer):
     """Return an optimizer's state dict as torchtitan saves it: one dict, by names of weights."""
     packed, found = optimizer.state_dict(), {}
     for group in packed["param_groups"]:
-        settings = {key: value for key, value in group.items() if key not in OF_WEIGHTS}
+        settings = {key: value for key, value in group.items() if key not in WEIGHT_KEYS}
         for place, name in zip(group["params"], group["param_names"], strict=True):
             found |= {f"state.{name}.{key}": value for key, value in packed["state"][place].items()}
             found |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
@@ -65,7 +65,7 @@ def load_flat(optimizer, found):
         for p, name in zip(group["params"], group["param_names"], strict=True):
             places.append(len(state))
             state[len(state)] = {key: found[f"state.{name}.{key}"] for key in optimizer.state[p]}
-        settings = {key: found[f"param_groups.{name}.{key}"] for key in group if key not in OF_WEIGHTS}
+        settings = {key: found[f"param_groups.{name}.{key}"] for key in group if key not in WEIGHT_KEYS}
         groups.append({"params": places, **settings})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
