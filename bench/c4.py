@@ -47,8 +47,8 @@ def encoder() -> Encode:
     try:
         tokenizer = kind.from_pretrained(TOKENIZER)
     except Exception as error:  # the package raises nothing more specific
-        said = str(error).partition("\n")[0]
-        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded ({said}); check the network") from None
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"the hub's {TOKENIZER} cannot be loaded ({reason}); check the network") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda documents: [encoding.ids for encoding in tokenizer.encode_batch(documents)]
@@ -66,8 +66,8 @@ def documents(split: str, encode: Encode) -> Iterator[np.ndarray]:
         encoded = stream.select_columns("text").map(known, batched=True, remove_columns="text")
         yield from (np.asarray(row["tokens"], np.uint16) for row in encoded)
     except OSError as error:  # what the hub's client raises without a network is one, too
-        said = str(error).partition("\n")[0]
-        raise UsageError(f"cannot read {DATASET} from the hub ({said}); check the network, then try again") from None
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"cannot read {DATASET} from the hub ({reason}); check the network, then try again") from None
 
 
 def write_shards(tokens: Iterable[np.ndarray], limit: int, name: Callable[[int], Path]) -> tuple[int, int]:

@@ -76,8 +76,8 @@ def options(kind: type[T], argv: Sequence[str], prog: str, **more: Any) -> T:
             raise
     # tyro draws a box: a title, the complaint, a rule, and where help is.
     lines = [line.strip("│ ") for line in complaint.getvalue().splitlines() if not line.startswith("╭")]
-    said = lines[: next((i for i, line in enumerate(lines) if line.startswith(("─", "╰")) or not line), None)]
-    raise UsageError(f"{' '.join(said).rstrip('.')}; see --help")
+    message = lines[: next((i for i, line in enumerate(lines) if line.startswith(("─", "╰")) or not line), None)]
+    raise UsageError(f"{' '.join(message).rstrip('.')}; see --help")
 
 
 def _check(values: dict[str, Any], right: Callable[[Any], bool], must: str) -> None:
@@ -85,8 +85,8 @@ def _check(values: dict[str, Any], right: Callable[[Any], bool], must: str) -> N
     for name, value in values.items():
         for one in value if isinstance(value, tuple | list) else (value,):
             if one is not None and not right(one):
-                said = f"{one:g}" if isinstance(one, float) else one
-                raise UsageError(f"--{name.replace('_', '-')} {said}: must be {must}")
+                shown = f"{one:g}" if isinstance(one, float) else one
+                raise UsageError(f"--{name.replace('_', '-')} {shown}: must be {must}")
 
 
 def at_least(low: int, **values: int | Sequence[int] | None) -> None:

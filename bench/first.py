@@ -119,11 +119,11 @@ def main(argv: Sequence[str]) -> int:
             continue
         before = time.perf_counter()
         try:
-            said = check()
+            result = check()
         except Exception as error:
             wrong += 1
-            said = f"WRONG: {type(error).__name__}: {error}".splitlines()[0][:300]
-        print(f"{name}: {said} ({time.perf_counter() - before:.1f} s)", flush=True)
+            result = f"WRONG: {type(error).__name__}: {error}".splitlines()[0][:300]
+        print(f"{name}: {result} ({time.perf_counter() - before:.1f} s)", flush=True)
     print(f"{wrong} wrong, {left} not begun within {o.seconds:g} s")
     return 1 if wrong else 0
 

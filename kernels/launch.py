@@ -29,7 +29,7 @@ PRECISIONS = ("ieee", "tf32", "tf32x3")
 products, about as exact as float32). Other dtypes do not depend on it, nor does anything in the interpreter."""
 
 LOG = logging.getLogger("prokl")
-_said = False
+_logged = False
 """True once it was logged that kernels are compiled."""
 _begun: set[str] = set()
 """Kernels of which a launch has succeeded."""
@@ -102,7 +102,7 @@ def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: 
 
     Every launch of the package comes through here. The first one that has to compile says so, once a process.
     """
-    listens = not _said and kernel.__name__ not in _begun
+    listens = not _logged and kernel.__name__ not in _begun
     # Triton launches on the current device; -1 leaves it alone.
     with torch.cuda.device(device.index if device.type == "cuda" else -1), _heard() if listens else nullcontext():
         kernel[grid](*arguments, **constants)
@@ -115,11 +115,11 @@ def _heard() -> Iterator[None]:
     knobs, before = triton.knobs.compilation, triton.knobs.compilation.listener
 
     def listener(**compilation: Any) -> None:
-        global _said
+        global _logged
         if before is not None:
             before(**compilation)
-        if not compilation["cache_hit"] and not _said:
-            _said = True
+        if not compilation["cache_hit"] and not _logged:
+            _logged = True
             LOG.warning(
                 "Triton compiles prokl's kernels, one after another, as they are not in its cache, %s. The first steps "
                 "wait for that; later runs with this cache do not.",

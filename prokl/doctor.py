@@ -50,8 +50,8 @@ def _triton() -> str:
 
 def _nvcc() -> str:
     nvcc = toolkit.find_nvcc(os.environ)
-    said = "not found" if nvcc is None else f"{toolkit.nvcc_version(nvcc)} ({nvcc})"
-    return f"{said}; only needed to build the extension"
+    found = "not found" if nvcc is None else f"{toolkit.nvcc_version(nvcc)} ({nvcc})"
+    return f"{found}; only needed to build the extension"
 
 
 def _extension() -> str:

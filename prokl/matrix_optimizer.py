@@ -108,14 +108,14 @@ class MatrixOptimizer(Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group).__name__}.")
         check_no_module(param_group.get("params"))
         check_algorithm_named(param_group)
-        groups, said = split_off_vectors(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
+        groups, warning = split_off_vectors(param_group, [g for g in self.param_groups if g["algorithm"] == "adamw"])
         before = len(self.param_groups)
         try:
             for group in groups:
                 self._add_group(group)
             if not self._adding:
                 check_names(self.param_groups)
-            for message in filter(None, (said, like_conv1d(self.param_groups[before:], before))):
+            for message in filter(None, (warning, like_conv1d(self.param_groups[before:], before))):
                 warnings.warn(message, stacklevel=2)
         except BaseException:
             del self.param_groups[before:]

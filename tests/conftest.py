@@ -27,8 +27,8 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    said = "append each failure there as it comes: a run that its limit ends says nothing of them"
-    parser.addoption("--failures", type=Path, metavar="FILE", help=said)
+    explanation = "append each failure there as it comes: a run that its limit ends says nothing of them"
+    parser.addoption("--failures", type=Path, metavar="FILE", help=explanation)
 
 
 class Failures:

@@ -51,7 +51,7 @@ def batches_of(seed: int) -> Iterator[torch.Tensor]:
 
 
 def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics.Health]:
-    """Train; return what is said of the optimizer at these steps, before the step is made."""
+    """Train; return the health of the optimizer at these steps, before the step is made."""
     torch.manual_seed(case.seed)
     if case.family == "llama":
         model = models.build(models.llama(1, 64, 2, 172, context=CONTEXT))
@@ -62,7 +62,7 @@ def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics
     # Every second byte stays out of the embedding, which the matrix method steps then.
     matrix = ["embedding.weight"] if case.sick == "idle rows" else []
     groups = prokl.param_groups(given, lr=lr * (10 if case.sick == "lr" else 1), adamw_lr=3e-3, matrix=matrix)
-    optimizer, said, since = cls(groups), {}, None
+    optimizer, found_at, since = cls(groups), {}, None
     for step, bytes_ in zip(range(1, asked[-1] + 1), batches_of(case.seed), strict=False):
         if case.sick == "idle rows":
             bytes_ = bytes_ // 2 * 2
@@ -73,9 +73,9 @@ def trained(case: Case, asked: tuple[int, ...] = ASKED) -> dict[int, diagnostics
         model.zero_grad()
         loss.backward()
         if step in asked:
-            said[step] = since = diagnostics.health(optimizer, since=since)
+            found_at[step] = since = diagnostics.health(optimizer, since=since)
         optimizer.step()
-    return said
+    return found_at
 
 
 def figure(value: float | None) -> str:
@@ -86,13 +86,13 @@ def figure(value: float | None) -> str:
     return short if "e+" not in short else f"{float(short):,.0f}"
 
 
-def table(said: dict[str, dict[int, diagnostics.Health]]) -> str:
+def table(runs: dict[str, dict[int, diagnostics.Health]]) -> str:
     """Return the numbers of runs side by side, at the last step; the first line is of the fifth."""
     early, last = "prokl/update_to_weight_median", ASKED[-1]
-    keys = dict.fromkeys(key for found in said.values() for key in found[last].numbers)
-    rows = [(f"`{early.removeprefix('prokl/')}`, step 5", [found[5].numbers.get(early) for found in said.values()])]
-    rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in said.values()]) for k in keys]
-    lines = ["| | " + " | ".join(said) + " |", "|---|" + "---|" * len(said)]
+    keys = dict.fromkeys(key for found in runs.values() for key in found[last].numbers)
+    rows = [(f"`{early.removeprefix('prokl/')}`, step 5", [found[5].numbers.get(early) for found in runs.values()])]
+    rows += [(f"`{k.removeprefix('prokl/')}`", [found[last].numbers.get(k) for found in runs.values()]) for k in keys]
+    lines = ["| | " + " | ".join(runs) + " |", "|---|" + "---|" * len(runs)]
     for title, values in rows:
         lines.append(f"| {title} | " + " | ".join(figure(v) for v in values) + " |")
     return "\n".join(lines)

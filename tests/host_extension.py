@@ -73,8 +73,8 @@ def compiled_extension():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 whole = Path(scratch) / "whole"  # moved when it is complete: a build that was cut short is never found
                 whole.mkdir()
-                said = run(COMPILER, *flags, "-shared", "-x", "c++", *SOURCES, "-o", whole / library.name, cwd=ROOT)
-                (whole / "warnings.txt").write_text(said)
+                output = run(COMPILER, *flags, "-shared", "-x", "c++", *SOURCES, "-o", whole / library.name, cwd=ROOT)
+                (whole / "warnings.txt").write_text(output)
                 if fingerprint(flags) != state:
                     raise RuntimeError("The sources changed while they were compiled: run again.")
                 whole.rename(built)

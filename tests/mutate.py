@@ -180,7 +180,7 @@ def verdict(tree, mutation, limit):
         start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = child.communicate(timeout=limit)
+        output, _ = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
@@ -188,8 +188,8 @@ def verdict(tree, mutation, limit):
     finally:
         path.write_text(text)
     if child.returncode in (4, 5):
-        raise RuntimeError(f"pytest ran no test (status {child.returncode}):\n{said[-2000:]}")
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+        raise RuntimeError(f"pytest ran no test (status {child.returncode}):\n{output[-2000:]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return "survived" if child.returncode == 0 else f"killed by {failed[1] if failed else child.returncode}"
 
 
@@ -208,9 +208,9 @@ def main():
         tree = Path(scratch, "tree")
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(tree)], check=True)
         for mutation in drawn:
-            said = verdict(tree, mutation, options.limit)
-            print(f"{mutation}\n  {said}", flush=True)
-            found[mutation.file.split("/")[0], said.split()[0]] += 1
+            result = verdict(tree, mutation, options.limit)
+            print(f"{mutation}\n  {result}", flush=True)
+            found[mutation.file.split("/")[0], result.split()[0]] += 1
     print(found)
 
 

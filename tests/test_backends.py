@@ -19,7 +19,7 @@ def weight():
 
 
 @pytest.mark.parametrize(
-    "backend, device, surroundings, said",
+    "backend, device, surroundings, reason",
     [
         ("reference", "cpu", {}, r"reference: asked for$"),
         ("torch", "cpu", {}, r"torch: asked for$"),
@@ -33,7 +33,7 @@ def weight():
     ],
 )
 def test_what_runs_is_told_with_the_reason_for_which_asking_for_the_kernels_raises(
-    backend, device, surroundings, said, monkeypatch
+    backend, device, surroundings, reason, monkeypatch
 ):
     capability, device = surroundings.get("capability"), torch.device(device)
     monkeypatch.setenv("TRITON_INTERPRET", surroundings.get("interpret", "0"))
@@ -41,7 +41,7 @@ def test_what_runs_is_told_with_the_reason_for_which_asking_for_the_kernels_rais
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(selection.importlib.util, "find_spec", lambda name: surroundings.get("triton", name))
     name, _, why = explain(backend, device).partition(": ")
-    assert re.match(said, f"{name}: {why}") and select(backend, device).name == name
+    assert re.match(reason, f"{name}: {why}") and select(backend, device).name == name
     if device.type == "cuda" and name == "torch":
         with pytest.raises(ValueError, match=re.escape(why)):
             select("triton", device)

@@ -168,12 +168,12 @@ def test_a_weight_that_never_moves_is_warned_about_once_by_name(cls):
         gradients |= {name: normal(4, 6, seed=t) if t >= start else None for name, start in late.items()}
         step(optimizer, [*weights.values()], [gradients[name] for name in weights])
 
-    said = [(t, w) for t in range(2 * NEVER_MOVED_AFTER + 20) for w in never_moved_warnings(lambda: stepped(t))]  # noqa: B023
-    assert [(t, str(w.message).split()[0]) for t, w in said] == [
+    warned = [(t, w) for t in range(2 * NEVER_MOVED_AFTER + 20) for w in never_moved_warnings(lambda: stepped(t))]  # noqa: B023
+    assert [(t, str(w.message).split()[0]) for t, w in warned] == [
         (NEVER_MOVED_AFTER - 1, "zeros"),
         (NEVER_MOVED_AFTER - 1, "nan"),
     ]
-    assert all(f" {NEVER_MOVED_AFTER} steps" in str(w.message) and w.filename == STEPPED_IN for _, w in said)
+    assert all(f" {NEVER_MOVED_AFTER} steps" in str(w.message) and w.filename == STEPPED_IN for _, w in warned)
     assert all(same_bits(weights[name], weight(4, 6, seed=i)) for i, name in enumerate(["zeros", "nan"]))
 
 

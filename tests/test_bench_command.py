@@ -43,8 +43,8 @@ if INTERPRETED:
     WRONG.append(("compile_report aot", "interprets the kernels, which compiles nothing; unset it"))
 
 
-@pytest.mark.parametrize("line, said", WRONG)
-def test_what_is_wrong_is_one_line_with_the_remedy(line, said, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("line, message", WRONG)
+def test_what_is_wrong_is_one_line_with_the_remedy(line, message, tmp_path, monkeypatch, capsys):
     pytest.importorskip("setuptools")  # of compile_report
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("many words of text that come back again and again " * 500)
@@ -52,4 +52,4 @@ def test_what_is_wrong_is_one_line_with_the_remedy(line, said, tmp_path, monkeyp
     module = import_module(f"bench.{name}" if name in ("pretrain", "tables") else f"bench.{name}.__main__")
     assert module.main(arguments) == 2
     printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and re.search(said, printed.err)
+    assert printed.out == "" and printed.err.count("\n") == 1 and re.search(message, printed.err)

@@ -34,13 +34,13 @@ def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
     monkeypatch.setattr(first, "STEPS", 3)
     monkeypatch.setattr(first, "PERIOD", 2)  # the last of them refreshes
     assert first.main([*GIVEN, "--seconds", "600"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     asked = "doctor: torch", "doctor: extension", "step: balanced, 12 x 8: right ", "graphs: faithful: 0 of the "
     for what in asked:
-        assert any(line.startswith(what) for line in said), what
-    right = [line.rpartition(": right")[0] for line in said if line.startswith("kernel: ")]
+        assert any(line.startswith(what) for line in output), what
+    right = [line.rpartition(": right")[0] for line in output if line.startswith("kernel: ")]
     assert right == [f"kernel: {case.name}" for case in KERNELS]
-    assert said[-1] == "0 wrong, 0 not begun within 600 s"
+    assert output[-1] == "0 wrong, 0 not begun within 600 s"
 
 
 @pytest.mark.slow
@@ -58,11 +58,11 @@ def test_a_wrong_kernel_and_a_wrong_step_are_noticed_and_what_fails_is_a_line(mo
     monkeypatch.setattr(first, "KERNELS", [case])
     monkeypatch.setattr(first, "graphs", lambda *given: "not asked")
     assert first.main(GIVEN) == 1
-    said = capsys.readouterr().out
-    assert "kernel: product: WRONG: ArithmeticError: error " in said
+    output = capsys.readouterr().out
+    assert "kernel: product: WRONG: ArithmeticError: error " in output
     for precision in ops:
-        assert re.search(f"step: {precision}, 12 x 8: WRONG: .* from the reference in float64, may be 1e-06", said)
-    assert said.splitlines()[-1].startswith("3 wrong, 0 not begun")
+        assert re.search(f"step: {precision}, 12 x 8: WRONG: .* from the reference in float64, may be 1e-06", output)
+    assert output.splitlines()[-1].startswith("3 wrong, 0 not begun")
     agreement.complaint.cache_clear()
 
 

@@ -157,8 +157,8 @@ def test_a_command_killed_twice_and_resumed_gives_the_rows_of_an_uninterrupted_o
     for done in (1, 2):
         assert run(shard, tmp_path / "halves") == 130
         assert len(read(tmp_path / "halves" / gpt124m.FILE)) == done
-        said = capsys.readouterr()
-        assert "the same command goes on" in said.err and " of it was not training" in said.out
+        output = capsys.readouterr()
+        assert "the same command goes on" in output.err and " of it was not training" in output.out
     assert run(shard, tmp_path / "halves") == 0
     assert contents(tmp_path / "halves") == whole
     passed.clear()
@@ -232,9 +232,9 @@ def test_an_optimizer_that_fails_or_is_not_there_leaves_the_others_their_runs(
     monkeypatch.setattr(gpt124m, "trials", lambda known, scales: iter(order))
     assert run(shard, tmp_path) == 1
     assert [row["lr"] for row in read(tmp_path / gpt124m.FILE)] == ["0.03"]
-    said = capsys.readouterr()
-    assert "Left out: AdamW: lr 0.004, seed 0, 12 steps of gpt2-micro: no such package\n" in said.out
-    assert "FAILED: AdamW: lr 0.006" in said.out and "no such luck" in said.err
+    output = capsys.readouterr()
+    assert "Left out: AdamW: lr 0.004, seed 0, 12 steps of gpt2-micro: no such package\n" in output.out
+    assert "FAILED: AdamW: lr 0.006" in output.out and "no such luck" in output.err
 
 
 def test_a_row_says_what_was_trained_and_how_fast(small, shard, tmp_path):

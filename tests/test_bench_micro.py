@@ -101,12 +101,12 @@ def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
     found = {g.name.partition(",")[0]: g for g in groups.groups([TINY], CPU) if g.sizes == Sizes(3, 12, 20, 4)}
-    said = [
+    chosen = [
         groups.row(form, found[name], FP32, CPU) for name in ("apply", "refresh") for form in found[name].forms(CPU)
     ]
-    assert [r["dtype"] for r in said[:3]] == ["float32"] * 3
+    assert [r["dtype"] for r in chosen[:3]] == ["float32"] * 3
     qr = "QR by PyTorch: the torch backend calls no kernels; "
-    assert [r["note"] for r in said[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
+    assert [r["note"] for r in chosen[3:]] == ["of tiny", f"{qr}of tiny", "KL-Shampoo's refresh; of tiny"]
     (orthogonalised, _) = found["Newton-Schulz"].forms(CPU)
     assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
 

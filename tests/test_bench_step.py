@@ -186,11 +186,11 @@ def test_what_is_wrong_fails_or_is_too_slow_has_a_reason_in_place_of_a_figure(ti
     monkeypatch.setattr(steps, "model_entries", lambda *_: [right[0], *others, right[1]])
     arguments = ["steps", "--sets", "tiny", "--seconds", "0.001"]
     assert timing.main(arguments) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for step, why in WRONG.items():
-        assert re.search(f"^tiny pro-klshampoo torch r=3 step: {why}.*; {step.__name__}$", said, re.MULTILINE), step
-    assert "tiny pro-klshampoo r=3 step: RuntimeError: no such kernel; failing" in said  # as a peer
-    timed = re.findall(r"^tiny (\S+(?: torch r=2)?) step: \S+ ms", said, re.MULTILINE)
+        assert re.search(f"^tiny pro-klshampoo torch r=3 step: {why}.*; {step.__name__}$", output, re.MULTILINE), step
+    assert "tiny pro-klshampoo r=3 step: RuntimeError: no such kernel; failing" in output  # as a peer
+    timed = re.findall(r"^tiny (\S+(?: torch r=2)?) step: \S+ ms", output, re.MULTILINE)
     assert timed == ["muon", "pro-klshampoo torch r=2"]
     monkeypatch.setattr(steps, "SLOWEST", 0.0)
     assert timing.main(["steps", "--sets", "tiny"]) == 1

@@ -53,8 +53,8 @@ def shown(path, found, capsys):
     """The cells of the table of these rows."""
     rows.write(path, found)
     assert tables.main(["--steps", str(path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in said if line[:1] == "|"]
+    lines = capsys.readouterr().out.splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
 
 
 def test_every_optimizer_that_ran_has_a_line(tmp_path, capsys):

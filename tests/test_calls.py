@@ -201,16 +201,16 @@ def test_figures_of_a_spectrum_refuse_what_is_none(measure):
 @pytest.mark.parametrize("cls", [PRO, KL])
 def test_an_optimizer_of_a_copy_says_once_that_nothing_trains(cls):
     trained, of_copy = model(), cls(prokl.param_groups(model(), lr=0.02, adamw_lr=1e-3))
-    said = []
+    warned = []
     for _ in range(25):
         trained(torch.ones(2, 8)).sum().backward()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             of_copy.step()
-        said.append([str(w.message) for w in found])
-    (message,) = said[9]
+        warned.append([str(w.message) for w in found])
+    (message,) = warned[9]
     assert "None of the 6 weights of this optimizer had a gradient in its first 10 steps" in message
-    assert not any(said[:9] + said[10:])
+    assert not any(warned[:9] + warned[10:])
 
 
 @pytest.mark.parametrize("why", ["a late gradient", "all frozen", "no weights"])

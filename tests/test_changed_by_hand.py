@@ -337,11 +337,11 @@ def examine(seed):
     try:
         optimizer.step()
     except Exception as error:
-        said, names = f"{type(error).__name__}: {error}", r"\bw\d|Invalid|[Gg]roup \d|A group with"
-        if type(error) not in (ValueError, RuntimeError) or not re.search(names, said):
-            return [f"{what}: an error without a name: {said}"]
+        message, names = f"{type(error).__name__}: {error}", r"\bw\d|Invalid|[Gg]roup \d|A group with"
+        if type(error) not in (ValueError, RuntimeError) or not re.search(names, message):
+            return [f"{what}: an error without a name: {message}"]
         moved = differences(before, mixture.held())
-        return [f"{what}: {sorted(map(str, moved))} changed before {said}"] if moved else []
+        return [f"{what}: {sorted(map(str, moved))} changed before {message}"] if moved else []
     if twin is None and "with values that are" in refusal:  # which a step does not wait for
         return [] if all(p.isfinite().all() for p in weights) else [f"{what}: not finite"]
     if twin is None:

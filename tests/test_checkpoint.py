@@ -339,8 +339,8 @@ def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(
     there, here = STATE_SETTINGS[key]
     saved = train(PRO(named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
     new = PRO(named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
-    (said,) = said_at_load(reloaded(saved), new)
-    assert f"has {key}={there!r} for group 0, here {here!r}. " in said
+    (warning,) = said_at_load(reloaded(saved), new)
+    assert f"has {key}={there!r} for group 0, here {here!r}. " in warning
     assert new.param_groups[0][key] == there and new.param_groups[0]["momentum"] == 0.9
     assert said_at_load(saved, new) == []
 
@@ -351,9 +351,9 @@ def test_a_file_whose_weights_were_split_otherwise_is_warned_about_with_both_val
         return [{"params": named(*[(6, 10)] * len(split)), "split": list(split)}]
 
     saved = train(cls(groups(None, 2, 3)), range(3)).state_dict()
-    (said,) = said_at_load(saved, cls(groups(2, 2, None)))
-    assert "has split=None for w0, here 2; split=3 for w2, here None. " in said
+    (warning,) = said_at_load(saved, cls(groups(2, 2, None)))
+    assert "has split=None for w0, here 2; split=3 for w2, here None. " in warning
     saved = train(cls([{"params": named((6, 10)), "split": 2}]), range(3)).state_dict()
     assert said_at_load(saved, cls(groups(2))) == []
-    (said,) = said_at_load(saved, cls(groups((1, 5))))
-    assert "has split=2 for w0, here (1, 5). " in said
+    (warning,) = said_at_load(saved, cls(groups((1, 5))))
+    assert "has split=2 for w0, here (1, 5). " in warning

@@ -57,8 +57,8 @@ def step_without(how, folder):
     dist.monitored_barrier()  # its last message has been answered
     if dist.get_rank() == DEAD:
         die()
-    said = [message(call) for call in (run.optimizer.step, run.optimizer.state_dict, run.optimizer.step)]
-    return before, local_weights(run), said
+    errors = [message(call) for call in (run.optimizer.step, run.optimizer.state_dict, run.optimizer.step)]
+    return before, local_weights(run), errors
 
 
 def restart(how, folder):

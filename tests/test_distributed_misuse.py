@@ -154,10 +154,10 @@ def grown_with_its_state():
     run = Run("ddp", shapes=TWO).train(0, 3)
     p = run.weights["a"]
     p.data = torch.cat([p.data, value((3, 12), 7)])
-    said = message(run.step, 3)
+    error = message(run.step, 3)
     p.data = p.data[:8].clone()
     run.step(3)
-    return said
+    return error
 
 
 def test_a_weight_that_has_grown_beside_its_state_is_refused_on_every_rank(pools):
@@ -210,8 +210,8 @@ def without_a_setting():
 
 
 def test_a_group_that_was_robbed_of_a_setting_is_told_as_in_one_process(pools):
-    for said in pools[2].run(without_a_setting):
-        assert said == (
+    for error in pools[2].run(without_a_setting):
+        assert error == (
             "ValueError",
             "Group 0 has no momentum, which algorithm='matrix' needs: set it back, to 0.9 for what it is by default.",
         )
@@ -221,14 +221,14 @@ def without_memory():
     """Train, with an attempt in between that ends before anything has moved."""
     run = Run("ddp", shapes=TWO).train(0, 3)
     with patch.object(run.optimizer._division.engine, "decide", side_effect=MemoryError("none is left")):
-        said = message(run.step, 3)
-    return said, whole(run.train(3, 6).weights)
+        error = message(run.step, 3)
+    return error, whole(run.train(3, 6).weights)
 
 
 def test_a_step_that_ends_before_anything_has_moved_can_be_taken_again(pools):
     expected = whole(Run(shapes=TWO).train(0, 6).weights)
-    for said, found in pools[2].run(without_memory):
-        assert said == ("MemoryError", "none is left")
+    for error, found in pools[2].run(without_memory):
+        assert error == ("MemoryError", "none is left")
         assert_same(found, expected)
 
 
@@ -392,7 +392,7 @@ def last_weight_differs(what):
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "words"),
     [
         ("shape", ("d (8, 12)", "d (8, 40)")),
         ("shape, without names", ("parameter 1 of group 1 (8, 12)", "(8, 40)")),
@@ -400,9 +400,9 @@ def last_weight_differs(what):
         ("frozen", ("d (8, 12)", "frozen")),
     ],
 )
-def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, said, pools):
+def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, words, pools):
     for kind, text in pools[2].run(last_weight_differs, what):
-        assert kind == "RuntimeError" and all(word in text for word in said), text
+        assert kind == "RuntimeError" and all(word in text for word in words), text
         assert "Ranks 0 and 1" in text and "must be the same on all ranks" in text
         assert "of rank" not in text and " a (8, 12)" not in text
 

@@ -338,11 +338,11 @@ def test_what_cannot_be_divided_is_refused_with_the_remedy(pools):
         "ZeRO": ("RuntimeError", "ZeroRedundancyOptimizer", "without process_group="),
         "FSDP1": ("ValueError", "fully_shard"),
     }
-    for said in pools[2].run(refusals):
-        assert said.pop("moved by ZeRO") == [True, True]
-        assert said.keys() == expected.keys()
+    for errors in pools[2].run(refusals):
+        assert errors.pop("moved by ZeRO") == [True, True]
+        assert errors.keys() == expected.keys()
         for what, (error, *words) in expected.items():
-            kind, text = said[what]
+            kind, text = errors[what]
             assert kind == error and all(word in text for word in words), (what, text)
 
 

@@ -128,5 +128,5 @@ BENCH_SCRIPT = "import sys; from bench.command import command; sys.exit(command(
 def test_a_report_ends_quietly_where_its_reader_has_enough(command, code):
     ours = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     ours.stdout.close()
-    said = ours.stderr.read()
-    assert (ours.wait(), said) == (code, "")
+    printed = ours.stderr.read()
+    assert (ours.wait(), printed) == (code, "")

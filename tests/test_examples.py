@@ -27,8 +27,8 @@ def run(folder, script, *arguments):
 @pytest.mark.slow
 def test_the_gpt_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch):
     tiny = ("--width", "32", "--steps", "12", "--save-every", "5", "--accumulate", "2")
-    said = run(tmp_path, "train_gpt.py", *tiny, "--folder", "whole")
-    assert "lm_head.weight" in said and (tmp_path / "whole" / "loss.png").stat().st_size > 1000
+    output = run(tmp_path, "train_gpt.py", *tiny, "--folder", "whole")
+    assert "lm_head.weight" in output and (tmp_path / "whole" / "loss.png").stat().st_size > 1000
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *tiny, "--folder", "parts", "--resume", "whole/10.pt"])
@@ -36,7 +36,7 @@ def test_the_gpt_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path, monk
     whole, parts = (torch.load(tmp_path / name / "12.pt", weights_only=True) for name in ("whole", "parts"))
     assert whole["losses"] == parts["losses"] and len(whole["losses"]) == 12
     assert whole["losses"][-1] < whole["losses"][0] - 0.3
-    assert float(re.search(r"loss ([\d.]+) over the last 10", said)[1]) == pytest.approx(
+    assert float(re.search(r"loss ([\d.]+) over the last 10", output)[1]) == pytest.approx(
         sum(whole["losses"][-10:]) / 10, abs=1e-4
     )
     for name, weight in whole["model"].items():

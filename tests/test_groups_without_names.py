@@ -64,10 +64,10 @@ def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_s
     optimizer = PRO(groups_of(model(frozen=())))
     optimizer.param_groups[-1].update(betas=(0.7, 0.8), amsgrad=True)
     matrix, bias, scale = weight(8, 8), weight(8), nn.Parameter(torch.ones(()))
-    said = (
+    warning = (
         r"2 of 3 weights of a new group without an algorithm are below 2-D, one of shape \(8,\) among them: .*lr=0.001"
     )
-    with pytest.warns(UserWarning, match=said) as caught:
+    with pytest.warns(UserWarning, match=warning) as caught:
         optimizer.add_param_group({"params": form([bias, matrix, scale]), "lr": 0.005, "rank": 2})
     assert caught[0].filename == __file__
     vectors, rest = optimizer.param_groups[-2:]  # the last is the one whose lr was given: trainers set it by its place

@@ -34,21 +34,21 @@ SAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_words_tell_the_sick_from_the_healthy(name):
-    said = trained(CASES[name])
+    found_at = trained(CASES[name])
     if not CASES[name].sick:
-        assert [found.words for found in said.values()] == [[]] * len(said)
+        assert [found.words for found in found_at.values()] == [[]] * len(found_at)
         return
     at, says = SAYS[name]
-    assert any(re.search(says, words) for words in said[at].words)
-    assert all(not found.words for step, found in said.items() if step < at and name != "idle rows")
+    assert any(re.search(says, words) for words in found_at[at].words)
+    assert all(not found.words for step, found in found_at.items() if step < at and name != "idle rows")
 
 
 def test_ten_times_the_rate_is_told_of_weights_beside_others_that_start_at_zero():
     for sick in ("", "lr"):
-        said = trained(CASES["gpt2, seed 0"]._replace(sick=sick), asked=(3, 5))
-        assert said[3].words == []  # by now only weights that started at zero have moved
-        assert bool(said[5].words) == bool(sick)
-    assert said[5].words[0].startswith("The coming step moves 8 of 8 matrices by more than 20% of their size, ")
+        found_at = trained(CASES["gpt2, seed 0"]._replace(sick=sick), asked=(3, 5))
+        assert found_at[3].words == []  # by now only weights that started at zero have moved
+        assert bool(found_at[5].words) == bool(sick)
+    assert found_at[5].words[0].startswith("The coming step moves 8 of 8 matrices by more than 20% of their size, ")
 
 
 def by_figure(scalars):
@@ -177,15 +177,15 @@ def test_weights_without_a_gradient_are_counted_adamws_too():
 def test_a_matrix_that_never_begins_is_named_once_others_have_stepped_for_long():
     ones, stack, frozen = weight(4, 6), weight(2, 4, 6), weight(4, 6).requires_grad_(False)
     optimizer = PRO([("ones", ones), ("stack", stack), ("frozen", frozen)], rank=2)
-    since, said = None, {}
+    since, words_at = None, {}
     for t in range(28):
         ones.grad, stack.grad = torch.zeros(4, 6), normal(2, 4, 6, seed=t)
         stack.grad[1] = 0
         since = diagnostics.health(optimizer, since=since)
-        said[t] = [words for words in since.words if "usable" in words]
+        words_at[t] = [words for words in since.words if "usable" in words]
         optimizer.step()
-    assert not any(said[t] for t in range(27))  # 25 steps after the first
-    (words,) = said[27]
+    assert not any(words_at[t] for t in range(27))  # 25 steps after the first
+    (words,) = words_at[27]
     assert words.startswith("ones, stack[1]: no gradient has been usable so far, while others have stepped.")
 
 

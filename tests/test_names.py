@@ -28,10 +28,10 @@ def test_names_that_no_longer_fit_the_weights_are_told_and_nothing_moves(cls, al
     new = weight(4, 6, seed=3) if edited == "params" else "new"
     group[edited][:] = [kept[0], kept[2]] if edit == "removed" else [*kept, new]
     counts = f"{len(group['params'])} weights and {len(group['param_names'])} param_names"
-    said = rf"^Group 1 has {counts} \('w0', .*\): .* in both lists at the same place"
+    message = rf"^Group 1 has {counts} \('w0', .*\): .* in both lists at the same place"
     calls = [optimizer.clipped, optimizer.state_dict] + [optimizer.step] * (edited == "params")
     for call in calls + [lambda: prokl.diagnostics.scalars(optimizer)] * (algorithm == "matrix"):
-        with refused(optimizer, said, weights=weights):
+        with refused(optimizer, message, weights=weights):
             call()
     group[edited][:] = kept
     train(optimizer, [2])

@@ -98,8 +98,8 @@ def test_one_that_does_not_fit_is_not_left_there_and_is_built(change, why, check
     own = folder / "extension"
     (own / pack.PLACED).touch()  # of a run before
     change(checkout, own, monkeypatch)
-    said = pack.place_extension(own)
-    assert said.startswith("not used: ") and why in said
+    answer = pack.place_extension(own)
+    assert answer.startswith("not used: ") and why in answer
     assert not (own / pack.PLACED).exists() and not list((checkout / "prokl").iterdir())
 
 
@@ -146,8 +146,8 @@ def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory
     made, there = tmp_path / "made", tmp_path / "there"
     done = run_python("-c", COMPILE, "ahead", TRITON_CACHE_DIR=str(made), TRITON_STORE_BINARY_ONLY="1")
     assert done.returncode == 0, done.stderr
-    first, second, said = done.stdout.splitlines()
-    assert first.endswith(" 0 in the cache already") and " 0 kernels compiled, " in second and said == "[0, 0] True"
+    first, second, third = done.stdout.splitlines()
+    assert first.endswith(" 0 in the cache already") and " 0 kernels compiled, " in second and third == "[0, 0] True"
     moved = shutil.move(made, tmp_path / "travelled")
     for text in moved.rglob("*.source"):
         text.unlink()

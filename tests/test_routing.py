@@ -255,11 +255,11 @@ def test_patterns_overrule_the_rules_by_any_name_and_for_what_is_frozen():
     model = GPT()
     model.pos_emb.requires_grad_(False)
     found = by_name(model, matrix=["lm_head.*", "pos_*"], adamw="*.qkv.weight")
-    said = {name: (r.algorithm, r.reason) for name, r in found.items()}
-    assert said["lm_head.weight"] == ("matrix", "matrix='lm_head.*'")
-    assert said["pos_emb"] == ("matrix", "matrix='pos_*'; frozen now")
-    assert said["layers.1.attention.qkv.weight"] == ("adamw", "adamw='*.qkv.weight'")
-    assert said["layers.1.attention.output.weight"] == ("matrix", "linear layer")
+    chosen = {name: (r.algorithm, r.reason) for name, r in found.items()}
+    assert chosen["lm_head.weight"] == ("matrix", "matrix='lm_head.*'")
+    assert chosen["pos_emb"] == ("matrix", "matrix='pos_*'; frozen now")
+    assert chosen["layers.1.attention.qkv.weight"] == ("adamw", "adamw='*.qkv.weight'")
+    assert chosen["layers.1.attention.output.weight"] == ("matrix", "linear layer")
     assert by_name(GPT(tied=True), matrix=["lm_head.weight"])["wte.weight"].algorithm == "matrix"
     net = holding(a=linear(8, 24), b=linear(8, 8), c=linear(8, 8)).requires_grad_(False)
     net.c.requires_grad_(True)

@@ -149,12 +149,12 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("model, said", WHOLE.values(), ids=WHOLE)
-def test_without_a_number_that_fits_a_weight_stays_whole(model, said):
+@pytest.mark.parametrize("model, expected", WHOLE.values(), ids=WHOLE)
+def test_without_a_number_that_fits_a_weight_stays_whole(model, expected):
     route = next(iter(routes(model).values()))
     assert route.split is None
     reason = route.reason.split("; ", 1)
-    assert f"; {reason[1]}".startswith(said) if said else len(reason) == 1
+    assert f"; {reason[1]}".startswith(expected) if expected else len(reason) == 1
 
 
 def test_keys_divide_where_only_queries_do_not_fit():
@@ -195,9 +195,9 @@ def test_numbers_by_hand_compose_with_other_patterns():
         "own.q": None,
         "stored.wq": 2,
     }
-    said = routes(model, heads=told, **options)
-    assert said["own.qkv.weight"].reason == "linear layer; split into 3; q and k by heads: 4 × 2"
-    assert said["own.q.weight"].reason == "linear layer" and said["stored.wq"].transposed
+    routed = routes(model, heads=told, **options)
+    assert routed["own.qkv.weight"].reason == "linear layer; split into 3; q and k by heads: 4 × 2"
+    assert routed["own.q.weight"].reason == "linear layer" and routed["stored.wq"].transposed
     sizes = {"*.qkv.weight": (16, 4, 4)}  # grouped
     assert read(model, heads={"*.qkv.*": 8}, split=sizes)["own.qkv"] == (2,) * 10 + (4,)
     known = with_settings(of_class("MptAttention", Wqkv=linear(8, 24)), n_heads=2)

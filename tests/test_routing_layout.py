@@ -114,8 +114,8 @@ def test_a_normed_weight_is_read_as_its_layer_stores_it(norm):
 
 def test_reasons_say_how_a_weight_is_read_and_which_are_whole_though_their_names_say_fused():
     attention, lstm = nn.MultiheadAttention(16, 2, add_bias_kv=True), nn.LSTM(8, 12, proj_size=5)
-    said = {name: r.reason for part in (attention, lstm) for name, r in routes(part, split_fused=False).items()}
-    assert said == {
+    reasons = {name: r.reason for part in (attention, lstm) for name, r in routes(part, split_fused=False).items()}
+    assert reasons == {
         "in_proj_weight": "q, k and v of MultiheadAttention, fused",
         "out_proj.weight": "linear layer",
         "weight_ih_l0": "weight_ih_l0 of LSTM, gates fused",
@@ -126,11 +126,11 @@ def test_reasons_say_how_a_weight_is_read_and_which_are_whole_though_their_names
     fused = ("c_attn", "qkv", "Wqkv", "qkv_proj", "to_kv", "gate_up_proj", "w12", "query_key_value")
     whole = ("c_proj", "q", "v_proj", "up_proj", "gate", "in_proj", "kvasir", "w1")
     model = holding(**{name: linear(8, 24) for name in (*fused, *whole)})
-    said = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
-    assert said == dict.fromkeys(fused, hint) | dict.fromkeys(whole, "linear layer")
+    reasons = {name.removesuffix(".weight"): r.reason for name, r in routes(model).items()}
+    assert reasons == dict.fromkeys(fused, hint) | dict.fromkeys(whole, "linear layer")
     told = {"*.qkv.weight": 3, "*.c_attn.weight": 1}
-    said = {name.removesuffix(".weight"): r.reason for name, r in routes(model, split=told).items()}
-    assert (said["qkv"], said["c_attn"], said["w12"]) == ("linear layer; split into 3", "linear layer", hint)
+    reasons = {name.removesuffix(".weight"): r.reason for name, r in routes(model, split=told).items()}
+    assert (reasons["qkv"], reasons["c_attn"], reasons["w12"]) == ("linear layer; split into 3", "linear layer", hint)
     assert {r.reason for r in routes(model, split_fused=False).values()} == {"linear layer"}
     assert routes(Conv1D(20, 8))["weight"].reason == "2-D, weight of Conv1D; stored (in, out)"
     assert routes(holding(c_attn=Conv1D(20, 8)))["c_attn.weight"].reason.endswith("consecutive pieces)")

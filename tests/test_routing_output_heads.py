@@ -135,7 +135,7 @@ HEADS = {
     "an adaptive softmax": (nn.AdaptiveLogSoftmaxWithLoss(12, 200, cutoffs=[20, 60], div_value=2.0), SOFTMAX),
     "an adaptive softmax inside": (
         holding(h=blocks(12), out=nn.AdaptiveLogSoftmaxWithLoss(12, 200, cutoffs=[20, 60], div_value=2.0)),
-        {f"out.{name}": said for name, said in SOFTMAX.items()},
+        {f"out.{name}": reason for name, reason in SOFTMAX.items()},
     ),
     # Layers that end a model of which nothing else is known.
     "numbered": (holding(fc1=linear(12, 9), fc2=linear(9, 5)), {"fc2": LAST}),

@@ -62,22 +62,24 @@ def test_names_keep_their_case_in_reasons():
     model = holding(Mixer=holding(A_log=torch.zeros(8, 4), W_q=torch.zeros(8, 8), Filter=torch.zeros(8, 4)))
     model.Mixer.Filter._no_weight_decay = True
     model.CLS_Head = holding(Dense=linear(8, 8), OutProj=linear(8, 5))
-    said = {name: route.reason for name, route in by_name(model).items()}
-    assert said["Mixer.A_log"] == "acts element by element by its name, A_log of Module"
-    assert said["Mixer.W_q"] == f"2-D, W_q of Module{GUESS}; not by heads: their number is not known (heads= tells it)"
-    assert said["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
-    assert said["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
+    reasons = {name: route.reason for name, route in by_name(model).items()}
+    assert reasons["Mixer.A_log"] == "acts element by element by its name, A_log of Module"
+    assert (
+        reasons["Mixer.W_q"] == f"2-D, W_q of Module{GUESS}; not by heads: their number is not known (heads= tells it)"
+    )
+    assert reasons["Mixer.Filter"] == "marked _no_weight_decay, Filter of Module"
+    assert reasons["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 
 
 def test_a_stack_of_which_nothing_says_how_it_is_stored_gets_the_hint():
     model = holding(experts=holding(W1=torch.zeros(4, 8, 12), W2=torch.zeros(4, 8, 12)), pair=nn.Bilinear(3, 4, 5))
     model.known = holding(W3=torch.zeros(4, 8, 12))
     model.known.is_transposed = False
-    said = {name: route.reason for name, route in by_name(model, transposed=["*.W2"]).items()}
-    assert said["experts.W1"] == f"stack of 4, W1 of Module{HINT}"
-    assert said["experts.W2"] == "stack of 4, W2 of Module; stored (in, out)"
-    assert said["known.W3"] == "stack of 4, W3 of Module"
-    assert said["pair.weight"] == "stack of 5, weight of Bilinear"
+    reasons = {name: route.reason for name, route in by_name(model, transposed=["*.W2"]).items()}
+    assert reasons["experts.W1"] == f"stack of 4, W1 of Module{HINT}"
+    assert reasons["experts.W2"] == "stack of 4, W2 of Module; stored (in, out)"
+    assert reasons["known.W3"] == "stack of 4, W3 of Module"
+    assert reasons["pair.weight"] == "stack of 5, weight of Bilinear"
 
 
 def test_the_table_shows_every_parameter_its_destination_and_the_reason():

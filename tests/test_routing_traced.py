@@ -56,9 +56,9 @@ def test_weights_go_where_those_of_the_model_itself_go(make, form, tmp_path):
     model, example = make()
     wanted = {route.names[0]: route.algorithm for route in param_groups(model, **RATES).routes}
     other = form(model, example, tmp_path)
-    with pytest.warns(UserWarning, match=r"was exported or scripted, .*took \d+ classes from the names") as said:
+    with pytest.warns(UserWarning, match=r"was exported or scripted, .*took \d+ classes from the names") as warned:
         groups = param_groups(other, **RATES)
-    assert len([w for w in said if "exported or scripted" in str(w.message)]) == 1 and said[0].filename == __file__
+    assert len([w for w in warned if "exported or scripted" in str(w.message)]) == 1 and warned[0].filename == __file__
     assert {route.names[0]: route.algorithm for route in groups.routes} == wanted
     assert {"linear layer"} <= {r.reason for r in groups.routes if r.algorithm == "matrix"} or make is image
     before = {n: p.detach().clone() for n, p in other.named_parameters()}

@@ -123,7 +123,7 @@ def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (["bench", "--part", "micro step"], "./run bench: cannot take '"),
         (["bench", "--out", ""], "./run bench: cannot take '"),
@@ -134,10 +134,10 @@ def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs
     ],
     ids=lambda given: " ".join(given),
 )
-def test_what_it_does_not_take_is_refused_in_one_line(arguments, said, script):
+def test_what_it_does_not_take_is_refused_in_one_line(arguments, message, script):
     status, commands, error = script(*arguments)
     assert (status, commands) == (2, [])
-    assert error.startswith(said) and error.count("\n") == 1
+    assert error.startswith(message) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("job", ["pretrain", "test", "integrations", "bench", "gpu"])

@@ -113,10 +113,10 @@ def test_what_a_rank_says_of_a_gradient_that_it_lacks_adds_up_with_what_the_othe
     """
     shape, p = MatrixShape(2, 3, 4), torch.empty(2, 3, 4, device="meta")
     with default_dtype(dtype):
-        said = [not_finite(SimpleNamespace(stand_in=one, shapes=[shape], p=p)) for one in (None, weight(2, 3, 4))]
-        said.append(not_finite(SimpleNamespace(stand_in=SimpleNamespace(grad=normal(2, 3, 4)), shapes=[shape], p=p)))
-    assert {flags.dtype for flags in said} == {torch.float32}
-    assert [flags.device.type for flags in said] == ["meta", "meta", "cpu"]
+        found = [not_finite(SimpleNamespace(stand_in=one, shapes=[shape], p=p)) for one in (None, weight(2, 3, 4))]
+        found.append(not_finite(SimpleNamespace(stand_in=SimpleNamespace(grad=normal(2, 3, 4)), shapes=[shape], p=p)))
+    assert {flags.dtype for flags in found} == {torch.float32}
+    assert [flags.device.type for flags in found] == ["meta", "meta", "cpu"]
 
 
 def small(cls):
@@ -225,7 +225,7 @@ def matmul_precision(how):
 @pytest.mark.parametrize("cls, own", [(PRO, {"ns_dtype": torch.float32}), (KL, {})])
 def test_a_cpus_products_are_of_float32_or_a_warning_says_so(cls, own, backend):
     """Torch asks oneDNN for products of this size; rounding to bfloat16 would leave 1e-2, another order 1e-6."""
-    found, said = [], []
+    found, warned = [], []
     for how in ("highest", "medium"):
         with matmul_precision(how), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -235,9 +235,9 @@ def test_a_cpus_products_are_of_float32_or_a_warning_says_so(cls, own, backend):
                 W.grad = normal(192, 256, seed=t)
                 optimizer.step()
         found.append(W.detach())
-        said.append([w for w in caught if "set_float32_matmul_precision" in str(w.message)])
-    assert not said[0]
-    assert said[1] or (found[1] - found[0]).norm() < 1e-4 * (found[0] - weight(192, 256).detach()).norm()
+        warned.append([w for w in caught if "set_float32_matmul_precision" in str(w.message)])
+    assert not warned[0]
+    assert warned[1] or (found[1] - found[0]).norm() < 1e-4 * (found[0] - weight(192, 256).detach()).norm()
 
 
 @pytest.mark.parametrize("how, warns", [("medium", True), ("high", True), ("highest", False)])

@@ -19,15 +19,17 @@ def groups(**options):
 @both
 @pytest.mark.parametrize("lr", [99, torch.tensor(99.0)], ids=["number", "tensor"])
 def test_an_lr_that_every_group_overrides_is_told(cls, lr):
-    said = r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
-    with told_once(said, __file__):
+    message = (
+        r"^lr=(99|tensor\(99\.\)) of the .* reaches no group, as all have their own: lr=0\.05\. Set .*param_groups"
+    )
+    with told_once(message, __file__):
         optimizer = cls(groups(), lr=lr)
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
 def test_all_settings_that_reach_no_group_are_told_at_once():
-    said = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
-    with told_once(said, __file__):
+    message = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
+    with told_once(message, __file__):
         PRO(groups(weight_decay=0.1, rank=2), 99, 0.5, rank=3)
     two = [{"params": [weight(4, 6)], "momentum": momentum} for momentum in (0.5, 0.6)]
     with told_once(r"^momentum=0\.7 .*: momentum=0\.5, 0\.6\.", __file__):

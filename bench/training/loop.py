@@ -52,7 +52,7 @@ def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
         for run, own in zip(runs, torch.load(path, map_location="cpu", weights_only=True), strict=True):
             run.load_state_dict(own)
     saved_at = monotonic()
-    with asked_to_stop() as stop, bar(runs, shown) as said:
+    with asked_to_stop() as stop, bar(runs, shown) as progress:
         while not all(run.finished for run in runs):
             stopped = stop()
             if stopped or monotonic() - saved_at >= BETWEEN:
@@ -66,8 +66,8 @@ def train(runs: Sequence[Run], path: Path, shown: bool) -> None:
                 if not run.finished:
                     run.advance()
             latest = {run.name.partition("-")[0]: run.record.losses[-1] for run in runs if not run.finished}
-            said.set_postfix_str("  ".join(f"{name} {loss:.2f}" for name, loss in latest.items()), refresh=False)
-            said.update()
+            progress.set_postfix_str("  ".join(f"{name} {loss:.2f}" for name, loss in latest.items()), refresh=False)
+            progress.update()
     save(runs, path)
 
 

@@ -58,8 +58,8 @@ def ask(nvcc: str, *arguments: str) -> str:
     except OSError as error:
         raise ToolkitError(f"{nvcc} cannot be run: {error}. {OTHER}") from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip() or "it says nothing"
-        raise ToolkitError(f"{' '.join(command)} exited {done.returncode}: {said.rstrip('.')}. {OTHER}")
+        output = (done.stderr or done.stdout).strip() or "it says nothing"
+        raise ToolkitError(f"{' '.join(command)} exited {done.returncode}: {output.rstrip('.')}. {OTHER}")
     return done.stdout
 
 

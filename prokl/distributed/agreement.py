@@ -20,8 +20,8 @@ def compare(
     for team in teams:
         mine = [] if failure is not None else _shared_by(team, ours, weights)
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answers = team.gathered((digest, said))
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        answers = team.gathered((digest, message))
         for rank, (_, other) in zip(team.ranks, answers, strict=True):
             if other is not None and failure is None:
                 failure = RuntimeError(f"Nothing was stepped, as rank {rank} could not: {other}")

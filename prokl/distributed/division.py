@@ -120,9 +120,9 @@ class Division:
 
     def tell(self, failure: Exception | None) -> Exception | None:
         """Tell all ranks of a failure, and return it, or what another rank told."""
-        said = None if failure is None else f"{type(failure).__name__}: {failure}"
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
         for team in self.teams:
-            for rank, other in zip(team.ranks, team.gathered(said), strict=True):
+            for rank, other in zip(team.ranks, team.gathered(message), strict=True):
                 if other is not None and failure is None:
                     failure = ValueError(f"Nothing was loaded, as rank {rank} could not: {other}")
         return failure
@@ -221,9 +221,9 @@ class Division:
         for p, entry in self._exposed.items():
             if outer.state.get(p) is not entry:
                 self._replace_state(p, outer.state.get(p))
-        said = self._stepped()
+        messages = self._stepped()
         self.show(outer)
-        return said
+        return messages
 
     def _stepped(self) -> list[str]:
         begun = False

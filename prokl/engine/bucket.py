@@ -142,7 +142,7 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self._left: list[int] | None = None  # versions of stacks that steps can go on from
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self.follow(weights)
         self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
         self._every = tuple(range(count))
@@ -284,7 +284,7 @@ class Bucket:
             Warnings about weights that never move.
         """
         self.io.release()
-        self._left, said, self._said = self._versions(), self._said, []
+        self._left, messages, self._messages = self._versions(), self._messages, []
         if len(moved) == self.layout.count:
             member_moved = [True] * len(self.members)
         else:
@@ -303,12 +303,12 @@ class Bucket:
             if idle[suffix] < 0:
                 self._unmoved.remove(i)
             if count == NEVER_MOVED_AFTER and not member_moved[i]:
-                said.append(
+                messages.append(
                     f"{name} has not moved in {NEVER_MOVED_AFTER} steps with a gradient: every gradient was zero, too "
                     "small to square, or not finite (optimizer.skipped() counts those). Check the loss scale and "
                     "whether the weight is used."
                 )
-        return said
+        return messages
 
     def _versions(self) -> list[int]:
         """Return PyTorch's counts of writes into the stacks, by steps and by whoever has a view of them."""
@@ -330,7 +330,7 @@ class Bucket:
                 for b in rows:
                     steps[b] = -1
             if some := sum(in_part[b] for b in rows):
-                self._said.append(
+                self._messages.append(
                     f"The state of {member.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
                     f"{len(member.rows)} matrices, which no step can go on from: they begin anew with the next "
                     "gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."

@@ -114,11 +114,11 @@ class Engine:
             Sharded: see there.
             ValueError: what cannot be stepped as it is; nothing has moved then.
         """
-        said: list[str] = []
+        messages: list[str] = []
         for bucket, plan in self.decide():
-            said += self.advance(bucket, plan)
+            messages += self.advance(bucket, plan)
         self.step_adamw()
-        return said
+        return messages
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
         """Return the buckets that have something to do, and what; nothing has moved then.
@@ -140,8 +140,8 @@ class Engine:
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
-        moved, said = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
-        return said + bucket.commit(plan, moved)
+        moved, messages = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
+        return messages + bucket.commit(plan, moved)
 
     def step_adamw(self) -> None:
         """Step the AdamW groups."""

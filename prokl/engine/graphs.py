@@ -171,8 +171,8 @@ class Graphs:
             replays[key] = recorded  # the last used is the last to go
             return plan.stepping, []
         del recorded
-        said = self._refuse(failure)
-        return bucket.execute(plan), [said]  # an error of the step itself is raised here
+        message = self._refuse(failure)
+        return bucket.execute(plan), [message]  # an error of the step itself is raised here
 
     def _refuse(self, failure: str) -> str:
         """Give up every graph, for good, and the memory that they held; return a warning."""

@@ -64,8 +64,10 @@ def split_off_vectors(group: Group, adamw: Sequence[Group]) -> tuple[list[Group]
     options = {key: adamw[-1][key] for key in (ARGUMENTS - {"weight_decay"}) & adamw[-1].keys()}
     options["weight_decay"] = 0.0
     groups = [{"params": vectors, "algorithm": "adamw", **options}]
-    said = f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."
-    return groups + ([{**group, "params": rest}] if rest else []), said
+    warning = (
+        f"{what}: they are in an AdamW group of their own now, with lr={rates[0]:g}. To choose otherwise, {remedy}."
+    )
+    return groups + ([{**group, "params": rest}] if rest else []), warning
 
 
 def like_conv1d(groups: Sequence[Group], index: int) -> str | None:

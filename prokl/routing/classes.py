@@ -46,7 +46,7 @@ class Classes:
         self.guessed.append(f"{path}.weight" if path else "weight")
         return _empty(BY_SHAPE[weight.ndim], module)
 
-    def said(self, title: str) -> str | None:
+    def warning(self, title: str) -> str | None:
         """Return what to say of a model that is called so; None where its modules have classes."""
         if not (self.told or self.guessed):
             return None

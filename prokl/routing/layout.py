@@ -175,25 +175,25 @@ class Readings:
                     f"{error}; give a number that divides it, or sizes that add up to it."
                 ) from None
             split, shapes = None, pieces(p, transposed, None)
-        said = "; stored (in, out)" if transposed else ""
+        note = "; stored (in, out)" if transposed else ""
         unsplit = split is None and by_hand is None and any(_named_as_fused(p, o) for o in owners)
         if split is not None:
-            said += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
+            note += "; split into " + ("+".join(map(str, split)) if isinstance(split, tuple) else str(split))
         rows = [shape.rows for shape in shapes]
         sizes, of_heads = self._heads_of(p, owners, transposed, rows, counted, unsplit)
         if sizes is not None:
             split = tuple(sizes) if len({*sizes}) > 1 else None if len(sizes) == 1 else len(sizes)
             shapes = pieces(p, transposed, split)
         elif unsplit and self._split_fused:
-            said += "; whole, though named as fused (split= takes consecutive pieces)"
-        said += of_heads
+            note += "; whole, though named as fused (split= takes consecutive pieces)"
+        note += of_heads
         if p.ndim == 3 and not transposed and not any(_says_how_stored(o) for o in owners):
-            said += "; each read as (out, in) (transposed= reads it as (in, out))"
+            note += "; each read as (out, in) (transposed= reads it as (in, out))"
         ranks = tuple(effective_rank(rank, shape.m, shape.n) for shape in shapes)
         return replace(
             route,
             rank=ranks[0] if len(set(ranks)) == 1 else ranks,
-            reason=route.reason + said,
+            reason=route.reason + note,
             transposed=transposed,
             split=split,
         )

@@ -64,8 +64,8 @@ class OutputHeads:
         """Return why ``p`` is an output head under this name, or None where it is none."""
         if o.path in self._stated:
             return self._stated[o.path]
-        if said := self._counted(p, o):
-            return said
+        if reason := self._counted(p, o):
+            return reason
         if any(o.path[: len(path)] == path for path in self._sure):
             return None
         if o.linear and o.closes == len(o.path) - self._shared > 0 and self._several:
@@ -106,8 +106,8 @@ class OutputHeads:
         size = _outputs(p, o)
         if size in self._inputs:
             return None
-        said = (c[size] for path, c in self._counts.items() if size in c and o.path[: len(path)] == path)
-        return next((f"output head, {what}" for what in said), None)
+        counted = (c[size] for path, c in self._counts.items() if size in c and o.path[: len(path)] == path)
+        return next((f"output head, {what}" for what in counted), None)
 
     def _closing_layers(self, owners: Mapping[Tensor, Sequence[Owner]]) -> dict[Path, str]:
         """Return the linear layers that end a model of which nothing else says what its head is: fc2, policy and value.

@@ -167,8 +167,8 @@ def param_groups(
 
     classes = Classes(model)
     owners = owners_of(model, classes)
-    if said := classes.said(type(model).__name__):
-        warnings.warn(said, stacklevel=3)  # past the check of arguments
+    if warning := classes.warning(type(model).__name__):
+        warnings.warn(warning, stacklevel=3)  # past the check of arguments
     if owners and not any(p.requires_grad for p in owners):
         raise ValueError(
             f"No parameter of model ({type(model).__name__}) requires grad, so nothing trains: unfreeze what is to, "
@@ -192,8 +192,8 @@ def param_groups(
             route = readings.of(p, of_p, route, "auto" if rank is None else rank)
         own = own_settings(p, aliases[0]) if choice.algorithm == "adamw" else ()
         if own:
-            said = ", ".join(f"{key}={value!r}" for key, value in own)
-            route = replace(route, reason=f"{route.reason}; _optim has {said}")
+            settings = ", ".join(f"{key}={value!r}" for key, value in own)
+            route = replace(route, reason=f"{route.reason}; _optim has {settings}")
         decays = choice.decays
         if decays and (asked := next((undecayed[name] for name in aliases if name in undecayed), None)):
             decays, route = False, replace(route, reason=f"{route.reason}; no weight decay, by {asked}")

@@ -122,8 +122,8 @@ def _merged(lines: list[tuple[list[str], list[Route]]], place: int) -> tuple[lis
             runs[-1].append(number)
         else:
             runs.append([number])
-    said = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
-    return [*first[:place], f"{{{said}}}", *first[place + 1 :]], [route for line in lines for route in line[1]]
+    numbers = ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+    return [*first[:place], f"{{{numbers}}}", *first[place + 1 :]], [route for line in lines for route in line[1]]
 
 
 def _title(numbers: list[str], routes: list[Route]) -> str:

@@ -213,8 +213,8 @@ def choose(p: Tensor, owners: Sequence[Owner], head: str | None) -> Choice:
         return Choice("adamw", f"acts element by element by its name, {what}", decays=False)
     if o := any_owner(lambda o: o.embedding):
         tied = ", ".join(other.name for other in owners if not other.embedding)
-        said = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
-        return Choice("adamw", said, head=any(other.linear for other in owners))
+        reason = f"{tied} tied to embedding {o.name}" if tied else f"embedding ({o.kind})"
+        return Choice("adamw", reason, head=any(other.linear for other in owners))
     if o := any_owner(lambda o: o.norm):
         return Choice("adamw", f"norm ({o.kind})", decays=False)
     if any_owner(lambda o: o.says(TABLE)):

@@ -196,5 +196,5 @@ def message(function, *args, **kwargs):
 def refusal(run, function, *args, **kwargs):
     """Return the type and text of the error that a call raises, and what of a run's weights and state it changes."""
     before = everything(run)
-    said, after = message(function, *args, **kwargs), everything(run)
-    return *said, [key for key in before if before[key] != after.get(key)]
+    error, after = message(function, *args, **kwargs), everything(run)
+    return *error, [key for key in before if before[key] != after.get(key)]

@@ -51,9 +51,9 @@ def test_an_unfrozen_backbone_is_trained_its_vectors_by_adamw_and_resumes(tmp_pa
     torch.manual_seed(0)
     model = Labelled()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer, said = fit(model, 3, tmp_path)
+    trainer, warned = fit(model, 3, tmp_path)
     (optimizer,) = trainer.optimizers
-    assert len(said) == 1 and "below 2-D" in said[0] and "lr=0.001" in said[0]
+    assert len(warned) == 1 and "below 2-D" in warned[0] and "lr=0.001" in warned[0]
     names = {p: name for name, p in model.named_parameters()}
     groups = [(g["algorithm"], g["lr"], [names[p] for p in g["params"]]) for g in optimizer.param_groups]
     assert groups == [
@@ -66,7 +66,7 @@ def test_an_unfrozen_backbone_is_trained_its_vectors_by_adamw_and_resumes(tmp_pa
 
     trainer.save_checkpoint(tmp_path / "third.ckpt")
     resumed = Labelled()
-    again, said = fit(resumed, 4, tmp_path, resume=tmp_path / "third.ckpt")
-    assert not said and again.current_epoch == 4
+    again, warned = fit(resumed, 4, tmp_path, resume=tmp_path / "third.ckpt")
+    assert not warned and again.current_epoch == 4
     assert [g["algorithm"] for g in again.optimizers[0].param_groups] == ["adamw", "adamw", "adamw", "matrix"]
     assert again.optimizers[0].param_groups[-1]["lr"] == 0.0025

@@ -95,9 +95,9 @@ def test_the_example_of_trainer_trains_and_a_resumed_run_ends_with_the_same_bits
     pytest.importorskip("transformers")
     load_file = pytest.importorskip("safetensors.torch").load_file
     tiny = ("--width", "32", "--steps", "20", "--save-every", "10")
-    said = run(tmp_path, "train_hf.py", *tiny, "--folder", "whole")
-    first, last = map(float, re.search(r"loss ([\d.]+) at first, ([\d.]+) at last", said).groups())
-    assert last < first - 0.3 and "transformer.h.{0..3}.attn.c_attn.weight" in said and "split into 3" in said
+    output = run(tmp_path, "train_hf.py", *tiny, "--folder", "whole")
+    first, last = map(float, re.search(r"loss ([\d.]+) at first, ([\d.]+) at last", output).groups())
+    assert last < first - 0.3 and "transformer.h.{0..3}.attn.c_attn.weight" in output and "split into 3" in output
     run(tmp_path, "train_hf.py", *tiny, "--folder", "parts", "--resume", "whole/checkpoint-10")
     whole, parts = (load_file(tmp_path / name / "checkpoint-20" / "model.safetensors") for name in ("whole", "parts"))
     assert_close(whole, parts, rtol=0, atol=0)

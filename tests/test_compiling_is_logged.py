@@ -25,7 +25,7 @@ class Kernel:
 @pytest.fixture
 def lines(caplog, monkeypatch):
     """Launch kernels, by name, of which this many are in the cache; return what was logged."""
-    monkeypatch.setattr(launch, "_said", False)
+    monkeypatch.setattr(launch, "_logged", False)
     monkeypatch.setattr(launch, "_begun", set())
 
     def launched(*kernels):
@@ -39,8 +39,8 @@ def lines(caplog, monkeypatch):
 
 def test_the_first_kernel_that_is_compiled_says_so_and_no_other(lines):
     assert lines(("a", True)) == []
-    (said,) = lines(("b", False), ("c", False), ("b", False))
-    assert str(triton.knobs.cache.dir) in said
+    (line,) = lines(("b", False), ("c", False), ("b", False))
+    assert str(triton.knobs.cache.dir) in line
 
 
 def test_a_full_cache_says_nothing(lines):
