@@ -30,16 +30,16 @@ void bind(pybind11::module_& m) {
     m.attr("block") = prokl::block_columns<T>();
     m.def("shared_memory", prokl::shared_memory<T>);
     m.def("factor", [](int batch, int k, Parts N, int kind, Tensor C, Tensor F, bool invert, Tensor shifted,
-                       Address scale, Address diagonal, Address before, Address used, Address stream) {
+                       Address scale, Address diagonal, Address before, Address status, Address stream) {
         prokl::factor<T>(batch, k, sums(N), static_cast<prokl::Kind>(kind),
                          {matrices(C), matrices(F), invert, matrices(shifted), at<void>(scale), at<void>(diagonal),
-                          at<int>(used)},
+                          at<int>(status)},
                          at<const int>(before), at<void>(stream));
     });
     m.def("finish", [](int batch, int n, int k, Tensor A, Parts N, Tensor kept, Tensor Q, bool of_root,
-                       Address deviations, Address before, Address used, Address stream) {
+                       Address deviations, Address before, Address status, Address stream) {
         prokl::finish<T>({batch, n, k}, matrices(A), sums(N), matrices(kept), matrices(Q), of_root, at<void>(deviations),
-                         at<const int>(before), at<int>(used), at<void>(stream));
+                         at<const int>(before), at<int>(status), at<void>(stream));
     });
 }
 

@@ -34,7 +34,7 @@ struct Outputs {
     Batch<T> C, F, shifted;
     T* scale;
     const int* before;
-    int* used;
+    int* status;
 };
 
 // The upper triangle that takes nearly orthonormal columns of Gram matrix N to orthonormal ones, up to the square of
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
 #pragma unroll
             for (int c = 0; c < E; ++c) a[r][c] = settling(i * E + r, j * E + c, a[r][c]);
         store_inverse<T>(a, i, j, k, out.F[b], out.F.ld);
-        if (threadIdx.x == 0) out.used[b] = before;
+        if (threadIdx.x == 0) out.status[b] = before;
         return;
     }
     if (out.shifted.data != nullptr) store_symmetric<T>(a, i, j, k, out.shifted[b], out.shifted.ld);
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
         __syncthreads();  // before anybody writes what others still read
     }
     if (threadIdx.x == 0) {
-        out.used[b] = before | (raised == 0 ? 0 : kind == SEMIDEFINITE ? SHIFTED : RAISED) | (lost == 0 ? 0 : LOST);
+        out.status[b] = before | (raised == 0 ? 0 : kind == SEMIDEFINITE ? SHIFTED : RAISED) | (lost == 0 ? 0 : LOST);
         if (out.scale != nullptr) out.scale[b] = scale;
     }
     if (out.F.data != nullptr) store_inverse<T>(a, i, j, k, out.F[b], out.F.ld);
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
 // matrix to the next.
 template <class T>
 __global__ void __launch_bounds__(FACTOR_THREADS, 1)
-    corner_kernel(Batch<T> N, Batch<T> F, const T* diagonal, Index across, int k, Pivots<T> pivots, int mark, int* used,
-                  Active active) {
+    corner_kernel(Batch<T> N, Batch<T> F, const T* diagonal, Index across, int k, Pivots<T> pivots, int mark,
+                  int* status, Active active) {
     const int b = blockIdx.z;
     if (!active(b)) return;
     const auto board = Board<T>::make();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(FACTOR_THREADS, 1)
     Accumulator<T> a;
     load_tile<T>(a, i, j, k, N[b], N.ld, 1, 0);
     sweep<T>(a, i, j, board, k, pivots, N[b], N.ld);
-    if (threadIdx.x == 0 && *board.raised != 0) used[b] |= mark;
+    if (threadIdx.x == 0 && *board.raised != 0) status[b] |= mark;
     store_inverse<T>(a, i, j, k, F[b], F.ld);
 }
 
@@ -135,7 +135,7 @@ template <class T>
 __global__ void __launch_bounds__(THREADS)
     load_kernel(Batch<const T> N, Outputs<T> out, T* diagonal, int k, Kind kind, T noise, bool again) {
     const int b = blockIdx.z;
-    if (again && (out.used[b] & SHIFTED) == 0) return;
+    if (again && (out.status[b] & SHIFTED) == 0) return;
     const int before = out.before == nullptr ? 0 : out.before[b];
     const bool settles = kind == SETTLE && (before & RAISED) == 0;
     T scale = 1, shift = 0;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(THREADS)
         if (again) shift = shift_of(most * scale, noise);
     }
     if (!again && blockIdx.x == 0 && threadIdx.x == 0) {
-        out.used[b] = before;
+        out.status[b] = before;
         if (out.scale != nullptr) out.scale[b] = scale;
     }
     const int first = blockIdx.x * ROWS, rows = min(ROWS, k - first);
@@ -176,7 +176,7 @@ class Factorisation {
         blocks(Active{out.before, kind == SETTLE ? RAISED : 0}, kind == SEMIDEFINITE ? SHIFTED : RAISED);
         if (kind != SEMIDEFINITE) return;
         load(N.first, true);
-        blocks(Active{out.used, SHIFTED}, LOST);
+        blocks(Active{out.status, SHIFTED}, LOST);
     }
 
     int batch, k;
@@ -202,7 +202,7 @@ class Factorisation {
             const int width = std::min(S, k - j), rest = k - j - width;
             const Batch<T> corner = F.from(j, invert ? j : 0);
             launch(corner_kernel<T>, dim3(1, 1, batch), FACTOR_THREADS, FACTOR_SHARED<T>, stream, C.from(j, j), corner,
-                   diagonal + j, Index(k), width, pivots, mark, out.used, active);
+                   diagonal + j, Index(k), width, pivots, mark, out.status, active);
             if (rest == 0) break;
             const Batch<T> below = C.from(j + S, j);
             launch(apply_kernel<T>, dim3(ceil_div(rest, S), 1, batch), THREADS, PRODUCT_SHARED<T>, stream, below, below,

@@ -70,8 +70,8 @@ struct Sum {
     }
 };
 
-// What happened to a matrix, as bits. prokl/backends/cuda_qr.py names them too.
-enum Used : int {
+// Bits of a matrix's status. prokl/backends/cuda_qr.py names them too.
+enum QRStatus : int {
     SHIFTED = 2,      // N + shift I was factored in place of N
     RAISED = 4,       // a pass raised a pivot that was small beside its column
     HOUSEHOLDER = 8,  // by Householder's QR
@@ -82,10 +82,12 @@ enum Used : int {
 // Which matrices a launch works on: those with such a bit, or all. The others' blocks return at once; nothing is read on
 // the host.
 struct Active {
-    const int* used;
+    const int* status;
     int bit;
 
-    __device__ __forceinline__ bool operator()(int b) const { return bit == 0 || (used != nullptr && (used[b] & bit) != 0); }
+    __device__ __forceinline__ bool operator()(int b) const {
+        return bit == 0 || (status != nullptr && (status[b] & bit) != 0);
+    }
 };
 
 inline int ceil_div(Index a, Index b) { return static_cast<int>((a + b - 1) / b); }

@@ -21,7 +21,8 @@ template <class T>
 void factor(int batch, int k, Sums N, Kind kind, Factors to, const int* before, void* stream) {
     // Blocks of more columns than BLOCK replace N itself where C has no place of its own.
     const Matrices C = to.C.data == nullptr && k > BLOCK<T> ? N.first : to.C;
-    const Outputs<T> out{typed<T>(C), typed<T>(to.F), typed<T>(to.shifted), static_cast<T*>(to.scale), before, to.used};
+    const Outputs<T> out{typed<T>(C), typed<T>(to.F), typed<T>(to.shifted), static_cast<T*>(to.scale), before,
+                         to.status};
     Factorisation<T>{batch, k, kind, Pivots<T>::of(kind, k), out, to.invert, static_cast<T*>(to.diagonal),
                      static_cast<cudaStream_t>(stream)}
         .run(typed<T>(N));
@@ -35,7 +36,7 @@ T acceptable(int k) {
 
 template <class T>
 void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
-            int* used, void* stream) {
+            int* status, void* stream) {
     const auto [batch, n, k] = size;
     if (deviations != nullptr)
         launch(deviation_kernel<T>, dim3(ceil_div(k, ROWS), 1, batch), THREADS, sizeof(T) * WARPS,
@@ -45,7 +46,7 @@ void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_ro
     launch(fits ? finish_kernel<T, true> : finish_kernel<T, false>, dim3(1, 1, batch), THREADS,
            fits ? staged : finish_shared<T>(n, k, false), static_cast<cudaStream_t>(stream), typed<T>(N),
            static_cast<const T*>(deviations), acceptable<T>(k), of_root ? LOST : 0, typed<T>(A), typed<T>(kept), typed<T>(Q), n, k, before,
-           used);
+           status);
 }
 
 template <class T>

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(THREADS, 4) deviation_kernel(Sum<T> N, int k, 
 template <class T, bool STAGED>
 __global__ void __launch_bounds__(THREADS, 1)
     finish_kernel(Sum<T> N, const T* deviations, T acceptable, int wrong, Batch<const T> A, Batch<const T> kept, Batch<T> Q, int n, int k,
-                  const int* before, int* used) {
+                  const int* before, int* status) {
     const int b = blockIdx.z;
     T* partial = dynamic_shared<T>();
     const int done = before == nullptr ? 0 : before[b];
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         else
             for (int i = 0, runs = (k + ROWS - 1) / ROWS; i < runs; ++i) square += deviations[Index(b) * runs + i];
         if (sqrt(square) <= acceptable) {  // false for NaN
-            if (threadIdx.x == 0) used[b] = done;
+            if (threadIdx.x == 0) status[b] = done;
             return;
         }
     }
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     const T *from = A[b], *otherwise = kept.data == nullptr ? nullptr : kept[b];
     T* to = Q[b];
     const bool finite = column_scales(from, A.ld, n, k, scale, partial);
-    if (threadIdx.x == 0) used[b] = finite ? done | HOUSEHOLDER : NONFINITE;
+    if (threadIdx.x == 0) status[b] = finite ? done | HOUSEHOLDER : NONFINITE;
     if (!finite) {
         for (Index e = threadIdx.x; e < Index(n) * k; e += THREADS)
             to[e / k * Q.ld + e % k] =

@@ -32,7 +32,7 @@ enum Kind : int {
     SEMIDEFINITE,  // N is factored for its own sake: scaled, and shifted where it is singular
 };
 
-// What a factorisation leaves; each but `used` may be missing.
+// What a factorisation leaves; each but `status` may be missing.
 struct Factors {
     Matrices C;  // lower, zeros above; with more than BLOCK columns what works in the place of N
     Matrices F;  // C^-T, zeros below; without `invert` a strip (B,k,BLOCK) of its diagonal blocks
@@ -40,7 +40,7 @@ struct Factors {
     Matrices shifted;  // N + shift I, not scaled
     void* scale;       // (B): N times that was factored
     void* diagonal;    // (B,k), with more than BLOCK columns: to work with
-    int* used;         // (B)
+    int* status;       // (B)
 };
 
 // Defined for float and double. They enqueue kernels and return; std::runtime_error tells of a launch that failed.
@@ -51,7 +51,7 @@ void factor(int batch, int k, Sums N, Kind kind, Factors factors, const int* bef
 // `deviations` (B,k / 64 rounded up), or nullptr where N is small: to work with.
 template <class T>
 void finish(Size size, Matrices A, Sums N, Matrices kept, Matrices Q, bool of_root, void* deviations, const int* before,
-            int* used, void* stream);
+            int* status, void* stream);
 
 // Columns that one block of threads factors.
 template <class T>

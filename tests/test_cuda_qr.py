@@ -10,7 +10,7 @@ import torch
 from prokl import ProKLShampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.backends import cuda_qr, extension
-from prokl.cuda_qr import Used
+from prokl.cuda_qr import QRStatus
 from tests import sanitize_qr
 from tests.host_extension import shared_limit, shuffled
 from tests.inputs import same_bits
@@ -52,17 +52,17 @@ def test_every_edge_of_the_blocking_is_a_qr(extension_on_cpu, name, dtype, n, k)
 def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
     for of, function, size in (("tracking", track, (2, k + 100, k)), ("refresh", refresh, (2, k, k))):
         inputs = draw(of, name, size)
-        Q, used = function(*inputs)
+        Q, status = function(*inputs)
         assert_is_qr(of, inputs, Q)
         # A wrong block of the Cholesky factor would send all of these to Householder, which hides it.
-        assert k == 1 or not (used & Used.HOUSEHOLDER).any()
+        assert k == 1 or not (status & QRStatus.HOUSEHOLDER).any()
 
 
 def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
     # Residuals near 1e-20: their squares are subnormal in float32, and reflections from them are not orthogonal.
     inputs = draw("coordinates", "row scales, skewed 1e4", (3, 60, 12))
-    Q, used = coordinates(*inputs)
-    assert (used & Used.HOUSEHOLDER).all()
+    Q, status = coordinates(*inputs)
+    assert (status & QRStatus.HOUSEHOLDER).all()
     assert_is_qr("coordinates", inputs, Q)
 
 
@@ -108,12 +108,12 @@ def test_new_memory_is_not_read_before_it_is_written(extension_on_cpu, dtype, fi
 
 
 def test_the_verdict_says_what_was_done_to_each_matrix(extension_on_cpu):
-    Q, used = cuda_qr.qr(mixture())
-    plain, ill, singular, zero, column, nan, orthonormal = map(Used, used.tolist())
+    Q, status = cuda_qr.qr(mixture())
+    plain, ill, singular, zero, column, nan, orthonormal = map(QRStatus, status.tolist())
     assert plain == orthonormal == 0
-    assert ill == singular == Used.RAISED
-    assert zero == column == Used.RAISED | Used.HOUSEHOLDER
-    assert nan == Used.NONFINITE and Q[5].isnan().all()
+    assert ill == singular == QRStatus.RAISED
+    assert zero == column == QRStatus.RAISED | QRStatus.HOUSEHOLDER
+    assert nan == QRStatus.NONFINITE and Q[5].isnan().all()
 
 
 def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_what_is_not_finite(extension_on_cpu):
@@ -123,8 +123,8 @@ def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_what_is_
     G_perp, Y, *_ = pieces(V, K, U)
     K[3, 0, 0], K[4, 2, 2] = float("nan"), float("inf")
     K[5, 3, 1] = K[5, 1, 3] = float("nan")
-    Q, used = cuda_qr.track(Algebra(host_readable=False), G_perp, Y, K, U, 1.0)
-    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, *[Used.NONFINITE] * 4]
+    Q, status = cuda_qr.track(Algebra(host_readable=False), G_perp, Y, K, U, 1.0)
+    assert [QRStatus(u) for u in status.tolist()] == [QRStatus(0), QRStatus.SHIFTED, *[QRStatus.NONFINITE] * 4]
     assert same_bits(Q[2:], U[2:])
     assert (Q[1] - U[1]).abs().max() <= 12 * torch.finfo(torch.float32).eps
 
@@ -139,8 +139,8 @@ def test_rows_and_matrices_may_lie_apart(extension_on_cpu):
 
 
 def test_an_empty_batch_is_empty(extension_on_cpu):
-    Q, used = cuda_qr.qr(torch.zeros(0, 5, 3))
-    assert Q.shape == (0, 5, 3) and used.shape == (0,)
+    Q, status = cuda_qr.qr(torch.zeros(0, 5, 3))
+    assert Q.shape == (0, 5, 3) and status.shape == (0,)
     assert cuda_qr.qr(torch.zeros(0, 500, 130)).Q.shape == (0, 500, 130)
 
 
@@ -177,14 +177,14 @@ def test_without_the_extension_the_reason_is_told(monkeypatch):
 @pytest.mark.parametrize("k", [4, 130])
 def test_the_operators_keep_what_torch_asks_of_them(extension_on_cpu, k):
     (V, K, _), (L,) = draw("tracking", "random", (2, 150, k)), draw("refresh", "random", (2, k, k))
-    N, used, operators = V.mT @ V, torch.zeros(2, dtype=torch.int32), torch.ops.prokl
+    N, status, operators = V.mT @ V, torch.zeros(2, dtype=torch.int32), torch.ops.prokl
     for operator, inputs in (
         (operators.qr, (V,)),
         (operators.factor, (N, int(cuda_qr.Kind.PASS), None)),
-        (operators.factor, (N, int(cuda_qr.Kind.SETTLE), used)),
+        (operators.factor, (N, int(cuda_qr.Kind.SETTLE), status)),
         (operators.semidefinite_inverse, (K,)),
         (operators.semidefinite_root, (L,)),
-        (operators.finish, (V, V.clone(), N, V, used)),
+        (operators.finish, (V, V.clone(), N, V, status)),
         (operators.finish, (V, V.clone(), None, None, None)),
     ):
         torch.library.opcheck(operator.default, inputs)
@@ -228,11 +228,11 @@ def test_the_calls_for_the_sanitizer_are_right_themselves(extension_on_cpu, caps
 def test_devices_with_little_shared_memory_fall_back_as_well(extension_on_cpu, n, k, dtype):
     inputs = draw("qr", "zero column", (2, n, k), dtype)
     wanted = cuda_qr.qr(*inputs)
-    assert (wanted.used & Used.HOUSEHOLDER).all()
+    assert (wanted.status & QRStatus.HOUSEHOLDER).all()
     with shared_limit(extension_on_cpu, 99 * 1024):  # compute capability 8.6, 8.9 and 12.0
         found = cuda_qr.qr(*inputs)
     assert_is_qr("qr", inputs, found.Q)
-    assert (found.used == wanted.used).all()
+    assert (found.status == wanted.status).all()
 
 
 def test_squares_that_overflow_are_factored_all_the_same(extension_on_cpu):

@@ -16,7 +16,7 @@ from prokl.backends import cuda_qr
 from prokl.backends.io import TorchIO
 from prokl.backends.select import Backend
 from prokl.backends.torch_pairs import PairedAlgebra
-from prokl.cuda_qr import Used
+from prokl.cuda_qr import QRStatus
 from prokl.engine.engine import Engine
 
 
@@ -34,8 +34,8 @@ class WithExtension(PairedAlgebra):
         return cuda_qr.coordinates_qr(self, S, Q).Q
 
     def semidefinite_qr(self, L):
-        Q, used = cuda_qr.semidefinite_qr(self, L)
-        self.done.update(used.tolist())
+        Q, status = cuda_qr.semidefinite_qr(self, L)
+        self.done.update(status.tolist())
         values = torch.linalg.eigvalsh(L.double())
         self.least = min(self.least, float((values[:, 0] / values[:, -1]).min()))
         self.given_up |= torch.equal(super().semidefinite_qr(L)[0], torch.eye(L.shape[-1])[None])
@@ -78,10 +78,12 @@ def test_rounding_sends_no_factor_to_householder(cls, m, steps, kind, again, ext
         optimizer.step()
     print(f"least eigenvalue over the largest: {ops.least:.1e}")
     assert ops.done.total() == (steps - 1) // 5 * (1 if cls is ProKLShampoo else 2)  # the first one starts
-    assert not any(Used(used) & (Used.HOUSEHOLDER | Used.LOST | Used.NONFINITE) for used in ops.done)
+    assert not any(
+        QRStatus(status) & (QRStatus.HOUSEHOLDER | QRStatus.LOST | QRStatus.NONFINITE) for status in ops.done
+    )
     assert W.isfinite().all() and not ops.given_up
     for Q in (optimizer.state[W][key].double() for key in ("Q_L", "Q_R") if key in optimizer.state[W]):
         assert torch.linalg.matrix_norm(Q.mT @ Q - torch.eye(m, dtype=Q.dtype)) <= 1e-5
     L = in_weight_coordinates({key: v.float()[None] for key, v in optimizer.state[W].items() if key[1:2] == "_"})["L"]
     rounded = cuda_qr.semidefinite_qr(ops, L.bfloat16().float())
-    assert bool(rounded.used & int(Used.LOST)) == (again and kind != KINDS[1])  # as it was stored before
+    assert bool(rounded.status & int(QRStatus.LOST)) == (again and kind != KINDS[1])  # as it was stored before

@@ -6,7 +6,7 @@ import torch
 from prokl import ops
 from prokl.backends import cuda_qr, extension
 from prokl.backends.select import select
-from prokl.cuda_qr import Used
+from prokl.cuda_qr import QRStatus
 from tests import test_qr_problems
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr
@@ -53,7 +53,7 @@ def test_it_is_a_qr_at_the_papers_sizes(operation, name, size):
     Q = FORMS[operation]["extension"](*repeated)
     composed = {"tracking": track, "refresh": refresh}.get(operation)
     if composed is not None:  # else a product that is less exact than it should be would only be slow
-        assert not (composed(*repeated).used & int(cuda_qr.Used.HOUSEHOLDER)).any()
+        assert not (composed(*repeated).status & int(cuda_qr.QRStatus.HOUSEHOLDER)).any()
     for b in range(0, size[0], 3):  # float64 on the CPU is for the first only
         assert same_bits(Q[b : b + 3], Q[: len(Q[b : b + 3])])
     assert_is_qr(operation, inputs, Q[: len(inputs[0])].cpu())
@@ -75,8 +75,8 @@ def test_runs_give_the_same_bits_and_the_host_builds_verdicts(extension_on_cpu, 
     for _ in range(5):
         for found, wanted in zip(cuda_qr.qr(A.to(CUDA)), first, strict=True):
             assert same_bits(found, wanted)
-    kinds = Used.HOUSEHOLDER | Used.NONFINITE  # RAISED may turn on a rounding
-    assert ((first.used.cpu() & int(kinds)) == (here.used & int(kinds))).all()
+    kinds = QRStatus.HOUSEHOLDER | QRStatus.NONFINITE  # RAISED may turn on a rounding
+    assert ((first.status.cpu() & int(kinds)) == (here.status & int(kinds))).all()
 
 
 def test_a_graph_captures_it_and_so_nothing_is_read_on_the_host():

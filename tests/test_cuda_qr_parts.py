@@ -5,7 +5,7 @@ import torch
 
 from prokl.algorithm import qr
 from prokl.backends import cuda_qr
-from prokl.cuda_qr import Used
+from prokl.cuda_qr import QRStatus
 from tests.inputs import same_bits
 from tests.qr_bounds import assert_is_qr
 from tests.qr_forms import pieces, products_on, refresh, track
@@ -28,8 +28,12 @@ def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extens
     scaled = Q.clone()
     scaled[..., 0] *= (1 + bound * torch.tensor([0.0, 0.97, 1.03])).sqrt()[:, None]
     found = scaled.clone()
-    used = torch.ops.prokl.finish(A, found, scaled.mT @ scaled, None, torch.tensor([0, 4, 4], dtype=torch.int32))
-    assert [Used(u) for u in used.tolist()] == [Used(0), Used.RAISED, Used.RAISED | Used.HOUSEHOLDER]
+    status = torch.ops.prokl.finish(A, found, scaled.mT @ scaled, None, torch.tensor([0, 4, 4], dtype=torch.int32))
+    assert [QRStatus(u) for u in status.tolist()] == [
+        QRStatus(0),
+        QRStatus.RAISED,
+        QRStatus.RAISED | QRStatus.HOUSEHOLDER,
+    ]
     assert same_bits(found[:2], scaled[:2])
     assert_is_qr("qr", (A[2:],), found[2:])
 
@@ -72,7 +76,7 @@ def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_a
         assert torch.linalg.eigvalsh(L.double()).min() < -1e-5
         found = refresh(L)
         assert_is_qr("refresh", (L,), found.Q)
-        assert not (found.used & int(Used.NONFINITE)).any()
+        assert not (found.status & int(QRStatus.NONFINITE)).any()
 
 
 @pytest.mark.parametrize("k", [12, 140])
@@ -81,12 +85,12 @@ def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_
     X = torch.linalg.qr(A)[0]
     values = torch.stack([torch.ones(k), torch.linspace(1, 0, k).round(), torch.linspace(1, -0.5, k)])  # 1; rank k/2
     H = (X * values[:, None]) @ X.mT
-    used = torch.ops.prokl.semidefinite_root(((H + H.mT) / 2).contiguous())[1]
-    assert [Used(u) for u in used.tolist()] == [Used(0), Used.SHIFTED, Used.SHIFTED | Used.LOST]
-    for of_root, rejected in ((True, Used.HOUSEHOLDER), (False, Used(0))):
+    status = torch.ops.prokl.semidefinite_root(((H + H.mT) / 2).contiguous())[1]
+    assert [QRStatus(u) for u in status.tolist()] == [QRStatus(0), QRStatus.SHIFTED, QRStatus.SHIFTED | QRStatus.LOST]
+    for of_root, rejected in ((True, QRStatus.HOUSEHOLDER), (False, QRStatus(0))):
         found = X.contiguous().clone()
-        then = torch.ops.prokl.finish(A.contiguous(), found, X.mT @ X, None, used, of_root)
-        assert [Used(u) & Used.HOUSEHOLDER for u in then.tolist()] == [Used(0), Used(0), rejected]
+        then = torch.ops.prokl.finish(A.contiguous(), found, X.mT @ X, None, status, of_root)
+        assert [QRStatus(u) & QRStatus.HOUSEHOLDER for u in then.tolist()] == [QRStatus(0), QRStatus(0), rejected]
         assert same_bits(found[:2], X[:2].contiguous())
 
 
@@ -95,8 +99,8 @@ def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_
 def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
     """The factored matrix is the shifted one: scale (K + shift I) = C C^T, of which C^-T is given."""
     S = draw("refresh", "rank-deficient, fresh", (3, k, k))[0] * size
-    F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(S.contiguous())
-    assert all(Used(u) & Used.SHIFTED for u in used.tolist()) and (scale != 1).all()
+    F, shifted, scale, status = torch.ops.prokl.semidefinite_inverse(S.contiguous())
+    assert all(QRStatus(u) & QRStatus.SHIFTED for u in status.tolist()) and (scale != 1).all()
     unit = F.double().mT @ (shifted.double() * scale.double()[:, None, None]) @ F.double()
     # Of a condition of 1 / (4 k^1/2 eps), to which the inverse is off by k eps of it.
     assert torch.linalg.matrix_norm(unit - torch.eye(k, dtype=torch.float64)).max() <= k**0.5
@@ -119,12 +123,12 @@ def test_products_of_tensor_cores_are_exact_enough(extension_on_cpu, name):
     # Largest of all classes: orthogonality 0.03 of its bound, backward error 0.07.
     products, size = TensorCores(host_readable=False), (2, 150, 70)
     tracked, refreshed = draw("tracking", name, size), draw("refresh", name, size)
-    for operation, inputs, (Q, used) in (
+    for operation, inputs, (Q, status) in (
         ("tracking", tracked, cuda_qr.track(products, *pieces(*tracked))),
         ("refresh", refreshed, cuda_qr.semidefinite_qr(products, *refreshed)),
     ):
         assert_is_qr(operation, inputs, Q)
-        assert not (used & Used.HOUSEHOLDER).any()
+        assert not (status & QRStatus.HOUSEHOLDER).any()
 
 
 @pytest.mark.parametrize("operation, function", [("tracking", track), ("refresh", refresh)])
@@ -134,8 +138,8 @@ def test_products_of_tensor_cores_are_exact_enough(extension_on_cpu, name):
 )
 def test_two_passes_do_for_whatever_comes_with_a_cholesky_factor(extension_on_cpu, operation, function, size, dtype):
     for name in CLASSES[operation]:
-        used = function(*draw(operation, name, size, dtype)).used
-        assert not (used & Used.HOUSEHOLDER).any(), name
+        status = function(*draw(operation, name, size, dtype)).status
+        assert not (status & QRStatus.HOUSEHOLDER).any(), name
 
 
 @pytest.mark.parametrize("d, idle, settled", [(12, 4, True), (12, 4, False), (150, 20, True), (150, 20, False)])
@@ -146,7 +150,7 @@ def test_a_refresh_leaves_rows_of_zeros_apart_whoever_factors(extension_on_cpu, 
     if not settled:
         L = L - 0.3 * torch.diag_embed(L.diagonal(dim1=-2, dim2=-1))
     found = cuda_qr.semidefinite_qr(products_on(L.device), torch.nn.functional.pad(L, (0, idle, 0, idle)))
-    assert all(bool(Used(u) & Used.HOUSEHOLDER) is not settled for u in found.used.tolist())
+    assert all(bool(QRStatus(u) & QRStatus.HOUSEHOLDER) is not settled for u in found.status.tolist())
     assert not found.Q[:, :live, live:].any() and not found.Q[:, live:, :live].any()
     rest = found.Q[:, live:, live:]
     assert torch.equal(rest, torch.diag_embed(rest.diagonal(dim1=-2, dim2=-1)))
@@ -166,5 +170,5 @@ def test_tracking_leaves_rows_of_zeros_anywhere_alone(extension_on_cpu, n, r, id
         X[..., dead] = 0
         V = X.mT @ (X @ U)
         found = track(V, U.mT @ V, U)
-        assert not any(Used(u) & Used.HOUSEHOLDER for u in found.used.tolist())
+        assert not any(QRStatus(u) & QRStatus.HOUSEHOLDER for u in found.status.tolist())
         assert torch.equal(found.Q[:, dead] != 0, U[:, dead] != 0) and not found.Q[:, live, k:].any()

@@ -61,8 +61,8 @@ class _Kernels:
     symmetric_product: Callable[..., Tensor]
 
 
-class Used(IntFlag):
-    """Bits of :attr:`Factorisation.used`."""
+class QRStatus(IntFlag):
+    """Bits of :attr:`Factorisation.status`."""
 
     SHIFTED = 2
     """A semi-definite factor was singular: factored with delta I added, at most 4 k eps of its norm."""
@@ -89,8 +89,8 @@ class Factorisation(NamedTuple):
 
     Q: Tensor
     """(B,n,k), orthonormal columns, signed so that R = Q^T A has no negative element on its diagonal."""
-    used: Tensor
-    """(B,) int32: bits of :class:`Used`."""
+    status: Tensor
+    """(B,) int32: bits of :class:`QRStatus`."""
 
 
 def qr(A: Tensor) -> Factorisation:
@@ -117,9 +117,9 @@ def track(ops: Products, G_perp: Factor, Y: Factor, K: Tensor, U: Tensor, alpha:
         K: symmetric (B,r,r). U: (B,n,r), orthonormal columns.
         alpha: a number, or (B,).
     """
-    F, shifted, scale, used = torch.ops.prokl.semidefinite_inverse(K.contiguous())
+    F, shifted, scale, status = torch.ops.prokl.semidefinite_inverse(K.contiguous())
     V = ops.product(G_perp.mT, Y, C=ops.product(U, shifted), alpha=alpha)
-    return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, used, 2)
+    return _orthonormalised(ops, ops.product(V, F, alpha=scale), V, U, status, 2)
 
 
 def semidefinite_qr(ops: Products, L: Tensor) -> Factorisation:
@@ -128,9 +128,9 @@ def semidefinite_qr(ops: Products, L: Tensor) -> Factorisation:
     Where L is singular to working precision L + delta I takes its place; where it is indefinite beyond that,
     Householder's QR of L; where it is not finite Q is I.
     """
-    C, used = torch.ops.prokl.semidefinite_root(L)
+    C, status = torch.ops.prokl.semidefinite_root(L)
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    return _orthonormalised(ops, C, L, eye, used, 2, of_root=True)
+    return _orthonormalised(ops, C, L, eye, status, 2, of_root=True)
 
 
 def coordinates_qr(ops: Products, S: Tensor, Q: Tensor) -> Factorisation:
@@ -154,25 +154,25 @@ def _orthonormalised(
     W: Tensor,
     A: Tensor,
     kept: Tensor | None,
-    used: Tensor | None,
+    status: Tensor | None,
     passes: int,
     of_root: bool = False,
 ) -> Factorisation:
     """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last.
 
-    W may be a product with a root, which ``used`` then says whether there is.
+    W may be a product with a root; ``status`` then has LOST where there is no root.
     """
     for i in range(passes):
-        F, used = torch.ops.prokl.factor(_gram(ops, W), Kind.PASS if i == 0 else Kind.SETTLE, used)
+        F, status = torch.ops.prokl.factor(_gram(ops, W), Kind.PASS if i == 0 else Kind.SETTLE, status)
         W = ops.product(W, F)
-    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, used, of_root))
+    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, status, of_root))
 
 
 def _finished(
-    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, status: Tensor | None, of_root: bool = False
 ) -> Tensor:
     kept = kept if kept is None or kept.stride(-1) == 1 else kept.contiguous()
-    done: Tensor = torch.ops.prokl.finish(A, Q, N, kept, used, of_root)
+    done: Tensor = torch.ops.prokl.finish(A, Q, N, kept, status, of_root)
     return done
 
 
@@ -278,21 +278,21 @@ def _factor_into(
 ) -> Tensor:
     """Factor N by the extension; the arguments are those of ``Factors`` in ``csrc/interface.h``."""
     B, k = N.shape[0], N.shape[-1]
-    used, diagonal = _new(N, B, dtype=torch.int32), _new(N, B, k)
+    status, diagonal = _new(N, B, dtype=torch.int32), _new(N, B, k)
     matrices = (_sum(N), int(kind), _where(C), _where(F), invert, _where(shifted))
-    _launch("factor", N, B, k, *matrices, _at(scale), diagonal.data_ptr(), _at(before), used.data_ptr())
-    return used
+    _launch("factor", N, B, k, *matrices, _at(scale), diagonal.data_ptr(), _at(before), status.data_ptr())
+    return status
 
 
 @torch.library.custom_op("prokl::factor", mutates_args=("N",))
-def _factor(N: Tensor, kind: int, used: Tensor | None) -> tuple[Tensor, Tensor]:
+def _factor(N: Tensor, kind: int, status: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return what multiplies columns with the Gram matrix N from the right, and what was done; N may be overwritten."""
     F = _new(N, N.shape[0], *N.shape[-2:])
-    return F, _factor_into(N, Kind(kind), None, F, True, before=used)
+    return F, _factor_into(N, Kind(kind), None, F, True, before=status)
 
 
 @_factor.register_fake
-def _(N: Tensor, kind: int, used: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(N: Tensor, kind: int, status: Tensor | None) -> tuple[Tensor, Tensor]:
     return _new(N, N.shape[0], *N.shape[-2:]), _new(N, N.shape[0], dtype=torch.int32)
 
 
@@ -324,24 +324,24 @@ def _(H: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("prokl::finish", mutates_args=("Q",))
 def _finish(
-    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, status: Tensor | None, of_root: bool = False
 ) -> Tensor:
     """Replace Q by Householder's of A where its Gram matrix N is not the identity, or without N; return what was done.
 
-    With ``of_root`` also where ``used`` says that the root which Q is of was lost. Where A is not finite Q becomes
+    With ``of_root`` also where ``status`` says that the root which Q is of was lost. Where A is not finite Q becomes
     ``kept``, or NaN.
     """
     B, _, k = A.shape
     done = _new(A, B, dtype=torch.int32)
     deviations = _new(A, B, -(-k // ROWS)) if N is not None and k > BLOCK[A.dtype] else None
     matrices = (_where(A), _sum(N), _where(kept), _where(Q), of_root)
-    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(used), done.data_ptr())
+    _launch("finish", A, *A.shape, *matrices, _at(deviations), _at(status), done.data_ptr())
     return done
 
 
 @_finish.register_fake
 def _(
-    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, used: Tensor | None, of_root: bool = False
+    A: Tensor, Q: Tensor, N: Tensor | None, kept: Tensor | None, status: Tensor | None, of_root: bool = False
 ) -> Tensor:
     return _new(A, A.shape[0], dtype=torch.int32)
 
