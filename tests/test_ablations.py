@@ -30,7 +30,7 @@ def text(tmp_path_factory):
 # The command
 
 
-def test_a_study_is_trained_once_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+def test_a_stopped_study_goes_on_and_trains_nothing_twice(tmp_path, monkeypatch):
     ran = []
 
     def figures(value, x, seed):
@@ -153,7 +153,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(Form, "build", lambda self, weights, lr, rank=None, **settings: Gradients(weights, lr))
 
 
-def test_gradients_are_multiplied_where_a_case_says_so_and_steps_counted_from_there(plain):
+def test_gradients_are_scaled_from_the_step_that_a_case_names(plain):
     case = Case("row", "", (2, 3), (100.0,) * 4, returning=True, rows=1, scale=0.5)
     each, finite = disturbed.run(case, MUON)
     generator = torch.Generator().manual_seed(disturbed.SEED)
@@ -181,7 +181,7 @@ def test_another_scale_for_good_is_as_usual_when_it_stays_so(monkeypatch):
     assert disturbed.figures(Case("spike", "", (1, 1), (2.0,)), MUON)["largest of the next 30"][0] == math.inf
 
 
-def test_experts_without_tokens_have_gradients_of_zero_and_stay_where_they_are(monkeypatch):
+def test_experts_without_tokens_stay_where_they_are(monkeypatch):
     seen = []
 
     class Watched(Gradients):

@@ -23,7 +23,7 @@ def expected(matrices, counts):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
-def test_the_table_holds_address_and_strides_of_every_matrix_and_is_written_only_when_something_moved(dtype):
+def test_the_address_table_is_rewritten_only_after_a_move(dtype):
     base, several = torch.zeros(400, dtype=dtype, device=DEVICE), torch.zeros(6, 5, 3, dtype=dtype, device=DEVICE)[::2]
     first = base.as_strided((1, 4, 4), (0, 8, 2))
     addresses = PointerTable(4, DEVICE)
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_named_and_leaves_the_table_alone(change, counts, messa
     assert torch.equal(addresses.table.cpu(), expected(matrices, [1, 3, 1]))
 
 
-def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypatch):
+def test_a_capture_refuses_a_change_and_the_next_call_takes_it(monkeypatch):
     class OnGPU:  # the table of a GPU, as far as update() looks before it refuses
         device = torch.device("cuda:0")
         shape = (3, 1)
@@ -103,7 +103,7 @@ def test_the_refusal_during_capture_leaves_the_change_to_the_next_call(monkeypat
     assert torch.equal(table, expected([t], [1]))
 
 
-def test_a_number_of_each_matrix_is_written_when_it_changes_and_one_on_the_device_is_read_in_every_step(monkeypatch):
+def test_rates_are_written_on_change_or_read_on_the_device(monkeypatch):
     """Tensors in float32 on a CPU stand for those on the device."""
     on_device = lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.float32  # noqa: E731
     monkeypatch.setattr("prokl.backends.pointers._on_device", on_device)
@@ -143,7 +143,7 @@ def oriented(gradients, shapes):
     return views, [shape.count for shape in shapes]
 
 
-def test_gradients_are_found_however_they_lie_and_followed_where_they_lie_as_before():
+def test_gradients_are_found_however_they_lie():
     sizes, device = [(4, 6), (6, 4), (3, 4, 6), (8, 6), (8, 6)], torch.device(DEVICE)
     shapes = [MatrixShape.of(torch.empty(size)) for size in sizes[:3]]
     shapes += MatrixShape.of(torch.empty(8, 6)).pieces(2)

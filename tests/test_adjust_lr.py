@@ -18,7 +18,7 @@ SHAPES = [(12, 40), (40, 12), (24, 24)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, name, backend):
+def test_an_update_has_the_size_of_torchs_muon_and_its_decay(shape, name, backend):
     """The method is Muon from a state whose eigenvalues are all equal, with a gradient beside the subspace."""
     long = 0 if shape[0] > shape[1] else 1
     first, G = torch.zeros(shape), normal(*shape)
@@ -54,7 +54,7 @@ def test_an_update_is_torchs_muons_in_size_and_decays_at_the_plain_lr(shape, nam
     ],
     ids=str,
 )
-def test_updates_have_the_root_mean_square_of_adamws_whatever_the_momentum(cls, kw, shape, low, high):
+def test_updates_have_the_rms_of_adamws_with_any_momentum(cls, kw, shape, low, high):
     p = weight(*shape, dtype=torch.float64)
     optimizer = train(cls([p], lr=1.0, adjust_lr_fn=MATCHED, **kw), range(59))
     before = p.detach().clone()
@@ -63,7 +63,7 @@ def test_updates_have_the_root_mean_square_of_adamws_whatever_the_momentum(cls, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_coming_update_is_foreseen_and_the_bracket_has_no_c_a_that_the_direction_lacks(name):
+def test_the_coming_update_is_foreseen_without_alpha_kls_bracket(name):
     p = weight(20, 12, dtype=torch.float64)
     optimizer = train(PRO([p], lr=0.5, rank=4, adjust_lr_fn=name), range(3))
     give([p], 9)
@@ -75,7 +75,7 @@ def test_the_coming_update_is_foreseen_and_the_bracket_has_no_c_a_that_the_direc
     assert diagnostics.alpha_kl_bracket(20, 12, 4, adjust_lr_fn=name)[0] == pytest.approx(low, rel=1e-12)
 
 
-def test_a_variant_whose_size_is_alpha_kls_is_refused_before_anything_moves():
+def test_a_variant_sized_by_alpha_kl_is_refused_first():
     complaint = r"adjust_lr_fn='match_rms_adamw' with variant='subspace-only'.* Use adjust_lr_fn='original'"
     with pytest.raises(ValueError, match=complaint):
         PRO([weight(4, 6)], variant="subspace-only", adjust_lr_fn=MATCHED)

@@ -98,7 +98,7 @@ def test_the_paper_s_form_averages_and_decides_nothing(dtype):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's
-def test_what_is_not_finite_is_no_evidence_and_leaves_the_others_alone(value):
+def test_a_matrix_that_is_not_finite_is_no_evidence(value):
     a = arguments(3, 5, 9, 4, kinds=("usual",))
     undisturbed = flat(decided(TRITON.admit, a))
     for name in ("A", "e_res"):
@@ -125,7 +125,7 @@ def test_roots_beyond_what_the_state_can_hold_are_no_evidence(storage):
         assert decided(TRITON.admit, b).evident.tolist() == expected.evident.tolist()
 
 
-def test_a_gradient_whose_square_leaves_float32_is_bounded_all_the_same():
+def test_a_gradient_whose_square_overflows_is_bounded():
     a = arguments(2, 5, 9, 4, kinds=("usual",))
     for name, factor in (("A", 1e25), ("G_tilde", 1e25), ("e_res", 1e38)):
         a[name] = a[name] * factor

@@ -84,7 +84,7 @@ def test_an_argument_replaces_the_papers():
     ("variant", "adjust_lr_fn"),
     [*((variant, "original") for variant in VARIANTS), ("pro-klshampoo", "match_rms_adamw")],
 )
-def test_automatic_alpha_kl_is_the_brackets_geometric_mean_for_each_shape(backend, variant, adjust_lr_fn):
+def test_automatic_alpha_kl_is_the_brackets_geometric_mean(backend, variant, adjust_lr_fn):
     shapes = [(12, 20), (20, 12), (14, 14), (5, 64), (1, 8), (2, 2)]
     gradients = [low_rank_plus_noise(shape, 8, seed=i) for i, shape in enumerate(shapes)]
     settings = HYPERPARAMETERS | {"alpha_kl": "auto", "variant": variant, "adjust_lr_fn": adjust_lr_fn, "rank": 4}

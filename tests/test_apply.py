@@ -41,7 +41,7 @@ def test_every_layout_and_nothing_beside_it(m, n, r, dtype):
     assert_applied(bucket, arguments(bucket, r, (dtype, *[torch.float32] * 5)))
 
 
-def test_lr_and_weight_decay_are_read_in_float64_one_number_or_one_of_each_weight():
+def test_lr_and_weight_decay_are_read_in_float64():
     bucket = Bucket(9, 20, torch.float64, FEW)
     a = arguments(bucket, 3, (torch.float64,) * 8)
     wide = torch.linspace(0, 1, 2 * len(a["X"]), dtype=torch.float64, device=DEVICE)
@@ -74,7 +74,7 @@ def test_a_captured_graph_follows_lr_and_weights_that_move():
     assert_close(APPLY, [bucket.dense()[given]], i)
 
 
-def test_where_the_scale_is_zero_x_counts_as_zero_whatever_it_holds():
+def test_a_zero_scale_hides_whatever_x_holds():
     ends = []
     for X in (0.0, float("inf")):
         bucket = Bucket(9, 20, torch.float32)

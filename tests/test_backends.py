@@ -32,9 +32,7 @@ def weight():
         (None, "cuda", {"capability": (9, 0), "triton": None}, r"torch: Triton is not installed: pip install triton"),
     ],
 )
-def test_what_runs_is_told_with_the_reason_for_which_asking_for_the_kernels_raises(
-    backend, device, surroundings, reason, monkeypatch
-):
+def test_explain_and_the_error_give_the_same_reason(backend, device, surroundings, reason, monkeypatch):
     capability, device = surroundings.get("capability"), torch.device(device)
     monkeypatch.setenv("TRITON_INTERPRET", surroundings.get("interpret", "0"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
@@ -55,7 +53,7 @@ def test_the_interpreter_is_taken_when_asked_for():
 
 
 @pytest.mark.parametrize("value", [None, "0"])
-def test_triton_on_a_cpu_raises_without_the_interpreter_and_leaves_no_group_behind(value, monkeypatch):
+def test_triton_on_a_cpu_raises_and_leaves_no_group(value, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     if value is not None:
         monkeypatch.setenv("TRITON_INTERPRET", value)
@@ -79,7 +77,7 @@ def test_triton_on_a_cpu_raises_without_the_interpreter_and_leaves_no_group_behi
 
 
 @pytest.mark.parametrize("old, extension, captured", [(True, False, False), (True, True, True), (False, False, True)])
-def test_graphs_leave_out_refreshes_in_pytorch_where_torch_solves_by_magma(old, extension, captured, monkeypatch):
+def test_graphs_leave_out_refreshes_that_magma_solves(old, extension, captured, monkeypatch):
     monkeypatch.setattr(selection, "MAGMA", old)
     made = selection._triton_backend.__wrapped__(extension, False, True, True)
     assert (made.graphs, made.graphs_of_refreshes) == (True, captured)

@@ -62,7 +62,7 @@ CASES = [*cases(PRO, 0, BAD | BAD_PRO), *cases(PRO, 1, BAD_ADAMW), *cases(PRO, 0
 CASES += [*cases(KL, 0, BAD, False), *cases(KL, 1, BAD_ADAMW, False), *cases(KL, 0, ALGORITHM, False)]
 
 
-def test_polynomials_that_are_not_one_an_iteration_are_refused_with_their_number():
+def test_a_wrong_number_of_polynomials_is_refused():
     two = [(3.0, -4.0, 2.0), (2.0, -1.5, 0.5)]
     for given, has, steps in ((two, 2, 5), ("deepseek-v4", 10, 5), (two, 2, 3)):
         with pytest.raises(ValueError, match=rf"with ns_steps={steps}: must have one .* has {has}. Set ns_steps={has}"):
@@ -102,7 +102,7 @@ PARAM_GROUPS_SETTINGS = {"lr": LR, "weight_decay": AT_LEAST_0, "rank": BAD_PRO["
 PARAM_GROUPS_SETTINGS |= {f"adamw_{name}": case for name, case in BAD_ADAMW.items()}
 
 
-def test_a_bad_setting_is_refused_when_the_groups_of_a_model_are_made():
+def test_param_groups_refuses_a_bad_setting():
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     for name, (values, words) in PARAM_GROUPS_SETTINGS.items():
         for value in values:
@@ -114,7 +114,7 @@ def test_a_bad_setting_is_refused_when_the_groups_of_a_model_are_made():
 
 # What torch.optim.AdamW refuses when it is made.
 @pytest.mark.parametrize("flags", [{"foreach": True, "fused": True}, {"foreach": True, "lr": torch.tensor(0.1)}])
-def test_adamw_options_that_exclude_each_other_raise_when_the_group_is_added(flags):
+def test_adamw_options_that_exclude_each_other_raise_when_added(flags):
     optimizer = PRO([weight(4, 6)])
     with refused(optimizer, "foreach", (ValueError, RuntimeError)):
         optimizer.add_param_group({"params": [weight(6)], "algorithm": "adamw", "lr": 0.1, **flags})
@@ -167,7 +167,7 @@ def parameter(tensor):
 
 @both
 @pytest.mark.parametrize("tensor, remedy", UNUSABLE.values(), ids=UNUSABLE)
-def test_a_parameter_the_matrix_method_cannot_take_is_named_with_the_remedy(cls, tensor, remedy):
+def test_an_unfit_parameter_is_named_with_the_remedy(cls, tensor, remedy):
     odd = parameter(tensor)
     with pytest.raises(ValueError, match=rf"(?s)block\.odd\b.*(?i:{remedy})"):
         cls([("fine", weight(4, 6)), ("block.odd", odd)])
@@ -196,7 +196,7 @@ def test_a_sparse_gradient_raises_before_anything_moves(cls, place):
         step(optimizer, weights_of(optimizer), given)
 
 
-def test_a_state_without_room_names_its_weight_before_anything_moves():
+def test_a_state_without_room_is_told_before_anything_moves():
     optimizer = train(KL([("fine", weight(4, 6))]), [0])
     huge = torch.nn.Parameter(torch.zeros(2, 3_000_000))  # R has 9e12 elements
     optimizer.add_param_group({"params": [("token_table", huge)]})

@@ -114,7 +114,7 @@ def test_low_precision_error_is_at_most_twice_the_references(cls, kwargs, state_
     [*((ProKLShampoo, v, False) for v in VARIANTS), (KLShampoo, None, False)]
     + [(ProKLShampoo, VARIANTS[0], True), (KLShampoo, None, True)],
 )
-def test_balanced_steps_err_as_pairs_may_and_with_half_of_a_pair_more(cls, variant, blind, monkeypatch):
+def test_balanced_steps_err_within_the_bounds_of_pairs(cls, variant, blind, monkeypatch):
     """Measured: 0.02 to 0.4 of what they may, with one half alone 8 times it and more."""
     if blind:
         forbid_host_reads(monkeypatch)

@@ -90,7 +90,7 @@ def test_muon_steps_a_piece_as_a_weight_of_its_own_bit_for_bit():
     assert not any(torch.equal(p, start.get_parameter(name)) for name, p in own.named_parameters())
 
 
-def test_the_order_goes_on_from_the_known_losses_and_asks_for_nothing_twice():
+def test_the_order_goes_on_and_asks_for_nothing_twice():
     known = {}
     best = {(3, 2.0), (1, 4.0)}
 
@@ -117,7 +117,7 @@ def cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
 
 
-def test_the_table_has_differences_by_seed_and_the_mean_of_the_seeds_that_confirm():
+def test_the_table_has_differences_by_seed_and_their_mean():
     def row(model, loss, seed=0, form="pro-klshampoo", qk=1, rate=1.0, lr=0.01333):
         own = {"model": model, "steps": 400, "optimizer": form, "qk_pieces": qk, "qk_rate": rate, "vo_pieces": 1}
         return own | {"lr": lr, "seed": seed, "validation_loss": loss, "optimizer_per_model": 0.5, "qk_rank": math.nan}

@@ -39,7 +39,7 @@ def last(model, hyper, seed=0, steps=20, **more):
 
 
 @pytest.mark.parametrize("key", HYPERS)
-def test_it_trains_as_the_loop_of_the_other_studies_does_bit_for_bit(key, source, model, monkeypatch):
+def test_its_loop_trains_as_the_other_studies_bit_for_bit(key, source, model, monkeypatch):
     monkeypatch.setitem(run.SCHEDULE, "gpt2", partial(linear, warmups=compiled.WARMUPS))
     other = Run(replace(SCALE, evaluations=20), HYPERS[key], 1, source)
     while not other.finished:
@@ -52,7 +52,7 @@ def test_it_trains_as_the_loop_of_the_other_studies_does_bit_for_bit(key, source
     assert [*found.values()] == pytest.approx([along[step] for step in found], rel=1e-6)  # sums in another order
 
 
-def test_a_run_leaves_nothing_for_the_next_one_not_even_if_it_is_given_up(model):
+def test_a_run_leaves_nothing_for_the_next_one(model):
     whole = last(model, HYPERS["pro"])
     next(model.run(HYPERS["muon"], 1, 20))
     again = last(model, HYPERS["pro"])
@@ -97,7 +97,7 @@ def test_the_host_reads_at_validations_alone(key, model, monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_run_that_diverges_ends_at_a_validation_and_says_at_which_step(model, monkeypatch):
+def test_a_diverging_run_ends_at_a_validation_with_its_step(model, monkeypatch):
     original, passed = Compiled._pass, []
 
     def broken(model, seed, step):
@@ -124,7 +124,7 @@ def test_data_without_a_batch_to_validate_with_is_refused(source):
 
 
 @pytest.mark.slow
-def test_compiled_it_is_the_same_model_in_float32_and_under_autocast(source, model):
+def test_the_compiled_model_is_the_same_model(source, model):
     # Measured: 2e-7 and 2e-4.
     for autocast, rounding in ((False, 2e-6), (True, 2e-3)):
         own = Compiled(replace(SCALE, autocast=autocast), source, CPU, eager=False)
@@ -157,7 +157,7 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def test_on_a_gpu_times_are_events_read_after_a_wait_and_batches_come_from_pinned_memory(source, monkeypatch):
+def test_on_a_gpu_times_are_events_and_batches_are_pinned(source, monkeypatch):
     """A stand-in for the device has events that count themselves."""
     gpu, pinned, calls = SimpleNamespace(type="cuda"), [], []
     own, to = Compiled(SCALE, source, CPU, eager=True), torch.Tensor.to

@@ -45,7 +45,7 @@ def test_all_is_asked_and_right_at_small_sizes(monkeypatch, capsys):
 
 @pytest.mark.slow
 @interpreted
-def test_a_wrong_kernel_and_a_wrong_step_are_noticed_and_what_fails_is_a_line(monkeypatch, capsys):
+def test_a_wrong_kernel_and_a_wrong_step_are_noticed(monkeypatch, capsys):
     agreement.complaint.cache_clear()
     ops = {p: select("triton", DEVICE, p).ops for p in ("balanced", "faithful")}
     case = next(case for case in KERNELS if case.name == "product")
@@ -92,7 +92,7 @@ def one_half(x):
     return Pair(torch.stack((x.hi, torch.zeros_like(x.hi)))) if isinstance(x, Pair) else x
 
 
-def test_steps_that_were_to_come_from_graphs_and_did_not_are_noticed():
+def test_steps_that_missed_their_graphs_are_noticed():
     some = Recorded(lambda: None, None)
     optimizer = SimpleNamespace(engine=SimpleNamespace(graphs=Graphs()))
     for replays, fine in (({"one": {"ordinary": some, "refresh": None}}, True), ({}, False), ({"one": {}}, False)):

@@ -42,7 +42,7 @@ def rates(order, case):
     return [trial.hyper.lr for trial in order if trial.case == case and trial.seed == 0 and trial.scale == FULL[0]]
 
 
-def test_the_first_eight_runs_tune_pro_klshampoo_and_muon_after_two_of_adamw():
+def test_the_first_ten_runs_tune_adamw_then_both_methods():
     first = [(trial.case, trial.hyper.lr, trial.hyper.adamw_lr) for trial in planned({}, FULL)[:10]]
     assert first == [
         *((ADAMW, lr, None) for lr in (0.004, 0.006)),
@@ -52,7 +52,7 @@ def test_the_first_eight_runs_tune_pro_klshampoo_and_muon_after_two_of_adamw():
     ]
 
 
-def test_all_that_was_asked_for_is_trained_once_at_the_best_rates():
+def test_every_run_is_trained_once_at_the_best_rates():
     lowest = {ADAMW: 0.006, OURS: 0.045, MUON_9: 0.0675, KL: 0.01}
     order = trained(lambda trial: abs(math.log(trial.hyper.lr / lowest.get(trial.case, 1e-9))))
     assert len({trial.key for trial in order}) == len(order)
@@ -137,9 +137,7 @@ def read_all(path):
     return sorted(read(path), key=lambda row: [row.get(name, "") for name in (*gpt124m.KEY, "step")])
 
 
-def test_a_command_killed_twice_and_resumed_gives_the_rows_of_an_uninterrupted_one(
-    small, shard, tmp_path, monkeypatch, capsys
-):
+def test_a_command_killed_twice_gives_the_same_rows(small, shard, tmp_path, monkeypatch, capsys):
     assert run(shard, tmp_path / "whole") == 0
     whole = contents(tmp_path / "whole")
     assert len(whole[0]) == 5 and len(whole[1]) == 5 * 5
@@ -186,9 +184,7 @@ def test_minutes_count_the_opening_of_the_data_too(small, shard, tmp_path, monke
     assert "0 runs in 60 s" in capsys.readouterr().out
 
 
-def test_no_run_is_begun_that_would_not_end_and_one_that_proves_slow_is_given_up(
-    small, shard, tmp_path, monkeypatch, capsys
-):
+def test_no_run_is_begun_that_would_not_end(small, shard, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpt124m.Runner, "expected", lambda runner, trial: 50.0)
     monkeypatch.setattr(gpt124m.Runner, "left", lambda runner: 49.0 if runner.made else 51.0)
     assert run(shard, tmp_path) == 0
@@ -217,9 +213,7 @@ def test_time_is_expected_by_the_last_run_of_the_optimizer_here(shard, tmp_path)
     assert runner.expected(pro) == pytest.approx(1.1 * 12 * 4 * 16 / own) and own != speed
 
 
-def test_an_optimizer_that_fails_or_is_not_there_leaves_the_others_their_runs(
-    small, shard, tmp_path, monkeypatch, capsys
-):
+def test_an_optimizer_that_fails_leaves_the_others_their_runs(small, shard, tmp_path, monkeypatch, capsys):
     build, errors = optimizers.build, {0.004: UsageError("no such package"), 0.006: ArithmeticError("no such luck")}
 
     def failing(model, hyper, dtype):
@@ -254,7 +248,7 @@ def test_a_row_says_what_was_trained_and_how_fast(small, shard, tmp_path):
     assert last["seconds"].tolist() == pytest.approx(found["seconds"].tolist(), rel=1e-6)
 
 
-def test_times_are_of_steps_after_the_first_mark_and_the_host_s_of_the_quickest(small, shard, tmp_path):
+def test_times_are_of_steps_after_the_first_mark(small, shard, tmp_path):
     o = gpt124m.parse(["--rehearse", "--eager", "--data", str(shard), "--out", str(tmp_path)])
     runner = gpt124m.Runner(o)
     model = runner.prepared(replace(SMALL, steps=20))
@@ -268,7 +262,7 @@ def test_times_are_of_steps_after_the_first_mark_and_the_host_s_of_the_quickest(
     assert times == pytest.approx([19 / 18, 1.0, 2.0, 0.5])
 
 
-def test_the_plan_says_what_is_there_and_what_would_follow_and_trains_nothing(small, shard, tmp_path, capsys):
+def test_the_plan_lists_done_and_coming_runs_and_trains_none(small, shard, tmp_path, capsys):
     assert command.main(["gpt-124m", "--plan", "--out", str(tmp_path / "none")]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "1. AdamW: lr 0.004, seed 0, 800 steps of gpt2-124m" and last.startswith("A search goes on beyond")

@@ -15,7 +15,7 @@ from bench.training.run import Record
 from tests.test_bench_search import MODEL
 
 
-def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_one_machine(tmp_path, monkeypatch):
+def test_the_figure_shows_tuned_runs_in_one_machines_seconds(tmp_path, monkeypatch):
     found, curves = frame(RESULTS / "lengths.csv"), frame(RESULTS / "lengths-curves.csv")
     drawn = {}
 
@@ -35,7 +35,7 @@ def test_the_figure_shows_the_tuned_runs_to_their_ends_and_seconds_are_steps_of_
             assert (of_seconds.get_xdata()[-1], of_seconds.get_ydata()[-1]) == (pytest.approx(seconds), loss)
 
 
-def test_the_costs_of_a_method_stand_in_the_order_of_the_models_whichever_of_them_it_trained_first():
+def test_costs_stand_in_the_order_of_the_models():
     found = frame(RESULTS / "lengths.csv")
     later = (found["optimizer"] == "muon") & (found["model"] == next(iter(TINY)))
     assert tables.losses_table(concat([found[~later], found[later]])) == tables.losses_table(found)
@@ -53,7 +53,7 @@ def test_the_unit_of_a_row_is_the_one_that_was_trained(tmp_path):
     assert units(frame(tmp_path / "rows.csv")) == {diverged: math.inf, unit: 2.0}
 
 
-def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_first_two_rates():
+def test_the_table_has_dashes_for_unknown_parts_of_the_grid():
     def row(case, lr, loss, base="", seed=0, steps=1000):
         own = {"case": case, "base": base, "lr": lr, "validation_loss": loss, "seed": seed, "steps": steps}
         return own | {"optimizer_per_model": lr * 10}
@@ -75,7 +75,7 @@ def test_the_table_has_what_is_known_of_the_grid_and_dashes_for_a_methods_first_
     assert "|" not in size.size_table(DataFrame())
 
 
-def test_the_cost_is_the_median_period_of_ten_steps_without_the_first_and_is_none_before_one_has_ended():
+def test_the_cost_is_the_median_period_without_the_first():
     record = Record([1.0] * 31, [2.0] * 31, [100.0] + [1.0] * 10 + [0.0] * 9 + [10.0] + [70.0] * 10)
     assert size.cost(record) == 0.5
     assert size.cost(Record([1.0] * 10, [2.0] * 10, [1.0] * 10)) is None

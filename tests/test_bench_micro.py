@@ -41,7 +41,7 @@ def named(name):
 
 
 @pytest.mark.parametrize("case", COMPARED, ids=lambda case: case.name)
-def test_every_primitive_over_the_kernels_agrees_with_its_plain_form(case):
+def test_every_primitive_of_the_kernels_agrees_with_its_form(case):
     """Over PyTorch the test of the command below does so; the kernels by themselves are called by bench.first."""
     device = torch.device("cpu" if INTERPRETED else "cuda")
     d = FP64 if FP64 in case.dtypes else FP32_POLAR  # half precision is wrong in the interpreter
@@ -71,7 +71,7 @@ def test_a_wrong_result_is_found_whichever_of_several_it_is(wrong):
     assert "from the reference in float64" in complaint(other, None, inputs(other))
 
 
-def test_half_precision_is_held_to_what_the_plain_form_reaches_in_it():
+def test_half_precision_is_held_to_the_plain_form_in_it():
     truth, x = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bfloat16)
     assert gate.complaint([x + 0.25], [x + 0.0625], [truth]) == ""
     assert gate.complaint([x + 0.3125], [x + 0.0625], [truth]) == "error 3.1e-01 in bfloat16, may be 2.8e-01"
@@ -81,7 +81,7 @@ def forms_of(g, device):
     return [(form.name, form.backend) for form in g.forms(device)]
 
 
-def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_kernels(monkeypatch):
+def test_each_form_has_the_plain_one_and_kl_shampoos_beside(monkeypatch):
     found = groups.groups([TINY], CPU)
     assert len(found) == 2 * len(PRIMITIVES)
     for g in found:
@@ -96,7 +96,7 @@ def test_beside_every_form_are_the_plain_one_and_kl_shampoos_and_on_a_gpu_the_ke
     assert len({case.name for case in EVERY}) == len(EVERY)  # which tells their rows apart
 
 
-def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_say_what_they_are_of():
+def test_a_bucket_of_two_sets_is_measured_once():
     found = {g.sizes: g.sets for g in groups.groups([SETS[name] for name in SMALL], CPU)}
     assert found[Sizes(12, 192, 192, 32)] == ("gpt2-124m/4", "llama-134m/4") and len(found) == 7
     assert groups.groups([ParameterSet("s", ((1, 8, 8),), (128,))], CPU)[0].sizes == Sizes(1, 8, 8, 7)
@@ -111,7 +111,7 @@ def test_a_bucket_of_two_sets_is_measured_once_at_the_largest_rank_and_its_rows_
     assert groups.row(orthogonalised, found["Newton-Schulz"], FP32, CPU)["dtype"] == "float32, Newton-Schulz bfloat16"
 
 
-def test_balanced_products_are_timed_beside_the_library_s_at_two_ranks_and_on_heads():
+def test_balanced_products_are_timed_beside_the_librarys():
     found = groups.groups([SETS["gpt2-124m"]], CUDA)
     for case in (case for case in KERNELS if case.library):
         sizes = {g.sizes for g in found if g.case is case}
@@ -122,7 +122,7 @@ def test_balanced_products_are_timed_beside_the_library_s_at_two_ranks_and_on_he
 
 
 @pytest.mark.parametrize("case", [case for case in KERNELS if case.library], ids=lambda case: case.name)
-def test_the_library_s_product_of_deep_factors_is_that_of_the_pairs(case, monkeypatch):
+def test_the_librarys_product_of_deep_factors_is_that_of_pairs(case, monkeypatch):
     """A CPU has no product of bfloat16 with a sum in float32: it is taken of the same numbers in float32."""
 
     def wide(product):
@@ -143,7 +143,7 @@ def test_the_library_s_product_of_deep_factors_is_that_of_the_pairs(case, monkey
 
 
 @pytest.mark.parametrize("case", [case for case in KERNELS if case.balanced], ids=lambda case: case.name)
-def test_beside_a_balanced_kernel_pytorch_s_form_is_timed_in_float32(case):
+def test_a_balanced_kernel_has_a_float32_form_timed_beside(case):
     ran = []
 
     class Noting(TorchDispatchMode):
@@ -158,7 +158,7 @@ def test_beside_a_balanced_kernel_pytorch_s_form_is_timed_in_float32(case):
     assert {t.dtype for t in ran if t.is_floating_point() and t.ndim == 3} <= {torch.float32}
 
 
-def test_rows_are_written_as_they_come_with_ratios_to_the_plain_form_also_after_an_interruption(monkeypatch, tmp_path):
+def test_rows_are_written_one_by_one_with_ratios(monkeypatch, tmp_path):
     here = dict.fromkeys(rows.SAME, "x") | {"date": "2000-01-01"}
     monkeypatch.setattr(groups.rows, "environment", lambda device: here)
     out = tmp_path / "rows.csv"

@@ -32,7 +32,7 @@ def build(config, seed=0):
         ("llama-450m", 30 * (4 * 1024**2 + 3 * 1024 * 2816) + 2 * 32000 * 1024 + (2 * 30 + 1) * 1024),
     ],
 )
-def test_the_papers_models_have_its_parameters_and_the_matrices_that_are_timed(name, expected):
+def test_the_papers_models_have_its_parameter_counts(name, expected):
     with torch.device("meta"):
         model = models.build(models.CONFIGS[name])
     assert sum(p.numel() for p in model.parameters()) == expected
@@ -78,7 +78,7 @@ def test_llama_warms_up_over_a_tenth_and_decays_to_zero():
     assert scales[10:] == pytest.approx([(100 - step) / 90 for step in range(10, 100)])
 
 
-def test_gpt2_is_constant_and_then_decays_over_1450_of_5100_steps():
+def test_gpt2_decays_over_the_last_1450_of_5100_steps():
     scales = [modded_nanogpt(step, 5100) for step in range(5100)]
     assert scales[: 5100 - 1450 + 1] == [1.0] * 3651
     assert scales[3651:] == pytest.approx([(5100 - step) / 1450 for step in range(3651, 5100)])

@@ -46,7 +46,7 @@ def test_cosmos_finds_the_subspace_of_its_gradients():
     assert torch.linalg.matrix_norm(P - basis @ (basis.mT @ P)) < 0.02
 
 
-def test_orthogonalised_has_unit_root_mean_square_and_nearly_equal_singular_values():
+def test_orthogonalised_matrices_have_near_equal_singular_values():
     X = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
     for G in (X, X.mT):
         Y = orthogonalised(G, torch.float32)

@@ -35,7 +35,7 @@ def test_the_paper_has_these_methods_at_these_ranks():
         (("complement-only", "llama-134m", 128), (0.045, 0.0, 0.01, 3e-3, 0.0)),
     ],
 )
-def test_rows_are_read_as_printed_and_methods_are_in_the_papers_form(key, selected):
+def test_rows_are_as_printed_and_methods_in_the_papers_form(key, selected):
     method, model, rank = key
     lr, decay, alpha, adamw_lr, adamw_decay = selected
     found = preset(method, model, rank)

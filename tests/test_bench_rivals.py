@@ -40,7 +40,7 @@ def built(method, **settings):
     return matrices
 
 
-def test_each_rival_has_the_matrices_their_rate_and_its_packages_settings(packages):
+def test_each_rival_has_its_packages_settings(packages):
     soap = built("soap")
     assert (
         soap.settings == {"lr": 0.01, "weight_decay": 0.0, "precondition_frequency": 10} and soap.weights[0].ndim == 2
@@ -55,9 +55,7 @@ def test_each_rival_has_the_matrices_their_rate_and_its_packages_settings(packag
 
 
 @pytest.mark.parametrize("instructions, asked", [(True, False), (False, False), (True, True)])
-def test_newton_schulz_is_in_float32_where_that_is_asked_for_or_bfloat16_would_be_emulated(
-    packages, monkeypatch, instructions, asked
-):
+def test_newton_schulz_is_float32_on_request_or_if_emulated(packages, monkeypatch, instructions, asked):
     monkeypatch.setattr(rivals, "cpu_has_bfloat16", lambda: instructions)
     assert not rivals.emulated(torch.device("cuda"))
     base, _ = packages
@@ -74,7 +72,7 @@ def test_newton_schulz_is_in_float32_where_that_is_asked_for_or_bfloat16_would_b
 
 
 @pytest.mark.parametrize("method", ["muon", "online-kl-shampoo", "kl-shampoo", "pro-klshampoo"])
-def test_momentum_and_beta2_are_the_methods_own_unless_they_are_given(method):
+def test_momentum_and_beta2_default_to_the_methods_own(method):
     others = {"momentum": 0.8, "beta2": 0.7}
     own, given = (optimizers.build(model(), Hyper(method, 0.01, 0.002, **more), None)[0] for more in ({}, others))
     plain = type(own)([torch.nn.Parameter(torch.ones(2, 2))], lr=0.01)

@@ -16,7 +16,7 @@ def row(model, value, **others):
     return {"model": model, "metric": "step", "median": value, **others}
 
 
-def test_rows_measured_anew_take_the_place_of_those_of_the_same_key(tmp_path):
+def test_rows_measured_anew_replace_those_of_the_same_key(tmp_path):
     path = tmp_path / "new" / "rows.csv"
     rows.upsert(path, [row("a", 1.0), row("b", 3.0), row("a", 2.0)], ("model",))
     rows.upsert(path, [row("c", 6.0), row("a", 4.0, note="x"), row("a", 5.0), row("a", 7.0)], ("model",))
@@ -49,7 +49,7 @@ def test_other_columns_are_refused_on_both_ways(tmp_path):
         rows.read(old)
 
 
-def test_a_key_is_measured_when_commit_versions_and_machine_are_the_same(tmp_path):
+def test_a_key_counts_as_measured_on_the_same_machine_and_commit(tmp_path):
     path = tmp_path / "rows.csv"
     changes = ({}, True), ({"date": "y"}, True), *(({name: "y"}, False) for name in rows.SAME)
     for found, of in (([row("a", 1.0)], True), ([row("a", 1.0), {"model": "a", "note": "wrong: NaN"}], False)):
@@ -66,7 +66,7 @@ def test_the_environment_fills_its_columns():
     assert (here["torch"], here["threads"]) == (torch.__version__, str(torch.get_num_threads()))
 
 
-def test_a_tree_with_changed_or_new_files_is_dirty_and_one_with_new_results_is_not(tmp_path, monkeypatch):
+def test_only_code_that_changed_makes_a_tree_dirty(tmp_path, monkeypatch):
     def git(*command):
         who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
         subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)

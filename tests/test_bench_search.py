@@ -57,7 +57,7 @@ def best(losses, steps, form, model=MODEL):
     ],
     ids=["400 and 1,600 steps", "6,400 steps"],
 )
-def test_what_has_been_trained_is_what_the_rules_ask_for_when_its_losses_are_known(lengths, forms, seeds):
+def test_finished_searches_have_the_runs_that_the_rules_ask_for(lengths, forms, seeds):
     """Methods whose searches have ended: rates, alpha_kl, the defaults and README's rate, on all seeds."""
     recorded = units(frame(RESULTS / "lengths.csv"))
     losses = trained(lengths, forms, seeds, TINY, recorded.__getitem__, at_once=None)
@@ -66,7 +66,7 @@ def test_what_has_been_trained_is_what_the_rules_ask_for_when_its_losses_are_kno
     assert {unit for unit in losses if unit.form in forms} == of_forms - former
 
 
-def test_a_command_of_other_lengths_or_models_leaves_what_is_tuned():
+def test_other_lengths_or_models_leave_tuned_ones_alone():
     losses = trained((400,), ("adamw", "muon"), (0,), ("gpt2-tiny", "llama-tiny"))
     known = {model: best(losses, 400, "muon", model) for model in ("gpt2-tiny", "llama-tiny")}
     for steps, count in ((100, 5), (1600, 100)):
@@ -77,7 +77,7 @@ def test_a_command_of_other_lengths_or_models_leaves_what_is_tuned():
     assert best(losses, 1600, "muon") is not None
 
 
-def test_a_search_without_a_minimum_or_of_runs_that_all_diverge_goes_down_and_ends():
+def test_a_search_without_a_minimum_goes_down_and_ends():
     for loss in (lambda unit: unit.lr, lambda unit: math.inf):
         losses = trained((400,), ("adamw",), (0,), loss=loss)
         assert len(losses) <= 2 * FURTHEST and best(losses, 400, "adamw").lr == min(unit.lr for unit in losses)
@@ -95,7 +95,7 @@ def sized(loss):
     return order
 
 
-def test_of_the_size_first_rates_come_before_changes_of_the_defaults_and_these_before_second_rates():
+def test_size_runs_have_first_rates_changes_then_second_rates():
     order, each = sized(lambda trial: trial.hyper.lr), len(size.RATES)
     changes, seconds = order[each:][: len(size.CHANGES)], order[each + len(size.CHANGES) :][:each]
     assert [trial.hyper.lr for trial in order[:each]] == [first for first, second in size.RATES.values()]
@@ -106,7 +106,7 @@ def test_of_the_size_first_rates_come_before_changes_of_the_defaults_and_these_b
     assert len({trial.key for trial in order}) == len(order) == 3 * each + len(size.CHANGES) + 1 + 2
 
 
-def test_of_the_size_a_third_rate_lies_beyond_the_better_and_longer_runs_and_second_seeds_have_the_best():
+def test_size_runs_add_a_third_rate_and_seeds_for_the_best():
     lowest = {PRO: 0.03, "muon": 0.005926}
     order = sized(lambda trial: abs(trial.hyper.lr - lowest.get(trial.hyper.method, 9.0)))
     rates = {}

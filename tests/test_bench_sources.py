@@ -44,7 +44,7 @@ def test_windows_are_successive_tokens_and_targets_the_next_ones(folder):
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(CONTEXT)) and torch.equal(targets, inputs + 1)
 
 
-def test_an_epoch_of_shards_sees_every_window_once_and_the_next_one_in_another_order(folder):
+def test_an_epoch_of_shards_has_every_window_once_reordered(folder):
     source = open_source(folder, CONTEXT)
     epochs = [firsts(source, range(11 * i, 11 * (i + 1)), batch=1) for i in range(3)]
     assert [set(epoch) for epoch in epochs] == [WINDOWS] * 3
@@ -64,7 +64,7 @@ def test_text_is_drawn_from_all_of_it_by_seed_and_step_alone(text):
     assert inputs.min() == 0 and targets.max() == 199
 
 
-def test_validation_covers_what_is_held_out_evenly_and_never_twice(folder):
+def test_validation_covers_the_held_out_part_evenly_and_once(folder):
     source = open_source(folder, CONTEXT)
     batches = source.validation_batches(4, 3, CONTEXT)
     assert [len(inputs) for inputs, _ in batches] == [3, 1]
@@ -97,7 +97,7 @@ def test_shards_are_read_and_written_as_llm_c_does(tmp_path):
     assert len(shards.open_shard(tmp_path / "empty.bin")) == 0
 
 
-def test_packed_shards_are_the_same_data_and_stand_back_where_they_lie_beside_themselves(folder, tmp_path):
+def test_packed_shards_have_the_same_data(folder, tmp_path):
     plain = open_source(folder, CONTEXT)
     packed = tmp_path / "packed"
     packed.mkdir()
@@ -160,7 +160,7 @@ def test_the_last_tenth_of_a_file_is_held_out(text):
     assert corpus.read(text) == ("file text.txt", whole[:900], whole[900:])
 
 
-def test_default_is_the_standard_library_without_tests_and_installed_packages():
+def test_the_default_text_is_the_standard_library():
     name, train, validation = corpus.read(None)
     assert "standard library of Python" in name
     assert b"class OrderedDict" in train + validation

@@ -86,7 +86,7 @@ def test_kernels_have_their_launches_and_their_share_of_a_step(tiny, tmp_path):
     assert {*qr["optimizer"]} == {"pro-klshampoo"}  # which alone factors anything
 
 
-def test_the_entries_are_distinct_two_have_the_other_dtype_and_on_a_gpu_one_has_no_graphs():
+def test_the_timed_entries_are_distinct():
     for device in (CPU, torch.device("cuda")):
         found = model_entries(TINY, device, torch.bfloat16)
         assert len({entry.key for entry in found}) == len(found) and found[0] == muon(torch.bfloat16)
@@ -179,7 +179,7 @@ WRONG = {
 }
 
 
-def test_what_is_wrong_fails_or_is_too_slow_has_a_reason_in_place_of_a_figure(tiny, monkeypatch, capsys):
+def test_a_step_that_cannot_be_timed_has_a_reason(tiny, monkeypatch, capsys):
     """It costs its own row alone; what is wrong of this package gives status 1."""
     right = [muon(torch.float32), pro("torch", 2, torch.float32)]
     others = [*map(stepping, WRONG), stepping(failing, backend="")]
@@ -198,7 +198,7 @@ def test_what_is_wrong_fails_or_is_too_slow_has_a_reason_in_place_of_a_figure(ti
     assert failure(others[0], ValueError("x" * 300)) == "wrong: ValueError: ..."
 
 
-def test_a_period_that_takes_too_long_is_told_though_its_second_step_was_quick(monkeypatch):
+def test_a_period_that_takes_too_long_is_told(monkeypatch):
     run = TimedRun(muon(torch.float32), Problem(TINY, CPU))
     monkeypatch.setattr(run, "steps", lambda count: [0.1, 0.1] if count == 2 else [3.0] * count)
     with pytest.raises(UsageError, match="^too slow: a period took 27 s, may take 20 s"):
@@ -206,7 +206,7 @@ def test_a_period_that_takes_too_long_is_told_though_its_second_step_was_quick(m
 
 
 @pytest.mark.parametrize("entry", [pro("torch", 2, torch.float32), kl("reference")], ids=lambda e: e.optimizer)
-def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(entry):
+def test_a_period_ends_with_its_refresh(entry):
     problem = Problem(TINY, CPU)
     start, gradients = [W.clone() for W in problem.start], [G.clone() for G in problem.gradients[0]]
     run = TimedRun(entry, problem)
@@ -218,7 +218,7 @@ def test_a_period_ends_with_its_refresh_and_leaves_gradients_and_start_alone(ent
 
 
 @pytest.mark.slow
-def test_the_command_writes_ratios_to_muon_of_the_same_dtype_and_goes_on(tiny, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_ratios_to_muon_of_the_same_dtype(tiny, tmp_path, monkeypatch, capsys):
     out = tmp_path / "rows.csv"
     monkeypatch.setattr(steps, "MOST", 3)
     arguments = ["steps", "--sets", "tiny", "--out", str(out), "--seconds", "5"]  # three periods each
@@ -259,6 +259,6 @@ assert bench.study.__main__.main(["gpt-124m", "--rehearse", "--eager", "--minute
 
 
 @pytest.mark.slow
-def test_what_runs_on_a_gpu_machine_needs_torch_triton_numpy_and_pytest_only(tmp_path):
+def test_the_commands_for_gpu_machines_need_few_packages(tmp_path):
     done = run_python("-c", OFFLINE, cwd=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr

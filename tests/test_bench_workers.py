@@ -41,7 +41,7 @@ def test_every_run_has_a_process_of_its_own():
         assert len({pool.submit(os.getpid).result() for _ in range(2)}) == 2
 
 
-def test_ctrl_c_ends_runs_under_way_after_their_step_and_starts_no_other(tmp_path):
+def test_ctrl_c_ends_runs_after_their_step(tmp_path):
     """The command has a session of its own, since Ctrl-C goes to all processes of a terminal's foreground."""
     script, folder = tmp_path / "script.py", tmp_path / "runs"
     script.write_text(COMMAND)

@@ -47,7 +47,7 @@ def test_rounding_at_random_is_unbiased():
     assert error.mean().abs() <= 6 / math.sqrt(4 * N * 400)
 
 
-def test_what_bfloat16_holds_stays_and_nothing_becomes_infinite_by_chance():
+def test_rounding_keeps_bfloat16_numbers_and_makes_no_infinity():
     held = torch.tensor([0.0, -0.0, 1.0, -3.140625, LARGEST, -LARGEST, math.inf, -math.inf, 2.0**-133, -(2.0**-126)])
     beyond = torch.tensor([3.3961e38, -3.3961e38, 3.4028e38])  # next below infinity's half way, and above it
     nan = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
@@ -57,7 +57,7 @@ def test_what_bfloat16_holds_stays_and_nothing_becomes_infinite_by_chance():
     assert stochastic(nan.expand(64, 1, -1), random_keys(64)).isnan().all()
 
 
-def test_random_numbers_differ_between_steps_weights_and_elements():
+def test_random_numbers_differ_by_step_weight_and_element():
     """Correlations of M independent numbers of variance 1/12: products have a standard deviation of 1/12 / sqrt(M)."""
     rounding, steps, seen = Rounding("stochastic", ["a 0", "b 0"], [torch.zeros(1, 40, 60, dtype=BF16)] * 2), 50, []
     keys = rounding.keys
@@ -80,7 +80,7 @@ def test_random_numbers_differ_between_steps_weights_and_elements():
 
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("mode", BF16_WEIGHTS)
-def test_a_bucket_made_as_several_and_the_reference_write_what_one_does(cls, kwargs, mode, monkeypatch):
+def test_a_split_bucket_and_the_reference_write_the_same_bits(cls, kwargs, mode, monkeypatch):
     """The random numbers do; where steps differ in rounding, one of 20,000 elements may be rounded otherwise."""
     shapes = [(40, 60), (60, 40), (2, 40, 60)]
 
@@ -163,7 +163,7 @@ def test_the_kernel_keeps_masters_as_pytorch_does():
     assert 6.9 < master[1, :, 3].min() and master[1, :, 3].max() < 7.0  # its weight is (70, 37), handled turned
 
 
-def test_a_master_counts_wherever_its_weight_has_not_been_changed():
+def test_a_master_counts_while_its_weight_is_unchanged():
     p = weight(12, 20, dtype=BF16)
     optimizer = train(PRO([p], rank=3, lr=1e-4, bf16_weights="master", ns_dtype=torch.float32), range(4))
     master = optimizer.state[p]["master"]
@@ -198,7 +198,7 @@ def test_a_master_that_cannot_be_one_is_refused(damage):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_weights_of_other_dtypes_are_rounded_to_nearest_in_every_mode(dtype, backend):
+def test_other_dtypes_are_rounded_to_nearest_in_every_mode(dtype, backend):
     optimizers = [PRO(named((12, 20), dtype=dtype), rank=3, backend=backend, bf16_weights=m) for m in BF16_WEIGHTS]
     *others, plain = (train(optimizer, range(3)) for optimizer in optimizers)
     assert "master" not in contents(plain)[0]
@@ -208,9 +208,7 @@ def test_weights_of_other_dtypes_are_rounded_to_nearest_in_every_mode(dtype, bac
 @pytest.mark.parametrize("dtype, reload", [(torch.float32, True), (torch.float32, False), (torch.float64, True)])
 @pytest.mark.parametrize("shape, own", [((12, 20), {}), ((20, 12), {"split": 2}), ((2, 20, 12), {})], ids=str)
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
-def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_master(
-    cls, kwargs, shape, own, dtype, reload
-):
+def test_a_widened_weight_keeps_its_bits_and_loses_its_master(cls, kwargs, shape, own, dtype, reload):
     p = weight(*shape, dtype=BF16)
     optimizer = train(cls([{"params": [p], **own}], bf16_weights="master", lr=1e-3, **kwargs), range(3))
     assert [key for key in optimizer.state[p] if key.startswith("master")]
@@ -225,7 +223,7 @@ def test_a_weight_that_becomes_wider_goes_on_from_its_own_bits_and_loses_its_mas
 
 @pytest.mark.parametrize("mode", BF16_WEIGHTS)
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
-def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(cls, kwargs, mode):
+def test_a_wrappers_own_master_stays_with_its_weight(cls, kwargs, mode):
     p = weight(20, 12)
     optimizer = cls([p], bf16_weights=mode, **kwargs)
     theirs = optimizer.state[p]["master"] = p.detach().double()
@@ -237,7 +235,7 @@ def test_what_a_wrapper_calls_master_stays_with_a_weight_that_has_none_of_ours(c
     assert optimizer.state[p]["master"] is theirs and "master" not in optimizer.state[late]
 
 
-def test_a_master_goes_with_its_mode_and_what_a_wrapper_calls_so_later_stays():
+def test_a_master_goes_with_its_mode():
     """Also one that waits for its first gradient."""
     optimizer = train(PRO(named((12, 20), (12, 20), dtype=BF16), rank=3, bf16_weights="master"), [0], missing={(0, 1)})
     early, late = weights_of(optimizer)

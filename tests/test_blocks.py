@@ -55,7 +55,7 @@ def test_a_block_is_what_pytorch_puts_on_the_rank(shape, mesh_shape):
 
 
 @pytest.mark.parametrize("count", [8, 12, 5])
-def test_fsdp_over_tensor_parallel_rows_cuts_each_of_their_shards_once_more(count):
+def test_fsdp_over_tensor_parallel_cuts_each_shard_once_more(count):
     # A weight of `count` rows: first the shards of tensor parallelism, then FSDP's of each of these.
     found = blocks((count, 3), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     outer = torch.arange(count).chunk(2)
@@ -96,7 +96,7 @@ def test_a_sum_that_is_still_to_be_made_is_refused():
         check_placements("w", [Shard(0), Partial()])
 
 
-def test_each_rank_with_copies_of_shards_sends_about_what_others_do():
+def test_ranks_with_copies_of_shards_send_equal_amounts():
     """An owner gives each shard to one of its copies, which passes it on to the others."""
     world, node, shape = 64, 8, (64, 64)
     held = list(blocks(shape, (world // node, node), (Replicate(), Shard(0))))

@@ -80,7 +80,7 @@ def test_a_wrong_setting_is_refused_with_what_it_must_be(variable, value):
         build_cuda.extensions({variable: value, "PATH": ""}, [])
 
 
-def test_the_default_is_to_build_where_the_tools_are_and_to_say_what_was_not_found(tree, tmp_path, monkeypatch, capsys):
+def test_the_default_builds_where_the_tools_are(tree, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(toolkit, "USUAL_NVCC", str(tmp_path / "nowhere"))
     program, _ = stand_in(tmp_path / "bin")
     absent, present = {"PATH": str(tmp_path)}, {"PATH": str(program.parent)}
@@ -106,7 +106,7 @@ def test_every_missing_tool_is_named_with_its_remedy(tree, tmp_path, monkeypatch
         assert part in str(caught.value)
 
 
-def test_nvcc_is_looked_for_where_it_is_named_then_where_it_usually_is(tmp_path, monkeypatch):
+def test_nvcc_is_looked_for_where_named_then_in_usual_places(tmp_path, monkeypatch):
     places = {}
     for place in ("named", "home/bin", "path/bin", "search", "usual"):
         (tmp_path / place).mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_architectures_come_in_order_and_once():
     assert named == ["80", "90", "90a", "100f", "120"]
 
 
-def test_of_the_usual_architectures_those_are_built_that_nvcc_knows_and_of_named_ones_all_or_none(tmp_path):
+def test_usual_architectures_are_built_as_far_as_nvcc_knows(tmp_path):
     old, _ = stand_in(tmp_path / "old")
     new, _ = stand_in(tmp_path / "new", unknown=())
     none, _ = stand_in(tmp_path / "none", unknown=("80", "90", "100"))
@@ -155,7 +155,7 @@ def test_this_nvcc_knows_its_own_architectures_and_no_others():
     assert not build_cuda.takes(NVCC, "81") and not build_cuda.takes(NVCC, "9990")
 
 
-def test_machine_code_is_made_for_each_and_ptx_for_the_newest_that_runs_elsewhere():
+def test_machine_code_is_made_for_each_and_ptx_for_the_newest():
     def codes(*names):
         return [word.partition(",code=")[2] for word in build_cuda.generate(names) if ",code=" in word]
 
@@ -165,7 +165,7 @@ def test_machine_code_is_made_for_each_and_ptx_for_the_newest_that_runs_elsewher
 
 
 @pytest.mark.slow
-def test_each_source_is_compiled_for_all_architectures_and_again_when_it_has_changed(tree, tmp_path):
+def test_each_changed_source_is_compiled_for_all_architectures(tree, tmp_path):
     pytest.importorskip("ninja")
     program, log = stand_in(tmp_path / "bin")
     target = tmp_path / "the target" / "_C.so"
@@ -188,7 +188,7 @@ def test_each_source_is_compiled_for_all_architectures_and_again_when_it_has_cha
     assert compiled(PROKL_CUDA_ARCHS="80").keys() == every
 
 
-def test_a_failing_compiler_is_an_error_that_tells_how_to_install_without(tree, tmp_path, capfd):
+def test_a_failing_compiler_tells_how_to_install_without(tree, tmp_path, capfd):
     pytest.importorskip("ninja")
     program, _ = stand_in(tmp_path / "bin", status=1)
     with pytest.raises(ToolkitError, match="does not compile.*PROKL_BUILD_CUDA=0 installs without"):
@@ -208,7 +208,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("mode", ["auto", "1"])
-def test_a_broken_nvcc_is_told_with_its_words_and_how_to_install_without(how, mode, tree, tmp_path):
+def test_a_broken_nvcc_tells_how_to_install_without(how, mode, tree, tmp_path):
     content, rights, says = BROKEN[how]
     program = tmp_path / "nvcc"
     if content is not None:
@@ -244,7 +244,7 @@ NOWHERE = {"CUDACXX": "", "CUDA_HOME": "", "CUDA_PATH": "", "PATH": "/nonexisten
         ("maybe", "egg_info", "Invalid PROKL_BUILD_CUDA='maybe'"),
     ],
 )
-def test_a_build_that_was_asked_for_and_cannot_be_fails_in_one_line(clone, value, command, complaint):
+def test_a_build_that_was_asked_for_fails_in_one_line(clone, value, command, complaint):
     status, printed = attempt(sys.executable, "setup.py", "-q", command, cwd=clone, **NOWHERE, PROKL_BUILD_CUDA=value)
     assert status == 1
     assert complaint in printed.splitlines()[-1] and "Traceback" not in printed
@@ -252,7 +252,7 @@ def test_a_build_that_was_asked_for_and_cannot_be_fails_in_one_line(clone, value
 
 @with_nvcc
 @pytest.mark.slow
-def test_a_wheel_with_the_extension_is_for_this_python_and_imports_without_cuda_and_without_torch(clone, tmp_path):
+def test_a_wheel_with_the_extension_imports_without_cuda(clone, tmp_path):
     """It is compiled for one architecture and, as nothing runs it, without optimising."""
     pytest.importorskip("ninja")
     pytest.importorskip("pybind11")

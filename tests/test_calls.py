@@ -94,12 +94,12 @@ def test_what_is_no_state_dict_of_this_optimizer_is_named(make, error, says):
     ],
     ids=str,
 )
-def test_an_argument_that_groups_do_not_take_is_told_where_it_belongs(given, says):
+def test_a_foreign_argument_is_told_where_it_belongs(given, says):
     with pytest.raises(TypeError, match=says):
         groups(**given)
 
 
-def test_groups_without_rates_or_with_rates_by_place_say_what_to_write():
+def test_groups_without_named_rates_say_what_to_write():
     with pytest.raises(TypeError, match=r"lacks lr and adamw_lr: write param_groups\(model, lr=0.02, adamw_lr=...\)"):
         prokl.param_groups(model())
     with pytest.raises(TypeError, match="all else by name"):
@@ -125,7 +125,7 @@ def test_a_pattern_that_matches_nothing_says_which_one_was_meant(argument, patte
         groups(**{argument: {pattern: 2} if argument in ("split", "heads") else [pattern]})
 
 
-def test_names_with_brackets_are_matched_as_they_are_and_indices_are_told():
+def test_names_with_brackets_match_as_they_are():
     blocks = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])})
     with pytest.raises(ValueError, match=r"'layers.1.weight' matches 1"):
         prokl.param_groups(blocks, lr=0.1, adamw_lr=0.1, adamw=["layers[1].weight"])

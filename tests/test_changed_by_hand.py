@@ -27,7 +27,7 @@ def stepped(cls, calls, **settings):
 
 
 @both
-def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_the_same_state(cls):
+def test_weights_of_a_new_dtype_step_from_the_same_state(cls):
     """State stays float32 beside bfloat16 weights: it is what it would have been beside the weights as they were."""
     optimizer = stepped(cls, 3)
     for p in weights_of(optimizer):
@@ -50,7 +50,7 @@ def test_weights_converted_to_another_dtype_step_in_it_and_bfloat16_ones_from_th
 @both
 @pytest.mark.parametrize("only", [None, "M_Q", "skipped"])
 @pytest.mark.parametrize("through_data", [False, True])
-def test_state_tensors_that_are_replaced_or_moved_through_data_are_what_the_next_step_uses(cls, only, through_data):
+def test_a_step_uses_state_that_was_replaced_or_moved(cls, only, through_data):
     """Trainers move state off a device, and back, while something else needs its memory."""
     plain, moved = stepped(cls, 6), stepped(cls, 6)
     for state in moved.state.values():
@@ -93,7 +93,7 @@ def test_a_warning_made_an_error_comes_after_a_whole_step():
 
 
 @pytest.mark.slow
-def test_clocks_that_drift_apart_keep_a_bounded_number_of_sets_on_the_device():
+def test_clocks_that_drift_apart_keep_bounded_device_memory():
     """Every set of refreshing or of moving matrices has an index and a mask of its own there."""
     optimizer = PRO(named(*[(3, 4)] * 12), rank=2, precondition_frequency=2)
     rng = random.Random(0)
@@ -116,7 +116,7 @@ def mixed():
 ABSENT = {(call, 2) for call in range(9)}
 
 
-def test_a_step_in_which_nothing_changed_but_lr_and_gradients_checks_nothing_anew(monkeypatch):
+def test_a_step_with_new_lr_and_gradients_rebuilds_nothing(monkeypatch):
     optimizer = mixed()
     with monkeypatch.context() as patch:
         patch.setattr(optimizer.engine, "build", None)  # which a call would show
@@ -358,7 +358,7 @@ def examine(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", chunks(ALL, 50))
-def test_a_step_after_a_change_is_a_fresh_optimizers_or_moves_nothing(seeds):
+def test_a_step_after_a_change_is_a_fresh_optimizers_or_none(seeds):
     assert failures(examine, seeds) == []
 
 

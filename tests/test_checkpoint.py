@@ -109,7 +109,7 @@ WAYS = {
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("given", CASES.values(), ids=CASES)
-def test_a_run_that_is_carried_over_in_any_way_goes_on_as_it_would_have(given, tmp_path):
+def test_a_run_carried_over_in_any_way_goes_on_the_same(given, tmp_path):
     """Whatever torch's generator is; and the state is in the dtype that was asked for, before and after."""
     # Before a refresh, in a call without a gradient for one weight; just refreshed; before the late starter begins.
     ways = {PERIOD: ["a file"], PERIOD + 1: ["a file", "alive"], LATE: WAYS}
@@ -162,7 +162,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_state(save):
 
 
 @both
-def test_an_entry_saved_alone_is_small_once_its_tensors_are_cloned(cls):
+def test_an_entry_saved_alone_is_small_once_cloned(cls):
     """The whole state dict has nothing that is not the stacks', and so takes no more memory than they do."""
     optimizer, file = train(cls(named(*[(24, 32)] * 16)), range(2)), io.BytesIO()
     entry, live = optimizer.state_dict()["state"][0], optimizer.state[weights_of(optimizer)[0]]
@@ -173,7 +173,7 @@ def test_an_entry_saved_alone_is_small_once_its_tensors_are_cloned(cls):
 
 @both
 @pytest.mark.parametrize("given", [("param_groups",), ("state",), ("state", "param_groups"), ()], ids=str)
-def test_setstate_takes_a_part_as_torchs_does_and_refuses_a_wrong_one(cls, given):
+def test_setstate_takes_a_part_and_refuses_a_wrong_one(cls, given):
     optimizer, twin = fine_and_odd(cls), fine_and_odd(cls)
     part = {key: copy.copy(getattr(optimizer, key)) for key in given}
     if "param_groups" in part:
@@ -186,7 +186,7 @@ def test_setstate_takes_a_part_as_torchs_does_and_refuses_a_wrong_one(cls, given
     assert differences(train(optimizer, range(3, 6)), train(twin, range(3, 6))) == set()
 
 
-def test_a_state_dict_may_be_loaded_again_and_again_and_stays_as_it_is(method):
+def test_a_state_dict_loads_many_times_and_stays_as_it_is(method):
     """Both kinds of groups: a run that rolls back to it twice finds it whole."""
     run = Run(**method).train(0, 4)
     state, weights = copy.deepcopy(run.optimizer.state_dict()), copy.deepcopy(run.net.state_dict())
@@ -199,7 +199,7 @@ def test_a_state_dict_may_be_loaded_again_and_again_and_stays_as_it_is(method):
         assert same(saved, state)
 
 
-def test_a_hook_before_loading_sees_an_ordinary_state_dict_and_may_change_it(method):
+def test_a_load_hook_may_change_an_ordinary_state_dict(method):
     source, target = Run(**method).train(0, 5), Run(**method)
 
     def double(optimizer, state_dict):
@@ -216,7 +216,7 @@ ALL_KEYS += [(PRO, 1, ("maximize", "amsgrad", "fused", "foreach", "betas", "eps"
 
 
 @pytest.mark.parametrize("cls, group, keys", ALL_KEYS, ids=["Pro-KLShampoo", "KL-Shampoo", "AdamW"])
-def test_a_group_of_an_older_file_without_its_keys_gets_the_optimizers_own_values(cls, group, keys):
+def test_keys_missing_in_an_older_group_take_the_defaults(cls, group, keys):
     """AdamW's groups get its defaults; and an lr that does not say so is in the original units."""
     run = Run(cls=cls)
     run.optimizer.param_groups[1]["amsgrad"] = False
@@ -235,7 +235,7 @@ def test_a_group_of_an_older_file_without_its_keys_gets_the_optimizers_own_value
         ({"precision": "balanced"}, {"backend": "reference"}),
     ],
 )
-def test_what_suits_the_machine_is_the_optimizers_own_and_not_the_checkpoints(theirs, ours):
+def test_machine_settings_are_the_optimizers_not_the_files(theirs, ours):
     run, target = Run(), Run(**ours)
     run.optimizer.param_groups[0].update(theirs)
     own = {key: target.optimizer.param_groups[0][key] for key in ("backend", "precision", "cuda_graphs")}
@@ -244,7 +244,7 @@ def test_what_suits_the_machine_is_the_optimizers_own_and_not_the_checkpoints(th
     target.train(4, 5)
 
 
-def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults():
+def test_a_pickle_without_machine_settings_gets_their_defaults():
     run = Run().train(0, 4)
     for settings in (run.optimizer.defaults, run.optimizer.param_groups[0]):
         for key in ("backend", "precision", "cuda_graphs"):
@@ -257,7 +257,7 @@ def test_an_optimizer_pickled_without_the_machines_settings_gets_their_defaults(
 
 
 @both
-def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cls):
+def test_a_model_of_another_width_is_refused_in_two_sentences(cls):
     def narrow(width):
         shapes = {"same": (5, 9), "first": (width, 6), "stack": (2, 6, width), "last": (4, width)}
         return train(cls([(name, weight(*shape)) for name, shape in shapes.items()]), range(2))
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_a_model_of_another_width_is_refused_in_two_sentences(cl
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_an_optimizer_whose_adamw_is_not_finite_is_copied_as_it_is_and_not_loaded(duplicate):
+def test_a_non_finite_adamw_state_is_copied_but_not_loaded(duplicate):
     p, bias = weight(6, 4), weight(4)
     optimizer = PRO([{"params": [p]}, {"params": [bias], "algorithm": "adamw", "lr": 0.01}], rank=2)
     p.grad, bias.grad = torch.ones(6, 4), torch.ones(4)
@@ -284,7 +284,7 @@ def test_an_optimizer_whose_adamw_is_not_finite_is_copied_as_it_is_and_not_loade
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_scheduler_left():
+def test_a_gathered_state_dict_is_a_copy_that_torch_loads():
     optimizer, file = train(PRO(named((6, 4)), rank=2), [0]), io.BytesIO()
     lr = torch.tensor(0.02)
     optimizer.param_groups[0].update(lr=lr, max_lr=np.float64(0.02))
@@ -300,7 +300,7 @@ def test_a_gathered_state_dict_is_a_copy_and_one_that_torch_loads_whatever_a_sch
     assert float(gathered["param_groups"][0]["lr"]) == pytest.approx(0.02)
 
 
-def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
+def test_counts_of_a_stack_are_saved_on_its_device():
     """torch.distributed.checkpoint needs it, as it loads a whole state dict onto one device."""
     live = {"M_Q": torch.empty(2, 3, 4, device="meta"), "step": torch.tensor([5, 7])}
     saved = with_step_tensors({0: live, 1: {"M_Q": torch.empty(3, 4, device="meta"), "step": 5}})
@@ -308,7 +308,7 @@ def test_counts_of_a_stack_lie_beside_the_rest_of_its_saved_state():
     assert saved[1]["step"].is_cpu and saved[1]["step"].ndim == 0
 
 
-def test_dtypes_are_saved_by_name_and_taken_so_by_constructors_loads_and_groups():
+def test_dtypes_are_saved_and_taken_by_name():
     """Keys of somebody else in a group stay as they are."""
     optimizer = train(PRO(named((6, 4)), rank=2, state_dtype="bfloat16", ns_dtype="float32"), [0])
     group = optimizer.param_groups[0]
@@ -335,7 +335,7 @@ def said_at_load(saved, optimizer):
 
 
 @pytest.mark.parametrize("key", STATE_SETTINGS)
-def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(key):
+def test_a_file_of_another_setting_warns_with_both_values(key):
     there, here = STATE_SETTINGS[key]
     saved = train(PRO(named((6, 10), (4, 6)), **{key: there}), range(3)).state_dict()
     new = PRO(named((6, 10), (4, 6)), lr=0.5, momentum=0.5, **{key: here})
@@ -346,7 +346,7 @@ def test_a_file_whose_state_was_made_otherwise_is_warned_about_with_both_values(
 
 
 @both
-def test_a_file_whose_weights_were_split_otherwise_is_warned_about_with_both_values(cls):
+def test_a_file_of_another_split_warns_with_both_values(cls):
     def groups(*split):
         return [{"params": named(*[(6, 10)] * len(split)), "split": list(split)}]
 

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_every_kernel_passes_the_checks_on_sm_90_and_the_committed_rows_are_those_of_this_code(tmp_path):
+def test_kernels_pass_on_sm_90_and_match_the_committed_rows(tmp_path):
     """Compiling for the other architectures as well takes minutes; a kernel that changes on one changes on all."""
     script = tmp_path / "sm_90.py"  # a file, which the pool's processes can import
     script.write_text(SM_90)
@@ -86,7 +86,7 @@ ONE_STEP = {
 
 
 @pytest.mark.slow
-def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no_complaint(launches):
+def test_the_committed_rows_cover_every_launch_without_complaint(launches):
     """And no warp multiplies what another does.
 
     Where a product takes another, as those of parts do, all warps lie along one side: more than fit repeat it.
@@ -118,7 +118,7 @@ def test_the_committed_rows_cover_every_launch_on_every_architecture_and_have_no
     assert checked == set(ONE_STEP)
 
 
-def test_every_file_has_cases_every_tile_is_compiled_and_every_product_has_its_loads_counted():
+def test_every_file_tile_and_product_is_covered():
     modules = {case.module.__name__.rpartition(".")[2]: case.module for case in CASES}
     assert {path.stem for path in NAMES.values()} == set(modules)
     assert len({case.name for case in CASES}) == len(CASES)
@@ -208,7 +208,7 @@ $L__BB0_3:
 """
 
 
-def test_waits_count_where_they_are_in_a_loop_and_accesses_by_their_widest():
+def test_waits_count_in_loops_and_accesses_by_their_widest():
     assert of_ptx(PTX) == (1, 0, 16, 8) and of_ptx("") == (0, 0, 0, 0)
     assert of_ptx(PTX.replace("WAIT", "wgmma.wait_group.sync.aligned 0;")) == (1, 1, 16, 8)
     assert of_ptx(PTX.replace(".v4", "").replace("0x10", "0x4")) == (1, 0, 4, 8)
@@ -254,7 +254,7 @@ def test_a_stack_a_spill_or_too_much_shared_memory_is_found():
     assert list(csrc.complaints([replace(SUMS, arch="90", **fault)])) == []
 
 
-def test_a_kernel_that_is_wrong_fails_the_command_and_is_still_written(monkeypatch, tmp_path, capsys):
+def test_a_wrong_kernel_fails_the_command_and_is_written(monkeypatch, tmp_path, capsys):
     rows = [SUMS, replace(REVERSE, arch="90")]
     monkeypatch.setattr(csrc, "report", lambda jobs: (rows, list(csrc.complaints(rows))))
     monkeypatch.setattr(launch_module, "INTERPRETED", False)
@@ -319,7 +319,7 @@ for launch in chain.from_iterable(map(record, summing)):
 
 
 @pytest.mark.slow
-def test_what_a_weight_of_one_row_launches_compiles_and_lanes_that_hold_one_sum_hold_the_same_bits():
+def test_a_weight_of_one_row_compiles_and_its_lanes_agree():
     """Sizes of one are constants to the compiler, and numbers to the interpreter.
 
     A product of the decision, or a square of an energy, that is contracted into a sum across lanes is rounded in one

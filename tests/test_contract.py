@@ -134,7 +134,7 @@ def test_a_setting_of_one_group_is_not_the_other_groups(cls, key):
 
 
 @pytest.mark.parametrize("what", ["weight", "group"])
-def test_what_is_taken_out_by_hand_is_no_longer_stepped_and_the_others_keep_their_settings(method, what):
+def test_a_weight_taken_out_by_hand_is_no_longer_stepped(method, what):
     cls, kwargs = method
     groups = [{"params": [weight(6, 10)]}, {"params": [weight(6, 10, seed=1)], "lr": 0.5, "precondition_frequency": 2}]
     optimizer = train(cls(groups, **kwargs), range(3))
@@ -183,7 +183,7 @@ LIVE_PRO = (*LIVE, "alpha_kl", "ns_steps", "ns_coefficients", "ns_dtype")
 
 
 @pytest.mark.parametrize("cls, name", [(cls, name) for cls, names in ((PRO, LIVE_PRO), (KL, LIVE)) for name in names])
-def test_a_changed_hyperparameter_takes_effect_at_the_very_next_step(cls, name):
+def test_a_changed_hyperparameter_takes_effect_at_once(cls, name):
     """A scheduler relies on it."""
     rank = {"rank": 3} if cls is PRO else {}
     optimizer = train(cls(named(*SHAPES), **rank), range(4))

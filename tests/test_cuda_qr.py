@@ -58,7 +58,7 @@ def test_the_structured_ones_are_a_qr_when_blocked(extension_on_cpu, name, k):
         assert k == 1 or not (status & QRStatus.HOUSEHOLDER).any()
 
 
-def test_householder_takes_no_reflection_from_squares_that_lost_their_digits(extension_on_cpu):
+def test_householder_ignores_squares_that_lost_their_digits(extension_on_cpu):
     # Residuals near 1e-20: their squares are subnormal in float32, and reflections from them are not orthogonal.
     inputs = draw("coordinates", "row scales, skewed 1e4", (3, 60, 12))
     Q, status = coordinates(*inputs)
@@ -116,7 +116,7 @@ def test_the_verdict_says_what_was_done_to_each_matrix(extension_on_cpu):
     assert nan == QRStatus.NONFINITE and Q[5].isnan().all()
 
 
-def test_the_verdict_tells_a_shift_from_a_settled_basis_and_keeps_u_for_what_is_not_finite(extension_on_cpu):
+def test_the_status_tells_shifted_and_non_finite_matrices_apart(extension_on_cpu):
     V, K, U = draw("tracking", "condition 1e+04, settled", (6, 60, 12))
     V[1] = K[1] = 0
     V[2, 0, 0] = float("inf")

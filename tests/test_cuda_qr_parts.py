@@ -14,13 +14,13 @@ from tests.tensor_cores import TensorCores
 from tests.test_cuda_qr import DTYPES
 
 
-def test_the_host_allocates_for_as_many_columns_as_a_launch_factors(extension_on_cpu):
+def test_the_host_allocates_for_the_columns_of_a_launch(extension_on_cpu):
     found = {dtype: getattr(extension_on_cpu, name).block for dtype, name in cuda_qr.DTYPES.items()}
     assert found == cuda_qr.BLOCK
 
 
 @pytest.mark.parametrize("k", [12, 150])
-def test_what_is_within_the_bound_stays_and_what_is_beyond_it_is_factored(extension_on_cpu, k):
+def test_only_matrices_beyond_the_bound_are_factored_anew(extension_on_cpu, k):
     (A,) = draw("qr", "random", (3, 150, k))
     Q = torch.linalg.qr(A)[0].contiguous()
     bound = 100 * k * torch.finfo(torch.float32).eps
@@ -54,7 +54,7 @@ def test_a_gram_matrix_in_parts_is_their_sum(extension_on_cpu):
 
 @pytest.mark.parametrize("k", [1, 12, 140])
 @pytest.mark.parametrize("apart", [1e-3, 1e-2])
-def test_settling_takes_nearly_orthonormal_columns_to_the_q_of_their_qr(extension_on_cpu, k, apart):
+def test_settling_takes_near_orthonormal_columns_to_their_q(extension_on_cpu, k, apart):
     (A,) = draw("qr", "random", (2, 150, k), torch.float64)
     W = torch.linalg.qr(A)[0] * (1 + apart * draw("qr", "random", (2, 150, k), torch.float64)[0])
     N = W.mT @ W
@@ -66,7 +66,7 @@ def test_settling_takes_nearly_orthonormal_columns_to_the_q_of_their_qr(extensio
 
 @pytest.mark.parametrize("m", [40, 160])  # in one block of columns, and in several
 @pytest.mark.parametrize("low", ["rank m/4", "condition 1e+04", "condition 1e+06"])
-def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_any_other(extension_on_cpu, low, m):
+def test_an_indefinite_bfloat16_factor_is_refreshed_as_any_other(extension_on_cpu, low, m):
     values = torch.arange(m) < m // 4 if low == "rank m/4" else torch.logspace(0, -float(low[-2:]), m)
     for seed in range(4):
         g = torch.Generator().manual_seed(seed)
@@ -80,7 +80,7 @@ def test_a_factor_that_storing_in_bfloat16_has_made_indefinite_is_refreshed_as_a
 
 
 @pytest.mark.parametrize("k", [12, 140])
-def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_accepted(extension_on_cpu, k):
+def test_a_root_of_an_indefinite_matrix_is_marked_and_rejected(extension_on_cpu, k):
     (A,) = draw("qr", "random", (3, k, k))
     X = torch.linalg.qr(A)[0]
     values = torch.stack([torch.ones(k), torch.linspace(1, 0, k).round(), torch.linspace(1, -0.5, k)])  # 1; rank k/2
@@ -96,7 +96,7 @@ def test_a_root_of_an_indefinite_matrix_is_marked_and_what_is_made_of_it_is_not_
 
 @pytest.mark.parametrize("k", [12, 140])
 @pytest.mark.parametrize("size", [2.0**-110, 2.0**100])
-def test_a_factor_that_is_scaled_and_singular_is_shifted_by_as_much_of_itself(extension_on_cpu, size, k):
+def test_a_scaled_singular_factor_is_shifted_in_proportion(extension_on_cpu, size, k):
     """The factored matrix is the shifted one: scale (K + shift I) = C C^T, of which C^-T is given."""
     S = draw("refresh", "rank-deficient, fresh", (3, k, k))[0] * size
     F, shifted, scale, status = torch.ops.prokl.semidefinite_inverse(S.contiguous())

@@ -72,7 +72,7 @@ def test_steps_without_a_setting_err_as_their_precision_may(cls, unasked):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", METHODS)
-def test_bfloat16_weights_without_a_setting_are_rounded_by_the_references_random_numbers(cls, unasked):
+def test_bfloat16_weights_are_rounded_by_the_references_numbers(cls, unasked):
     """A step that is another by d changes the weight by one unit with the probability d over the unit.
 
     With other random numbers the whole step takes the place of d, of which Newton-Schulz in bfloat16 makes 0.02.

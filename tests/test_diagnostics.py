@@ -33,7 +33,7 @@ def matrices(optimizer):
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_what_is_said_of_the_state_follows_from_that_of_every_matrix(cls, kwargs, backend):
+def test_figures_of_the_state_follow_from_every_matrix(cls, kwargs, backend):
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     shapes, steps = (SHAPES, 4) if backend != "triton" else (SHAPES[:2], 2)
     stream = [[g.to(device) for g in gs] for gs in gradient_stream(shapes, steps)]
@@ -259,7 +259,7 @@ def test_a_trainer_s_wrapper_gives_the_figures_of_what_is_inside():
         torch.testing.assert_close(function(outer), function(optimizer), rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_tail_of_kl_shampoos_factors_begins_where_pro_klshampoos_does_by_default():
+def test_the_tail_of_kl_shampoo_begins_at_the_default_rank():
     _, optimizer = run(KL, gradient_stream([(12, 30)], 4))
     assert diagnostics.scalars(optimizer) == diagnostics.scalars(optimizer, rank=2)
     (found,), (own,) = diagnostics.spectra(optimizer).values(), diagnostics.spectra(optimizer, rank=2).values()

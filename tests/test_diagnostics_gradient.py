@@ -44,7 +44,7 @@ def test_sizes_of_the_update_are_those_of_the_step_that_follows(cls, kwargs):
         assert all(math.isfinite(value) for value in found.values())
 
 
-def test_a_gradient_of_more_digits_than_its_weight_is_judged_as_it_is():
+def test_a_gradient_wider_than_its_weight_is_not_rounded():
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         p = torch.nn.Parameter(torch.zeros(6, 10, dtype=dtype))
@@ -68,7 +68,7 @@ SMALL_SQUARES = (1.0, 1.0, 1.0, 1.0, 1e-26)  # of the last one no float32
         (KL, {}, SMALL_SQUARES, 1e-6),
     ],
 )
-def test_a_gradient_of_another_size_is_said_to_move_what_it_moves(cls, kwargs, sizes, tolerance):
+def test_an_oversized_gradient_has_the_figure_of_its_step(cls, kwargs, sizes, tolerance):
     stream = [[size * g] for size, (g,) in zip(sizes, gradient_stream([(6, 10)], len(sizes)), strict=True)]
     parameters, optimizer = run(cls, stream[:-1], **kwargs)
     found, directions = moves(optimizer, parameters, stream[-1])
@@ -97,7 +97,7 @@ def test_a_matrix_that_will_not_move_is_not_said_to(cls, kwargs, bounded):
         assert math.isnan(found[f"prokl/{name}/update_rms"]) and not directions[name].any()
 
 
-def test_what_the_step_takes_for_rounding_of_a_stored_basis_is_no_update_here_either():
+def test_rounding_of_a_stored_basis_counts_as_no_update():
     generator = torch.Generator().manual_seed(3)
     rows = torch.linalg.qr(torch.randn(64, 2, generator=generator)).Q.T
     weight = torch.nn.Parameter(torch.zeros(32, 64))
@@ -127,7 +127,7 @@ def test_whitened_size_says_what_the_step_is_about_to_bound(cls, kwargs):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_captured_energy_is_the_share_of_the_gradient_in_the_subspace(share):
+def test_captured_energy_is_the_subspaces_share_of_the_gradient(share):
     (p,), optimizer = run(PRO, gradient_stream([(6, 10)], 5), rank=3)
     U = optimizer.state[p]["U"]
     inside, outside = normal(6, 10, dtype=torch.float64), normal(6, 10, seed=1, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_captured_energy_is_the_share_of_the_gradient_in_the_subspace(share):
     assert found["prokl/group0.0/captured_energy"] == pytest.approx(share, abs=1e-12)
 
 
-def test_missing_gradients_leave_their_figures_out_and_bad_ones_give_nan():
+def test_missing_gradients_have_no_figures_and_bad_ones_nan():
     weights = [weight(4, 6, dtype=torch.float64) for _ in range(3)]
     optimizer = PRO(weights, rank=2)
     for seed in range(2):

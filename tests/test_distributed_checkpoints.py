@@ -78,7 +78,7 @@ def test_a_run_goes_on_as_it_would_have(source, how, world, route, saved, pools)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "other", "dtype"), [("ddp", "fsdp", torch.float32), ("fsdp", "alone", torch.bfloat16)])
-def test_a_state_of_bfloat16_and_masters_of_bfloat16_weights_survive(how, other, dtype, pools, tmp_path):
+def test_bfloat16_states_and_masters_survive(how, other, dtype, pools, tmp_path):
     settings = {"state_dtype": torch.bfloat16} if dtype == torch.float32 else {"bf16_weights": "master"}
     before = read(pools[4].run(save_and_go_on, tmp_path, ("nested",), how, dtype=dtype, **settings)[0][1])
     key, expected = ("M_Q", torch.bfloat16) if dtype == torch.float32 else ("master", torch.float32)
@@ -103,7 +103,7 @@ OTHER_WIDTH = {"shapes": SHAPES | {"wide": (8, 22), "bias": (6,)}}
     ],
     ids=["rank", "shape", "shape, gathered", "method"],
 )
-def test_what_does_not_fit_is_named_on_every_rank_and_nothing_changes(how, changed, route, named, saved, pools):
+def test_a_misfit_is_named_on_every_rank_and_changes_nothing(how, changed, route, named, saved, pools):
     folder, _, _ = saved("ddp")
     for kind, message, differs in pools[4].run(refuse, folder, route, how, **changed):
         assert kind in ("ValueError", "CheckpointException"), message

@@ -70,9 +70,7 @@ def restart(how, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_rank_dies_before_a_step_which_ends_with_an_error_and_the_checkpoint_goes_on(
-    how, ranks, pools, alone, tmp_path
-):
+def test_a_death_before_a_step_leaves_a_usable_checkpoint(how, ranks, pools, alone, tmp_path):
     old, new, end = alone
     values, errors = ranks.attempt(step_without, how, tmp_path, grace=30)
     assert errors.keys() == {DEAD}  # the others came back, within torch's own timeout
@@ -111,7 +109,7 @@ def save_without(how, folder):
 
 
 @pytest.mark.slow
-def test_a_rank_dies_during_a_checkpoint_which_cannot_be_mistaken_for_a_good_one(ranks, tmp_path):
+def test_a_death_during_a_save_leaves_no_false_checkpoint(ranks, tmp_path):
     values, errors = ranks.attempt(save_without, "fsdp", tmp_path, grace=30)
     assert errors.keys() == {DEAD}
     for kind, same in values.values():

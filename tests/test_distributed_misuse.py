@@ -144,7 +144,7 @@ def with_something_between(how, what):
 
 
 @pytest.mark.parametrize("what, how", [(what, how) for what in BETWEEN for how in ("ddp", "fsdp")][:-1])  # none grows
-def test_what_is_done_between_steps_has_the_effect_that_it_has_in_one_process(what, how, pools):
+def test_changes_between_steps_act_as_in_one_process(what, how, pools):
     expected = with_something_between("alone", what)
     for weights in pools[2].run(with_something_between, how, what):
         assert_close(weights, expected)
@@ -160,7 +160,7 @@ def grown_with_its_state():
     return error
 
 
-def test_a_weight_that_has_grown_beside_its_state_is_refused_on_every_rank(pools):
+def test_a_weight_that_has_grown_is_refused_on_every_rank(pools):
     for kind, text in pools[2].run(grown_with_its_state):
         assert kind == "ValueError"
         assert text.startswith("Invalid shape=(11, 12) of a: its work was divided with shape=(8, 12). Set it back, or")
@@ -176,7 +176,7 @@ def with_a_late_shard(how):
     return whole(run.weights), [int(run.optimizer.state[run.weights[name]]["step"]) for name in ("a", "bias")]
 
 
-def test_plain_weights_keep_their_state_when_the_first_shard_comes(pools):
+def test_plain_weights_keep_their_state_beside_a_first_shard(pools):
     expected, clocks = with_a_late_shard("alone")
     assert clocks == [5, 6]
     for found, kept in pools[2].run(with_a_late_shard, "alone"):
@@ -196,7 +196,7 @@ def channels_last(group):
     return whole({"p": p, "q": q}), p.stride()
 
 
-def test_fused_adamw_takes_weights_in_channels_last_as_in_one_process(pools):
+def test_fused_adamw_takes_channels_last_as_in_one_process(pools):
     expected, stride = channels_last(False)
     for found, its in pools[2].run(channels_last, True):
         assert its == stride
@@ -209,7 +209,7 @@ def without_a_setting():
     return message(run.step, 3)
 
 
-def test_a_group_that_was_robbed_of_a_setting_is_told_as_in_one_process(pools):
+def test_a_group_without_a_setting_is_told_as_in_one_process(pools):
     for error in pools[2].run(without_a_setting):
         assert error == (
             "ValueError",
@@ -225,7 +225,7 @@ def without_memory():
     return error, whole(run.train(3, 6).weights)
 
 
-def test_a_step_that_ends_before_anything_has_moved_can_be_taken_again(pools):
+def test_a_step_that_ends_before_moving_can_be_taken_again(pools):
     expected = whole(Run(shapes=TWO).train(0, 6).weights)
     for error, found in pools[2].run(without_memory):
         assert error == ("MemoryError", "none is left")
@@ -249,7 +249,7 @@ def unfrozen(how):
 
 
 @HOWS
-def test_a_weight_that_is_unfrozen_later_trains_as_in_one_process_and_takes_no_memory_before(how, pools):
+def test_a_weight_unfrozen_later_trains_as_in_one_process(how, pools):
     alone, memory, _ = unfrozen("alone")
     assert memory[3] == 0 < memory[4]
     for found, memory, owners in pools[2].run(unfrozen, how):
@@ -272,7 +272,7 @@ def widened(how):
 
 
 @HOWS
-def test_weights_with_masters_that_become_float32_go_on_from_their_own_bits_alike_on_all_ranks(how, pools):
+def test_weights_with_masters_become_float32_alike_on_all_ranks(how, pools):
     alone, _ = widened("alone")
     ranks = pools[2].run(widened, how)
     for (before, resting, after), kept in ranks:
@@ -400,7 +400,7 @@ def last_weight_differs(what):
         ("frozen", ("d (8, 12)", "frozen")),
     ],
 )
-def test_the_weight_that_differs_is_named_where_owners_of_others_differ_for_it(what, words, pools):
+def test_the_weight_that_differs_is_named_on_every_rank(what, words, pools):
     for kind, text in pools[2].run(last_weight_differs, what):
         assert kind == "RuntimeError" and all(word in text for word in words), text
         assert "Ranks 0 and 1" in text and "must be the same on all ranks" in text
@@ -415,7 +415,7 @@ def changed_after_the_start(key, setting):
 
 
 @pytest.mark.parametrize(("key", "setting"), [("rank", 2), ("state_dtype", torch.bfloat16), ("split", 2)])
-def test_a_setting_that_state_depends_on_is_refused_by_ranks_that_own_nothing_too(key, setting, pools):
+def test_ranks_that_own_nothing_refuse_a_changed_setting_too(key, setting, pools):
     found = pools[2].run(changed_after_the_start, key, setting)
     assert all(kind == "ValueError" and key in text for kind, text in found), found
     assert len(set(found)) == 1
@@ -440,7 +440,7 @@ TABLE = {"table": (8, 4)}
 
 @HOWS
 @pytest.mark.parametrize("shapes", [{"matrix": (8, 12), **TABLE}, TABLE], ids=" and ".join)
-def test_anothers_part_is_refused_by_every_rank_and_by_one_process(how, shapes, pools, tmp_path):
+def test_anothers_part_is_refused_by_ranks_and_by_one_process(how, shapes, pools, tmp_path):
     """Also by ranks that own no matrix: what one cannot load, none does."""
     pools[2].run(save_parts, tmp_path, how, shapes)
     found = [*pools[2].run(load_part, tmp_path, how, shapes, 0), load_part(tmp_path, "alone", shapes, 0)]
@@ -448,7 +448,7 @@ def test_anothers_part_is_refused_by_every_rank_and_by_one_process(how, shapes, 
 
 
 @pytest.mark.slow
-def test_a_part_of_another_number_of_ranks_is_refused_in_a_sentence(pools, tmp_path):
+def test_a_part_of_another_number_of_ranks_is_refused(pools, tmp_path):
     pools[4].run(save_parts, tmp_path, "ddp", TABLE)
     found = pools[2].run(load_part, tmp_path, "ddp", TABLE)
     assert all(kind == "ValueError" and "another number of ranks" in text for kind, text, _ in found), found

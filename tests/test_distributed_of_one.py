@@ -33,7 +33,7 @@ def device(request, tmp_path):
 
 @pytest.mark.parametrize("route", ["nested", "full"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_group_of_one_is_one_process_bit_for_bit_and_so_is_what_it_saves(how, route, device, tmp_path):
+def test_a_group_of_one_is_one_process_bit_for_bit(how, route, device, tmp_path):
     """The run and its resumption end where one process does."""
     given = {"shapes": SOME, "dtype": torch.float32, "device": device}
     alone = whole(Run(**given).train(0, END).weights)
@@ -80,7 +80,7 @@ def test_what_hooks_keep_beside_the_weights_goes_along(device):
 
 
 @pytest.mark.parametrize("how", ["alone", "ddp", "fsdp"])
-def test_a_weight_that_leaves_with_its_state_leaves_nothing_behind(how, device):
+def test_a_weight_that_leaves_takes_its_state_with_it(how, device):
     run = Run(how, device=device).train(0, 2)
     run.weights["gains"].grad = torch.full_like(run.weights["gains"], torch.nan)  # which is counted
     run.optimizer.step()
@@ -98,7 +98,7 @@ def test_a_weight_that_leaves_with_its_state_leaves_nothing_behind(how, device):
     assert [t() for t in left] == [None] * len(left)
 
 
-def test_adamws_entry_of_a_weight_without_a_gradient_is_what_adamw_starts_from():
+def test_adamw_starts_weights_without_a_gradient_as_alone():
     for given in ({}, {"amsgrad": True}, {"fused": True}):
         early, late = (torch.nn.Parameter(normal(4, 3).to(torch.float64)) for _ in range(2))
         own = prokl.ProKLShampoo([{"params": [early, late], "algorithm": "adamw", "lr": 0.1, **given}])
@@ -116,7 +116,7 @@ def test_adamws_entry_of_a_weight_without_a_gradient_is_what_adamw_starts_from()
         assert same_bits(late, twin)
 
 
-def test_what_a_wrapper_keeps_of_an_adamw_weight_before_its_first_gradient_stays():
+def test_a_wrappers_keys_stay_before_adamws_first_gradient():
     optimizer = fine_and_odd(PRO, calls=0)
     bias = weights_of(optimizer)[2]
     optimizer.state[bias]["slow"] = slow = bias.detach().clone()
@@ -124,7 +124,7 @@ def test_what_a_wrapper_keeps_of_an_adamw_weight_before_its_first_gradient_stays
     assert optimizer.state[bias]["slow"] is slow and optimizer.state[bias]["exp_avg"].all()
 
 
-def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_batch():
+def test_a_weight_without_gradients_stays_out_of_every_batch():
     run = Run().train(0, SAVED)
     late = run.weights["late"]
     assert run.optimizer.state[late]["step"] == -1 and not run.optimizer.state[late]["M_Q"].any()
@@ -137,7 +137,7 @@ def test_a_weight_that_never_gets_a_gradient_stays_as_it_is_and_out_of_every_bat
     [((4, 8), MUON), ([None, (4, 8)], (MUON,) * 5), ([None, (4, 8)], "polar-express")],
     ids=["of all", "of each", "named"],
 )
-def test_tuples_survive_a_full_state_dict_which_has_lists_for_them(split, polynomials, tmp_path):
+def test_tuples_survive_a_full_state_dict_with_lists(split, polynomials, tmp_path):
     """Sizes of a split, and polynomials of Newton-Schulz."""
     given = {"shapes": {"first": (12, 5), "fused": (12, 7)}}
     own = {"split": split, "ns_coefficients": polynomials}
@@ -153,7 +153,7 @@ def test_tuples_survive_a_full_state_dict_which_has_lists_for_them(split, polyno
 
 @pytest.mark.parametrize("route", ["nested", "flattened"])
 @pytest.mark.parametrize("cls", [PRO, KL])
-def test_weights_in_another_order_take_their_own_state_and_readings(cls, route, tmp_path):
+def test_reordered_weights_take_their_own_state(cls, route, tmp_path):
     """These checkpoints go by names; what a plain state dict has in another order is refused."""
     run, other = Run(cls=cls), Run(cls=cls, shapes=dict(reversed(SHAPES.items())))
     groups = copy.deepcopy([(group["param_names"], group.get("split")) for group in other.optimizer.param_groups])

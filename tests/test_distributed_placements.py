@@ -119,7 +119,7 @@ def wrapped(how):
 
 
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (2, "fsdp"), (2, "fsdp, kept"), (4, "hsdp")])
-def test_a_model_under_ddp_or_fsdp2_trains_as_in_one_process_on_the_whole_batch(world, how, pools):
+def test_ddp_and_fsdp2_train_as_one_process_on_the_whole_batch(world, how, pools):
     expected, found = wrapped("alone"), pools[world].run(wrapped, how)
     for weights in found:
         assert_close(weights, expected)
@@ -138,7 +138,7 @@ def rates_of_their_own(weights):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "how"), [(2, "ddp"), (4, "fsdp")])
-def test_a_group_a_weight_with_rates_of_its_own_is_divided_in_common_batches(world, how, pools):
+def test_groups_of_one_weight_are_divided_in_common_batches(world, how, pools):
     expected = trained("alone", groups=rates_of_their_own)
     assert farthest(expected, alone(PRO)[0]) > 1e-3  # the rates count
     found = pools[world].run(trained, how, groups=rates_of_their_own)
@@ -180,7 +180,7 @@ def state_of_ranks(how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_ranks_have_state_of_their_own_and_together_all_of_it_once(how, pools):
+def test_each_rank_has_its_own_part_of_the_state(how, pools):
     every = state_of_ranks("alone")
     found = pools[4].run(state_of_ranks, how)
     for key, elements in every.items():
@@ -200,14 +200,14 @@ def keys_shown(own):
     return {name: set(run.optimizer.state[run.weights[name]]) - own.keys() for name in MATRICES}
 
 
-def test_a_state_that_was_looked_up_or_written_to_before_the_first_step_is_shown_on_every_rank(pools):
+def test_state_touched_before_the_first_step_is_on_every_rank(pools):
     shown = pools[2].run(keys_shown, {})
     assert all(shown[0].values()) and shown[0] == shown[1]
     assert pools[2].run(keys_shown, {"mark": 1}) == shown
 
 
 @pytest.mark.slow
-def test_without_a_group_plain_weights_are_every_ranks_own_and_nothing_is_sent(pools):
+def test_without_a_group_plain_weights_stay_on_every_rank(pools):
     for weights, _, received, _ in pools[2].run(on_ranks, PRO, "plain"):
         assert received == 0
         assert_same(weights, alone(PRO)[0])
@@ -220,7 +220,7 @@ def gradients_placed_otherwise():
     return whole(run.weights)
 
 
-def test_a_gradient_that_is_placed_otherwise_than_its_weight_is_placed_as_it(pools):
+def test_a_gradient_placed_otherwise_is_placed_as_its_weight(pools):
     for weights in pools[2].run(gradients_placed_otherwise):
         assert_close(weights, alone(PRO)[0])
 
@@ -239,7 +239,7 @@ def with_wide_gradients(how):
 
 
 @pytest.mark.parametrize("how", ["ddp", "replicas"])
-def test_gradients_of_more_digits_than_their_weights_are_taken_as_in_one_process(how, pools):
+def test_gradients_wider_than_their_weights_lose_no_digits(how, pools):
     expected = with_wide_gradients("alone")
     for weights in pools[2].run(with_wide_gradients, how):
         assert farthest(weights, expected) <= 2**-7  # one unit of the last place
@@ -259,18 +259,18 @@ def step_bytes(how, shapes):
     return traffic.sent, traffic.received, owned
 
 
-def test_experts_that_lie_on_their_ranks_are_owned_there_and_nothing_is_sent(pools):
+def test_experts_are_owned_where_they_lie_and_nothing_is_sent(pools):
     assert pools[2].run(step_bytes, "fsdp", {"experts": MATRICES["experts"]}) == [(0, 0, 8 * 3 * 8 * 10)] * 2
 
 
-def test_each_plain_weight_goes_once_to_every_rank_that_does_not_own_it(pools):
+def test_each_plain_weight_goes_once_to_every_other_rank(pools):
     found = pools[2].run(step_bytes, "ddp", EVEN)
     every = sum(BYTES.values())
     assert sum(owned for *_, owned in found) == every
     assert [(sent, received) for sent, received, _ in found] == [(owned, every - owned) for *_, owned in found]
 
 
-def test_half_of_a_sharded_matrix_lies_elsewhere_and_of_adamw_nothing_moves(pools):
+def test_half_of_a_sharded_matrix_moves_and_none_of_adamws(pools):
     found = pools[2].run(step_bytes, "fsdp", EVEN)  # a gradient and a weight come, the stepped weight goes back
     matrices = sum(BYTES[name] for name in EVEN if name in MATRICES)
     assert sum(owned for *_, owned in found) == matrices

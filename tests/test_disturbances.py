@@ -65,14 +65,14 @@ def test_the_papers_form_has_no_such_bound(method, case):
 
 
 @pytest.mark.parametrize("method", OWN)
-def test_larger_gradients_for_good_are_followed_in_some_ten_steps(method):
+def test_lastingly_larger_gradients_are_followed_in_ten_steps(method):
     figure, unit = figures(DISTURBED["larger gradients for good"], bounded(method), "torch")["as usual again after"]
     assert figure <= 30 and unit == "steps"  # the momentum, too, has to forget
 
 
 @SLOW
 @pytest.mark.parametrize("method", METHODS)
-def test_smaller_gradients_for_good_are_followed_as_fast_as_the_average_forgets(method):
+def test_lastingly_smaller_gradients_are_followed_at_emas_speed(method):
     figure, _ = figures(SMALLER, bounded(method), "torch")["as usual again after"]
     assert longest(SMALLER, bounded(method), "torch") <= LONGEST
     assert figure <= 170  # 135 in which both factors together fall by 1e-6, and the momentum's memory
@@ -108,7 +108,7 @@ def experts_worst(form):
 
 @SLOW
 @pytest.mark.parametrize("method", METHODS)
-def test_idle_experts_return_as_they_left_where_muons_do_not_and_the_papers_explode(method):
+def test_idle_experts_return_where_muons_and_the_papers_do_not(method):
     ratio, worst = experts_worst(bounded(method))
     assert worst <= experts_worst(Form("muon"))[1] and ratio <= 1.5
     assert experts_worst(paper(method))[0] > 1.5

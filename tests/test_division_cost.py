@@ -34,7 +34,7 @@ def householder(n, k):
 )
 @pytest.mark.parametrize("shape", [(24, 24), (24, 32), (60, 20)], ids=str)
 @pytest.mark.parametrize("cls", [ProKLShampoo, KLShampoo])
-def test_a_matrix_costs_the_products_and_qrs_of_its_step_with_refreshes_amortised(cls, shape, newton_schulz):
+def test_a_matrix_costs_its_products_and_amortised_qrs(cls, shape, newton_schulz):
     (m, n), r, g = sorted(shape), 5, torch.Generator().manual_seed(1)
     W = torch.nn.Parameter(torch.randn(shape, generator=g))
     own = {"rank": r, **newton_schulz} if cls is ProKLShampoo else {}

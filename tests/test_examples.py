@@ -25,7 +25,7 @@ def run(folder, script, *arguments):
 
 
 @pytest.mark.slow
-def test_the_gpt_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path, monkeypatch):
+def test_the_gpt_example_resumes_bit_for_bit(tmp_path, monkeypatch):
     tiny = ("--width", "32", "--steps", "12", "--save-every", "5", "--accumulate", "2")
     output = run(tmp_path, "train_gpt.py", *tiny, "--folder", "whole")
     assert "lm_head.weight" in output and (tmp_path / "whole" / "loss.png").stat().st_size > 1000

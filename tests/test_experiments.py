@@ -43,9 +43,7 @@ def threads():
 
 
 @pytest.mark.slow
-def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_trained_again(
-    shard, tmp_path, monkeypatch, capsys
-):
+def test_a_comparison_has_all_runs_and_repeats_none(shard, tmp_path, monkeypatch, capsys):
     begun, start = [], Run.__init__
 
     def recording(run, scale, hyper, *rest):
@@ -85,7 +83,7 @@ def test_a_comparison_has_every_method_on_every_seed_and_what_is_there_is_not_tr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths", "size"])
-def test_runs_that_are_worked_off_are_written_as_they_end_and_not_trained_again(name, tmp_path, monkeypatch):
+def test_finished_runs_are_written_and_not_trained_again(name, tmp_path, monkeypatch):
     wide = size.Trial("a change", "base", size.FORMS["pro-klshampoo"].default)
     monkeypatch.setattr(size, "LARGER", MICRO)
     monkeypatch.setattr(size, "size", lambda known: iter([wide]))

@@ -32,7 +32,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize("between", [60.0, 0.0])
-def test_runs_that_ctrl_c_ends_finish_their_step_and_go_on_bit_for_bit(tmp_path, text, between, monkeypatch):
+def test_runs_ended_by_ctrl_c_go_on_bit_for_bit(tmp_path, text, between, monkeypatch):
     whole, path, turns, advance = begun(text, "pro", "muon"), tmp_path / "folder" / "halves.pt", [], Run.advance
     loop.train(whole, tmp_path / "whole.pt", shown=False)
 
@@ -111,7 +111,7 @@ def test_a_run_on_a_gpu_knows_its_peak_of_memory(tmp_path, text):
 # From runs to rows and tables
 
 
-def test_figures_are_without_the_first_step_of_an_optimizer_and_curves_have_the_seconds_of_training():
+def test_figures_leave_out_an_optimizers_first_step():
     record = Record([5.0, 3.0, 2.0], [9.0, 1.0, 2.0], [8.0, 3.0, 5.0], [(0, 9.0), (3, 2.0)], state_bytes=5_000_000)
     own = {"validation_loss": 2.0, "model_ms": 4000.0, "optimizer_ms": 4000.0, "state_mb": 5.0, "diverged_at": None}
     assert runs.figures(record) == own
@@ -119,7 +119,7 @@ def test_figures_are_without_the_first_step_of_an_optimizer_and_curves_have_the_
     assert runs.curve(record) == along
 
 
-def test_a_table_has_means_and_errors_over_seeds_and_dashes_for_what_one_of_them_lacks():
+def test_a_table_has_means_errors_and_dashes():
     def row(optimizer, rank, seed, loss, **more):
         own = {"model": "m", "optimizer": optimizer, "rank": rank, "seed": seed, "validation_loss": loss, "lr": 0.1}
         return own | {"model_ms": 1.0, "optimizer_ms": 2.0, "state_mb": 3.0, "diverged_at": ""} | more

@@ -40,7 +40,7 @@ def installed_elsewhere(load_from, monkeypatch, tmp_path_factory):
     return folder
 
 
-def test_an_installed_extension_that_the_source_tree_shadows_is_told_with_both_places(load_from, installed_elsewhere):
+def test_an_extension_shadowed_by_the_source_tree_is_told(load_from, installed_elsewhere):
     tree, load = load_from
     assert load() == (
         None,
@@ -52,7 +52,7 @@ def test_an_installed_extension_that_the_source_tree_shadows_is_told_with_both_p
     assert reason is None and module.architectures == "80"
 
 
-def test_a_script_in_a_source_tree_that_shadows_the_extension_is_warned(load_from, installed_elsewhere, monkeypatch):
+def test_a_script_that_shadows_the_extension_warns(load_from, installed_elsewhere, monkeypatch):
     monkeypatch.setattr(extension, "load", load_from[1])
     monkeypatch.setattr(selection, "_triton_backend", lambda *chosen: chosen[:2])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -70,7 +70,7 @@ def test_a_script_in_a_source_tree_that_shadows_the_extension_is_warned(load_fro
         ("_C.py", b"raise RuntimeError('wrong version')", ("cannot be imported: RuntimeError: wrong version",)),
     ],
 )
-def test_what_is_no_extension_of_this_python_is_told_and_not_raised(name, content, says, load_from):
+def test_a_foreign_extension_is_told_and_not_raised(name, content, says, load_from):
     folder, load = load_from
     (folder / name).write_bytes(content)
     module, reason = load()
@@ -119,7 +119,7 @@ OLDER = (
         (None, CUDA, NEITHER),
     ],
 )  # fmt: skip
-def test_where_it_runs_follows_from_what_was_built_and_every_obstacle_is_told(made, device, says, monkeypatch):
+def test_every_obstacle_to_the_extension_is_told(made, device, says, monkeypatch):
     if made is None:
         monkeypatch.setattr(extension, "load", lambda: (None, NEITHER))
     else:
@@ -140,7 +140,7 @@ def test_where_it_runs_follows_from_what_was_built_and_every_obstacle_is_told(ma
         ("100a", [(10, 0)], [(10, 3), (12, 0)]),
     ],
 )
-def test_machine_code_runs_in_its_major_version_and_ptx_from_its_version_on(architectures, runs, does_not):
+def test_machine_code_runs_in_its_major_version_and_ptx_later(architectures, runs, does_not):
     names = architectures.split(";")
     assert [c for c in (*runs, *does_not) if toolkit.covers(names, c)] == runs
 
@@ -153,9 +153,7 @@ def untried():
     extension._failure.cache_clear()
 
 
-def test_a_device_on_which_a_launch_fails_takes_qr_from_pytorch_and_one_warning_says_why(
-    extension_on_cpu, untried, monkeypatch
-):
+def test_a_failed_launch_gives_pytorchs_qr_and_one_warning(extension_on_cpu, untried, monkeypatch):
     def refused(*_):
         raise RuntimeError("CUDA: the provided PTX was compiled with an unsupported toolchain.")
 
@@ -176,7 +174,7 @@ def test_a_device_that_runs_a_launch_takes_qr_from_the_extension(extension_on_cp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_launch_is_tried_on_numbers_of_its_own_dtype_whatever_the_default_is(dtype, monkeypatch, untried):
+def test_a_trial_launch_ignores_the_default_dtype(dtype, monkeypatch, untried):
     """A GPU stops at the first number of four bytes that does not begin at a multiple of four, for good."""
     given = []
     module = SimpleNamespace(float32=SimpleNamespace(factor=lambda *arguments: given.append(arguments)))

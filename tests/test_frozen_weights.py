@@ -36,7 +36,7 @@ def trained(optimizer, model, calls=range(3)):
 
 
 @both
-def test_what_is_unfrozen_later_trains_as_under_adamw_and_has_no_state_before(cls):
+def test_a_weight_unfrozen_later_trains_as_under_adamw(cls):
     net = model()
     names = {name for name, _ in net.named_parameters()}
     still = {name for name, p in net.named_parameters() if not p.requires_grad}
@@ -50,7 +50,7 @@ def test_what_is_unfrozen_later_trains_as_under_adamw_and_has_no_state_before(cl
     assert algorithms["layers.0.up.weight"] == "matrix" and algorithms["words.weight"] == "adamw"
 
 
-def test_groups_without_names_are_for_code_that_adds_what_it_unfreezes():
+def test_groups_without_names_admit_unfrozen_weights():
     net = model()
     groups = param_groups(net, **RATES, names=False)
     assert all(p.requires_grad for g in groups for p in g["params"])
@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_still_refused():
         loader.load_state_dict(saver.state_dict())
 
 
-def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen():
+def test_a_checkpoint_loads_where_others_are_frozen():
     saved, resumed = model(["layers.0"]), model(["layers.1"])
     saver, loader = PRO(param_groups(saved, **RATES)), PRO(param_groups(resumed, **RATES))
     trained(saver, saved)
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_a_partly_frozen_model_loads_into_one_with_others_frozen
 
 
 @both
-def test_weights_that_are_frozen_by_and_by_cost_a_step_nothing_and_go_on_once_they_are_unfrozen(cls, monkeypatch):
+def test_weights_frozen_one_by_one_cost_nothing_and_go_on(cls, monkeypatch):
     """But for the one look at state that comes into another batch."""
     monkeypatch.setattr("prokl.engine.bucket.Bucket._begin_what_was_zeroed", lambda self: None)
 

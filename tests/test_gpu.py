@@ -190,7 +190,7 @@ def test_a_second_stream_changes_no_bit(graphs, monkeypatch):
     assert all(map(torch.equal, ends[0][1], ends[1][1]))
 
 
-def test_a_capture_that_is_invalidated_leaves_stream_allocator_and_random_numbers_as_they_were():
+def test_an_invalidated_capture_leaves_torch_as_it_was():
     device = torch.device("cuda", torch.cuda.current_device())
     x, before = torch.ones(64, device=device), torch.cuda.current_stream(device)
     with pytest.raises(RuntimeError):
@@ -289,7 +289,7 @@ def test_torchs_tf32_switches_change_no_more_than_rounding(precision):
 
 
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_half_precision_errs_as_the_references_and_as_the_default_precision_may(state_dtype):
+def test_half_precision_errs_as_the_reference_may(state_dtype):
     ratios, precision = [], precision_of("triton", CUDA)
     for seed in range(3):
         # A small step would vanish in the weights' rounding.

@@ -266,7 +266,7 @@ def test_a_replay_bounds_ignores_or_takes_a_gradient_by_its_size(method, recorde
 
 
 @pytest.mark.slow
-def test_a_bounded_number_of_graphs_is_kept_and_those_in_use_outlive_others(recorded, few_kernels, monkeypatch):
+def test_a_bounded_number_of_graphs_keeps_those_in_use(recorded, few_kernels, monkeypatch):
     monkeypatch.setattr(prokl.engine.graphs, "KEPT", 2)
     optimizer = replayed(PRO, setting(momentum=lambda t: 0.9 if t % 2 else 0.9 + 0.001 * t), **SELDOM, **ONE)
     assert len(recorded) == 1  # that of 0.9, once
@@ -274,7 +274,7 @@ def test_a_bounded_number_of_graphs_is_kept_and_those_in_use_outlive_others(reco
 
 
 @pytest.mark.slow
-def test_another_backend_in_between_leaves_no_graph_that_reads_old_tables(recorded, few_kernels, monkeypatch):
+def test_another_backend_leaves_no_graph_of_old_tables(recorded, few_kernels, monkeypatch):
     others = [replace(Engine.select("triton", None)) for _ in range(2)]
     monkeypatch.setattr(Engine, "select", staticmethod(lambda name, *asked: others[name is None]))
     replayed(PRO, setting(backend=lambda t: "triton" if t < 7 or t > 9 else None), steps=13, **ONE)
@@ -294,7 +294,7 @@ def test_a_step_inside_a_capture_raises(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["recording", "third replay"])
-def test_what_fails_is_noted_once_and_steps_run_plainly_from_then_on(what, recorded, few_kernels, monkeypatch):
+def test_a_failed_capture_is_noted_once_and_steps_run_plainly(what, recorded, few_kernels, monkeypatch):
     tried, record = [], prokl.engine.graphs.record
 
     def fail():
@@ -406,7 +406,7 @@ class Device:
 
 
 @pytest.mark.parametrize("free, emptied", [(10, []), (9, ["empty"])])
-def test_a_recording_waits_for_nothing_and_empties_the_cache_where_little_memory_is_left(free, emptied, monkeypatch):
+def test_a_recording_waits_for_nothing_and_frees_memory(free, emptied, monkeypatch):
     device, seen = Device(monkeypatch, free=free), []
     replay = device.record(lambda: seen.append((device.stream, list(device.recording))))
     [(stream, pools)] = seen
@@ -425,7 +425,7 @@ def test_a_recording_waits_for_nothing_and_empties_the_cache_where_little_memory
         (["run", "invalid"], "the step's own"),
     ],
 )
-def test_a_failed_capture_leaves_stream_allocator_and_random_numbers_as_they_were(fails, told, monkeypatch):
+def test_a_failed_capture_leaves_torch_as_it_was(fails, told, monkeypatch):
     device = Device(monkeypatch, fails)
 
     def run():
@@ -451,7 +451,7 @@ def test_a_repair_that_fails_too_hides_nothing(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(recorded, few_kernels, monkeypatch):
+def test_a_failed_recording_frees_its_memory_before_the_step(recorded, few_kernels, monkeypatch):
     held, alive, record, execute = [], [], prokl.engine.graphs.record, Bucket.execute
 
     def fail(run, device, capture):
@@ -481,7 +481,7 @@ def test_the_memory_of_a_failed_recording_is_free_while_the_step_runs_plainly(re
 
 
 @pytest.mark.slow
-def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorded, few_kernels):
+def test_graphs_turned_off_and_on_are_recorded_anew(recorded, few_kernels):
     kept = []
 
     def change(t, optimizer, gradients):
@@ -494,7 +494,7 @@ def test_graphs_turned_off_are_given_up_and_recorded_anew_when_turned_on(recorde
     assert len(recorded) == 2
 
 
-def test_an_error_of_the_step_itself_is_raised_though_it_came_while_recording(recorded, few_kernels, monkeypatch):
+def test_an_error_of_the_step_is_raised_from_a_recording(recorded, few_kernels, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("the step's own")
 

@@ -60,7 +60,7 @@ def test_zero_redundancy_optimizer_steps_as_the_optimizer_itself(cls, tmp_path):
 
 
 @pytest.mark.parametrize("form", [list, iter])
-def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_so(form):
+def test_vectors_without_an_algorithm_go_to_adamw_with_a_warning(form):
     optimizer = PRO(groups_of(model(frozen=())))
     optimizer.param_groups[-1].update(betas=(0.7, 0.8), amsgrad=True)
     matrix, bias, scale = weight(8, 8), weight(8), nn.Parameter(torch.ones(()))
@@ -77,7 +77,7 @@ def test_vectors_that_come_without_an_algorithm_go_to_adamw_and_a_warning_says_s
     assert_all_move(optimizer)
 
 
-def test_vectors_alone_go_to_adamw_named_or_not_and_a_tensor_is_as_a_list_of_it():
+def test_vectors_alone_go_to_adamw_named_or_not():
     optimizer, gain = PRO(param_groups(model(frozen=()), **RATES)), weight(8)
     with pytest.warns(UserWarning, match="1 of 1 weights .* below 2-D, late.gain among them"):
         optimizer.add_param_group({"params": [("late.gain", gain)]})
@@ -126,7 +126,7 @@ def test_a_tensor_lr_is_not_shared_between_the_groups():
         ([1e-3], {"params": {weight(8)}}, r"optimizer parameters need to be organized in ordered collections"),
     ],
 )
-def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_write(rates, new, message):
+def test_an_unclear_group_is_refused_with_what_to_write(rates, new, message):
     adamw = [{"params": [weight(4)], "algorithm": "adamw", "lr": lr} for lr in rates]
     optimizer = PRO([{"params": [p for _, p in named((4, 6))]}, *adamw])
     with refused(optimizer, re.compile(message, re.DOTALL), (ValueError, TypeError)), warnings.catch_warnings():
@@ -134,7 +134,7 @@ def test_where_it_is_not_certain_nothing_is_added_and_the_error_says_what_to_wri
         optimizer.add_param_group(new)
 
 
-def test_a_warning_that_is_turned_into_an_error_leaves_nothing_added():
+def test_a_warning_as_an_error_leaves_nothing_added():
     optimizer = PRO(groups_of(model(frozen=())))
     with refused(optimizer, "below 2-D", UserWarning), silent():
         optimizer.add_param_group({"params": [weight(8), weight(8, 8)]})

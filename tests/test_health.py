@@ -43,7 +43,7 @@ def test_words_tell_the_sick_from_the_healthy(name):
     assert all(not found.words for step, found in found_at.items() if step < at and name != "idle rows")
 
 
-def test_ten_times_the_rate_is_told_of_weights_beside_others_that_start_at_zero():
+def test_ten_times_the_rate_is_told_beside_zero_weights():
     for sick in ("", "lr"):
         found_at = trained(CASES["gpt2, seed 0"]._replace(sick=sick), asked=(3, 5))
         assert found_at[3].words == []  # by now only weights that started at zero have moved
@@ -60,7 +60,7 @@ def by_figure(scalars):
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_numbers_are_the_median_and_the_worst_of_those_of_the_matrices(cls, kwargs):
+def test_numbers_are_the_median_and_the_worst_of_the_matrices(cls, kwargs):
     stream = gradient_stream([*SHAPES, (9, 7)], 5)
     stream[-1][1][:3] = 0
     groups = [{"params": []}, {"params": [], "split": 3}]
@@ -141,7 +141,7 @@ def test_counts_are_those_since_the_last_call(cls, kwargs):
     assert anew.numbers["prokl/skipped"] == 0 and 0 <= anew.numbers["prokl/clipped"] <= 1
 
 
-def test_before_the_first_step_there_are_counts_alone_and_no_words():
+def test_before_the_first_step_there_are_only_counts():
     p, q = weight(6, 10), weight(4, 4)
     optimizer = PRO([("p", p), ("q", q)], rank=2)
     p.grad, q.grad = normal(6, 10), normal(4, 4)
@@ -174,7 +174,7 @@ def test_weights_without_a_gradient_are_counted_adamws_too():
     ]
 
 
-def test_a_matrix_that_never_begins_is_named_once_others_have_stepped_for_long():
+def test_a_matrix_that_never_begins_is_named_later():
     ones, stack, frozen = weight(4, 6), weight(2, 4, 6), weight(4, 6).requires_grad_(False)
     optimizer = PRO([("ones", ones), ("stack", stack), ("frozen", frozen)], rank=2)
     since, words_at = None, {}
@@ -190,7 +190,7 @@ def test_a_matrix_that_never_begins_is_named_once_others_have_stepped_for_long()
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS)
-def test_a_gradient_that_is_not_finite_is_the_worst_and_no_part_of_a_median(cls, kwargs):
+def test_a_non_finite_gradient_is_the_worst_and_in_no_median(cls, kwargs):
     parameters, optimizer = run(cls, gradient_stream([(6, 10), (8, 8), (10, 6)], 4), **kwargs)
     whole = diagnostics.scalars(optimizer)
     parameters[1].grad[0, 0] = NAN
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_finite_is_the_worst_and_no_part_of_a_median(cls,
     assert found.words[0].startswith("The gradient of group0.1 is not finite, so the coming step leaves it as it is.")
 
 
-def test_a_basis_off_orthogonality_and_many_bounded_steps_are_told():
+def test_a_bad_basis_and_many_bounded_steps_are_told():
     stream = [
         [1e-18 * 8.0**t * g for g in gradients] for t, gradients in enumerate(gradient_stream([(6, 10), (8, 8)], 27))
     ]
@@ -314,7 +314,7 @@ def test_every_number_is_explained_and_every_case_is_shown():
     assert header.split(" | ") == list(CASES)
 
 
-def test_the_page_asks_the_optimizer_and_skips_a_step_whose_loss_is_nan(capsys):
+def test_the_pages_loop_skips_a_step_whose_loss_is_nan(capsys):
     ask, skip = blocks(PAGE)
     model, optimizer = linear()
     losses = [1.0, 1.0, NAN, 1.0]

@@ -57,7 +57,7 @@ def named(value):
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("case, size, dtypes, variant", [*runs()], ids=named)
-def test_a_kernel_is_its_form_within_the_rounding_that_follows_from_it(case, size, dtypes, variant):
+def test_a_kernel_is_its_form_within_derived_rounding(case, size, dtypes, variant):
     i = case.make(size, case.dtypes[dtypes], variant)
     expected = case.expected(i)
     found = case.run(**i)
@@ -77,7 +77,7 @@ def shapes_of_tiles():
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("case, dtype, tile", [*shapes_of_tiles()], ids=lambda x: getattr(x, "name", str(x)))
-def test_every_tile_that_ships_with_a_whole_and_a_part_of_it_along_every_side(case, dtype, tile):
+def test_every_tile_runs_whole_and_in_part_along_every_side(case, dtype, tile):
     i = case.make(case.tile_of(tile), (dtype,) * 9)
     expected = case.expected(i)
     assert_close(case, case.run(**i, tile=tile), i, expected)
@@ -107,9 +107,7 @@ def test_a_tile_given_by_hand_is_the_one_that_is_launched(case, monkeypatch):
     ],
     ids=lambda x: getattr(x, "name", ""),
 )  # fmt: skip
-def test_half_operands_are_multiplied_in_half_where_all_are_and_precision_is_of_float32(
-    case, dtypes, operands, monkeypatch
-):
+def test_half_operands_are_multiplied_in_half(case, dtypes, operands, monkeypatch):
     constants = []
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.append(kwargs))
     for own in dtypes:
@@ -237,7 +235,7 @@ def test_no_matrices_start_no_kernel(case, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's
 @of_sums
-def test_what_is_not_finite_shows_where_the_form_has_it_and_nowhere_else(case):
+def test_non_finite_values_show_where_the_form_has_them(case):
     names = whole_tensors(case.make(GAPPED, variant=None))
     usual = case.run(**case.make(GAPPED, variant=None))
     for b, name in enumerate(k for k in names if k not in ("active", "bounded", "energies")):

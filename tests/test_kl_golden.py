@@ -103,7 +103,7 @@ def test_first_update_is_the_scaled_gradient(backend, dtype, shape):
 @backends
 @dtypes
 @shapes
-def test_eigenvalues_after_the_first_update_and_the_second_update(backend, dtype, shape):
+def test_eigenvalues_after_the_first_two_updates(backend, dtype, shape):
     """Both sides see the other's old eigenvalues, and eps nowhere; M is the EMA without bias correction."""
     eps = 0.05
     run, G = Run(shape, dtype, backend, eps=eps), gaussian(3, shape, dtype)
@@ -178,7 +178,7 @@ GROWTH = {1.0: (1.04, 0.40, 0.32, 0.23), 1e-3: (0.001, 0.002, 0.0035, 0.017)}
 
 @backends
 @pytest.mark.parametrize("sigma", GROWTH)
-def test_fixed_start_value_is_a_warm_up_that_depends_on_the_gradient_scale(backend, sigma):
+def test_a_fixed_start_is_a_warm_up_in_the_gradients_scale(backend, sigma):
     run, measured = Run((32, 16), torch.float32, backend), {}
     for t, G in enumerate(gaussian(101, (32, 16), torch.float32, sigma=sigma)):
         measured[t] = float(run.update(G).square().mean().sqrt())

@@ -40,7 +40,7 @@ def factor(i):
 @pytest.mark.slow
 @each
 @pytest.mark.parametrize("backend, cautious", [("reference", True), ("torch", False), ("torch", True), CAUTIOUS])
-def test_each_weight_steps_as_in_one_batch_of_them_all_with_its_own_lr_and_decay(cls, kwargs, backend, cautious):
+def test_each_weight_has_its_own_lr_and_decay_in_one_batch(cls, kwargs, backend, cautious):
     """Bit for bit: what is learnt of a weight does not depend on how far others move."""
     kwargs = {**kwargs, "backend": backend, "precondition_frequency": 2, "cautious_weight_decay": cautious}
     shapes, rates, calls = (SHAPES[1:3], RATES[1:3], 3) if backend == "triton" else (SHAPES, RATES, 4)
@@ -106,7 +106,7 @@ def test_a_batch_follows_the_groups_and_state_goes_along(cls, kwargs):
         pytest.param(lambda t, i: 0.1 / (1 + t + (i > t % 4)), id="now apart, now alike"),
     ],
 )
-def test_lrs_and_decays_of_many_groups_change_under_one_recording(schedule, recorded, few_kernels):  # noqa: F811
+def test_rates_of_many_groups_change_under_one_recording(schedule, recorded, few_kernels):  # noqa: F811
     """One lr is a tensor."""
 
     def trained(graphs):

@@ -46,7 +46,7 @@ def test_a_step_takes_no_more_than_the_workspace_says(cls, kwargs, shape, state_
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_a_bucket_beyond_the_budget_becomes_several_with_the_same_result(backend, monkeypatch):
+def test_a_bucket_beyond_the_budget_is_split_without_a_change(backend, monkeypatch):
     shapes = [(6, 10), (10, 6), (2, 6, 10), (8, 8)]
     stream = gradient_stream(shapes, 3)
     kwargs = {"rank": 3, "precondition_frequency": 2, "backend": backend}

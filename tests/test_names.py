@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("algorithm", ["matrix", "adamw"])
 @pytest.mark.parametrize("edited", ["params", "param_names"])
 @pytest.mark.parametrize("edit", ["removed", "added"])
-def test_names_that_no_longer_fit_the_weights_are_told_and_nothing_moves(cls, algorithm, edited, edit):
+def test_names_that_no_longer_fit_are_told_and_nothing_moves(cls, algorithm, edited, edit):
     groups = [{"params": [("first", weight(4, 6))]}, {"params": named((4, 6), (4, 6), (4, 6))}]
     groups[1].update(algorithm=algorithm, lr=0.01)
     optimizer = train(cls(groups), range(2))
@@ -38,7 +38,7 @@ def test_names_that_no_longer_fit_the_weights_are_told_and_nothing_moves(cls, al
 
 
 @both
-def test_a_weight_removed_with_its_name_is_let_go_and_the_others_keep_theirs(cls):
+def test_a_weight_removed_with_its_name_leaves_the_others_theirs(cls):
     optimizer = train(cls(named((4, 6), (4, 6), (4, 6))), [0])
     del optimizer.param_groups[0]["params"][1], optimizer.param_groups[0]["param_names"][1]
     assert train(optimizer, [1]).clipped().keys() == {"w0", "w2"}
@@ -98,7 +98,7 @@ def test_state_goes_to_no_weight_of_another_name_without_a_word(cls, apart):
         build("a", "c", "b").load_state_dict(nameless)  # by place, as torch's do
 
 
-def test_a_distributed_checkpoint_of_a_compiled_model_loads_by_name():
+def test_a_compiled_models_distributed_checkpoint_loads_by_name():
     def build():
         torch.manual_seed(0)
         model = torch.compile(nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 12), nn.Linear(12, 8)))

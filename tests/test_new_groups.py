@@ -21,7 +21,7 @@ def refused_everywhere(cls, group, says, error=ValueError):
 
 @both
 @pytest.mark.parametrize("wrap", [lambda m: m, torch.nn.Sequential, lambda m: torch.nn.ModuleList([m])])
-def test_a_module_in_the_place_of_parameters_is_told_what_to_pass(cls, wrap):
+def test_a_module_in_place_of_parameters_is_told_what_to_pass(cls, wrap):
     model = wrap(torch.nn.Linear(4, 6))
     says = (
         rf"^params .* got a module \({type(model).__name__}\): pass prokl.param_groups\(model, .*model.parameters\(\)"
@@ -32,7 +32,7 @@ def test_a_module_in_the_place_of_parameters_is_told_what_to_pass(cls, wrap):
 
 
 @both
-def test_a_list_of_parameters_that_is_a_module_is_taken_as_pytorch_takes_it(cls):
+def test_a_parameter_list_is_taken_as_pytorch_takes_it(cls):
     weights = torch.nn.ParameterList([weight(4, 6), weight(3, 5)])
     for given in (weights, [{"params": weights}]):
         assert [group["params"] for group in cls(given).param_groups] == [list(weights)]
@@ -93,7 +93,7 @@ NUMBERED = {"matrix": ("beta1", "beta3", "lr0", "eps2", "momentum2", "rank1"), "
 
 @both
 @of_either
-def test_a_key_of_a_scheduler_a_trainer_or_another_optimizer_is_kept(cls, algorithm):
+def test_keys_of_schedulers_trainers_and_others_are_kept(cls, algorithm):
     settings = settings_of(PRO, "matrix") | settings_of(PRO, "adamw")
     composed = [f"{word}_{key}" for word in ("initial", "max", "min", "base", "swa") for key in settings]
     composed += [f"{key}_{word}" for word in ("scale", "mult", "schedule") for key in settings]
@@ -109,7 +109,7 @@ def test_heads_of_a_group_are_told_to_be_its_split():
 
 
 @both
-def test_a_setting_of_the_other_algorithm_or_optimizer_is_no_misspelling(cls):
+def test_another_algorithms_setting_is_no_misspelling(cls):
     """ZeroRedundancyOptimizer puts what it was made with into every group, and both take the same groups."""
     groups = [
         {**PRO([weight(4, 6)]).defaults, "params": [weight(4, 6)], "betas": (0.9, 0.99)},
@@ -149,7 +149,7 @@ def test_two_weights_of_one_name_are_refused_wherever_they_stand(cls, algorithm)
 
 
 @both
-def test_weights_without_names_are_told_apart_when_groups_come_and_go(cls):
+def test_unnamed_weights_are_told_apart_as_groups_change(cls):
     weights = [weight(4, 6, seed=i, dtype=torch.bfloat16) for i in range(4)]
     optimizer = cls([{"params": [p]} for p in weights[:3]])
     for come in ([], weights[3:]):

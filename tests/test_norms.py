@@ -21,7 +21,7 @@ def parts_of(count, dtype, seed):
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("parts", [1, 7, 1500])
-def test_the_inverse_norm_adds_up_parts_and_is_zero_for_what_is_negligible(parts, dtype):
+def test_the_inverse_norm_is_zero_for_negligible_matrices(parts, dtype):
     energy, size, whole = (parts_of(parts, dtype, seed) for seed in range(3))
     size[1] = 1e-9 * whole[1]
     size[2], whole[2] = 0.0, 0.0

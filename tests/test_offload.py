@@ -28,7 +28,7 @@ def trained(device, make, steps, between=lambda optimizer: None):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [prokl.ProKLShampoo, prokl.KLShampoo])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_training_with_an_offload_after_every_step_has_the_same_bits(device, make, dtype):
+def test_an_offload_after_every_step_changes_no_bit(device, make, dtype):
     def built(groups):
         return make(groups, state_dtype=dtype)
 
@@ -47,7 +47,7 @@ def test_training_with_an_offload_after_every_step_has_the_same_bits(device, mak
     ],
     ids=["offload", "load", "step"],
 )
-def test_what_is_done_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can_be_stepped(device, done):
+def test_a_rollout_in_inference_mode_leaves_a_usable_state(device, done):
     def roll_out(optimizer):
         with torch.inference_mode():
             done(optimizer)
@@ -55,7 +55,7 @@ def test_what_is_done_in_the_inference_mode_of_a_rollout_leaves_a_state_that_can
     assert differences(*(trained(device, prokl.ProKLShampoo, 4, between) for between in (done, roll_out))) == set()
 
 
-def test_weights_that_were_made_in_inference_mode_are_stepped_there():
+def test_weights_made_in_inference_mode_are_stepped_there():
     with torch.inference_mode():
         weights = [torch.zeros(4, 6) for _ in range(2)]
         optimizer = prokl.ProKLShampoo(weights, rank=2)

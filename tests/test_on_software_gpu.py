@@ -23,7 +23,7 @@ def stepped(cls, steps=2, **kwargs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls, precision", [(prokl.ProKLShampoo, "balanced"), (prokl.KLShampoo, "faithful")])
-def test_the_launches_of_a_step_go_to_the_launcher_and_give_what_the_backend_gives(cls, precision):
+def test_launches_that_are_redirected_give_the_backends_results(cls, precision):
     own = {"precision": precision}
     launched, seen, start = [], set(), launch.start
 

@@ -87,7 +87,7 @@ def off(name, found, wanted):
 
 
 @pytest.mark.parametrize("backend, name", [(b, name) for b, ops in BACKENDS.items() for name in overridden(ops)])
-def test_what_a_backend_overrides_is_its_default_in_float64_but_for_what_pairs_lose(backend, name):
+def test_a_backends_operation_is_its_default_in_float64(backend, name):
     """A pair is off by 2^-17 of an entry; U as one half, on its own, by 2^-9."""
     errors = []
     for key, given, found in called(backend):

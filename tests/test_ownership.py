@@ -29,7 +29,7 @@ def test_small_cases_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_runs_of_every_weight_have_owners_of_their_own_and_no_load_of_matrices_is_beyond_grahams_bound(seed):
+def test_matrices_are_dealt_out_within_grahams_bound(seed):
     rng = random.Random(seed)
     world, largest = rng.randint(1, 9), rng.choice([1, 20])
     weights = [Work(rng.randint(1, largest), rng.choice([1.0, 2.5, 7.0, 11.0])) for _ in range(rng.randint(1, 40))]
@@ -54,7 +54,7 @@ def test_equal_shapes_are_dealt_evenly():
     assert len({own[0].owner for own in parts[10:]}) >= 2
 
 
-def test_stacks_with_few_matrices_do_not_all_go_to_the_first_ranks():
+def test_small_stacks_are_spread_over_the_ranks():
     loads = [0.0] * 16
     divide([Work(4, 1.0)] * 8, loads)
     assert loads == [2.0] * 16
@@ -70,7 +70,7 @@ def test_what_lies_whole_somewhere_is_owned_there():
     assert divide([everywhere], [0.0] * 4) == divide([Work(6, 1.0)], [0.0] * 4)
 
 
-def test_few_ranks_on_which_everything_lies_are_not_left_alone_with_it():
+def test_a_few_ranks_that_hold_everything_get_help():
     """An example is 128 experts in shards of 1,024 ranks, where the first 128 have one each of every stack."""
     homes = tuple(Home(i, i + 1, (i,)) for i in range(4))
     loads = [0.0] * 16

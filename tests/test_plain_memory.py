@@ -79,7 +79,7 @@ NOT_PLAIN = {
     "calls, backend",
     [(0, "torch"), (2, "torch"), (2, "reference"), pytest.param(2, "triton", marks=SLOW_ON_CPU)],
 )
-def test_a_gradient_without_memory_is_refused_by_name_before_anything_moves(cls, calls, backend):
+def test_a_gradient_without_memory_is_refused_by_name(cls, calls, backend):
     """It may be a matrix's or a plain weight's of AdamW; steps after all refusals are as if there were none."""
     (optimizer, weights), (other, twins) = (built(cls, backend, calls) for _ in range(2))
     given = gradients(weights, 5)
@@ -122,7 +122,7 @@ LATER = {
 
 @pytest.mark.parametrize("cls, backend", [(PRO, "torch"), (PRO, "reference"), (KL, "torch"), (KL, "reference")])
 @pytest.mark.parametrize("change, says", LATER.values(), ids=LATER)
-def test_a_weight_that_loses_its_memory_later_is_told_before_another_moves(cls, backend, change, says):
+def test_a_weight_that_loses_its_memory_is_told_first(cls, backend, change, says):
     optimizer, weights = built(cls, backend)
     fine, odd, *vectors = weights
     change(odd)
@@ -131,7 +131,7 @@ def test_a_weight_that_loses_its_memory_later_is_told_before_another_moves(cls, 
         optimizer.step()
 
 
-def test_a_gradient_left_from_another_shape_of_its_weight_is_told_before_anything_moves():
+def test_a_gradient_of_another_shape_is_told_first():
     """The fused AdamW would read past the end of it."""
     optimizer, weights = built(PRO, calls=0)
     give(weights, 5)
@@ -144,7 +144,7 @@ def test_a_gradient_left_from_another_shape_of_its_weight_is_told_before_anythin
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_gradient_of_another_real_dtype_is_taken_and_a_complex_one_is_not(backend):
+def test_a_gradient_may_have_any_real_dtype_and_no_complex_one(backend):
     (one, weights), (two, twins) = (built(PRO, backend) for _ in range(2))
     for p, q, G in zip(weights[:2], twins[:2], gradients(weights, 5), strict=False):
         p.grad, q.grad_dtype = G, None
@@ -158,7 +158,7 @@ def test_a_gradient_of_another_real_dtype_is_taken_and_a_complex_one_is_not(back
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
-def test_a_gradient_of_more_digits_than_its_weight_is_not_rounded_to_it(backend):
+def test_a_gradient_wider_than_its_weight_is_not_rounded(backend):
     """A flat part below the rounding of a large one is what a step whitens."""
 
     def moved(dtype, kept):

@@ -40,7 +40,7 @@ def asked(monkeypatch):
     return calls
 
 
-def test_every_part_is_asked_for_and_what_lay_there_before_is_gone(folder, asked, capsys):
+def test_every_part_is_made_and_old_parts_are_gone(folder, asked, capsys):
     (folder / "wheels").mkdir(parents=True)
     (folder / "wheels" / "old.whl").touch()
     assert compile_report.main(["pack", "--arch", "80"]) == 0
@@ -141,7 +141,7 @@ else:
 
 
 @pytest.mark.slow
-def test_what_was_compiled_ahead_elsewhere_is_found_for_tensors_that_have_memory(tmp_path):
+def test_kernels_compiled_elsewhere_are_found(tmp_path):
     pytest.importorskip("triton")
     made, there = tmp_path / "made", tmp_path / "there"
     done = run_python("-c", COMPILE, "ahead", TRITON_CACHE_DIR=str(made), TRITON_STORE_BINARY_ONLY="1")

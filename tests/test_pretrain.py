@@ -74,7 +74,7 @@ def test_every_result_is_written(trained):
     assert not list((trained / "checkpoints").iterdir())
 
 
-def test_all_start_alike_see_the_same_batches_and_have_adamws_rate_outside_the_matrices(job, tmp_path, monkeypatch):
+def test_all_methods_start_alike_and_see_the_same_batches(job, tmp_path, monkeypatch):
     seen, initial, rates, built = {}, {}, {}, {}
     step, build = Run.step, optimizers.build
 

@@ -56,7 +56,7 @@ def test_a_result_is_rounded_once_to_the_dtype_asked_for(case, operands, out):
 
 
 @BOTH
-def test_a_zero_beta_leaves_the_addend_unread_only_where_it_is_a_number(case):
+def test_a_zero_beta_leaves_the_addend_unread_if_a_number(case):
     i = case.make(Sizes(2, 20, 24, 40), variant=2)
     i["C"][0] = torch.nan
     without = case.run(**{k: t for k, t in i.items() if k not in ("C", "beta")})
@@ -84,7 +84,7 @@ def decode_kernel(ids_ptr, guesses_ptr, rows_ptr, columns_ptr, settled_ptr, COUN
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_tile_numbers_decode_at_both_ends_of_every_row_up_to_32_bits(off):
+def test_tile_numbers_decode_up_to_32_bits(off):
     """Whatever side the guess is off to; and to every lower tile in order."""
     rows = torch.arange(65536, device=DEVICE)  # the last row begins at 2^31 - 2^15
     every = torch.tril_indices(300, 300, device=DEVICE)
@@ -147,7 +147,7 @@ def test_the_kernel_splits_as_pytorch_bit_for_bit(shape):
 
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("tile", [None, SMALL], ids=str)
-def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
+def test_a_product_stored_as_a_pair_is_the_whole_one_split(tile):
     i = PAIRED_PRODUCT.make(Sizes(2, 33, 47, 20))
     A, B, C = i["A"], i["B"], i["C"]
     (whole, energies), (pair, same) = (product_with_energies(A, B, C=C, pair=own, tile=tile) for own in (False, True))
@@ -177,7 +177,7 @@ def test_what_is_stored_as_a_pair_is_split_as_the_whole_result_is(tile):
 
 
 @pytest.mark.parametrize("structure", ["equal columns", "signs", "two columns"])
-def test_a_gradient_inside_the_subspace_leaves_no_residual_for_newton_schulz(structure):
+def test_a_gradient_in_the_subspace_leaves_no_residual(structure):
     """The roundings of pairs add up where entries are alike: 2.7e-5 of the gradient was seen, above float32's bound."""
     g = torch.Generator().manual_seed(0)
     for n in range(9, 40):

@@ -37,7 +37,7 @@ def test_tensor_cores_sum_the_parts_of_every_tile_from_zero(balanced, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True], ids=["faithful", "balanced"])
-def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(balanced):
+def test_a_matrix_in_the_subspace_leaves_no_complement(balanced):
     """The products are tensor cores'; measured, of what counts as rounding: at most 0.35, balanced 0.05.
 
     For a column of equal entries every tile's sum is the same, and is rounded to the whole in the same direction.
@@ -64,7 +64,7 @@ def test_what_lies_in_the_subspace_leaves_no_complement_whatever_the_long_side(b
         assert [bool(x.any()) for x in found] == [complement > 0] * 2
 
 
-def test_the_tile_is_the_widest_that_the_rank_fills_and_does_not_spill(monkeypatch):
+def test_the_tile_is_the_widest_that_fits_the_rank(monkeypatch):
     tiles = []
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: tiles.append((kwargs["TILE_M"], kwargs["TILE_R"])))
     large, middle, small = ((tile.m, tile.n) for tile in TILES)

@@ -67,7 +67,7 @@ def test_what_is_not_finite_stays_in_its_matrix(operation, form, dtype, value, f
 # A host that may branch takes the second pass for all matrices of a batch or for none.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=words)
 @pytest.mark.parametrize("operation, form", [(o, f) for o, f in EVERY_FORM if f != "torch on a host"], ids=words)
-def test_on_a_device_a_matrix_gives_the_same_bits_alone_as_beside_any_other(operation, form, dtype, form_of):
+def test_a_matrix_gives_the_same_bits_beside_any_other(operation, form, dtype, form_of):
     function = form_of(operation, form)
     inputs = draw(operation, "mixed", (4, 60, 12), dtype)
     Q = function(*inputs)
@@ -91,7 +91,7 @@ def test_what_a_rank_deficient_matrix_has_is_taken_up_first(form, form_of):
 
 
 @pytest.mark.parametrize("form", ["torch on a device", "extension"], ids=words)
-def test_on_a_device_a_rank_deficient_matrix_takes_the_other_columns_from_u(form, form_of):
+def test_a_rank_deficient_matrix_takes_columns_from_u(form, form_of):
     V, K, U = draw("tracking", "rank-deficient, moving", (2, 60, 12), torch.float64)
     rank = int(torch.linalg.matrix_rank(V[0], rtol=1e-10))
     kept, _ = torch.linalg.qr(torch.cat([V[..., :rank], U], dim=-1))

@@ -38,7 +38,7 @@ def test_the_usage_diff_trains_a_model():
     assert losses[-1] < 0.5 * losses[0]  # measured: 0.27
 
 
-def test_the_factorisation_that_is_shown_tells_which_matrices_fell_back(extension_on_cpu):
+def test_the_shown_factorisation_tells_which_matrices_fell_back(extension_on_cpu):
     (block,) = re.findall(r"```python\n(from prokl import cuda_qr.*?)```", GPU, re.DOTALL)
     A = torch.randn(2, 300, 60, generator=torch.Generator().manual_seed(0))
     A[1] = 0
@@ -154,7 +154,7 @@ def test_linked_files_exist_and_no_placeholder_is_left(document):
     assert not re.search(r"@[A-Z_]+@", text)
 
 
-def test_every_page_with_a_recorded_table_is_compared_with_the_rows():
+def test_every_page_with_a_recorded_table_is_compared():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert {page for page in pages if "<!-- table " in page.read_text("utf-8")} == {*tables.DOCUMENTS}
 

@@ -49,7 +49,7 @@ def test_every_parameter_lands_exactly_once_and_moves(name, cls):
     assert sorted(n for g in optimizer.param_groups for n in g["param_names"]) == sorted(before)
 
 
-def test_groups_carry_the_hyper_parameters_and_only_matrices_a_rank():
+def test_groups_have_the_hyper_parameters_and_matrices_a_rank():
     model = GPT()
     options = {"weight_decay": 0.1, "adamw_weight_decay": 0.2, "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6}
     groups = [dict(group) for group in param_groups(model, **RATES, **options, rank=8)]
@@ -87,7 +87,7 @@ AUTO += [((768, 768), 128), ((768, 3072), 128), ((1024, 1024), 128), ((4096, 409
 CLAMPED = [((16, 64), 16), ((64, 16), 16), ((16, 16), 15), ((1, 9), 1), ((40, 50), 32)]
 
 
-def test_a_rank_is_clamped_and_by_itself_a_sixth_of_the_short_side_and_the_papers_at_its_widths():
+def test_the_rank_is_clamped_and_defaults_to_a_sixth():
     optimizer = PRO([nn.Parameter(torch.zeros(2, 3))])
     assert optimizer.param_groups[0]["rank"] == "auto"
     for given, cases in ({}, AUTO), ({"rank": 32}, CLAMPED):
@@ -100,7 +100,7 @@ def test_a_rank_is_clamped_and_by_itself_a_sixth_of_the_short_side_and_the_paper
 
 
 @pytest.mark.parametrize("head_first", [False, True])
-def test_a_head_tied_to_an_embedding_follows_it_whatever_its_name_and_order(head_first):
+def test_a_head_tied_to_an_embedding_follows_it(head_first):
     parts = {"body_map": linear(16, 48), "words": nn.Embedding(48, 16)}
     model = holding(**dict(sorted(parts.items(), reverse=not head_first)))
     model.body_map.weight = model.words.weight
@@ -119,7 +119,7 @@ def test_a_shared_block_is_routed_once_under_all_of_its_names():
 TABLES = ("pos_emb", "pos_embed", "wpe", "cls_token", "relative_position_bias_table", "rel_pos_h", "class_embedding")
 
 
-def test_raw_tables_by_name_go_to_adamw_and_what_only_looks_like_one_is_a_matrix():
+def test_raw_tables_go_to_adamw_and_lookalikes_are_matrices():
     for name in TABLES:
         assert destination(torch.zeros(5, 16), name) == ("adamw", "named as embedding, position or token")
         assert routes(holding(**{name: nn.ParameterList([torch.zeros(5, 16)])}))[f"{name}.0"].algorithm == "adamw"
@@ -196,7 +196,7 @@ class Product(nn.Module):
         return W[:, :6].clone(), W[:6].clone()
 
 
-def test_the_factors_of_a_parametrization_are_not_taken_for_the_weight():
+def test_a_parametrizations_factors_are_not_the_weight():
     layer = nn.utils.parametrize.register_parametrization(linear(8, 24), "weight", Product())
     found = param_groups(holding(attn=of_class("MptAttention", Wqkv=layer)), **RATES).routes
     assert all("split into" not in r.reason for r in found) and {r.split for r in found} == {None}
@@ -241,7 +241,7 @@ def test_norms_biases_gains_and_what_is_marked_are_not_decayed(model, options, d
     assert found[0.1] == decayed and plain in (None, found[0])
 
 
-def test_wrappers_change_names_but_neither_routes_nor_what_patterns_name():
+def test_wrappers_change_neither_routes_nor_patterns():
     plain = param_groups(GPT(), **RATES, adamw=["layers.0.*"]).routes
     compiled = param_groups(torch.compile(GPT()), **RATES, adamw=["layers.0.*"]).routes
     assert [r.names[0] for r in compiled] == [f"_orig_mod.{r.names[0]}" for r in plain]
@@ -251,7 +251,7 @@ def test_wrappers_change_names_but_neither_routes_nor_what_patterns_name():
         assert [r.algorithm for r in found] == [r.algorithm for r in plain]
 
 
-def test_patterns_overrule_the_rules_by_any_name_and_for_what_is_frozen():
+def test_patterns_overrule_the_rules():
     model = GPT()
     model.pos_emb.requires_grad_(False)
     found = by_name(model, matrix=["lm_head.*", "pos_*"], adamw="*.qkv.weight")
@@ -321,7 +321,7 @@ UNTRAINABLE = {  # with what is said of it unless it is frozen; None where that 
 
 
 @pytest.mark.parametrize("odd, message", UNTRAINABLE.values(), ids=UNTRAINABLE)
-def test_what_no_method_trains_is_refused_or_frozen_stays_outside_whatever_patterns_say(odd, message):
+def test_an_untrainable_weight_is_refused_or_stays_frozen(odd, message):
     if message:
         with pytest.raises(ValueError, match=message):
             destination(copy.deepcopy(odd))
@@ -334,7 +334,7 @@ def test_what_no_method_trains_is_refused_or_frozen_stays_outside_whatever_patte
         train(PRO(groups), [0], [model.body.weight])
 
 
-def test_a_model_of_which_only_the_head_trains_so_far_is_no_error():
+def test_a_model_whose_head_alone_trains_is_no_error():
     model = GPT().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     groups = param_groups(model, **RATES, names=False)
@@ -382,7 +382,7 @@ def test_what_acts_element_by_element_goes_to_adamw_undecayed(name):
 
 
 @pytest.mark.parametrize("name", ["W_u", "time_maa_w1", "time_decay_w2", "catalog", "mixed", "B", "weights_real"])
-def test_other_parameters_of_a_modules_own_are_matrices_and_the_table_says_it_guessed(name):
+def test_a_modules_own_parameters_are_matrices_by_a_guess(name):
     assert destination(torch.ones(8, 4), name) == ("matrix", f"2-D, {name} of Module{GUESS}")
     known = holding(attn=nn.MultiheadAttention(8, 2, kdim=4), up=of_class("Linear1bit", weight=torch.ones(8, 8)))
     assert "taken for" not in str(param_groups(known, **RATES))
@@ -455,7 +455,7 @@ def test_no_weight_decay_of_a_model_is_asked_as_timm_does(wrapped):
     assert reasons["relative"].endswith("; no weight decay, by no_weight_decay_keywords()")
 
 
-def test_no_weight_decay_of_a_part_holds_inside_it_and_a_broken_one_nowhere():
+def test_no_weight_decay_of_a_part_holds_inside_it():
     model = holding(backbone=Vision(), first=linear(8, 8))
     model.no_weight_decay = lambda skip: skip
     groups = param_groups(model, **RATES, weight_decay=0.1, adamw_weight_decay=0.2)

@@ -97,7 +97,7 @@ READ = {
 
 
 @pytest.mark.parametrize("model, expected", READ.values(), ids=READ)
-def test_weights_are_read_as_their_modules_store_them_and_divide_where_that_is_certain(model, expected):
+def test_weights_are_read_and_divided_as_modules_store_them(model, expected):
     assert list(readings(model).values()) == expected
     assert {split for _, split in readings(model, split_fused=False).values()} == {None}
 
@@ -112,7 +112,7 @@ def test_a_normed_weight_is_read_as_its_layer_stores_it(norm):
     assert not any(r.transposed for r in routes(norm(nn.Conv2d(4, 16, 3, bias=False))).values())
 
 
-def test_reasons_say_how_a_weight_is_read_and_which_are_whole_though_their_names_say_fused():
+def test_reasons_say_how_a_weight_is_read():
     attention, lstm = nn.MultiheadAttention(16, 2, add_bias_kv=True), nn.LSTM(8, 12, proj_size=5)
     reasons = {name: r.reason for part in (attention, lstm) for name, r in routes(part, split_fused=False).items()}
     assert reasons == {

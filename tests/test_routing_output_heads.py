@@ -228,7 +228,7 @@ def test_a_hidden_layer_that_is_as_wide_as_the_labels_is_no_head(taken_by):
     assert "pooler.weight" in adamw(model)
 
 
-def test_a_layer_of_a_repeated_block_is_no_head_by_its_size_or_its_name():
+def test_a_layer_of_a_repeated_block_is_no_head():
     for name, outputs in (("gate", 4), ("output", 8), ("proj_out", 8), ("fc", 8), ("decoder", 8)):
         model = configured({"num_labels": 4}, h=blocks())
         for block in model.h:
@@ -287,7 +287,7 @@ NORMED = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("normed", NORMED.values(), ids=NORMED)
-def test_a_normed_layer_is_a_head_where_the_layer_itself_would_be_one(normed):
+def test_a_normed_layer_is_a_head_where_its_layer_would_be(normed):
     for model in (
         answering("get_output_embeddings", lambda m: m.proj, body=linear(8, 9), proj=normed(linear(8, 50))),
         nn.Sequential(linear(8, 9), nn.ReLU(), normed(linear(9, 50))),
@@ -343,12 +343,12 @@ def test_whatever_get_classifier_returns_is_a_head(answer, hidden):
         (tied(), {}, "head: words.weight (back.weight tied to embedding words.weight)"),
     ],
 )
-def test_the_tables_last_line_says_which_heads_were_found_by_what_or_what_to_write(model, options, says):
+def test_the_tables_last_line_says_how_heads_were_found(model, options, says):
     assert str(param_groups(model, **RATES, **options)).splitlines()[-1] == f"output {says}"
 
 
 @pytest.mark.parametrize("name, rows", [("qkv", 48), ("c_attn", 48), ("gate_up_proj", 40), ("query_key_value", 48)])
-def test_attention_with_as_many_rows_as_there_are_words_is_no_head(name, rows):
+def test_attention_with_a_row_a_word_is_no_head(name, rows):
     """One attention module directly in the model, as in tutorials."""
     attn = holding(**{name: linear(16, rows), "v_proj": linear(16, 12), "proj": linear(12, 24)})
     model = holding(embed=nn.Embedding(rows, 16), attn=attn, last=linear(24, rows))

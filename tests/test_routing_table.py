@@ -71,7 +71,7 @@ def test_names_keep_their_case_in_reasons():
     assert reasons["CLS_Head.OutProj.weight"] == "last layer of CLS_Head, named as output head"
 
 
-def test_a_stack_of_which_nothing_says_how_it_is_stored_gets_the_hint():
+def test_a_stack_of_unknown_layout_gets_the_hint():
     model = holding(experts=holding(W1=torch.zeros(4, 8, 12), W2=torch.zeros(4, 8, 12)), pair=nn.Bilinear(3, 4, 5))
     model.known = holding(W3=torch.zeros(4, 8, 12))
     model.known.is_transposed = False
@@ -82,7 +82,7 @@ def test_a_stack_of_which_nothing_says_how_it_is_stored_gets_the_hint():
     assert reasons["pair.weight"] == "stack of 5, weight of Bilinear"
 
 
-def test_the_table_shows_every_parameter_its_destination_and_the_reason():
+def test_the_table_shows_every_parameters_place_and_reason():
     model = holding(
         tok=nn.Embedding(48, 16),
         norm=nn.LayerNorm(16, bias=False),

@@ -66,7 +66,7 @@ def test_weights_go_where_those_of_the_model_itself_go(make, form, tmp_path):
     assert [n for n, p in other.named_parameters() if torch.equal(p, before[n])] == []
 
 
-def test_where_the_graph_says_nothing_shapes_and_names_do_and_the_guess_is_told():
+def test_a_graph_without_classes_is_read_by_shapes_and_names():
     model, example = text()
     other = torch.export.export(model, (example,)).module()
     for node in other.graph.nodes:
@@ -78,7 +78,7 @@ def test_where_the_graph_says_nothing_shapes_and_names_do_and_the_guess_is_told(
     assert routes["1.0.weight"].reason == "linear layer"
 
 
-def test_a_plain_module_with_a_weight_of_its_own_is_no_exported_one():
+def test_a_plain_module_with_a_weight_is_no_exported_one():
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(8, 8))
     with warnings.catch_warnings():

@@ -41,7 +41,7 @@ def script(tmp_path):
     return call
 
 
-def test_bench_measures_primitives_and_steps_and_a_part_that_fails_does_not_stop_the_others(script):
+def test_a_part_of_bench_that_fails_does_not_stop_the_others(script):
     status, commands, error = script("bench", "--out", "rows", fail="timing steps")
     assert status == 1 and error.endswith("\nFailed: step\n")
     assert [c.split(" ")[1] for c in commands] == ["pytest", "bench.timing"]
@@ -67,7 +67,7 @@ def test_a_gpu_s_benchmarks_are_the_same_ones_on_its_device(script):
     assert script("prepare", "--only", "wheels", "--arch", "80") == (0, [prepare], "")  # the interpreter as it is
 
 
-def test_what_was_prepared_is_taken_up_first_and_an_extension_in_place_is_not_built(script, tmp_path, monkeypatch):
+def test_prepared_parts_are_taken_up_first(script, tmp_path, monkeypatch):
     clone = tmp_path / "clone"
     assert not any("unpack" in line for line in script("gpu", "--part", "first")[1])
     (clone / "build" / "prepared" / "extension").mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_gpu_tests_have_every_file_that_takes_a_gpu_by_itself():
     assert taking - {"bench_first"} <= {*listed}  # which is a part of its own
 
 
-def test_training_on_a_gpu_has_data_and_minutes_and_caches_that_outlive_the_checkout(script, tmp_path, monkeypatch):
+def test_training_on_a_gpu_keeps_caches_outside_the_checkout(script, tmp_path, monkeypatch):
     python = tmp_path / "clone" / ".venv" / "bin" / "python"
     python.write_text(PYTHON + 'echo "$TRITON_CACHE_DIR $TORCHINDUCTOR_CACHE_DIR" >>"$LOG.env"\n')
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -111,7 +111,7 @@ def test_training_on_a_gpu_has_data_and_minutes_and_caches_that_outlive_the_chec
     assert not any("gpt-124m" in line for line in script("gpu")[1])  # it is a part only where it is named
 
 
-def test_integrations_run_by_themselves_with_packages_that_nothing_else_installs(script, tmp_path):
+def test_integrations_run_with_packages_of_their_own(script, tmp_path):
     status, commands, _ = script("integrations", "-k", "peft")
     assert (status, commands) == (0, ["-m pytest --slow --no-skips tests/integrations -k peft"])
     installs = [line for line in (tmp_path / "log").read_text().splitlines() if "pip install" in line]

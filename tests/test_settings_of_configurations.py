@@ -116,7 +116,7 @@ def test_settings_of_several_values_may_be_any_sequence(listed):
     assert {type(g["lr"]) for g in groups} == {float} and "  2  " in str(groups)
 
 
-def test_sizes_of_pieces_may_be_numbers_of_numpy_and_any_sequence():
+def test_sizes_of_pieces_may_be_numpys_in_any_sequence():
     optimizer = PRO([{"params": [weight(6, 8)], "split": (np.int64(2), np.int64(4))}])
     assert optimizer.param_groups[0]["split"] == (2, 4) and is_plain(optimizer.param_groups[0]["split"])
     model = holding(qkv=nn.Linear(8, 6, bias=False), w=nn.Linear(6, 8, bias=False))

@@ -44,7 +44,7 @@ LIVES = {
 
 @pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
 @of_changes
-def test_changing_what_the_state_was_made_with_raises_and_moves_nothing(cls, own, change, life):
+def test_changing_a_setting_of_the_state_raises(cls, own, change, life):
     optimizer = life(two_groups(cls, own))
     before, group = contents(optimizer), optimizer.param_groups[0]
     former = {**group}
@@ -62,7 +62,7 @@ def move(optimizer, start, end):
 
 
 @of_changes
-def test_a_weight_moved_with_its_state_to_a_group_of_other_settings_is_refused_by_name(cls, own, change):
+def test_a_move_to_a_group_of_other_settings_is_refused(cls, own, change):
     optimizer = two_groups(cls, own, {**own, **change})
     a, b = weights_of(optimizer)
     move(optimizer, 0, 1)
@@ -73,7 +73,7 @@ def test_a_weight_moved_with_its_state_to_a_group_of_other_settings_is_refused_b
     assert moved(before, train(optimizer, [3])) == {0, 1}
 
 
-def test_a_weight_moves_with_its_state_to_a_group_of_the_same_settings():
+def test_a_weight_moves_with_its_state_to_a_like_group():
     optimizer = two_groups(second={"lr": 0.3})
     a, b = weights_of(optimizer)
     move(optimizer, 0, 1)
@@ -83,7 +83,7 @@ def test_a_weight_moves_with_its_state_to_a_group_of_the_same_settings():
 
 @pytest.mark.parametrize("calls", [0, 6], ids=["before there is state", "once it is gone"])
 @of_changes
-def test_without_state_a_weight_begins_anew_and_all_settings_are_free(cls, own, change, calls):
+def test_without_state_a_weight_begins_anew_with_any_setting(cls, own, change, calls):
     """One that waits for its first gradient has a state for checkpoints, and no place in a batch that would notice."""
     optimizer = two_groups(cls, own, own, calls, missing={(call, 1) for call in range(calls)})
     optimizer.state.clear()
@@ -94,7 +94,7 @@ def test_without_state_a_weight_begins_anew_and_all_settings_are_free(cls, own, 
     assert differences(train(optimizer, range(6, 9)), train(anew, range(6, 9))) == set()
 
 
-def test_a_deleted_group_leaves_nothing_to_the_groups_that_come_after_it():
+def test_a_deleted_group_leaves_nothing_to_later_groups():
     """Python gives a new group the address of one that is gone."""
     optimizer, gone = PRO([weight(*SHAPE)]), []
     for phase in range(3):

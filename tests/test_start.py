@@ -76,7 +76,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 5e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_deficient_start_and_the_steps_from_it_do_not_depend_on_the_order_of_summation(method, case, dtype):
+def test_a_rank_deficient_start_is_free_of_summation_order(method, case, dtype):
     a, b = (gradients(case, dtype, which)[0] for which in (0, 1))
     assert 0 < (a - b).abs().max() < 1e-5 * a.abs().max()  # the same gradient, but for rounding
     (start, moved), (other, there) = (run(method, case, dtype, which) for which in (0, 1))
@@ -87,7 +87,7 @@ def test_a_rank_deficient_start_and_the_steps_from_it_do_not_depend_on_the_order
 
 @pytest.mark.parametrize("case", ["few tokens", "idle rows", "two classes"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 3.0, 1e30])
-def test_bases_do_not_depend_on_the_gradients_scale_and_an_auto_start_follows_it(case, scale):
+def test_bases_ignore_the_gradients_scale_and_auto_follows_it(case, scale):
     G = gradients(case, torch.float32, 0)[0][None]
     for start in (lambda G: initialise(G, 2, 0.95, "auto"), lambda G: initialise_kl(G, 0.95, "auto")):
         plain, scaled = start(G), start(scale * G)
@@ -113,7 +113,7 @@ def test_no_svd_of_a_gradient_below_float64(method, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("init_eigenvalue", ["auto", 0.1])
-def test_the_factors_of_a_start_in_float32_are_products_in_float64_rounded(init_eigenvalue):
+def test_the_starts_factors_are_float64_products_rounded(init_eigenvalue):
     """torch's TF32 switches leave them alone therefore; products in float32 are off by some 1e-6."""
     G = normal(24, 3000)
     found = [initialise(G, 8, 0.95, init_eigenvalue), initialise_kl(G, 0.95, init_eigenvalue)]
@@ -130,7 +130,7 @@ def test_the_factors_of_a_start_in_float32_are_products_in_float64_rounded(init_
 
 
 @pytest.mark.parametrize("cls, kwargs", METHODS.values(), ids=METHODS)
-def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kwargs):
+def test_a_start_fits_the_stated_workspace_in_float64(cls, kwargs):
     group = cls([torch.nn.Parameter(torch.zeros(2, 2))], **kwargs).param_groups[0]
     shape, rank = (32, 128), 16 if cls is PRO else 0
     G = normal(3, *shape)
@@ -141,7 +141,7 @@ def test_a_start_takes_no_more_memory_than_the_workspace_says_in_float64(cls, kw
 
 
 @both
-def test_a_start_beyond_the_budget_is_made_in_parts_with_the_same_result(cls, monkeypatch):
+def test_a_start_beyond_the_budget_is_made_in_parts(cls, monkeypatch):
     def state_of():
         p = torch.nn.Parameter(torch.zeros(5, 6, 10))
         optimizer = cls([p])

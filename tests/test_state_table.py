@@ -35,9 +35,7 @@ SHAPES += [((2, 1, 1, 1), 1)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape, r", SHAPES)
 @pytest.mark.parametrize("cls", TABLE)
-def test_a_trained_state_is_the_papers_table_and_a_rank_larger_than_the_weight_allows_is_clamped(
-    cls, shape, r, backend, dtype, start
-):
+def test_a_trained_state_is_the_papers_table_with_ranks_clamped(cls, shape, r, backend, dtype, start):
     settings = {"state_dtype": dtype, "init_eigenvalue": start, "backend": backend}
     settings |= {"rank": 128} if cls is PRO else {}
     optimizer = train(cls([weight(*shape, dtype=dtype)], **settings), range(3))

@@ -102,7 +102,7 @@ EITHER = {
 @pytest.mark.parametrize("hold", [assert_refused_by_hand, assert_refused_in_a_file], ids=["by hand", "in a file"])
 @pytest.mark.parametrize("cls, adamw", BOTH)
 @pytest.mark.parametrize("change, says", EITHER.values(), ids=EITHER)
-def test_state_that_does_not_fit_is_told_by_name_wherever_it_comes_from(cls, adamw, change, says, hold):
+def test_misfit_state_is_told_by_name_from_any_source(cls, adamw, change, says, hold):
     change = by_hand(change) if hold is assert_refused_by_hand else change
     hold(fine_and_odd(cls, adamw=adamw, **METHODS[cls]), change, says)
 
@@ -127,7 +127,7 @@ MATRIX += [(cls, key, [*ODD][(i + j) % len(ODD)]) for cls in KEYS for i, key in 
 
 
 @pytest.mark.parametrize("cls, key, odd", MATRIX)
-def test_matrix_state_that_does_not_fit_is_told_wherever_it_comes_from(cls, key, odd):
+def test_misfit_matrix_state_is_told_from_any_source(cls, key, odd):
     change, says = ODD[odd]
     change, says = entry(1, **{key: change}), rf"The (loaded )?state of odd .*({key}.*{says}|{says} {key})"
     assert_refused_by_hand(fine_and_odd(cls, **METHODS[cls]), by_hand(change), says)
@@ -224,7 +224,7 @@ def test_a_clock_that_is_set_by_hand_is_the_next_steps(cls, clock):
     assert torch.equal(torch.as_tensor(own["step"]), torch.as_tensor(clock) + 1)
 
 
-def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does():
+def test_a_fused_group_takes_state_that_lies_as_its_weight():
     """PyTorch's fused kernels go through memory: what lies otherwise they would step element by wrong element."""
     optimizer = fine_and_odd(PRO, adamw={"fused": True})
     table = weights_of(optimizer)[3]
@@ -237,7 +237,7 @@ def test_a_fused_group_takes_state_and_gradients_that_lie_as_their_weight_does()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_model_converted_under_adamw_goes_on_by_loading_its_own_state(dtype):
+def test_a_converted_adamw_model_goes_on_by_loading_its_state(dtype):
     """The message says so."""
     optimizer = fine_and_odd(PRO)
     for p in weights_of(optimizer):
@@ -304,7 +304,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("cls, change, says", WRONG.values(), ids=WRONG)
-def test_a_wrong_checkpoint_is_refused_by_the_weights_name_and_changes_nothing(cls, change, says):
+def test_a_wrong_checkpoint_is_refused_and_changes_nothing(cls, change, says):
     assert_refused_in_a_file(fine_and_odd(cls, **METHODS[cls]), change, rf"\b({says})")
 
 
@@ -314,7 +314,7 @@ VALUES = [(cls, key) for cls in KEYS for key in sorted(fine_and_odd(cls).state_d
 
 
 @pytest.mark.parametrize("cls, key", [*dict.fromkeys(VALUES)])
-def test_one_bad_element_of_the_state_is_refused_by_key_and_weight(cls, key):
+def test_one_bad_element_of_the_state_is_refused_by_key(cls, key):
     for odd in ((4, 6), (2, 4, 6)):
         optimizer = fine_and_odd(cls, odd)
         for value in (math.nan, math.inf, *((-1.0,) if key in POSITIVE else ())):  # 0 begins anew

@@ -84,7 +84,7 @@ def test_a_step_that_computes_launches_what_is_traced(shape, precision, extensio
         (lambda x, mask: torch.empty_like(x).mT.detach(), 0),
     ],
 )
-def test_what_pytorch_launches_is_counted_and_views_and_new_memory_are_not(run, launches):
+def test_only_operators_that_compute_count_as_launches(run, launches):
     with trace.tracing() as events:
         x, mask = torch.empty(2, 3, 4), torch.empty(2, 3, 1, dtype=torch.bool)
         with trace.Operators(events):

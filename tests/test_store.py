@@ -68,7 +68,7 @@ def test_every_size_is_stored_where_the_masks_say_so(masks, gap, B):
 
 
 @pytest.mark.parametrize("count", [1, 2, 11, 20])
-def test_any_number_of_slots_takes_one_launch_and_every_dtype_is_converted_as_pytorch_converts_it(count, monkeypatch):
+def test_any_slots_take_one_launch_and_convert_as_pytorch_does(count, monkeypatch):
     launches, start = [], launch.start
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: launches.append(args) or start(*args, **kwargs))
     masks = [
@@ -87,7 +87,7 @@ def test_values_of_any_strides():
     assert_stored(values, [masks_of(3)] * len(values), gap=2)
 
 
-def test_a_mask_with_gaps_a_slot_without_elements_and_what_a_mask_forbids_is_neither_read_nor_written():
+def test_masked_and_empty_slots_are_neither_read_nor_written():
     mask = torch.tensor([True, False, False, False, True, False], device=DEVICE)[::2]
     to, nothing, value = (torch.full((3, k), x, device=DEVICE) for k, x in ((2, 0.0), (0, 0.0), (2, 1.0)))
     value[1] = math.nan

@@ -95,7 +95,7 @@ def test_what_surrounds_a_step_changes_nothing(setting, around, plain):
         assert all(same(value, other[key]) for key, value in own.items())
 
 
-def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_there():
+def test_host_tensors_of_kernels_and_failed_runs_are_made_there():
     """No step above uses these."""
     W, table, phi = normal(2, 3, 4), PointerTable(2, "cpu"), torch.full((3, 3), NAN)
     with torch.device("meta"):
@@ -106,7 +106,7 @@ def test_what_only_kernels_processes_and_failed_runs_need_of_the_host_is_made_th
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_a_rank_says_of_a_gradient_that_it_lacks_adds_up_with_what_the_others_say(dtype):
+def test_ranks_answers_about_a_missing_gradient_add_up(dtype):
     """A sum over ranks of unlike dtypes hangs, or adds bits of other numbers.
 
     It is made where the weight is: a divided step would wait for a copy from the host.
@@ -160,7 +160,7 @@ def test_a_closure_keeps_the_autocast_around_the_step(on):
 
 
 @pytest.mark.slow
-def test_importing_the_package_is_enough_and_brings_nothing_large():
+def test_importing_the_package_brings_nothing_large():
     large = "[m for m in sys.modules if m.split('.')[0] in ('triton', 'matplotlib')]"
     code = f"""
 import sys, prokl

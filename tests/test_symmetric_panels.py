@@ -22,7 +22,7 @@ def drawn(*shape, dtype=torch.float64):
 
 @pytest.mark.parametrize("given", WEIGHTS.values(), ids=WEIGHTS)
 @pytest.mark.parametrize("m", SIZES)
-def test_a_product_and_a_polynomial_are_the_full_ones_and_mirrored_beyond_the_panels(m, given):
+def test_panels_give_the_full_product_mirrored(m, given):
     A = drawn(2, m, PANEL + 1)
     C = A @ A.mT
     symmetric = (C + C.mT) / 2
@@ -44,7 +44,7 @@ def flops(ops, A):
     return counter.get_total_flops()
 
 
-def test_four_panels_take_five_eighths_of_the_product_and_half_precision_and_other_devices_all_of_it():
+def test_four_panels_take_five_eighths_of_a_product():
     A = drawn(3, 4 * PANEL, 2 * PANEL, dtype=torch.float32)
     full = 2 * A.numel() * 4 * PANEL
     assert flops(CPU, A) == full * 5 / 8

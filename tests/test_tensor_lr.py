@@ -22,7 +22,7 @@ def rates(groups):
 
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.parametrize("optimizer", [list, PRO, KL, torch.optim.AdamW])
-def test_groups_of_a_model_do_not_share_it_with_each_other_or_the_caller(optimizer, names):
+def test_groups_of_a_model_do_not_share_a_tensor_lr(optimizer, names):
     lr, adamw_lr = torch.tensor(0.5, requires_grad=True), torch.tensor(0.25)
     model = nn.Sequential(nn.LSTM(4, 5), nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3))
     made = optimizer(param_groups(model, lr=lr, adamw_lr=adamw_lr, names=names))
@@ -35,7 +35,7 @@ def test_groups_of_a_model_do_not_share_it_with_each_other_or_the_caller(optimiz
 
 
 @both
-def test_an_optimizers_groups_do_not_share_it_with_each_other_the_defaults_or_the_caller(cls):
+def test_an_optimizers_groups_do_not_share_a_tensor_lr(cls):
     """Given to the constructor, to groups that are added, and by a file whose groups shared it."""
     lr = torch.tensor(0.5)
     optimizer = cls([{"params": [weight(4, 6, seed=i)]} for i in range(2)], lr=lr)

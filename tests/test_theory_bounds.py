@@ -30,7 +30,7 @@ def gradients(rows, cols):
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bounds_lemma_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(shape, backend):
+def test_bounds_lemma_holds_for_the_optimizers_eigenvalues(shape, backend):
     """The start is a number, which the lemma's Theta has to include: lambda_0 is no eigenvalue of L_0 or S_0."""
     m, n = sorted(shape)
     p = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
@@ -52,7 +52,7 @@ def test_bounds_lemma_the_optimizers_eigenvalues_stay_within_the_lemmas_bounds(s
 
 
 @pytest.mark.parametrize("m, n, r", [(3, 6, 2), (4, 4, 1)])
-def test_bounds_lemma_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
+def test_bounds_lemma_holds_for_algorithm_1_with_the_clip(m, n, r):
     C = 5.0
     state = identity_state(torch.linalg.qr(normal(n, r, seed=0))[0], m)
     theta = max(1.0, C**2 * LIMIT**2)
@@ -70,7 +70,7 @@ def test_bounds_lemma_algorithm_1_with_the_clip_stays_within_them_too(m, n, r):
     assert from_orthogonal > 0.25  # measured: 0.56 and 0.27
 
 
-def test_bounds_lemma_the_papers_theta_leaves_out_the_start_value():
+def test_bounds_lemma_theta_leaves_out_the_start_value():
     """It is 1e-6 for gradients of norm 1e-4, below the lambda_0 = 0.1 at which all eigenvalues start."""
     p = torch.nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
     optimizer = prokl.ProKLShampoo([p], rank=3, init_eigenvalue=0.1)

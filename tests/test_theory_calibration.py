@@ -46,7 +46,7 @@ def test_calibration_the_papers_rows_to_the_printed_digits(row):
 
 
 @pytest.mark.parametrize("row", LEFT_PROJECTION, ids=lambda row: row[0])
-def test_calibration_in_the_left_projection_k_is_that_of_the_oriented_shape(row):
+def test_calibration_of_the_left_projection_orients_the_shape(row):
     """min(m - r, n) for m > n. The theorem's min(m, n - r), read without orienting, gives other digits."""
     _, rows, cols, _, k, low, high = row
     assert k == min(rows - RANK, cols)
@@ -55,7 +55,7 @@ def test_calibration_in_the_left_projection_k_is_that_of_the_oriented_shape(row)
     assert as_printed(alpha_kl_bracket(rows, cols, RANK)[0] * math.sqrt(unoriented), high) != high
 
 
-def test_calibration_the_intersection_of_all_rows_as_the_appendix_prints_it():
+def test_calibration_intersects_all_rows_as_printed():
     brackets = [alpha_kl_bracket(rows, cols, RANK) for _, rows, cols, *_ in TABLE]
     low, high = max(b[0] for b in brackets), min(b[1] for b in brackets)
     assert (f"{low:.1e}", f"{high:.1e}") == ("1.4e-03", "1.6e-02")
@@ -64,7 +64,7 @@ def test_calibration_the_intersection_of_all_rows_as_the_appendix_prints_it():
     assert all(low < alpha < high for alpha in (0.005, 0.01, 0.015))
 
 
-def test_the_automatic_alpha_kl_lies_in_the_brackets_of_the_papers_shapes():
+def test_the_automatic_alpha_kl_lies_in_the_papers_brackets():
     """Without c_a it is the geometric mean of square weights' ends, and stays above the lower end of tall ones'."""
     h = ProHyper.of(prokl.ProKLShampoo([torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0])
     assert h.alpha_kl == "auto"
@@ -77,13 +77,13 @@ def test_the_automatic_alpha_kl_lies_in_the_brackets_of_the_papers_shapes():
 
 
 @pytest.mark.parametrize("n", [16, 768])
-def test_calibration_for_a_square_weight_the_upper_end_is_one_over_root_n(n):
+def test_calibration_of_a_square_ends_at_one_over_root_n(n):
     low, high = alpha_kl_bracket(n, n, n // 4)
     assert high == pytest.approx(n**-0.5, rel=1e-14)
     assert low == pytest.approx((n * (n - n // 4)) ** -0.5, rel=1e-14)
 
 
-def test_calibration_the_ends_are_what_operator_norm_matching_gives():
+def test_calibration_ends_follow_from_operator_norm_matching():
     """c_a / sqrt(E ||Delta_res||_op^2) at the restricted fixed point is inside; by the Frobenius norm it is an end."""
     m, n, r = 3, 6, 2
     G = population(wishart(m * n, seed=1), m, n)
@@ -115,7 +115,7 @@ def test_calibration_sizes_out_of_bounds_raise(arguments, message):
         alpha_kl_bracket(*arguments)
 
 
-def test_calibration_a_rank_above_what_the_weight_allows_counts_as_in_the_optimizer():
+def test_calibration_clamps_the_rank_as_the_optimizer():
     assert alpha_kl_bracket(6, 4, 100) == alpha_kl_bracket(6, 4, 4)
     assert alpha_kl_bracket(96, 384, "auto") == alpha_kl_bracket(96, 384, 16)
     assert alpha_kl_bracket(4, 4, 100) == alpha_kl_bracket(4, 4, 3)

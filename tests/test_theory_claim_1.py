@@ -29,7 +29,7 @@ def bound_of(R, r):
     return float(gap_bound(torch.linalg.eigvalsh(R).flip(0), r, M))
 
 
-def test_claim_1_the_objective_is_the_kl_divergence_of_the_two_gaussians():
+def test_claim_1_the_objective_is_a_kl_divergence_of_gaussians():
     second_moment = wishart(M * N, seed=0)
     L, R = wishart(M, seed=1), wishart(N, seed=2)
     zero = torch.zeros(M * N, dtype=torch.float64)
@@ -40,7 +40,7 @@ def test_claim_1_the_objective_is_the_kl_divergence_of_the_two_gaussians():
     assert abs(objective(L, R, population(second_moment, M, N)) - constant - expected) < EXACT
 
 
-def test_claim_1_preconditioning_is_kron_of_left_and_right_in_row_major_order():
+def test_claim_1_preconditioning_is_a_row_major_kronecker():
     """The paper's Smok-Hop proof writes the factors in the other, column-major order."""
     G, L, R = normal(M, N, seed=0), wishart(M, seed=1), wishart(N, seed=2)
     vector = (L @ G @ R).reshape(-1)
@@ -67,7 +67,7 @@ def test_claim_1_the_gap_lies_between_zero_and_the_bound(seed, r):
 
 
 @pytest.mark.parametrize("r", [1, 3])
-def test_claim_1_no_point_of_the_restricted_family_beats_the_full_optimum(r):
+def test_claim_1_no_restricted_point_beats_the_full_optimum(r):
     G = population(wishart(M * N, seed=5), M, N)
     full = objective(*full_optimum(G), G)
     for seed in range(20):

@@ -73,7 +73,7 @@ def test_claim_2_the_fixed_point_solves_the_three_equations(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_claim_2_the_objective_is_stationary_there_and_nowhere_near(seed):
+def test_claim_2_the_objective_is_stationary_there_alone(seed):
     G, point = fixed_point(seed)
 
     def slope(point):
@@ -115,7 +115,7 @@ def drift(state, G, h):
     return changes
 
 
-def test_claim_2_algorithm_2_rests_there_as_the_ema_weight_goes_to_one():
+def test_claim_2_algorithm_2_rests_there_as_beta_2_goes_to_1():
     """Its mu, L and S use eigenvalues that have moved already: the drift is of the order of 1 - beta2, not zero."""
     G, point = fixed_point()
     _, state = state_at(point)
@@ -144,7 +144,7 @@ def residuals(found, left, right):
 
 
 @pytest.mark.slow
-def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_three_equations():
+def test_claim_2_emas_of_samples_rest_on_the_three_equations():
     """Algorithm 2's, with U given: after a burn-in, the mean state of 8000 steps with gradients N(0, left x right).
 
     Its statistical error is that of as many samples, sqrt(2 p / 8000) = 0.05 for the p = 9 parameters of L and S, and
@@ -168,7 +168,7 @@ def test_claim_2_the_emas_of_sampled_gaussian_gradients_come_to_rest_on_the_thre
         assert max(residuals(found._replace(**{key: 1.5 * getattr(found, key)}), LEFT, RIGHT).values()) > 0.2
 
 
-def test_claim_2_a_sampled_fixed_point_estimates_a_known_kronecker_covariance():
+def test_claim_2_a_fixed_point_estimates_a_kronecker_covariance():
     """20000 Gaussian gradients, of which the fixed point is the maximum-likelihood estimate.
 
     With p parameters E ||S^-1/2 (S^ - S) S^-1/2||_F^2 = 2 p / samples, as chi-squared with p degrees of freedom over
@@ -192,7 +192,7 @@ def whitened_error(found, truth):
 
 
 @pytest.mark.slow
-def test_claim_2_the_optimizers_state_estimates_a_known_kronecker_covariance():
+def test_claim_2_the_state_estimates_a_kronecker_covariance():
     """The subspace is tracked, not given. lr = 0: the weight stays, and with it the distribution of its gradient.
 
     The mean state of eight matrices, every tenth over 250 steps, has at most the statistical error of 2000 samples,

@@ -53,7 +53,7 @@ def minimised(Phi, start):
 
 
 @pytest.mark.parametrize("r", [1, 2, 4])
-def test_claim_3_the_objective_given_its_best_s_and_mu_is_the_reduced_one(r):
+def test_claim_3_the_objective_at_its_best_s_and_mu_is_reduced(r):
     m, n = 3, 5
     G, L = population(wishart(m * n, seed=1), m, n), wishart(m, seed=2)
     Phi = phi(G, L)
@@ -65,7 +65,7 @@ def test_claim_3_the_objective_given_its_best_s_and_mu_is_the_reduced_one(r):
 
 
 @pytest.mark.parametrize("spectrum, r", SPECTRA.values(), ids=SPECTRA)
-def test_claim_3_on_eigenspaces_it_is_am_over_gm_of_the_complement(spectrum, r):
+def test_claim_3_on_eigenspaces_it_is_the_complements_am_over_gm(spectrum, r):
     values, Q = torch.linalg.eigh(covariance(spectrum, seed=3))
     Phi = Q @ values.diag() @ Q.mT
     n = len(values)
@@ -76,7 +76,7 @@ def test_claim_3_on_eigenspaces_it_is_am_over_gm_of_the_complement(spectrum, r):
 
 
 @pytest.mark.parametrize("spectrum, r", SPECTRA.values(), ids=SPECTRA)
-def test_claim_3_every_global_minimiser_is_an_eigenspace_of_least_am_over_gm(spectrum, r):
+def test_claim_3_global_minimisers_have_the_least_am_over_gm(spectrum, r):
     """Descent from the neighbourhood of every eigenspace, and from anywhere. "geometric" has two such eigenspaces."""
     values, Q = torch.linalg.eigh(covariance(spectrum, seed=3))
     Phi, n = Q @ values.diag() @ Q.mT, len(values)
@@ -110,7 +110,7 @@ def test_claim_3_a_spike_and_flat_spectrum_keeps_the_top():
 
 
 @pytest.mark.parametrize("spectrum, r, kept", [([30.0, 12.0, 1.2, 1.0, 0.9], 2, [0, 1]), ([10.0, 9.0, 1.0], 1, [0])])
-def test_claim_3_tracking_goes_to_the_top_eigenspace_optimal_or_not(spectrum, r, kept):
+def test_claim_3_tracking_goes_to_the_top_eigenspace(spectrum, r, kept):
     """Power iteration knows no AM/GM: in the paper's example it keeps what Claim 3 would give up."""
     n = len(spectrum)
     Phi = torch.tensor(spectrum, dtype=torch.float64).diag()

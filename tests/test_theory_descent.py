@@ -101,7 +101,7 @@ def stationarity(grad, U, constants, c_a):
     return c_a / (C * theta**0.5) * complement + ALPHA / theta * float((grad @ U).square().sum())
 
 
-def test_descent_the_problem_is_smooth_in_the_operator_norm_with_that_constant_and_not_with_a_third_of_it():
+def test_descent_the_problem_is_smooth_with_that_constant():
     ratios = []
     for seed in range(300):
         W, X = 2 * normal(M, N, seed=seed), normal(M, N, seed=1000 + seed)
@@ -116,7 +116,7 @@ def test_descent_the_problem_is_smooth_in_the_operator_norm_with_that_constant_a
 
 @pytest.mark.parametrize("c_a", [1.0, 1.5])
 @pytest.mark.parametrize("lr", [0.02, 0.2])
-def test_descent_every_step_of_algorithm_1_descends_as_the_proposition_says(lr, c_a):
+def test_descent_every_step_descends_as_the_proposition_says(lr, c_a):
     """Exact gradients, in the printed order: the update is made with the state that has just seen the gradient."""
     W, state = start()
     for t in range(200):
@@ -151,7 +151,7 @@ def noises(t, sigma_F):
 
 
 @pytest.mark.parametrize("sigma_F", [0.01, 0.3])
-def test_descent_the_expected_step_descends_as_the_proposition_says(sigma_F):
+def test_descent_the_expected_step_descends_as_proposed(sigma_F):
     """The expectation is a mean over four noises. The state is that of before the gradient, as the proof needs it."""
     lr, c_a = 0.05, 1.0
     W, state = start()

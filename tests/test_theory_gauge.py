@@ -52,7 +52,7 @@ def product(lambda_L, lambda_S, mu):
 
 
 @pytest.mark.parametrize("c", [1e-3, 0.5, 40.0])
-def test_gauge_the_objective_and_the_equations_do_not_see_the_gauge(c):
+def test_gauge_leaves_objective_and_equations_unchanged(c):
     G = population(wishart(M * N, seed=0), M, N)
     L, right = full_optimum(G)
     assert objective(c * L, right / c, G) == pytest.approx(float(objective(L, right, G)), abs=1e-11)
@@ -65,14 +65,14 @@ AT_REST = [(c, math.inf) for c in (1e-6, 0.3, 1.0, 1e5)] + [(c, ceiling(M)) for 
 
 
 @pytest.mark.parametrize("c, ceilings", AT_REST, ids=lambda value: f"{float(value):.3g}")
-def test_gauge_without_a_clip_every_gauge_is_a_rest_point_and_with_one_any_between_its_bounds(c, ceilings):
+def test_gauge_any_within_the_clips_bounds_is_a_rest_point(c, ceilings):
     state = at_gauge(c)
     for old, new in zip(state, expected_step(*state, ceilings), strict=True):
         assert ((new - old).abs() <= 1e-14 * old).all()  # a dozen roundings
 
 
 @pytest.mark.parametrize("c", [1e-2 * LEAST, 1e-6 * LEAST, 1e2 * MOST, 1e6 * MOST], ids="{:.0e}".format)
-def test_gauge_the_clip_brings_any_other_gauge_between_its_bounds(c):
+def test_gauge_the_clip_brings_others_between_its_bounds(c):
     """And the product, which is all that the gradients determine, comes out right."""
     state = at_gauge(c)
     assert min(float(t.min()) for t in state) < FLOOR

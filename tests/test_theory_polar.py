@@ -49,7 +49,7 @@ def test_polar_identity_newton_schulz_goes_to_the_same_matrix(m, n, r):
     assert 0.65 < sigma.min() and sigma.max() < 1.25
 
 
-def test_polar_identity_the_full_updates_complement_has_that_form_with_the_expectation_inside():
+def test_polar_identity_holds_with_the_expectation_inside():
     """The factor is sqrt(m), which follows from R = Phi / m, where the paper prints 1 / m."""
     m, n, r = 3, 5, 2
     G = population(wishart(m * n, seed=4), m, n)

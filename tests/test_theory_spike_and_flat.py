@@ -33,7 +33,7 @@ def signal_plus_noise(seed, noise=None):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_spike_and_flat_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(seed):
+def test_spike_and_flat_lemma_all_but_rho_eigenvalues_agree(seed):
     L, R = full_optimum(signal_plus_noise(seed))
     for factor, other, signals in ((L, R, signal(seed)[0]), (R, L, signal(seed)[1])):
         floor = SIGMA**2 * torch.linalg.inv(other).trace() / len(other)
@@ -47,7 +47,7 @@ def test_spike_and_flat_lemma_all_but_rho_eigenvalues_of_both_factors_coincide(s
 
 
 @pytest.mark.parametrize("r", [1, 2, 3, 6])
-def test_spike_and_flat_corollary_the_restriction_costs_nothing_from_rho_on(r):
+def test_spike_and_flat_corollary_restriction_is_free_from_rho(r):
     G = signal_plus_noise(0)
     L, R = full_optimum(G)
     start = largest_kept(L, R, r)

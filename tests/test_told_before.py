@@ -67,7 +67,7 @@ def test_adjust_lr_fn_may_be_none_as_muons(cls):
 
 
 @both
-def test_a_group_with_names_beside_others_without_is_refused_with_the_remedy(cls):
+def test_a_named_group_beside_unnamed_ones_is_refused(cls):
     named, bare = cls([("a", weight(4, 6))]), cls([weight(4, 6)])
     remedy = r"with/without names.*\(name, parameter\) pairs.*names=False"
     for optimizer, late in ((named, weight(4, 6)), (bare, ("late", weight(4, 6)))):

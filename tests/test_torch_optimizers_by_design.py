@@ -48,7 +48,7 @@ def test_a_gradient_that_says_nothing_leaves_weight_and_state(cls, value):
 
 @both
 @pytest.mark.parametrize("flag", ["foreach", "fused", "capturable", "differentiable"])
-def test_the_constructor_has_no_choice_of_pytorchs_implementations(cls, flag):
+def test_the_constructor_offers_no_implementation_of_pytorchs(cls, flag):
     AdamW([weight(3, 4)], **{flag: False})
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{flag}'|takes no {flag}: "):
         cls([weight(3, 4)], **{flag: False})
@@ -115,7 +115,7 @@ def test_the_dtype_of_a_loaded_state_does_not_become_the_weights(cls):
     assert kept == {cls: torch.float32, AdamW: torch.bfloat16}
 
 
-def test_every_difference_that_is_listed_has_a_test_and_every_test_here_is_listed():
+def test_every_listed_difference_has_a_test_and_conversely():
     table = (ROOT / "docs" / "torch-optim.md").read_text(encoding="utf-8")
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     listed = [re.findall(r"`(test_\w+)`", row) for row in rows]
@@ -124,4 +124,4 @@ def test_every_difference_that_is_listed_has_a_test_and_every_test_here_is_liste
     named = {name for names in listed for name in names}
     assert named <= set.union(*tests.values())
     own = tests[ROOT / "tests" / Path(__file__).name]
-    assert own - named == {test_every_difference_that_is_listed_has_a_test_and_every_test_here_is_listed.__name__}
+    assert own - named == {test_every_listed_difference_has_a_test_and_conversely.__name__}

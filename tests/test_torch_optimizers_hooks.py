@@ -48,7 +48,7 @@ def test_hooks_fire_in_order_and_may_replace_what_step_is_given(cls):
 
 
 @of_all
-def test_the_profiler_sees_each_call_once_under_the_optimizers_name(cls):
+def test_the_profiler_sees_each_call_once_by_its_name(cls):
     problem = Problem(cls, {})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         problem.steps(2)
@@ -79,7 +79,7 @@ def test_hooks_of_saving_see_the_state_before_and_the_dict_after(cls):
 
 
 @of_all
-def test_what_a_hook_leaves_in_the_state_beside_the_weights_goes_along_everywhere(cls):
+def test_a_hooks_keys_in_the_state_go_along_everywhere(cls):
     """PyTorch's hooks keep marks under names of their own, which are no dicts."""
     problem = Problem(cls, {}).steps(2)
     leave_mark(problem.optimizer)
@@ -103,7 +103,7 @@ def rate(value, returns=False):
 
 @of_all
 @pytest.mark.parametrize("returns", [False, True], ids=["in place", "returned"])
-def test_hooks_of_loading_run_in_their_order_and_what_they_say_is_loaded(cls, returns):
+def test_load_hooks_run_in_order_and_their_result_is_loaded(cls, returns):
     problem, seen = Problem(cls, {}).steps(2), []
     state, optimizer = copy.deepcopy(problem.optimizer.state_dict()), problem.optimizer
 
@@ -125,7 +125,7 @@ def count(optimizer, args, kwargs):
 
 @of_all
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_has_no_hooks_as_pytorchs_have_none_and_takes_new_ones(cls, duplicate):
+def test_a_copy_has_no_hooks_and_takes_new_ones(cls, duplicate):
     problem = Problem(cls, {}).steps(1)
     problem.optimizer.register_step_post_hook(count)
     problem.optimizer.register_state_dict_pre_hook(leave_mark)

@@ -23,7 +23,7 @@ def nameless(state_dict):
 @of_all
 @pytest.mark.parametrize("to", [False, True], ids=["to unnamed", "to named"])
 @pytest.mark.parametrize("given", [False, True], ids=["from unnamed", "from named"])
-def test_names_are_kept_whichever_side_has_them_and_nothing_else_depends_on_them(cls, given, to):
+def test_names_are_kept_from_either_side(cls, given, to):
     here = Problem(cls, {}, named=given).steps(STEPS)
     there = Problem(cls, {}, named=to)
     there.optimizer.load_state_dict(copy.deepcopy(here.optimizer.state_dict()))

@@ -29,7 +29,7 @@ from tests.training import contents, differences, same, silent
 
 @pytest.mark.parametrize("error", errors(), ids=lambda error: error.optimizer_error_input.desc)
 @pytest.mark.parametrize("cls", OURS)
-def test_what_an_optimizer_cannot_take_is_an_error_of_its_constructor(cls, error):
+def test_an_unfit_argument_is_an_error_of_the_constructor(cls, error):
     given = error.optimizer_error_input
     expected = pytest.warns if issubclass(error.error_type, Warning) else pytest.raises
     with expected(error.error_type, match=error.error_regex):
@@ -38,7 +38,7 @@ def test_what_an_optimizer_cannot_take_is_an_error_of_its_constructor(cls, error
 
 @of_all
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_loss_goes_down_under_a_scheduler_that_sets_the_rates_of_all_groups(cls, name):
+def test_the_loss_falls_under_a_scheduler_of_all_groups(cls, name):
     """Also of those whose rate is a tensor, which it fills; that of the AdamW group is a number."""
     problem = Problem(cls, {"lr": torch.tensor(0.01)})
     groups = problem.optimizer.param_groups
@@ -62,7 +62,7 @@ def scheduled(problem):
 
 
 @of_all
-def test_a_rate_that_a_scheduler_takes_to_zero_may_end_below_it_by_rounding(cls):
+def test_a_scheduled_rate_may_end_below_zero_by_rounding(cls):
     problem = Problem(cls, {})
     problem.steps(9, [lr_scheduler.LinearLR(problem.optimizer, end_factor=0.0, total_iters=7)])
     assert -1e-17 < problem.optimizer.param_groups[0]["lr"] < 0
@@ -114,7 +114,7 @@ def test_a_tensor_lr_steps_as_its_number_does_and_is_only_read(cls, settings):
 
 @of_all_settings
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
-def test_a_step_without_gradients_changes_nothing_and_returns_the_closures_loss(cls, settings, begun):
+def test_a_step_without_gradients_returns_the_closures_loss(cls, settings, begun):
     """The closure runs once, with gradients enabled."""
     problem = Problem(cls, settings)
     problem.steps(3 if begun else 0)
@@ -163,7 +163,7 @@ def test_the_batched_step_is_the_one_by_one_step(cls, settings):
 
 
 @of_all_settings
-def test_weights_of_several_dtypes_in_one_group_step_as_if_each_were_alone(cls, settings):
+def test_weights_of_several_dtypes_step_as_if_alone(cls, settings):
     dtypes = (torch.bfloat16, torch.float64, torch.float32, torch.float16)  # bfloat16 may round by its place
     together, alone = ([weight(3, 4, seed=i, dtype=d) for i, d in enumerate(dtypes)] for _ in range(2))
     optimizer = cls(together, **settings)
@@ -207,7 +207,7 @@ def test_parameters_come_in_every_way_that_pytorch_takes(cls, way):
 
 
 @of_all
-def test_defaults_that_are_changed_are_those_of_groups_added_later(cls):
+def test_changed_defaults_are_those_of_later_groups(cls):
     optimizer = cls([weight(2, 3)])
     first = optimizer.param_groups[0]["lr"]
     optimizer.defaults["lr"] = 0.5

@@ -37,7 +37,7 @@ def both(energy, counts, skipped=5):
     "dtype, parts", [(torch.float32, 1), (torch.float64, 7), (torch.float32, 576), (torch.float64, 1500)], ids=str
 )
 @pytest.mark.parametrize("counts", MEMBERS, ids=str)
-def test_one_bad_part_stops_its_member_and_a_zero_matrix_itself_alone(counts, parts, dtype):
+def test_a_bad_part_stops_its_member_and_a_zero_matrix_itself(counts, parts, dtype):
     B, energy = sum(counts), positive(sum(counts), parts, dtype)
     assert both(energy, counts) == [[True] * B, [True] * B, [5] * len(counts)]
     bad, zero = B - 1, 0
@@ -65,7 +65,7 @@ def test_parts_that_are_finite_overflow_in_their_sum():
     assert both(energy, [1, 1]) == [[False, True]] * 2 + [[6, 5]]
 
 
-def test_in_float64_what_float32_cannot_hold_is_not_finite_and_what_it_rounds_to_zero_is_usable():
+def test_float64_gradients_beyond_float32_are_not_finite():
     energy = torch.tensor([[1e39], [FLOAT32], [1e-300], [0.0]], dtype=torch.float64, device=DEVICE)
     finite, found, _ = both(energy, [1] * 4)
     assert finite == [False, True, True, True] and found == [False, True, True, False]

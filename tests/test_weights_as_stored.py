@@ -71,7 +71,7 @@ TURNS = [
 
 
 @pytest.mark.parametrize("shape, keys, shapes, method, path", TURNS, indirect=["method", "path"])
-def test_pieces_of_a_fused_weight_are_stepped_as_weights_of_their_own(shape, keys, shapes, method, path):
+def test_pieces_of_a_fused_weight_step_as_weights(shape, keys, shapes, method, path):
     whole, other = weight(*shape, seed=3), weight(*shapes[0], seed=4)
     own = [torch.nn.Parameter(t.clone()) for t in parts(whole.detach(), keys, shapes)]
     other_too = torch.nn.Parameter(other.detach().clone())
@@ -97,7 +97,7 @@ def test_a_piece_is_batched_with_other_weights_of_its_shape():
     assert bucket.layout.count == 4
 
 
-def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, path):
+def test_a_non_finite_piece_of_a_gradient_leaves_its_piece(method, path):
     p = weight(18, 8)
     opt = train(optimizer(method, path, {"params": [p], "split": 3}), range(3))
     (before,), g = contents(opt), normal(18, 8, seed=50)
@@ -123,12 +123,12 @@ def test_a_gradient_that_is_not_finite_in_one_piece_leaves_that_piece(method, pa
         "a list of another length": ((18, 8), {"split": [3, 3]}, "one entry for each of the group's 1 weights"),
     }.values(),
 )
-def test_a_reading_that_does_not_fit_the_weight_is_refused_by_name(shape, keys, message):
+def test_a_layout_that_does_not_fit_is_refused_by_name(shape, keys, message):
     with pytest.raises(ValueError, match=message):
         PRO([named([weight(*shape)], **keys)])
 
 
-def test_a_list_for_weights_without_names_is_refused_as_trainers_reorder_these():
+def test_a_list_for_unnamed_weights_is_refused():
     with pytest.raises(ValueError, match="trainers reorder weights without names"):
         PRO([{"params": [weight(18, 8)], "split": [3]}])
 
@@ -152,7 +152,7 @@ def test_the_state_of_another_split_is_refused(saved, here):
         other.load_state_dict(state)
 
 
-def test_a_weight_that_changes_its_shape_under_its_state_is_named_before_anything_moves():
+def test_a_weight_reshaped_under_its_state_is_named_first():
     p, q = weight(8, 8), weight(8, 12, seed=1)
     opt = train(PRO([p, q], rank=3), range(3))
     p.data, p.grad = p.data[:4].clone(), None

@@ -88,9 +88,7 @@ def test_a_training_equals_that_with_float64_to_rounding(cls, settings, kappa, r
     "first, then, noise",
     [(1e-15, 1e8, 0.0), (1.0, 1e-20, 0.0), (1.5e19, 1.5e19, 0.0), (3e-20, 3e-20, 0.3)],
 )
-def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
-    cls, settings, first, then, noise, refuses, monkeypatch
-):
+def test_sizes_with_overflowing_squares_are_judged_the_same(cls, settings, first, then, noise, refuses, monkeypatch):
     drawn = gradient_stream(SHAPES, 6, noise=noise, signal_rank=1)
     turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
     sizes = [first] * 4 + [then] * 2
@@ -108,7 +106,7 @@ def test_sizes_whose_squares_float32_cannot_hold_are_judged_as_with_float64(
 @pytest.mark.parametrize(
     "backend, has_float64", [("torch", False), ("torch", True), pytest.param("triton", True, marks=pytest.mark.slow)]
 )
-def test_a_momentum_whose_squares_float32_cannot_hold_keeps_its_complement(backend, has_float64, refuses, monkeypatch):
+def test_a_momentum_with_huge_squares_keeps_its_complement(backend, has_float64, refuses, monkeypatch):
     drawn = gradient_stream(SHAPES, 6, signal_rank=1)
     turned = [[G * torch.sign((G * old).sum()) for G, old in zip(each, drawn[0], strict=True)] for each in drawn]
     stream = [[(8e18 * G / G.norm()).float() for G in each] for each in turned]

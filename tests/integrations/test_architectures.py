@@ -19,7 +19,7 @@ def test_the_weights_of_an_architecture_go_where_the_table_says(name):
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_the_weights_of_an_architecture_of_timm_go_where_the_table_says(name, timm):
+def test_weights_of_timm_go_where_the_table_says(name, timm):
     assert lines(name, build_timm(timm, name)) == RECORDED[name]
 
 

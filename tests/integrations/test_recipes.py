@@ -136,7 +136,7 @@ def test_plain_pytorch_trains_and_resumes_exactly(monkeypatch):
     assert_same_weights(whole["model"], resumed["model"])
 
 
-def test_peft_trains_adapters_alone_and_the_first_of_two_begins_two_steps_later():
+def test_peft_trains_adapters_alone_from_when_they_begin():
     pytest.importorskip("peft")
     (recipe,) = recipes("PEFT")
     before = llama(seed=0)

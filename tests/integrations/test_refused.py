@@ -38,7 +38,7 @@ def refused(call, model):
     return str(error.value)
 
 
-def test_flat_vectors_in_the_place_of_matrices_are_refused_as_the_document_shows():
+def test_flattened_matrices_are_refused_as_documented():
     model = LanguageModel(seed=0)
     optimizer = optimizer_of(model)
     model(tokens()).backward()
@@ -57,6 +57,6 @@ def test_fsdp1_with_original_parameters_is_refused_at_the_step(two_processes):
     assert refused(optimizer.step, wrapped) == SHOWN[1]
 
 
-def test_fsdp1_is_refused_when_groups_are_made_as_the_document_shows(two_processes):
+def test_fsdp1_is_refused_as_documented(two_processes):
     wrapped = FullyShardedDataParallel(LanguageModel(seed=0), device_id=torch.device("cpu"))
     assert refused(lambda: optimizer_of(wrapped), wrapped).split("\nparameter ")[0] == SHOWN[2]

@@ -79,7 +79,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(("make", "settings"), RESUMED.values(), ids=RESUMED)
-def test_trainer_resumes_exactly_whatever_its_settings_and_its_model(make, settings):
+def test_trainer_resumes_exactly_with_any_settings(make, settings):
     pytest.importorskip("transformers")
     whole = trainer_of(make(seed=0), **settings)
     whole.train()
@@ -91,7 +91,7 @@ def test_trainer_resumes_exactly_whatever_its_settings_and_its_model(make, setti
 
 
 @pytest.mark.slow
-def test_the_example_of_trainer_trains_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+def test_the_trainer_example_resumes_bit_for_bit(tmp_path):
     pytest.importorskip("transformers")
     load_file = pytest.importorskip("safetensors.torch").load_file
     tiny = ("--width", "32", "--steps", "20", "--save-every", "10")
@@ -129,7 +129,7 @@ def test_accelerate_trains_in_mixed_precision(precision):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_lightning_trains_under_manual_optimization_in_any_precision(precision):
+def test_lightning_trains_manually_in_any_precision(precision):
     lightning = pytest.importorskip("lightning")
 
     class Training(lightning.LightningModule):
