@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from prokl.algorithm import directions
-from prokl.algorithm.directions import (
-    cholesky_qr,
-    completed,
-    householder_qr,
-    preferred,
-    singular_directions,
-)
+from prokl.algorithm.directions import completed, preferred, singular_directions
+from prokl.algorithm.qr import cholesky_qr, householder_qr, signed_qr
 from tests.inputs import normal
 from tests.test_accelerator_path import ForbidHostReads
 
@@ -199,7 +194,7 @@ def test_idle_coordinates_have_columns_of_their_own(form):
 def test_rows_of_zeros_stay_zeros_in_a_qr(shape):
     A = normal(*shape)
     A[[0, 3]] = 0
-    Q, R = directions.signed_qr(A)
+    Q, R = signed_qr(A)
     assert not Q[[0, 3], :3].any() and (Q @ R - A).norm() < 1e-5
     assert (Q.mT @ Q - torch.eye(shape[1])).norm() < 1e-5 and (R.diagonal() >= 0).all()
 

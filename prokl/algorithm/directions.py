@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prokl.algorithm.qr import cholesky_qr, householder_qr, idle_last
+
 
 def preferred(d: int, c: int, device: torch.device) -> Tensor:
     """Return the unit columns (d,c), float64, that undetermined directions and all signs go by.
@@ -30,41 +32,6 @@ def preferred(d: int, c: int, device: torch.device) -> Tensor:
     generator = torch.Generator(device="cpu").manual_seed(0)
     E = 2 * torch.rand(c, d, generator=generator, dtype=torch.float64, device="cpu").mT - 1
     return (E / torch.linalg.vector_norm(E, dim=0)).to(device)
-
-
-def _idle_last(idle: Tensor) -> Tensor:
-    """Return the numbers (B,d) of coordinates, those that are ``idle`` (B,d) last, and else in order."""
-    return idle.to(torch.int8).argsort(dim=-1, stable=True)
-
-
-def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative.
-
-    Rows of zeros are factored last: Q has zeros there, too, where pivots among them would leave rounding.
-    """
-    order = _idle_last(torch.linalg.vector_norm(A, dim=-1) == 0).unsqueeze(-1)
-    Q, R = torch.linalg.qr(A.gather(-2, order.expand_as(A)))
-    signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
-    Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q * signs.unsqueeze(-2))
-    return Q, R * signs.unsqueeze(-1)
-
-
-def householder_qr(A: Tensor) -> Tensor:
-    """Return Q (B,d,c) of :func:`signed_qr`."""
-    return signed_qr(A)[0]
-
-
-def cholesky_qr(A: Tensor) -> Tensor:
-    """Return the same for unit columns A (B,d,c), float64, by batched operations alone.
-
-    The first of three Cholesky passes is shifted, which keeps it safe at any condition; each of the other two squares
-    what deviates. Measured: orthonormal to 2e-15 for c up to 768 and conditions up to 1e9.
-    """
-    c = A.shape[-1]
-    for shift in (10 * c * torch.finfo(A.dtype).eps, 0.0, 0.0):
-        C, _ = torch.linalg.cholesky_ex(A.mT @ A + shift * torch.eye(c, dtype=A.dtype, device=A.device))
-        A = torch.linalg.solve_triangular(C.mT, A, upper=True, left=False)
-    return A
 
 
 def completed(A: Tensor, determined: Tensor, idle: Tensor) -> Tensor:
@@ -82,7 +49,7 @@ def completed(A: Tensor, determined: Tensor, idle: Tensor) -> Tensor:
     """
     d, c = A.shape[-2:]
     live, unit = ~idle.unsqueeze(-1), torch.arange(c, device=A.device) >= d - idle.sum(dim=-1, keepdim=True)
-    units = torch.zeros_like(A).scatter_(-2, _idle_last(idle)[..., None, :c], 1.0)
+    units = torch.zeros_like(A).scatter_(-2, idle_last(idle)[..., None, :c], 1.0)
     A = torch.where(determined.unsqueeze(-2), A, preferred(d, c, A.device)) * live
     A = torch.where(unit.unsqueeze(-2), units, A / torch.linalg.vector_norm(A, dim=-2, keepdim=True))
     Q = householder_qr(A) if A.device.type == "cpu" else cholesky_qr(A)

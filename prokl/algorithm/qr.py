@@ -6,7 +6,7 @@ columns nearly orthonormal; Cholesky QR then finishes, in batched operations alo
 another at no disadvantage. Measured there (AMD EPYC with AVX-512, one thread): LAPACK's QR took 0.2 to 0.8 of the time
 of the Cholesky form for n from 128 to 3072 and r from 8 to 128, and as long for 2048 x 32.
 
-Dimension key: B matrices, m short side, n long side, r rank.
+Dimension key: B matrices, m short side, n long side, r rank, c columns of length d.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from prokl.algorithm.directions import householder_qr as householder_qr
-from prokl.algorithm.directions import signed_qr as signed_qr
-
 ONE_PASS = 0.5
 """Largest ||W^T W - I||_F after which one Cholesky pass is enough: cond(W)^2 <= (1 + .5)/(1 - .5) = 3, and a
 pass leaves an orthogonality error of about eps * cond(W)^2."""
@@ -26,6 +23,41 @@ pass leaves an orthogonality error of about eps * cond(W)^2."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """A batched matrix product. What feeds a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
 that a backend on a GPU brings its own."""
+
+
+def idle_last(idle: Tensor) -> Tensor:
+    """Return the numbers (B,d) of coordinates, those that are ``idle`` (B,d) last, and else in order."""
+    return idle.to(torch.int8).argsort(dim=-1, stable=True)
+
+
+def signed_qr(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Q (B,d,c) and R of A (B,d,c) by LAPACK or cuSOLVER, signed so that R's diagonal is non-negative.
+
+    Rows of zeros are factored last: Q has zeros there, too, where pivots among them would leave rounding.
+    """
+    order = idle_last(torch.linalg.vector_norm(A, dim=-1) == 0).unsqueeze(-1)
+    Q, R = torch.linalg.qr(A.gather(-2, order.expand_as(A)))
+    signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(A.dtype)
+    Q = torch.empty_like(Q).scatter_(-2, order.expand_as(Q), Q * signs.unsqueeze(-2))
+    return Q, R * signs.unsqueeze(-1)
+
+
+def householder_qr(A: Tensor) -> Tensor:
+    """Return Q (B,d,c) of :func:`signed_qr`."""
+    return signed_qr(A)[0]
+
+
+def cholesky_qr(A: Tensor) -> Tensor:
+    """Return Q (B,d,c) of :func:`signed_qr` for unit columns A (B,d,c), float64, by batched operations alone.
+
+    The first of three Cholesky passes is shifted, which keeps it safe at any condition; each of the other two squares
+    what deviates. Measured: orthonormal to 2e-15 for c up to 768 and conditions up to 1e9.
+    """
+    c = A.shape[-1]
+    for shift in (10 * c * torch.finfo(A.dtype).eps, 0.0, 0.0):
+        C, _ = torch.linalg.cholesky_ex(A.mT @ A + shift * torch.eye(c, dtype=A.dtype, device=A.device))
+        A = torch.linalg.solve_triangular(C.mT, A, upper=True, left=False)
+    return A
 
 
 def _inverse_transposed_cholesky(K: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.directions import householder_qr
 from prokl.algorithm.evidence import COHERENT, UNITS
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.polynomials import Polynomial
+from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import ceiling
 

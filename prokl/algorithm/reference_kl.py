@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prokl.algorithm.directions import householder_qr
 from prokl.algorithm.initial import ceiling_factor
+from prokl.algorithm.qr import householder_qr
 from prokl.algorithm.reference import Sizes, State, admit, bounded, decayed, eigenvalue_ema, rms, tempered
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling
