@@ -221,7 +221,6 @@ def apply(
     cautious_decay: bool = False,
     keys: Tensor | None = None,
     master: Tensor | None = None,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> None:
     """Do W <- (1 - lr weight_decay) W - lr (scale X + left right^T) for the weights that ``addresses`` point at.
@@ -246,7 +245,6 @@ def apply(
         keys: (B,) int64; bfloat16 weights are rounded by :func:`prokl.backends.rounding.stochastic` with them.
         master: (B,m,n) float32, contiguous: bfloat16 weights are stepped from it wherever they are its rounding to
             nearest, and it gets the step too. Without keys and master weights are rounded to nearest.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from sizes and dtypes.
 
     Raises:
@@ -271,7 +269,6 @@ def apply(
             raise ValueError(f"left has shape {tuple(left.shape)}; must be (B, m, r) with r >= 1.")
         count, m, n = X.shape
     r = 0 if left is None else left.shape[2]
-    launch.check_precision(precision)
     check_addresses(addresses, count, dtype)
     shapes = {"X": (count, m, n), "left": (count, m, r), "right": (count, n, r), "scale": (count,)}
     present = {name: t for name, t in zip(shapes, (X, left, right, scale), strict=True) if t is not None}
@@ -328,7 +325,7 @@ def apply(
         ITEM=dtype.itemsize,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[total],
-        PRECISION=precision if operand == torch.float32 else "ieee",
+        PRECISION=launch.input_precision(operand),
         TILE_M=tile.m,
         TILE_N=tile.n,
         TILE_R=tile.k,

@@ -24,9 +24,6 @@ TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-PRECISIONS = ("ieee", "tf32", "tf32x3")
-"""Ways to multiply float32 operands: in float32, rounded to TF32, or split into two TF32 parts each (three
-products, about as exact as float32). Other dtypes do not depend on it, nor does anything in the interpreter."""
 
 LOG = logging.getLogger("prokl")
 _logged = False
@@ -91,10 +88,9 @@ def check(
         raise ValueError(f"{name} is on {t.device}; must be on one of {DEVICES}: use the PyTorch form elsewhere.")
 
 
-def check_precision(precision: str) -> None:
-    """Raise ValueError unless ``precision`` is one of :data:`PRECISIONS`."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"Invalid precision={precision!r}: must be one of {PRECISIONS}.")
+def input_precision(operand: torch.dtype) -> str:
+    """Return how tensor cores multiply operands: float32 in three products of TF32 parts, about as exact as float32."""
+    return "tf32x3" if operand == torch.float32 else "ieee"
 
 
 def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:

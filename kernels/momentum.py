@@ -155,7 +155,6 @@ def momentum(
     active: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     pair: bool = False,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Operand | None, Tensor]:
     """Do M <- momentum M + g c G in place and X = diag(rows) (G^ - G^par U^T), G^ = a c G + b M, in one launch.
@@ -175,7 +174,6 @@ def momentum(
         active: (B,) bool; where False, M keeps its bits and G counts as zero, whatever it holds. None: all step.
         out_dtype: dtype of X; by default that of the arithmetic.
         pair: whether X is a pair, in place of a dtype.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the dtypes and the strides.
 
     Returns:
@@ -192,7 +190,6 @@ def momentum(
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
     r = U_hi.shape[2]
-    launch.check_precision(precision)
     launch.check("G", G, (B, m, n), G.device)
     launch.check("M", M, (B, m, n), G.device, like="G")
     if any(stride == 0 and size > 1 for stride, size in zip(M.stride(), M.shape, strict=True)):
@@ -259,7 +256,7 @@ def momentum(
             X_LO=pair,
             OPERAND=TRITON_DTYPES[operand],
             DTYPE=tl.float64 if dtype == torch.float64 else tl.float32,
-            PRECISION=precision if operand == torch.float32 else "ieee",
+            PRECISION=launch.input_precision(operand),
             TILE_M=tile.m,
             TILE_N=tile.n,
             TILE_R=tile.k,

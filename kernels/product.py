@@ -169,14 +169,13 @@ GROUP = 8  # rows of tiles: with 128 x 128 tiles, 64 programs read 8 + 8 strips 
 # 128 x 64 x 32 with eight warps, and 0.89 of large ones.
 UNALIGNED = Tile(64, 64, 32, 8, 3)
 TF32 = Tile(64, 64, 16, 4, 4)  # of a product of parts a warp takes 16 rows: eight warps would compute everything twice
-IEEE = Tile(64, 64, 16, 8, 3)  # without tensor cores operands are held in registers, too many of them at a depth of 32
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 4, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
-TILES_FP32: tuple[Tile, ...] = (Tile(128, 64, 16, 4, 4), TF32, IEEE)
+TILES_FP32: tuple[Tile, ...] = (Tile(128, 64, 16, 4, 4), TF32)
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
 
 
-def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str = "tf32x3", wide: bool = True) -> Tile:
+def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, wide: bool = True) -> Tile:
     """Return the largest tile of this dtype that still gives every processor a program, or the smallest.
 
     Args:
@@ -184,16 +183,13 @@ def choose_tile(batch: int, m: int, n: int, operand: torch.dtype, precision: str
         m: rows of the result.
         n: columns of the result.
         operand: dtype that is multiplied.
-        precision: of float32 operands.
         wide: whether all that is read and written is :func:`aligned`.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
-    if operand == torch.float32 and precision == "ieee":
-        return IEEE
     if not wide:
         return TF32 if operand == torch.float32 else UNALIGNED
-    tiles = TILES_FP32[:-1] if operand == torch.float32 else TILES_HALF[:-1]
+    tiles = TILES_FP32 if operand == torch.float32 else TILES_HALF[:-1]
     for tile in tiles:
         if m >= tile.m and n >= tile.n and batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) >= PROGRAMS:
             return tile
@@ -219,7 +215,6 @@ def _launch(
     C: Tensor | None,
     alpha: float | Tensor,
     beta: float | Tensor,
-    precision: str,
     tile: Tile | None,
     out_dtype: torch.dtype | None,
     rows: Tensor | None = None,
@@ -235,7 +230,6 @@ def _launch(
         raise ValueError(f"B has shape {tuple(B.shape)}; must be (batch, k, n) with n >= 1.")
     batch, m, k = A_hi.shape
     n, device = B_hi.shape[2], A_hi.device
-    launch.check_precision(precision)
     check_operands(A=(A, (batch, m, k), device), B=(B, (batch, k, n), device))
     if C is not None:
         launch.check("C", C, (batch, m, n), device, like="A")
@@ -252,7 +246,7 @@ def _launch(
     D: Operand
     D = empty_pair((batch, m, n), device) if pair else torch.empty((batch, m, n), dtype=out_dtype, device=device)
     D_hi, D_lo, has_D_lo = stored(D)
-    tile = tile or choose_tile(batch, m, n, operand, precision, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
+    tile = tile or choose_tile(batch, m, n, operand, aligned(A_hi, B_hi, D_hi, *(() if C is None else (C,))))
     tiles_m, tiles_n = triton.cdiv(m, tile.m), triton.cdiv(n, tile.n)
     parts = torch.empty((batch, tiles_n if energy else 0, m), dtype=energy or sum_dtype, device=device)
     flags = (D_hi,) * 4 if energy is None else (parts, D_hi, D_hi, D_hi)  # D: neither read nor written as such
@@ -307,7 +301,7 @@ def _launch(
             BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
             OPERAND=TRITON_DTYPES[operand],
             SUM=TRITON_DTYPES[sum_dtype],
-            PRECISION=precision if operand == torch.float32 else "ieee",
+            PRECISION=launch.input_precision(operand),
             GROUP=GROUP,
             TILE_M=tile.m,
             TILE_N=tile.n,
@@ -327,7 +321,6 @@ def product(
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 1.0,
     out_dtype: torch.dtype | None = None,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
     """Compute D = alpha A B + beta C for every matrix of a batch.
@@ -344,7 +337,6 @@ def product(
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, by default from the sizes and the dtypes.
 
     Returns:
@@ -353,7 +345,7 @@ def product(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    D, _ = _launch(A, B, C, alpha, beta, precision, tile, _stored_dtype(A, B, out_dtype))
+    D, _ = _launch(A, B, C, alpha, beta, tile, _stored_dtype(A, B, out_dtype))
     assert isinstance(D, Tensor)
     return D
 
@@ -376,7 +368,6 @@ def product_with_energies(
     rows: Tensor | None = None,
     energies: torch.dtype | None = None,
     pair: bool = False,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Operand, Tensor]:
     """Compute D = alpha diag(rows) A B + C and the squared norms of its rows.
@@ -393,7 +384,7 @@ def product_with_energies(
         D (batch,m,n), a pair where ``pair``, else in the dtype of the sum; and parts (batch,tiles,m) that add up.
     """
     dtype = operand_dtypes((A, B), *(t for t in (C, rows) if t is not None))[0]
-    return _launch(A, B, C, alpha, 1.0, precision, tile, None if pair else dtype, rows, energies or dtype)
+    return _launch(A, B, C, alpha, 1.0, tile, None if pair else dtype, rows, energies or dtype)
 
 
 def bounded_product(
@@ -405,7 +396,6 @@ def bounded_product(
     bounded: Tensor,
     clipped: Tensor,
     out_dtype: torch.dtype | None = None,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute D = A B of a B that is brought down to the norm ``largest`` where it is beyond, and count that.
@@ -423,6 +413,6 @@ def bounded_product(
         D (batch,m,n), contiguous; and clipped + 1 where a norm was beyond, or ``bounded``, else clipped.
     """
     bound = Bound(energies.contiguous(), largest, bounded, clipped)
-    D, count = _launch(A, B, None, 1.0, 1.0, precision, tile, _stored_dtype(A, B, out_dtype), bound=bound)
+    D, count = _launch(A, B, None, 1.0, 1.0, tile, _stored_dtype(A, B, out_dtype), bound=bound)
     assert isinstance(D, Tensor)
     return D, count

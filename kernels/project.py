@@ -116,13 +116,12 @@ TILES_PAIR: tuple[Tile, ...] = (Tile(64, 64, 32, 4, 4), Tile(64, 32, 32, 4, 4), 
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 
 
-def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: bool = True, paired: bool = False) -> Tile:
+def choose_tile(r: int, dtype: torch.dtype, wide: bool = True, paired: bool = False) -> Tile:
     """Return the narrowest tile that holds rank ``r``, or the widest that does not spill.
 
     Args:
         r: rank.
         dtype: that of the sum.
-        precision: of float32 operands.
         wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`, and U in rows.
         paired: whether U is a pair.
     """
@@ -131,8 +130,8 @@ def choose_tile(r: int, dtype: torch.dtype, precision: str = "tf32x3", wide: boo
     large, middle, small = TILES_PAIR if paired else TILES
     if r > middle.n and wide:
         return large
-    # Without tensor cores operands are held in registers, of unaligned pairs addresses: too many for the middle one.
-    return middle if r > small.n and precision != "ieee" and (wide or not paired) else small
+    # The addresses of unaligned pairs are held in registers: too many for the middle one.
+    return middle if r > small.n and (wide or not paired) else small
 
 
 def project(
@@ -140,7 +139,6 @@ def project(
     M: Tensor,
     U: Operand,
     *,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> tuple[Tensor, Operand]:
     """Compute G U and M U from one read of G and M.
@@ -153,8 +151,7 @@ def project(
         G: gradients (B,m,n).
         M: momentum (B,m,n).
         U: bases (B,n,r).
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
-        tile: block sizes, by default from r, the dtypes, the precision and the strides.
+        tile: block sizes, by default from r, the dtypes and the strides.
 
     Returns:
         G U and M U (B,2,m,r), contiguous, in the dtype of the sum; and G U (B,m,r), a pair where U is.
@@ -169,7 +166,6 @@ def project(
         raise ValueError(f"U has shape {tuple(U.shape)}; must be (B, n, r) with r >= 1.")
     B, m, n = G.shape
     r = U_hi.shape[2]
-    launch.check_precision(precision)
     splittable = (torch.float16, torch.bfloat16, torch.float32) if paired else launch.FLOATS
     launch.check("G", G, (B, m, n), G.device, splittable)
     launch.check("M", M, (B, m, n), G.device, splittable, like="G")
@@ -180,9 +176,7 @@ def project(
     GU: Operand = empty_pair((B, m, r), G.device) if paired else projected[:, 0]
     if B == 0:
         return projected, GU
-    tile = tile or choose_tile(
-        r, dtype, precision, aligned(G, M, U_hi, projected[:, 0]) and U_hi.stride(2) == 1, paired
-    )
+    tile = tile or choose_tile(r, dtype, aligned(G, M, U_hi, projected[:, 0]) and U_hi.stride(2) == 1, paired)
     operand = launch.operand_dtype(dtype, U_hi) if paired else launch.operand_dtype(dtype, G, M, U_hi)
     launch.start(
         project_kernel,
@@ -204,7 +198,7 @@ def project(
         U_LO=paired,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[dtype],
-        PRECISION=precision if operand == torch.float32 else "ieee",
+        PRECISION=launch.input_precision(operand),
         TILE_M=tile.m,
         TILE_R=tile.n,
         TILE_N=tile.k,

@@ -26,7 +26,7 @@ from prokl.kernels.operands import (
     store_result,
     stored,
 )
-from prokl.kernels.product import IEEE, TF32, UNALIGNED
+from prokl.kernels.product import TF32, UNALIGNED
 from prokl.pair import Operand, Pair
 
 
@@ -164,7 +164,7 @@ def symmetric_product_kernel(
 # 64 at odd sizes where two matrices are stored.
 TILES_HALF: tuple[Tile, ...] = (Tile(128, 128, 64, 4, 3), Tile(64, 64, 64, 4, 4), UNALIGNED)
 TURNED = Tile(32, 32, 32, 2, 3)  # of two warps: the tensor cores take all operands from registers
-TILES_FP32: tuple[Tile, ...] = (TF32, TURNED, Tile(32, 32, 16, 2, 3), IEEE)
+TILES_FP32: tuple[Tile, ...] = (TF32, TURNED, Tile(32, 32, 16, 2, 3))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)
 TILES: tuple[Tile, ...] = tuple(dict.fromkeys((*TILES_HALF, *TILES_FP32, *TILES_FP64)))
 
@@ -179,7 +179,6 @@ def choose_tile(
     batch: int,
     m: int,
     operand: torch.dtype,
-    precision: str = "tf32x3",
     wide: bool = True,
     turned: bool = False,
     twice: bool = False,
@@ -190,15 +189,12 @@ def choose_tile(
         batch: number of matrices.
         m: rows and columns of the result.
         operand: widest dtype that is multiplied.
-        precision: of float32 operands.
         wide: whether all that is read and written is :func:`prokl.kernels.operands.aligned`.
         turned: whether what is multiplied lies in columns.
         twice: whether two matrices are stored.
     """
     if operand == torch.float64:
         return TILES_FP64[0]
-    if operand == torch.float32 and precision == "ieee":
-        return IEEE
     if operand == torch.float32:
         return TILES_FP32[2] if twice and not wide else TURNED if turned and wide else TF32
     if not wide:
@@ -214,7 +210,6 @@ def _compute(
     alpha: float | Tensor,
     beta: float | Tensor,
     out_dtype: torch.dtype,
-    precision: str,
     tile: Tile | None,
     *,
     shift: float | None = None,
@@ -240,7 +235,7 @@ def _compute(
     sum_dtype, operand = operand_dtypes((A, B), *added)
     A_hi, B_hi = (launch.multiplicable(t, sum_dtype) for t in (A_hi, B_hi))
     wide, turned = aligned(A_hi, B_hi, *added, D), A_hi.stride(2) != 1
-    tile = tile or choose_tile(batch, m, operand, precision, wide, turned, shift is not None)
+    tile = tile or choose_tile(batch, m, operand, wide, turned, shift is not None)
     alpha_at, alpha_value, stride_alpha = scale_arguments(alpha, A_hi)
     beta_at, beta_value, stride_beta = scale_arguments(beta, A_hi)
     launch.start(
@@ -276,7 +271,7 @@ def _compute(
         BETA_PER_MATRIX=isinstance(beta, Tensor) and C is not None,
         OPERAND=TRITON_DTYPES[operand],
         SUM=TRITON_DTYPES[sum_dtype],
-        PRECISION=precision if operand == torch.float32 else "ieee",
+        PRECISION=launch.input_precision(operand),
         TILE=tile.m,
         TILE_K=tile.k,
         num_warps=tile.warps,
@@ -300,7 +295,6 @@ def symmetric_product(
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 1.0,
     out_dtype: torch.dtype | None = None,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
     """Compute D = alpha A A^T + beta C for every matrix of a batch; D equals D^T exactly.
@@ -316,7 +310,6 @@ def symmetric_product(
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default A's, float32 of a pair.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
@@ -325,10 +318,9 @@ def symmetric_product(
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
-    launch.check_precision(precision)
     check_factor(A)
     out_dtype = out_dtype or (torch.float32 if isinstance(A, Pair) else A.dtype)
-    return _compute(A, A, C, alpha, beta, out_dtype, precision, tile)[0]
+    return _compute(A, A, C, alpha, beta, out_dtype, tile)[0]
 
 
 def symmetric_polynomial(
@@ -339,7 +331,6 @@ def symmetric_polynomial(
     alpha: float | Tensor = 1.0,
     beta: float | Tensor = 1.0,
     out_dtype: torch.dtype | None = None,
-    precision: str = "tf32x3",
     tile: Tile | None = None,
 ) -> Tensor:
     """Compute D = alpha A B^T + beta C where that is symmetric, as of polynomials of one matrix; D equals D^T exactly.
@@ -353,7 +344,6 @@ def symmetric_polynomial(
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
         out_dtype: dtype of D; by default the wider of A's and B's.
-        precision: how float32 operands are multiplied, one of :data:`prokl.kernels.launch.PRECISIONS`.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
@@ -363,9 +353,8 @@ def symmetric_polynomial(
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     _check_factors(A, B)
-    launch.check_precision(precision)
     out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
-    return _compute(A, B, C, alpha, beta, out_dtype, precision, tile)[0]
+    return _compute(A, B, C, alpha, beta, out_dtype, tile)[0]
 
 
 def shifted_polynomial(
@@ -373,7 +362,7 @@ def shifted_polynomial(
 ) -> tuple[Tensor, Tensor]:
     """Compute D = alpha A B^T + beta C as :func:`symmetric_polynomial` does, and D + shift I, each rounded once."""
     _check_factors(A, B)
-    return _compute(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), "tf32x3", tile, shift=shift)
+    return _compute(A, B, C, alpha, beta, torch.promote_types(A.dtype, B.dtype), tile, shift=shift)
 
 
 def extrapolated(
@@ -381,7 +370,7 @@ def extrapolated(
 ) -> tuple[Tensor, Tensor]:
     """Compute D = alpha A A^T + beta C as :func:`symmetric_product` does, and D + ahead (D - C), each rounded once."""
     check_factor(A)
-    return _compute(A, A, C, alpha, beta, A.dtype, "tf32x3", tile, shift=0.0, ahead=ahead)
+    return _compute(A, A, C, alpha, beta, A.dtype, tile, shift=0.0, ahead=ahead)
 
 
 def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
@@ -395,7 +384,7 @@ def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
     """
     check_factor(X)
     launch.check("scale", scale, (X.shape[0],), X.device, like="X")
-    return _compute(X, X, None, scale, 1.0, X.dtype, "tf32x3", tile, squared=True)[0]
+    return _compute(X, X, None, scale, 1.0, X.dtype, tile, squared=True)[0]
 
 
 def _check_factors(A: Tensor, B: Tensor) -> None:

@@ -258,7 +258,6 @@ PRODUCT = KernelCase(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\) with m, k >= 1"),
         ({"A": torch.ones(3, 0, 9)}, r"A has shape \(3, 0, 9\); must be \(batch, m, k\) with m, k >= 1"),
         ({"B": torch.ones(3, 9, 0)}, r"B has shape \(3, 9, 0\); must be \(batch, k, n\) with n >= 1"),
-        ({"precision": "high"}, r"Invalid precision='high'"),
         ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32: must be one of"),
     ),
 )  # fmt: skip
@@ -273,7 +272,7 @@ RESIDUAL = KernelCase(
     lambda s: [(s.n + 6, 1), (2 * (s.n + 6) + s.r + 20, 2)],
     dtypes=((SINGLE,) * 3, (HALF,) * 3, (DOUBLE,) * 3, (SINGLE, SINGLE, BF16), (SINGLE, HALF, DOUBLE)),
     variants=({}, {"alpha": ".+"}, {"C": None, "alpha": 0.3, "rows": "m", "energies": DOUBLE}),
-    tiles=FACTOR_TILES, refused=(({"precision": "high"}, r"Invalid precision='high'"),),
+    tiles=FACTOR_TILES,
 )  # fmt: skip
 PAIRED_RESIDUAL = replace(
     RESIDUAL, name="product of pairs with energies", inputs=RESIDUAL.inputs | {"A": "mn pair", "B": "nr pair"},
@@ -317,7 +316,6 @@ SYMMETRIC = KernelCase(
     variants=OWN_ADDENDS, tiles=SYMMETRIC_TILES, stored=wider, symmetric=True,
     refused=(
         ({"A": torch.ones(3, 5, 0)}, r"A has shape \(3, 5, 0\); must be \(batch, m, k\)"),
-        ({"precision": "high"}, r"Invalid precision='high'"),
         ({"out_dtype": torch.int32}, r"Invalid out_dtype=torch.int32"),
         ({"tile": Tile(64, 32, 32, 4, 2)}, r"Invalid tile=Tile\(m=64, n=32"),
     ),
@@ -329,7 +327,6 @@ POLYNOMIAL = KernelCase(
     stored=wider, symmetric=True,
     refused=(
         ({"B": torch.ones(3, 5, 6)}, r"B has shape \(3, 5, 6\); must be \(3, 5, 9\)"),
-        ({"precision": "high"}, r"Invalid precision='high'"),
     ),
 )  # fmt: skip
 
@@ -375,7 +372,6 @@ def live(G: Tensor, i: Inputs) -> Tensor:
 BUCKET_ERRORS = (
     ({"G": torch.ones(3, 0, 9)}, r"G has shape \(3, 0, 9\); must be \(B, m, n\) with m, n >= 1"),
     ({"U": torch.ones(3, 9, 0)}, r"U has shape \(3, 9, 0\); must be \(B, n, r\) with r >= 1"),
-    ({"precision": "fp32"}, "Invalid precision='fp32'"),
 )
 
 
@@ -515,7 +511,6 @@ APPLY = KernelCase(
         ({"left": torch.ones(3, 5, 0)}, r"^left has shape \(3, 5, 0\); must be \(B, m, r\) with r >= 1"),
         (NONE | {"left": torch.ones(3, 5, 4), "right": torch.ones(3, 0, 4)}, r"^right has shape \(3, 0, 4\)"),
         ({"lr": torch.ones(2)}, r"^lr has shape \(2,\)"),
-        ({"precision": "tf16"}, r"^Invalid precision='tf16'"),
         ({"dtype": torch.int8}, r"^Invalid dtype=torch.int8"),
         ({"keys": torch.ones(3)}, r"^keys has dtype torch.float32; must be one of \(torch.int64,\)"),
         ({"keys": ONES.long()}, r"^keys was given for weights of torch.float32; must be torch.bfloat16"),

@@ -111,20 +111,20 @@ def test_half_operands_are_multiplied_in_half(case, dtypes, operands, monkeypatc
     constants = []
     monkeypatch.setattr(launch, "start", lambda *args, **kwargs: constants.append(kwargs))
     for own in dtypes:
-        case.run(**case.make(Sizes(1, 4, 4, 4), own, variant=None), precision="tf32")
+        case.run(**case.make(Sizes(1, 4, 4, 4), own, variant=None))
     # The interpreter's bfloat16 products are wrong.
     wanted = ["fp32" if name == "bf16" and launch.INTERPRETED else name for name in operands]
     assert [str(c["OPERAND"]) for c in constants] == wanted
-    assert [c["PRECISION"] for c in constants] == ["tf32" if name == "fp32" else "ieee" for name in wanted]
+    assert [c["PRECISION"] for c in constants] == ["tf32x3" if name == "fp32" else "ieee" for name in wanted]
 
 
 BATCHES, SIDES, OPERANDS, EITHER = (1, 7, 48, 500), (1, 50, 64, 768, 3072), (HALF, SINGLE, DOUBLE), (True, False)
 CHOICES = [
     (apply, (SIDES, SIDES, (0, 11, 16, 128), OPERANDS)),
     (momentum, (OPERANDS, EITHER)),
-    (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), launch.PRECISIONS, EITHER, EITHER)),
-    (product, (BATCHES, SIDES, SIDES, OPERANDS, launch.PRECISIONS, EITHER)),
-    (symmetric_product, (BATCHES, SIDES, OPERANDS, launch.PRECISIONS, EITHER, EITHER, EITHER)),
+    (project, ((1, 16, 17, 32, 33, 64, 300), (SINGLE, DOUBLE), EITHER, EITHER)),
+    (product, (BATCHES, SIDES, SIDES, OPERANDS, EITHER)),
+    (symmetric_product, (BATCHES, SIDES, OPERANDS, EITHER, EITHER, EITHER)),
 ]
 
 
