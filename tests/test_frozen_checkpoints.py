@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import prokl
-from prokl.engine.checkpoint import of_today
+from prokl.engine.matrix_state import upgraded
 from tests import freeze
 from tests.distributed.checkpoints import read, written
 from tests.inputs import same_bits
@@ -211,6 +211,6 @@ def test_a_state_of_0_5_is_converted_in_float64():
     L = torch.randn(48, 48, generator=torch.Generator().manual_seed(0))
     L, Q_L = L @ L.mT, torch.linalg.qr(L)[0]
     entry = {"M": L[:, :40].clone(), "L": L, "Q_L": Q_L, "clipped": torch.zeros(())}
-    found, exact = (of_today(each, "w") for each in (entry, {key: t.double() for key, t in entry.items()}))
+    found, exact = (upgraded(each, "w") for each in (entry, {key: t.double() for key, t in entry.items()}))
     for key in ("M_Q", "L_Q", "Q_L"):
         assert torch.equal(found[key], exact[key].float()), key

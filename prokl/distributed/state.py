@@ -14,7 +14,8 @@ from prokl.distributed.blocks import rows, whole_block
 from prokl.distributed.ownership import Part
 from prokl.distributed.weights import Divided, Undivided, is_dtensor
 from prokl.engine.adamw import MAXIMUM, MOMENTS
-from prokl.engine.checkpoint import needed, unwrapped
+from prokl.engine.checkpoint import unwrapped
+from prokl.engine.matrix_state import needed
 from prokl.engine.weights import StateLayout, Weight, weights_of
 
 

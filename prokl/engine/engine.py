@@ -28,7 +28,7 @@ from prokl.backends.device import workspace
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
-from prokl.engine import adamw, checkpoint
+from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
@@ -232,7 +232,7 @@ class Engine:
             if not weight.matrix:
                 adamw.check_state(weight.p, weight.name, weight.group, state)
             elif state:
-                checkpoint.check_state(weight.p, self.members(weight), state, self.method, weight.group, self.title)
+                matrix_state.check_state(weight.p, self.members(weight), state, self.method, weight.group, self.title)
 
         placed: dict[BucketKey, list[tuple[Member, Weight]]] = {}
         waiting: list[Tensor] = []
