@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prokl import KLShampoo
-from prokl.algorithm.evidence import COHERENT
+from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, Hyper, ProHyper
 from prokl.algorithm.shapes import MatrixShape, ceiling, compute_dtype
 from tests.fuzz_cases import FLOAT32_MAX, Case
@@ -222,18 +222,19 @@ def longest_direction(a: History) -> float:
     """
     m, n = a.shape.m, a.shape.n
     if a.case.optimizer is KLShampoo:
-        longest = COHERENT * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
+        longest = MOMENTUM_CLIP_FACTOR * a.h.gain * (m * n) ** 0.5 * (1 + orthonormality(a, m) + orthonormality(a, n))
         return longest * a.h.direction_scale(n)
     h = a.h
     assert isinstance(h, ProHyper)
     r = a.values["U"].shape[-1]
     total = 0.0
     if h.variant in SUBSPACE_VARIANTS:
-        total += h.subspace_weight(m, n, r) * COHERENT * h.gain * (m * r) ** 0.5 * (1 + orthonormality(a, r))
+        whitened = MOMENTUM_CLIP_FACTOR * h.gain * (m * r) ** 0.5
+        total += h.subspace_weight(m, n, r) * whitened * (1 + orthonormality(a, r))
     if h.variant in POLAR_VARIANTS:
         total += NEWTON_SCHULZ * (a.shape.aspect_scale if h.adjust_lr_fn == "original" else 1.0) * m**0.5
     elif h.variant == "smok-hop":
-        total += COHERENT * h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
+        total += MOMENTUM_CLIP_FACTOR * h.gain * (m * (n - r)) ** 0.5 * (1 + orthonormality(a, m))
     return total * h.direction_scale(n)
 
 

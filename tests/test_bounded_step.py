@@ -79,14 +79,14 @@ def test_the_decision_about_many_matrices_is_that_about_each(threshold, lambda_0
     state = {"inv_sqrt_lambda_L": none}
     if lambda_0 is not None:
         state["lambda_0"] = torch.full_like(whole, lambda_0)
-    verdict = evidence.judge(evidence.Sizes(none, none, whole), torch.full_like(whole, rms), state, h)
-    assert verdict.changed.keys() == state.keys() - {"inv_sqrt_lambda_L"}
+    decision = evidence.clip_decision(evidence.Sizes(none, none, whole), torch.full_like(whole, rms), state, h)
+    assert decision.changed.keys() == state.keys() - {"inv_sqrt_lambda_L"}
     for b, size in enumerate(SIZES):
         own = {key: value[b] for key, value in state.items()}
         c, evident, changed = reference.admit(size, rms, own, h)
-        assert float(verdict.scale[b]) == pytest.approx(c, rel=1e-15), size
-        assert bool(verdict.evident[b]) == evident, size
-        for key, value in verdict.changed.items():
+        assert float(decision.scale[b]) == pytest.approx(c, rel=1e-15), size
+        assert bool(decision.evident[b]) == evident, size
+        for key, value in decision.changed.items():
             assert float(value[b]) == pytest.approx(float((own | changed)[key]), rel=1e-15), (size, key)
 
 
@@ -202,5 +202,5 @@ def test_a_momentum_in_the_complement_alone_is_bounded(backend):
     before, count = p.detach().clone(), optimizer.clipped()["parameter 0 of group 0"]
     train(optimizer, [30])
     usual = (6 * 10) ** 0.5  # the norm of a whitened momentum whose entries are 1, of gain 1
-    assert float((p.detach() - before).norm()) <= 0.1 * (2 * evidence.COHERENT * usual)
+    assert float((p.detach() - before).norm()) <= 0.1 * (2 * evidence.MOMENTUM_CLIP_FACTOR * usual)
     assert optimizer.clipped()["parameter 0 of group 0"] == count + 1

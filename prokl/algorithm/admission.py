@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prokl.algorithm.evidence import Sizes, in_range, judge, norm
+from prokl.algorithm.evidence import Sizes, clip_decision, in_range, norm
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.settings import Hyper
 from prokl.algorithm.shapes import ceiling, widest
@@ -125,15 +125,15 @@ def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: 
     used, c = a, torch.ones_like(eps)
     if h.clip_threshold is not None:
         rms = (norm(G_tilde).square() + energy).div(m * n).sqrt()
-        verdict = judge(whitened_sizes(ell, rho, e_res, unit, a, n), rms, state, h)
-        scale, bounded, changed = verdict.scale, verdict.bounded, verdict.changed
-        used, c = Roots(a.L * verdict.rows, a.S * verdict.columns, a.mu), verdict.scale.to(eps.dtype)
+        decision = clip_decision(whitened_sizes(ell, rho, e_res, unit, a, n), rms, state, h)
+        scale, bounded, changed = decision.scale, decision.bounded, decision.changed
+        used, c = Roots(a.L * decision.rows, a.S * decision.columns, a.mu), decision.scale.to(eps.dtype)
     weight = (c * unit)[:, None]
     ell, rho, e_res = (t * weight * weight for t in (ell, rho, e_res))
     s = averaged(s, ell, rho, e_res, eps, factor, h, n)
     a = damped(s, eps)
     if h.clip_threshold is not None:
-        evident = verdict.evident & in_range(s, n, state["M_Q"].dtype)
+        evident = decision.evident & in_range(s, n, state["M_Q"].dtype)
     tail = (1 - h.beta2) / n * (a.mu * c).square()
     c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
     used, s = (Roots(*(t.to(dtype) for t in roots)) for roots in (used, s))

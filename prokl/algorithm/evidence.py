@@ -13,9 +13,9 @@ the larger one of its subspace's and its complement's. ``clip_threshold`` (kappa
   sqrt((1 + mu)^2 kappa^2 + mu^4 / (1 - mu^2)) large where sqrt((1 + mu)^2 + mu^4 / (1 - mu^2)) is usual: 3.6 times.
 * A direction of a factor in which c G alone is beyond kappa, as a row that wakes is, takes a larger eigenvalue for this
   step, the one by which it is kappa. Its own eigenvalue follows fast: it may grow by (1 - beta2) kappa^2 m in one step.
-* The whitened momentum itself is held below COHERENT times what gradients of size 1 that never turn amount to. It is
-  beyond where eigenvalues fall faster than the momentum: with momentum 0.99 and beta2 0.9, after a hundred gradients of
-  1e-4, a step without it was 2,120 usual ones; with momentum 0.9 and beta2 0.5 the fuzz met 1e6 and more.
+* The whitened momentum itself is held below MOMENTUM_CLIP_FACTOR times what gradients of size 1 that never turn amount
+  to. It is beyond where eigenvalues fall faster than the momentum: with momentum 0.99 and beta2 0.9, after a hundred
+  gradients of 1e-4, a step without it was 2,120 usual ones; with momentum 0.9 and beta2 0.5 the fuzz met 1e6 and more.
 * A gradient of exactly zero teaches nothing and moves nothing, however many follow. Smaller ones are evidence, and what
   follows them is bounded.
 * lambda_0, the unit of an "auto" start's ceilings and damping, falls to UNITS times what gradients are, so that the
@@ -40,7 +40,7 @@ UNITS = 100.0
 """Largest lambda_0 in units of a gradient's root mean square: below that the ceilings, at least 10 a side, act on it
 in the smallest weights."""
 
-COHERENT = 2.0
+MOMENTUM_CLIP_FACTOR = 2.0
 """Bound of the whitened momentum. Gradients of size 1 that hardly turn reach 1; with 1.25 steps were still bounded
 where gradients did not differ at all, or without momentum; with 2 none was."""
 
@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
     """Size of the whole gradient (B,), by which the decision is made."""
 
 
-class Verdict(NamedTuple):
+class ClipDecision(NamedTuple):
     """The decision about one gradient a matrix."""
 
     scale: Tensor
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
     """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"."""
 
 
-def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
+def clip_decision(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> ClipDecision:
     """Decide about gradients of these whitened ``sizes`` and root mean square ``rms`` (B,).
 
     One whose size is not finite counts as zero, with c = 0 and no evidence.
@@ -96,7 +96,7 @@ def judge(sizes: Sizes, rms: Tensor, state: State, h: Hyper) -> Verdict:
         falls = finite & (rms > 0) & (lower < start)
         changed["lambda_0"] = torch.where(falls, lower, start).to(state["lambda_0"].dtype)
     scale, rows, columns = (t.to(state["inv_sqrt_lambda_L"].dtype) for t in (scale, rows, columns))
-    return Verdict(scale, rows, columns, finite, bounded, changed)
+    return ClipDecision(scale, rows, columns, finite, bounded, changed)
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:

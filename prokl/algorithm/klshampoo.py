@@ -12,7 +12,7 @@ from torch import Tensor
 from prokl.algorithm import evidence, reference_kl
 from prokl.algorithm.admission import clipped_ema
 from prokl.algorithm.algebra import Algebra
-from prokl.algorithm.evidence import Sizes, Verdict
+from prokl.algorithm.evidence import ClipDecision, Sizes
 from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import Hyper, check_common
@@ -28,7 +28,7 @@ def whitened_sizes(A: Tensor, state: State) -> Sizes:
     return Sizes(rows / n**0.5, columns / m**0.5, evidence.norm(rows, -1) / (m * n) ** 0.5)
 
 
-def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
+def decide(A: Tensor, state: State, h: Hyper) -> tuple[ClipDecision | None, State]:
     """Decide about the gradient by its whitened sizes; None in the authors' form.
 
     Returns:
@@ -37,9 +37,9 @@ def decide(A: Tensor, state: State, h: Hyper) -> tuple[Verdict | None, State]:
     if h.clip_threshold is None:
         return None, state
     rms = evidence.norm(A) / (A.shape[-2] * A.shape[-1]) ** 0.5
-    verdict = evidence.judge(whitened_sizes(A, state), rms, state, h)
-    factors = {"inv_sqrt_lambda_L": verdict.rows, "inv_sqrt_lambda_R": verdict.columns}
-    return verdict, state | {key: state[key] * factor for key, factor in factors.items()}
+    decision = evidence.clip_decision(whitened_sizes(A, state), rms, state, h)
+    factors = {"inv_sqrt_lambda_L": decision.rows, "inv_sqrt_lambda_R": decision.columns}
+    return decision, state | {key: state[key] * factor for key, factor in factors.items()}
 
 
 def whitened_size(ops: Algebra, G: Tensor, state: State, h: Hyper) -> Tensor:
@@ -58,17 +58,17 @@ def step(
 
     # The gradient in the eigenbases, and what it may do: c, and the eigenvalues that the direction takes.
     A = ops.product(ops.product(Q_L.mT, G), Q_R)
-    verdict, used = decide(A, state, h)
-    A = A if verdict is None else A * verdict.scale[:, None, None]
+    decision, used = decide(A, state, h)
+    A = A if decision is None else A * decision.scale[:, None, None]
 
     # M <- momentum M + (1 - momentum) c G, and the direction Q_L [M_Q * s/(1 + eps s)] Q_R^T.
     M = torch.lerp(state["M_Q"].to(A.dtype), A, 1 - h.momentum)
     eps = (h.eps / factor**2)[:, None, None]
     s = used["inv_sqrt_lambda_L"][:, :, None] * used["inv_sqrt_lambda_R"][:, None, :]
     D, bounded = M * (s / (1 + eps * s)), None
-    if verdict is not None:
-        cut = evidence.clip_factor(evidence.norm(D), evidence.COHERENT * h.gain * (m * n) ** 0.5)
-        D, bounded = D * cut.to(D.dtype)[:, None, None], verdict.bounded | (cut < 1)
+    if decision is not None:
+        cut = evidence.clip_factor(evidence.norm(D), evidence.MOMENTUM_CLIP_FACTOR * h.gain * (m * n) ** 0.5)
+        D, bounded = D * cut.to(D.dtype)[:, None, None], decision.bounded | (cut < 1)
     D = ops.product(ops.product(Q_L, D, alpha=h.direction_scale(n)), Q_R.mT)
 
     # The EMAs of both factors and both spectra, each side whitened by the other side's old eigenvalues.
@@ -83,10 +83,10 @@ def step(
         "inv_sqrt_lambda_R": clipped_ema(s_R, rho, h.beta2, (ceiling(n) * factor)[:, None]),
     }
     evident = None
-    if verdict is not None and bounded is not None:
-        new |= verdict.changed | {"clipped": state["clipped"] + bounded}
+    if decision is not None and bounded is not None:
+        new |= decision.changed | {"clipped": state["clipped"] + bounded}
         roots = new["inv_sqrt_lambda_L"], new["inv_sqrt_lambda_R"]
-        evident = verdict.evident & evidence.in_range(roots, n, state["M_Q"].dtype)
+        evident = decision.evident & evidence.in_range(roots, n, state["M_Q"].dtype)
     return Direction(D, decay_after=True, cautious_decay=h.cautious_weight_decay), new, evident
 
 

@@ -43,7 +43,8 @@ def step(
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
     # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
-    size, used, usual, bounded = h.direction_scale(n), admitted.used, evidence.COHERENT * h.gain, admitted.bounded
+    size, used, bounded = h.direction_scale(n), admitted.used, admitted.bounded
+    usual = evidence.MOMENTUM_CLIP_FACTOR * h.gain
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L

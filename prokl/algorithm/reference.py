@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prokl.algorithm.evidence import COHERENT, UNITS
+from prokl.algorithm.evidence import MOMENTUM_CLIP_FACTOR, UNITS
 from prokl.algorithm.initial import ceiling_factor
 from prokl.algorithm.polynomials import Polynomial
 from prokl.algorithm.qr import householder_qr
@@ -112,7 +112,7 @@ def rms(G: Tensor) -> float:
 
 def bounded(whitened: Tensor, entries: int, h: Hyper) -> tuple[Tensor, bool]:
     """Scale a whitened part of the direction of so many entries to the norm that they may have; True where it was."""
-    bound, norm = COHERENT * h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
+    bound, norm = MOMENTUM_CLIP_FACTOR * h.gain * entries**0.5, float(torch.linalg.matrix_norm(whitened.double()))
     if h.clip_threshold is None or norm <= bound:
         return whitened, False
     return whitened * (bound / norm), True
