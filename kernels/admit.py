@@ -20,7 +20,7 @@ from prokl.kernels.operands import aligned
 
 ELEMENTS = 4096
 """Elements of A that a program holds at a time: all columns of as many rows."""
-NUMBERS = 1024
+MAX_TILE_ROWS = 1024
 """Rows that a program holds at a time, at most."""
 MOST = 65536
 """Columns of A, at most, as a program holds a whole row."""
@@ -326,7 +326,7 @@ def admit(
             DTYPE=TRITON_DTYPES[dtype],
             TILE_M=max(1, min(height, ELEMENTS // spare // width)),
             TILE_R=width,
-            TILE_V=min(NUMBERS // spare, height),
+            TILE_V=min(MAX_TILE_ROWS // spare, height),
             num_warps=8,
             # A product contracted into a sum across lanes would leave each lane its own rounding of one number.
             enable_fp_fusion=False,

@@ -130,7 +130,7 @@ def _heard() -> Iterator[None]:
 
 
 @contextmanager
-def sent_to(launcher: Callable[..., None], *devices: str) -> Iterator[None]:
+def redirect_launches(launcher: Callable[..., None], *devices: str) -> Iterator[None]:
     """Call ``launcher`` in the place of :func:`start`, also for tensors on these types of device."""
     global start, DEVICES
     before = start, DEVICES

@@ -79,7 +79,7 @@ class MatrixOptimizer(Optimizer):
 
     @property
     def _outer(self) -> Engine:
-        """The engine over the groups and the state of today, either of which anyone may have replaced."""
+        """The engine, bound to the current groups and state, which a user may have replaced."""
         engine: Engine | None = self.__dict__.get("_engine")
         if engine is None:  # also where this is being unpickled
             engine = self._engine = Engine(self.method, self.defaults, type(self).__name__)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from prokl.algorithm import admission
-from prokl.kernels.admit import ELEMENTS, NUMBERS
+from prokl.kernels.admit import ELEMENTS, MAX_TILE_ROWS
 from tests.kernel_cases import BF16, DEVICE, DOUBLE, HALF, SINGLE, TRITON, decided, flat
 
 SIZES = [
     (1, 1, 2, 1),
     (3, 5, 9, 4),
     (2, 70, 130, 33),
-    (1, NUMBERS + 7, NUMBERS + 100, ELEMENTS // 64 + 1),
+    (1, MAX_TILE_ROWS + 7, MAX_TILE_ROWS + 100, ELEMENTS // 64 + 1),
 ]  # B, M, N, R
 KINDS = ("usual", "beyond", "silent", "row", "column")
 """Kinds of gradients by a matrix's state: of a usual size, ten times it, a thousandth, or with one large row or

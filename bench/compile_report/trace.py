@@ -33,7 +33,15 @@ BLOCK = 128
 """Columns that a block of the extension's threads factors, in float32."""
 KINDS = ("ordinary", "refresh")
 """Kinds of step; a refresh step does all that an ordinary one does."""
-NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+WITHOUT_LAUNCH = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+}
 """Operators beside views that launch nothing."""
 TWICE = {"masked_fill", "index_copy", "index_fill", "index_add", "index_put"}
 """Operators that copy their input and then write into the copy; those that write in place end in an underscore."""
@@ -79,7 +87,7 @@ class Operators(TorchDispatchMode):
         if library == "prokl":
             looks = name == "finish" and args[2] is not None
             self.events += [Event(EXTENSION + name)] * extension_launches(name, args[0].shape[-1], looks)
-        elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in NOTHING):
+        elif library == "aten" and isinstance(out, Tensor | tuple) and not (func.is_view or name in WITHOUT_LAUNCH):
             self.events += [Event(TORCH)] * (1 + (name in TWICE))
         return out
 

@@ -9,7 +9,7 @@ WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 WRAPPERS |= {"original_module", "modules_to_save"}
 
 
-def own_places(parts: Sequence[str]) -> list[int]:
+def indices_without_wrappers(parts: Sequence[str]) -> list[int]:
     """Return the places of a path's components that no wrapper put in, nor peft as the name of a saved copy."""
     before = ["", *parts]
     return [i for i, part in enumerate(parts) if part not in WRAPPERS and before[i] != "modules_to_save"]
@@ -18,4 +18,4 @@ def own_places(parts: Sequence[str]) -> list[int]:
 def unwrapped_name(name: str) -> str:
     """Return a name as it is without wrappers."""
     parts = name.split(".")
-    return ".".join(parts[i] for i in own_places(parts))
+    return ".".join(parts[i] for i in indices_without_wrappers(parts))

@@ -145,7 +145,7 @@ class BucketIO(Protocol):
         ...
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Read the gradients, and judge them.
+        """Read the gradients, and tell which are finite and which are zero.
 
         Args:
             negate: whether to change their sign, to ascend.
@@ -213,7 +213,7 @@ class TorchIO:
         self.rates = [group_rates for group_rates in rates for _ in group_rates.members]
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Copy the gradients in the arithmetic dtype, and judge them."""
+        """Copy the gradients in the arithmetic dtype; tell which are finite and which are zero."""
         a = self.layout
         G = torch.empty((a.count, a.m, a.n), dtype=a.dtype, device=a.device)
         for member in self.members:

@@ -260,7 +260,7 @@ class TritonIO:
         self.weight_decay.update([each.weight_decay for each in rates], ends)
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
-        """Read the gradients in one launch, and judge them in another."""
+        """Read the gradients in one launch; tell in another which are finite and which are zero."""
         a = self.layout
         G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=self._gradient_dtype, negate=negate)
         return Gathered(G, *usable(energy, self.starts, max(self.counts), skipped))

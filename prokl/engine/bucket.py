@@ -57,7 +57,7 @@ class Plan:
     refreshing: tuple[int, ...]
     """Stepping matrices whose step is divisible by tau."""
 
-    def __hash__(self) -> int:  # a graph's key: quicker than of everything
+    def __hash__(self) -> int:  # a graph's key; lengths hash quicker than all rows
         return hash((self.initialising, len(self.stepping), len(self.refreshing)))
 
     @property

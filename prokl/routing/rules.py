@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from prokl.algorithm.names import own_places
+from prokl.algorithm.names import indices_without_wrappers
 from prokl.algorithm.shapes import PARAMETER_DTYPES, MatrixShape
 from prokl.routing.classes import Classes
 
@@ -126,7 +126,7 @@ def owners_of(model: nn.Module, classes: Classes) -> dict[Tensor, list[Owner]]:
         if parametrized:
             parts = parts[:-2]
         way = [modules[".".join(parts[:i])] for i in range(len(parts) + 1)]
-        places = own_places(parts)
+        places = indices_without_wrappers(parts)
         holder, around = way[-1], tuple(way[place] for place in reversed(places))
         closes = 0
         while closes < len(parts) and _closes(way[-2 - closes], way[-1 - closes]):
