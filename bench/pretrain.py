@@ -36,13 +36,13 @@ class Options:
     seeds: tuple[int, ...] = (0,)  # One run for each
     data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
     out: Path = Path("runs/pretrain")  # Results folder
-    steps: int = DEMO.steps  # Of every run
+    steps: int = DEMO.steps  # Steps of every run
     optimizers: tuple[Method, ...] = ("adamw", "muon", "kl-shampoo", PRO)
     """Side by side."""
     lr: dict[Method, float] = field(default_factory=dict)
     """Learning rates by optimizer in place of their own, as in muon 0.02"""
-    adamw_lr: float = OPTIMIZERS["adamw"].lr  # Of AdamW, and of embedding, head and norms under every optimizer
-    rank: int = DEMO.largest  # Of the tracked subspace
+    adamw_lr: float = OPTIMIZERS["adamw"].lr  # Rate of AdamW, and of embedding, head and norms under every optimizer
+    rank: int = DEMO.largest  # Rank of the tracked subspace
     threads: int = command.cores()  # CPU threads
 
     def __post_init__(self) -> None:

@@ -50,8 +50,8 @@ COLUMNS = {
     **_columns(real="validation_loss seconds"),
     **_columns("diverged_at"),
     **_columns(real="model_ms optimizer_ms optimizer_per_model state_mb peak_gib"),
-    # Of runs on a GPU: the optimizer's median and longest step, the host's quickest one; seconds with all that was
-    # not training; the card's rate of products, TFLOP/s; how often a step was bounded.
+    # Columns of runs on a GPU: the optimizer's median and longest step, the host's quickest one; seconds with all that
+    # was not training; the card's rate of products, TFLOP/s; how often a step was bounded.
     **_columns(real="optimizer_median_ms optimizer_longest_ms host_ms tokens_per_second wall_seconds matmul_tflops"),
     **_columns(whole="clipped"),
     **_columns(whole="registers shared static_shared launch_shared stack spill_stores spill_loads"),

@@ -1,4 +1,4 @@
-// What every kernel here shares: views of batches, the predicate that switches matrices off, launching.
+// Shared by every kernel here: views of batches, the predicate that switches matrices off, launching.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -79,7 +79,7 @@ enum QRStatus : int {
     LOST = 32,        // N + shift I is not positive definite either: C is no root of it
 };
 
-// Which matrices a launch works on: those with such a bit, or all. The others' blocks return at once; nothing is read on
+// The matrices that a launch works on: those with such a bit, or all. The others' blocks return at once; nothing is read on
 // the host.
 struct Active {
     const int* status;

@@ -16,7 +16,7 @@ template <class T>
 constexpr size_t finish_shared(int n, int k, bool staged) {
     return ((staged ? size_t(n) * pitch_of(k) : 0) + WARPS * CHUNK + WARPS + 2 * k) * sizeof(T);
 }
-// What is staged at most: 128 x 128, in 142 KB of float64 and half of it in float32.
+// The largest matrix that is staged: 128 x 128, in 142 KB of float64 and half of it in float32.
 template <class T>
 constexpr size_t STAGED_SHARED = finish_shared<T>(128, 128, true);
 

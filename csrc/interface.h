@@ -1,4 +1,4 @@
-// What the binding calls; no CUDA here, so that any C++ compiler takes it.
+// The functions that the binding calls; no CUDA here, so that any C++ compiler takes it.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ enum Kind : int {
     SEMIDEFINITE,  // N is factored for its own sake: scaled, and shifted where it is singular
 };
 
-// What a factorisation leaves; each but `status` may be missing.
+// The outputs of a factorisation; each but `status` may be missing.
 struct Factors {
     Matrices C;  // lower, zeros above; with more than BLOCK columns what works in the place of N
     Matrices F;  // C^-T, zeros below; without `invert` a strip (B,k,BLOCK) of its diagonal blocks

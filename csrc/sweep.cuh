@@ -71,7 +71,7 @@ __device__ bool factor_tile(Accumulator<T>& a, Accumulator<T>& x, const T* diago
     return raised;
 }
 
-// What the threads of a factorisation share, in a launch's shared memory.
+// The shared memory of a factorisation's threads.
 template <class T>
 struct Board {
     T* corner;     // inverse of the tile on the diagonal, E x E

@@ -132,7 +132,7 @@ def admit_kernel(
     s_S = tl.load(s_S_ptr + i_b * stride_s_S_b + o_r * stride_s_S_r, m_r, 1.0).to(tl.float64)
     a_S = _damp(s_S, eps)
 
-    # What lies beside the subspace, then in it: of numbers many rows at a time, of A few.
+    # Sums beside the subspace, then in it: many rows of numbers at a time, few of A.
     e_ptr = sums_ptr + i_b * M
     ell_ptr = e_ptr + B * M
     energy = tl.zeros((TILE_V,), tl.float64)

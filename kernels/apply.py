@@ -188,7 +188,7 @@ def apply_kernel(
 
 
 # m, n: block of W; k: how much of r is added at a time, beyond which float32 spills.
-# Of products of parts, which follow one another, a warp takes 16 rows: eight would compute all of 64 rows twice.
+# In products of parts, which follow one another, a warp takes 16 rows: eight would compute all of 64 rows twice.
 TILES_FP32: tuple[Tile, ...] = (Tile(64, 64, 32, 4, 3), Tile(64, 32, 16, 4, 3))
 TILES_HALF: tuple[Tile, ...] = (TILES_FP32[0], Tile(64, 16, 16, 4, 3))
 TILES_FP64: tuple[Tile, ...] = (Tile(32, 32, 16, 4, 2),)

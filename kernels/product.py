@@ -117,8 +117,8 @@ def product_kernel(
     )  # fmt: skip
 
     scale = scale_of(alpha_ptr, alpha, stride_alpha_b, i_b, ALPHA_PER_MATRIX, SUM)
-    # Of a wide tile half of the columns at a time, a quarter with energies: what is added and what is stored takes as
-    # much less of the registers.
+    # A wide tile is stored by halves of its columns, by quarters with energies: what is added and what is stored then
+    # takes as much less of the registers.
     PARTS: tl.constexpr = (4 if ENERGY else 2) if TILE_N > 64 else 1
     columns = (acc, acc, acc, acc)
     if PARTS > 1:
@@ -327,8 +327,8 @@ def product(
 
     Any strides, sizes from one up, and any of float16, bfloat16, float32 and float64 for each tensor. The sum is in
     float64 where A, B or C is, else in float32; A and B of one half precision are multiplied as they are where the
-    sum is in float32, others in the dtype of the sum. Of a pair the halves are multiplied; what stands beside it is
-    another pair, or bfloat16, and nothing of float64.
+    sum is in float32, others in the dtype of the sum. A pair is multiplied by its halves; the other factor is
+    a pair, too, or bfloat16, and nothing is float64.
 
     Args:
         A: left factors (batch,m,k).

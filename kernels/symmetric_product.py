@@ -135,7 +135,7 @@ def symmetric_product_kernel(
         acc = tl.where(scale == 0, tl.zeros_like(acc), acc)  # which may be infinite there
         scale = scale * scale
     to = i_b * M * M
-    # Of a wide tile a quarter of the columns at a time: what is added and what is stored takes a quarter of the
+    # A wide tile is stored by quarters of its columns: what is added and what is stored then takes a quarter of the
     # registers.
     PARTS: tl.constexpr = 4 if TILE > 64 else 1
     quarters = (acc, acc, acc, acc)

@@ -1,4 +1,4 @@
-"""A report of what would run here, and why: ``python -m prokl.doctor``. What is broken costs its own line only."""
+"""A report of what would run here, and why: ``python -m prokl.doctor``. A broken part costs its own line only."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class MatrixOptimizer(Optimizer):
 
     def _step(self) -> list[str]:
         """Do the step, after the closure; return warnings."""
-        # What is made in inference mode cannot be written outside of it, be it state or weights.
+        # State or weights that are made in inference mode cannot be written outside of it.
         stays = torch.is_inference_mode_enabled() and any(
             p.is_inference() for group in self.param_groups for p in group["params"]
         )

@@ -62,7 +62,7 @@ is allowed."""
 def parts(left: Operand, right: Operand) -> list[tuple[Tensor, Tensor]]:
     """Return the products that make up left right, the smallest first; lo lo is left out, 2^-18 of the whole.
 
-    Of a tensor beside a pair hi is the tensor itself: it is bfloat16 and has no lo.
+    A tensor beside a pair is its own hi: it is bfloat16 and has no lo.
     """
     (a, a_lo), (b, b_lo) = ((t.hi, t.lo) if isinstance(t, Pair) else (t, None) for t in (left, right))
     products = [(a_lo, b), (a, b_lo), (a, b)]

@@ -136,7 +136,7 @@ def near(g: Generator, X: Tensor, drift: float | None) -> Tensor:
     """A basis (B,n,k) this far from X (B,n,k)."""
     if drift is None:
         return orthonormal(g, *X.shape)
-    # Of the size of X's columns, so that a drift means the same for every n.
+    # It has the size of X's columns, so that a drift means the same for every n.
     Q, R = torch.linalg.qr(X + drift * normal(g, *X.shape) / X.shape[-2] ** 0.5)
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
 

@@ -19,7 +19,7 @@ FLAG = (("yes", None, NAN, 2), r"one of \(True, False\)")
 BETAS = ((0.9,), (0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (True, 0.9), (False, 0.9), ("0.9", 0.9), 0.9, None)
 RATES = (torch.tensor([0.1, 0.1]), torch.tensor(-0.1), torch.tensor(NAN), torch.tensor([[0.1]]))
 LR = ((*AT_LEAST_0[0], *RATES), "a finite number of at least 0, or a tensor with one such element, of at most one dim")
-# Of every setting the bad values, and the words of its bound.
+# The bad values of every setting, and the words of its bound.
 BAD = {
     "lr": LR,
     "weight_decay": AT_LEAST_0,

@@ -44,7 +44,7 @@ def test_the_papers_models_have_its_parameter_counts(name, expected):
     assert {r.names[0] for r in routes if r.algorithm == "matrix"} == matrices.keys()
 
 
-# Of each family, from one seed and on the same tokens: loss, sum of all weights' sizes, norm of the gradient.
+# Each family, from one seed and on the same tokens: loss, sum of all weights' sizes, norm of the gradient.
 # byte-gpt's are of the class that bench.pretrain's recorded results were trained with, the others' of 0.5.0.
 RECORDED = {
     "byte-gpt": (6.2510962, 10216.230, 2.2572343),

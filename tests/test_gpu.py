@@ -162,7 +162,7 @@ def test_graphs_change_no_bit(cls, kwargs):
 
     own = {"init_eigenvalue": "auto", "shapes": SHAPES, "device": CUDA}
     optimizer = replayed((cls, kwargs), change, steps=5 * PERIOD, **own)
-    # Of every shape one of ordinary and one of refresh steps, each recorded when it came up for the second time.
+    # Every shape has one of ordinary and one of refresh steps, each recorded when it came up for the second time.
     for replays in optimizer.engine.graphs.replays.values():
         assert sum(replay is not None for replay in replays.values()) == 2
     assert optimizer.skipped()["parameter 0 of group 0"] == 2

@@ -80,7 +80,7 @@ def test_groups_of_other_muons_are_told_the_algorithm_to_name(cls, use_muon, alg
     cls([group | {"params": [weight(3, 5)], "algorithm": algorithm}])
 
 
-# Of PyTorch's schedulers and averages, timm, Megatron, mmengine, Lightning, and of other optimizers' groups.
+# Keys of PyTorch's schedulers and averages, timm, Megatron, mmengine, Lightning, and of other optimizers' groups.
 THEIRS = """
     initial_lr max_lr min_lr base_lr swa_lr lr_scale lr_mult pre_lr_mult lr_max d_lr scheduled_lr
     max_momentum min_momentum base_momentum wd wd_mult wd_scale decay_mult weight_decay_mult layer_decay no_weight_decay

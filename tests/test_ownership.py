@@ -41,7 +41,7 @@ def test_matrices_are_dealt_out_within_grahams_bound(seed):
         assert len(own) == min(weight.count, world) == len({part.owner for part in own})
         sizes = [part.stop - part.start for part in own]
         assert max(sizes) - min(sizes) <= 1
-    # Of the best largest load two lower bounds: the mean, and the longest job.
+    # Two lower bounds of the best largest load: the mean, and the longest job.
     best = max(sum(loads) / world, max(w.cost for w in weights))
     # Graham (1969): (4/3 - 1/(3 world)) of the best, which may be up to a job beyond these lower bounds.
     assert largest > 1 or max(loads) <= best + max(w.cost for w in weights) * (1 - 1 / world)

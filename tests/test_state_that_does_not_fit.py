@@ -279,7 +279,7 @@ def made_anew(cls=PRO, odd=(6, 10)):
 
 NO_COUNT = r"has step=.*: must be {} of at least {}.* load an earlier one"
 BAD_CLOCKS = (True, -1, 2.5, math.nan, math.inf, "2", None, *map(torch.tensor, (True, -1.0, 2.5)))
-# Of whom it is loaded by, and what is said; "fine" where the first weight is wrong already.
+# The class that loads, the change, and the error; "fine" where the first weight is wrong already.
 WRONG = {
     "another shape": (PRO, made_anew(odd=(6, 12)), "odd"),
     "more dimensions": (PRO, made_anew(odd=(1, 6, 10)), "odd"),

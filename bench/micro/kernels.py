@@ -240,7 +240,7 @@ KERNELS: tuple[Case, ...] = (
     product_case("symmetric L", "mn", ("C mm~", "alpha ."), dtypes=(FP32, FP64), timed=(FP32,), operand="arithmetic"),
     Case("symmetric S and K", tensors("A rmT", "C rr~", alpha=0.05, beta=0.95, ahead=0.95), call("extrapolated", "A"),
          dtypes=(FP32, FP64), timed=(FP32,), module=symmetric_product),
-    # Of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
+    # Products of tracking and refreshes: columns times an inverse factor, their Gram matrix, what turns with a basis.
     product_case("product V F", "nr, rr", ("alpha .",), timed=(FP32,)),
     product_case("symmetric W", "rnT", timed=(FP32,)),
     product_case("product Q Q", "mm, mm", ("C mm",), timed=(FP32,)),

@@ -30,7 +30,7 @@ class Options:
     """Options of what goes on with the recorded rows."""
 
     out: Path = rows.RESULTS  # Folder of the results files
-    folder: Path = Path("runs/study")  # Of checkpoints
+    folder: Path = Path("runs/study")  # Folder of checkpoints
     jobs: int = cores()  # Runs at a time, each on one thread
 
     def __post_init__(self) -> None:

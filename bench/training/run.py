@@ -50,7 +50,7 @@ class Record:
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     diverged_at: int | None = None  # the step whose loss was not finite
     state_bytes: int = 0
-    # Of :class:`bench.training.compiled.Compiled` alone.
+    # Fields of :class:`bench.training.compiled.Compiled` alone.
     host_seconds: list[float] = field(default_factory=list)  # that the host took for the optimizer's part of a step
     peak_bytes: int | None = None  # of the device's memory
     clipped: int | None = None  # bounded steps of all matrices together, of this package's optimizers

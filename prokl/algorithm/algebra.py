@@ -210,7 +210,7 @@ class Algebra:
         rows, a_L = self.row_norms(X), admitted.used.L
         norm, size, captured = (evidence.norm(t, -1) for t in (rows * a_L, rows, self.row_norms(G_par)))
         negligible = size <= self.noise(U.shape[-2], dtype, stored) * torch.hypot(size, captured)
-        # What rounding leaves of squares below the smallest normal number does not normalise X.
+        # Squares below the smallest normal number are rounding, which does not normalise X.
         inverse = torch.where(negligible | (norm < torch.finfo(dtype).tiny ** 0.5), 0.0, 1 / norm)
         if h.variant not in POLAR_VARIANTS:
             return M, self.operand(X.mul_(a_L[:, :, None])), inverse.to(dtype)
@@ -301,8 +301,8 @@ class Algebra:
     def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Do (5) of a factor that is kept in its own basis: qr(F_w Q_F) = Q_F qr(F), as F_w Q_F = Q_F F.
 
-        From F, graded as it is, the QR leaves idle rows alone. What many products take from the orthonormality of Q_F a
-        step of Newton-Schulz's iteration gives back.
+        From F, graded as it is, the QR leaves idle rows alone. A step of
+        Newton-Schulz's iteration gives back the orthonormality that Q_F loses in many products.
 
         Args:
             F: the factor in the basis, Q_F^T F_w Q_F (B,k,k). Q_F: orthonormal columns (B,k,k).

@@ -21,7 +21,7 @@ ONE_PASS = 0.5
 pass leaves an orthogonality error of about eps * cond(W)^2."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""A batched matrix product. What feeds a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
+"""A batched matrix product. The input of a Cholesky must be exact to float32, whatever torch's TF32 switches say, so
 that a backend on a GPU brings its own."""
 
 

@@ -226,7 +226,7 @@ def _functions(module: ModuleType | None, device: torch.device, dtype: torch.dty
     return functions
 
 
-# Of addresses: these are arguments of torch.library's operators, which materialise lazy ones and know no wrappers.
+# Addresses are safe here: torch.library's operators materialise lazy arguments and know no wrappers.
 def _at(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 

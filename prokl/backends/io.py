@@ -47,7 +47,7 @@ class Member:
     def weight(self) -> Tensor:
         """Return the weight, oriented (c,m,n): a view, or a copy where no two strides describe it.
 
-        Of what stands in for a frozen one on other ranks, without memory until it may move, it is zeros.
+        A stand-in for a frozen weight of other ranks has no memory until it may move: it gives zeros.
         """
         W = self.p.detach()
         return self.shape.oriented(W if W.untyped_storage().nbytes() else W.new_zeros(()).expand(W.shape))

@@ -16,7 +16,7 @@ from prokl.pair import RESIDUAL, Operand, Pair, parts
 
 def product(left: Operand, right: Operand) -> Tensor:
     """Return left right of pairs: the products of their parts, exact in float32, summed in it."""
-    # Of a float32 tensor that holds bfloat16 numbers, as a gradient may, lo is zero.
+    # A float32 tensor that holds bfloat16 numbers, as a gradient may, has a lo of zero.
     left, right = (t if isinstance(t, Pair) else Pair.split(t.float()) for t in (left, right))
     (a, b), *rest = parts(left, right)
     D = a.float() @ b.float()

@@ -130,7 +130,7 @@ class TritonAlgebra(Algebra):
         """Update M in place and form X in one launch; what normalises it is left to the products where it can be."""
         arithmetic, dtype = admitted.used.L.dtype, h.polar_dtype(admitted.used.L)
         polar = h.variant in POLAR_VARIANTS
-        # Of float64 halves would leave float32's range, in which they are multiplied: X is normalised before.
+        # Halves of float64 would leave float32's range, in which they are multiplied: X is normalised before.
         half = polar and dtype == torch.bfloat16 and arithmetic != torch.float64
         X, squares = launch_momentum(
             G,
@@ -232,7 +232,7 @@ class TritonIO:
         """Write into the tables what has changed since the last call."""
         a, gradients = self.layout, [p.grad for p in self._parameters if p.grad is not None]
         self._gradient_dtype = a.weight_dtype if all(g.dtype == a.weight_dtype for g in gradients) else a.dtype
-        # What is lazily negated lies nowhere: Member.gradient copies it.
+        # A lazily negated tensor lies nowhere: Member.gradient copies it.
         complete = (
             gradients if len(gradients) == len(self._parameters) and not any(map(Tensor.is_neg, gradients)) else []
         )

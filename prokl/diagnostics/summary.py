@@ -21,7 +21,7 @@ MEDIANS = ("update_to_weight", "whitened_size", "spread_L", "subspace_share")
 WORST = ("update_to_weight", "whitened_size", "spread_L", "idle_rows", "orthogonality")
 """Figures of a matrix whose median, and whose largest value, over all matrices are reported."""
 
-# What is beyond these looks wrong. docs/diagnostics.md has the runs, healthy and sick, that they lie between.
+# Figures beyond these look wrong. docs/diagnostics.md has the runs, healthy and sick, that they lie between.
 LARGE_UPDATE = 0.2
 """Bound of ``update_to_weight``. It is at most 0.15 in healthy runs, except for weights that start at zero; at ten
 times the rate it was 0.38 and 0.45 in the median at the fifth step."""
@@ -72,7 +72,7 @@ def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None,
     gradients since then that were not finite; ``without_gradient``, the weights that may move, AdamW's too, and have
     no gradient now.
 
-    Of a divided optimizer each rank has the numbers of the matrices that it steps, and waits for no other; figures
+    If the work is divided, each rank has the numbers of the matrices that it steps, and waits for no other; figures
     that need gradients are there only for weights that lie whole on their owner, as under DDP.
 
     Args:

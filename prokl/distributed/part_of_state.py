@@ -53,7 +53,7 @@ class PartOfState(DTensor):
         """Wrap what is here of a tensor of ``shape``: ``local``, which is empty where nothing is."""
         size = torch.Size(shape)
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-        # Of an empty tensor: a wrapper has its tensor's offset, by which torch's staging takes it for a storage.
+        # It wraps an empty tensor: a wrapper has its tensor's offset, by which torch's staging takes it for a storage.
         bare = torch.empty(0, dtype=local.dtype, device=local.device)
         part_of_state: PartOfState = cls(bare, DTensorSpec(mesh, (Replicate(),), tensor_meta=meta), requires_grad=False)
         part_of_state._local_tensor = local

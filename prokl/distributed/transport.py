@@ -1,7 +1,7 @@
 """Send gradients and weights to their owners before a step, and the stepped weights back after it.
 
-A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. Of a sharded one
-the owner collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one
+A weight of which every rank has a copy is stepped where it lies, and sent from there to the others. The owner of a
+sharded one collects gradient and weight, and sends the stepped weight back: so decay, rounding and masters are one
 process's, and a weight that has been changed by hand counts. Where shards have copies (HSDP) both go between the owner
 and one copy of each, which is then sent from there to the others.
 """

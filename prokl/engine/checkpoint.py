@@ -49,7 +49,7 @@ def unwrapped(value: Any) -> Any:
 def without_views(state: dict[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
     """Return ``state`` with every view of a stack as a tensor of its own: pickling a view would store the stack.
 
-    What hooks keep there under names instead of weights is taken as it is.
+    Entries that hooks keep there under names instead of weights are taken as they are.
     """
     plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for p, entry in state.items():
@@ -62,8 +62,8 @@ def with_step_tensors(state: dict[Any, Any]) -> dict[Any, Any]:
     """Return a state dict's state with counts of steps, integers while they are live, as int64 tensors.
 
     Those of a stack, which are live on the CPU, lie beside the rest of its state: torch.distributed.checkpoint loads a
-    full state dict onto the one device that all tensors with a dimension share. What hooks keep there under names
-    instead of weights' numbers is taken as it is.
+    full state dict onto the one device that all tensors with a dimension share. Entries that hooks keep there
+    under names instead of weights' numbers are taken as they are.
     """
 
     def exported(entry: dict[Any, Any]) -> dict[Any, Any]:

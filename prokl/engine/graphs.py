@@ -1,8 +1,8 @@
 """CUDA graphs of a bucket's device work: one launch instead of a few dozen.
 
 A graph fixes everything the host decided while it was recorded, so a bucket has one for every plan that comes up
-(ordinary steps, refresh steps) and every set of hyper-parameters other than lr and weight decay. What changes from
-step to step on the device is reached through the bucket's I/O, which is written before each replay. A graph is one
+(ordinary steps, refresh steps) and every set of hyper-parameters other than lr and weight decay. Values
+that change from step to step are reached through the bucket's I/O, which is written before each replay. A graph is one
 bucket's alone, so that its work can be waited for by itself.
 """
 

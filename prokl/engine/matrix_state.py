@@ -69,7 +69,7 @@ def needed(member: Member, method: Method[Any], group: Group) -> StateLayout:
 def misfit(entry: dict[str, Any], needed: StateLayout, member: Member, optimizer: str) -> str | None:
     """Return the first of a loaded state that is not as a piece needs it; None where all fits.
 
-    What else it has is a wrapper's, and stays.
+    Other keys are a wrapper's, and stay.
     """
     for key, (shape, dtype) in needed.items():
         value = entry.get(key)
