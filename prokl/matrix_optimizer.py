@@ -227,12 +227,21 @@ class MatrixOptimizer(Optimizer):
             device: where the state waits; "cpu" is ordinary memory, not pinned.
 
         Raises:
-            ValueError: it is "meta", which holds no values. Nothing has moved then.
+            TypeError: it is no device.
+            ValueError: this machine does not have it, or it is "meta", which holds no values. Nothing has moved then.
         """
-        device = torch.device(device)
-        if device.type == "meta":
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device must be a torch.device or its name, got {device!r}: use 'cpu'.")
+        try:
+            home = torch.empty(0, device=device).device
+        except (AssertionError, RuntimeError) as error:  # the first where torch is built without the device's backend
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"Invalid device={str(device)!r}: {reason}. Use a device of this machine, as 'cpu'."
+            ) from None
+        if home.type == "meta":
             raise ValueError("Invalid device='meta': it holds no values, and the state would be lost; use 'cpu'.")
-        self.engine.offload(device)
+        self.engine.offload(home)
         for weight in () if self._division is None else self._division.divided():
             weight.free()
 

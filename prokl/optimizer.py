@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +22,9 @@ if TYPE_CHECKING or dist.is_available():  # also at run time, for who reads the 
 else:
     ProcessGroup = DeviceMesh = None
 
-PAPER: dict[str, Any] = {
-    "momentum": 0.95,
-    "beta2": 0.95,
-    "alpha_kl": 0.01,
-    "init_eigenvalue": 0.1,
-    "clip_threshold": None,
-}
+PAPER: MappingProxyType[str, Any] = MappingProxyType(
+    {"momentum": 0.95, "beta2": 0.95, "alpha_kl": 0.01, "init_eigenvalue": 0.1, "clip_threshold": None}
+)
 """Arguments of ``ProKLShampoo(groups, **PAPER)``, Algorithm 2 as printed: without a bound, with lambda_0 of the paper's
 experiments, and with the alpha_kl that it selected for three of its four models."""
 

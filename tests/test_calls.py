@@ -29,8 +29,9 @@ def test_state_is_not_offloaded_to_a_device_without_values(cls):
     for device in ("meta", torch.device("meta")):
         with pytest.raises(ValueError, match=r"Invalid device='meta': it holds no values.*use 'cpu'"):
             optimizer.offload(device)
-    with pytest.raises(TypeError):
-        optimizer.offload(None)
+    for device, error in (("cpuu", ValueError), ("xpu:7", ValueError), (None, TypeError), (3, TypeError)):
+        with pytest.raises(error, match=rf"device.*{device}.*[uU]se .*'cpu'"):
+            optimizer.offload(device)
     assert differences(train(optimizer, [3]), train(twin, [3])) == set()
 
 
@@ -162,6 +163,20 @@ def test_a_stack_that_looks_like_a_conv1d_is_told(shape, warned):
     count, rows, cols = shape
     says = f"conv.weight of shape {shape} is read as a stack of {count} matrices of {rows} x {cols}."
     assert [str(w.message).startswith(says) for w in found] == [True] * warned
+
+
+def test_what_is_no_health_is_refused_as_the_last_one():
+    optimizer = fine_and_odd(PRO)
+    numbers = diagnostics.health(optimizer).numbers
+    with pytest.raises(TypeError, match=r"^since must be what the last health\(\) returned, .* got a dict: pass that"):
+        diagnostics.health(optimizer, since=numbers)
+
+
+def test_the_papers_settings_unpack_and_cannot_be_changed():
+    assert dict(**prokl.PAPER) == dict(prokl.PAPER)
+    assert (prokl.PAPER | {"rank": 64}).items() > prokl.PAPER.items()
+    with pytest.raises(TypeError):
+        prokl.PAPER["alpha_kl"] = 0.015
 
 
 def test_the_doctor_is_there_without_an_import_of_its_own():

@@ -108,9 +108,11 @@ def test_an_argument_of_others_says_where_it_belongs(cls, given, says):
 
 
 def test_a_setting_of_pro_klshampoo_is_none_of_klshampoo():
-    for key, value in {"alpha_kl": 0.01, "rank": 2, "ns_steps": 3}.items():
-        with pytest.raises(TypeError, match=rf"^KLShampoo\(\) got an unexpected keyword argument '{key}'"):
-            KL([weight(4, 6)], **{key: value})
+    form = r"leave it out\. .* form is KLShampoo\(groups, init_eigenvalue=0\.1, clip_threshold=None\)"
+    for given in ({"alpha_kl": 0.01}, {"rank": 2}, {"ns_steps": 3}, {"variant": "smok-hop"}, prokl.PAPER):
+        with pytest.raises(TypeError, match=rf"^KLShampoo\(\) takes no \w+: it is ProKLShampoo's, .*; {form}"):
+            KL([weight(4, 6)], **given)
+    KL([weight(4, 6)], init_eigenvalue=0.1, clip_threshold=None)
 
 
 def test_a_subclass_is_told_of_other_than_its_own_defaults():

@@ -82,8 +82,14 @@ def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None,
             was made anew, and counts from its start.
 
     Raises:
-        TypeError: another optimizer. ValueError: ``model`` as in :func:`scalars`.
+        TypeError: another optimizer, or a ``since`` that is no :class:`Health`. ValueError: ``model`` as in
+            :func:`scalars`.
     """
+    if since is not None and not isinstance(since, Health):
+        raise TypeError(
+            f"since must be what the last health() returned, or None, got a {type(since).__name__}: pass that whole, "
+            "not its numbers."
+        )
     inner = unwrapped(optimizer)
     engine, kept, measured = inner.engine, [], []
     for batch in batches(engine, model):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from prokl.algorithm.method import Group
-from prokl.algorithm.settings import SYNONYMS
+from prokl.algorithm.settings import PRO_ADVANCED, SYNONYMS
 from prokl.engine.adamw import ARGUMENTS
 from prokl.engine.validation import REMOVED
 from prokl.engine.weights import named
@@ -32,6 +32,11 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
             where = f"it belongs to the groups, prokl.param_groups(model, {key}=...)"
         elif key in ADAMW_ARGUMENTS:
             where = f'it is AdamW\'s, and belongs to a group {{"params": [...], "algorithm": "adamw", "{key}": ...}}'
+        elif key in PRO_ADVANCED.keys() | {"rank", "alpha_kl", "variant"}:
+            where = (
+                "it is ProKLShampoo's, which alone projects and orthogonalises; leave it out. The authors' form is "
+                f"{title}(groups, init_eigenvalue=0.1, clip_threshold=None)"
+            )
         elif key == "nesterov":
             where = "its momentum is as the method has it; leave it out"
         else:
