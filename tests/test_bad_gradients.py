@@ -296,6 +296,24 @@ def test_adamw_skips_a_gradient_that_is_not_finite(cls, flags, value, call):
     assert all(p.isfinite().all() for _, p in weights) and not same_bits(before[1]["W"], weights[1][1])
 
 
+def test_a_gradient_too_large_to_sum_is_skipped_as_adamw_would_stay():
+    """What AdamW's own step makes of it is a second moment of infinity, by which every later update is zero."""
+    p, alone = weight(5), weight(5)
+    optimizer = PRO([{"params": [weight(4, 6)]}, {"params": [p], "algorithm": "adamw", "lr": 0.1}])
+    adamw = torch.optim.AdamW([alone], lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for g in (torch.ones(5), torch.full((5,), 3e38), torch.ones(5)):
+        before = p.detach().clone(), alone.detach().clone()
+        p.grad, alone.grad = g.clone(), g.clone()
+        optimizer.step()
+        adamw.step()
+    assert optimizer.skipped()["parameter 0 of group 1"] == 1 and optimizer.state[p]["exp_avg_sq"].isfinite().all()
+    assert (
+        not torch.equal(p, before[0])
+        and torch.equal(alone, before[1])
+        and adamw.state[alone]["exp_avg_sq"].isinf().all()
+    )
+
+
 def test_large_half_precision_gradients_are_good_for_adamw():
     p = weight(4096, dtype=torch.float16)
     with warnings.catch_warnings():

@@ -78,7 +78,8 @@ class AdamWGroups:
         for p in (p for group in groups for p in group["params"]):
             if (g := p.grad) is None or not is_host_readable(g.device):
                 continue
-            total = g.sum(dtype=torch.promote_types(g.dtype, torch.float32))  # any entry shows in it
+            # Any entry shows in it. A finite one that overflows it would make exp_avg_sq infinite for good.
+            total = g.sum(dtype=torch.promote_types(g.dtype, torch.float32))
             if not bool(total.isfinite()):
                 aside.append((p, g))
                 self.skipped[p] = self.skipped.get(p, 0) + 1
