@@ -17,7 +17,20 @@ from prokl.engine.bucket import KEPT
 from prokl.engine.engine import Engine
 from tests.fuzz import chunks, failures
 from tests.inputs import KL, PRO, both, normal
-from tests.training import OTHERS, contents, differences, fresh, give, kept, named, refused, silent, train, weights_of
+from tests.training import (
+    OTHERS,
+    contents,
+    differences,
+    fine_and_odd,
+    fresh,
+    give,
+    kept,
+    named,
+    refused,
+    silent,
+    train,
+    weights_of,
+)
 
 SHAPE = (6, 9)
 
@@ -130,6 +143,18 @@ def test_a_step_with_new_lr_and_gradients_rebuilds_nothing(monkeypatch):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("index, other, was", [(0, "adamw", "matrix"), (1, "matrix", "adamw")])
+def test_another_algorithm_of_a_group_is_refused_with_what_it_was(cls, calls, index, other, was):
+    optimizer = fine_and_odd(cls, calls=calls)
+    optimizer.param_groups[index]["algorithm"] = other
+    with refused(optimizer, rf"^Invalid algorithm='{other}' of group {index}: it was '{was}' when .* Set it back, or"):
+        train(optimizer, [calls])
+    optimizer.param_groups[index]["algorithm"] = was
+    train(optimizer, [calls])
 
 
 def first_gradient(optimizer):

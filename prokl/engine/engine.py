@@ -269,10 +269,21 @@ class Engine:
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
         check_choice("algorithm", group.get("algorithm"), ALGORITHMS)
-        ours, foreign = self.defaults, {"differentiable"}  # torch's own: into every optimizer that is copied
+        own = {"matrix": self.defaults, "adamw": self.adamw.defaults(self.defaults["maximize"])}
+        ours, foreign = (
+            own.pop(group["algorithm"]),
+            {"differentiable"},
+        )  # torch's own: into every optimizer that is copied
         if group["algorithm"] == "adamw":
-            ours, foreign = self.adamw.defaults(self.defaults["maximize"]), set()
+            foreign = set()
         for key in () if ours.keys() <= group.keys() else ours.keys() - foreign - group.keys():
+            ((other, theirs),) = own.items()
+            if theirs.keys() <= group.keys():
+                raise ValueError(
+                    f"Invalid algorithm={group['algorithm']!r} of group {index}: it was {other!r} when the group was "
+                    "added, and has its settings. Set it back, or make a new optimizer whose group says so from the "
+                    "start."
+                )
             raise ValueError(
                 f"Group {index} has no {key}, which algorithm={group['algorithm']!r} needs: set it back, to "
                 f"{ours[key]!r} for what it is by default."
