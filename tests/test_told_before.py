@@ -27,6 +27,15 @@ def test_an_lr_that_every_group_overrides_is_told(cls, lr):
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+@both
+def test_an_lr_that_equals_its_default_and_reaches_no_group_is_told(cls):
+    lr = float(repr(inspect.signature(cls).parameters["lr"].default))  # as somebody writes it, not the very default
+    with told_once(rf"^lr={lr} of .* reaches no group, .*: lr=0\.05\.", __file__):
+        cls(groups(), lr=lr)
+    with silent():
+        cls(groups(lr=lr), lr=lr)
+
+
 def test_all_settings_that_reach_no_group_are_told_at_once():
     message = r"^lr=99, weight_decay=0\.5, rank=3 of .* reach no group, .*: lr=0\.05, weight_decay=0\.1, rank=2\."
     with told_once(message, __file__):

@@ -49,12 +49,17 @@ def check_known(title: str, arguments: Collection[str], known: Collection[str]) 
 
 
 def without_effect(groups: Sequence[Group], given: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
-    """Return a warning about arguments other than their defaults that all matrix groups override, or None."""
+    """Return a warning about arguments other than their defaults that all matrix groups override, or None.
+
+    Args:
+        groups: the optimizer's. given: the constructor's arguments. defaults: what its signature has.
+    """
     matrices = [group for group in groups if group["algorithm"] == "matrix"]
     found = {}
     for key, value in given.items():
         overrides = [group[key] for group in matrices if group[key] != value]
-        if value != defaults[key] and matrices and len(overrides) == len(matrices):
+        written = key == "lr" and value is not defaults[key]  # also an equal number; trainers write out the others
+        if (written or value != defaults[key]) and matrices and len(overrides) == len(matrices):
             found[key] = ", ".join(dict.fromkeys(map(repr, overrides)))
     if not found:
         return None
