@@ -335,7 +335,7 @@ class MatrixOptimizer(Optimizer):
             ValueError: it is no state dict of an optimizer, the groups do not match, or the state does not fit a
                 weight, on this rank or another. Nothing has changed then, on any of them.
         """
-        division = self._divided()
+        division, before = self._divided(), self.param_groups
         if division is not None:
             division.update(self._outer)
         with nullcontext() if division is None else division.loading():
@@ -345,9 +345,11 @@ class MatrixOptimizer(Optimizer):
                 super().load_state_dict(state_dict)
             finally:
                 last_hook.remove()
+        for message in checkpoint.differing(before, self.param_groups, self.state, self.method):
+            warnings.warn(message, stacklevel=4)  # past both decorators: the caller's line
 
     def _prepare(self, _: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw(), self.method.fixed)
+        return checkpoint.prepare(loaded, self.param_groups, self.defaults, self._of_adamw())
 
     def __getstate__(self) -> dict[str, Any]:
         if self._division is not None or self._process_group is not None:

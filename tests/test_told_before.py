@@ -147,3 +147,75 @@ def test_float16_weights_are_told_once_at_construction(cls):
         cls(prokl.param_groups(model.bfloat16(), lr=0.1, adamw_lr=0.1))
         frozen = nn.Linear(4, 6).half().requires_grad_(False)
         cls(prokl.param_groups(nn.Sequential(frozen, nn.Linear(6, 8)), lr=0.1, adamw_lr=0.1))
+
+
+def made(cls, own, calls=0):
+    """Train one weight of a group with settings of its own."""
+    return train(cls([{"params": [("w", weight(12, 18))], **own}]), range(calls))
+
+
+OTHER_STATE = {
+    "rank": ({"rank": 3}, {"rank": 2}),
+    "variant": ({"variant": "smok-hop"}, {"variant": "pro-klshampoo"}),
+    "state_dtype": ({"state_dtype": torch.bfloat16}, {"state_dtype": None}),
+    "init_eigenvalue": ({"init_eigenvalue": 0.1}, {"init_eigenvalue": "auto"}),
+    "split": ({"split": 3}, {"split": None}),
+    "transposed": ({"transposed": True}, {"transposed": False}),
+}
+
+
+@pytest.mark.parametrize("key", OTHER_STATE)
+def test_settings_of_a_loaded_state_are_told_once_it_is_loaded(key):
+    there, here = OTHER_STATE[key]
+    whose = "w" if key in ("split", "transposed") else "group 0"
+    optimizer, saved = made(PRO, here), made(PRO, there, 2).state_dict()
+    with told_once(rf"^The .* has {key}={there[key]!r} for {whose}, here {here[key]!r}\. Its state", __file__):
+        optimizer.load_state_dict(saved)
+
+
+SAME_STATE = [
+    ({"rank": 2}, {"rank": "auto"}),
+    ({"rank": 12}, {"rank": 99}),
+    ({"state_dtype": torch.float32}, {"state_dtype": None}),
+    ({"split": 3}, {"split": (4, 4, 4)}),
+]
+
+
+@pytest.mark.parametrize("one, other", [*SAME_STATE, *(pair[::-1] for pair in SAME_STATE)], ids=str)
+def test_settings_that_come_to_the_same_are_not_told_at_a_load(one, other):
+    with silent():
+        made(PRO, one).load_state_dict(made(PRO, other, 2).state_dict())
+
+
+@pytest.mark.parametrize("key", OTHER_STATE)
+def test_settings_of_a_file_without_state_made_nothing_and_are_not_told(key):
+    there, here = OTHER_STATE[key]
+    with silent():
+        made(PRO, here).load_state_dict(made(PRO, there).state_dict())
+
+
+def test_a_load_that_is_refused_says_nothing_else():
+    with silent(), pytest.raises(ValueError, match="where KLShampoo needs"):
+        made(KL, {"init_eigenvalue": 0.1}).load_state_dict(made(PRO, {}, 2).state_dict())
+
+
+def test_groups_that_were_edited_into_what_cannot_be_read_are_mended_by_a_load():
+    optimizer, saved = made(PRO, {"split": [3]}), made(PRO, {"split": [3]}, 2).state_dict()
+    optimizer.param_groups[0].update(split=[3, 3], rank="no")
+    with silent():
+        optimizer.load_state_dict(saved)
+    optimizer = made(PRO, {"split": 3})
+    optimizer.param_groups[0].update(split=0, rank="no")
+    del optimizer.param_groups[0]["variant"]
+    with told_once(
+        r"has rank='auto' for .* here 'no'; variant='pro-klshampoo' .* here None; split=3 for w, here 0", __file__
+    ):
+        optimizer.load_state_dict(saved)
+    train(optimizer, [2])
+
+
+def test_names_that_a_loaded_state_brings_are_told_at_the_callers_line():
+    saved = train(PRO([("old", weight(4, 6))]), range(2)).state_dict()
+    optimizer = PRO([("new", weight(4, 6))])
+    with told_once("other names for 1 of 1 weights: weight 0 is 'old' there and 'new' here", __file__):
+        optimizer.load_state_dict(saved)

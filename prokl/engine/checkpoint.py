@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -19,9 +18,11 @@ from prokl.engine.newcomers import plain_group
 from prokl.engine.validation import check_names
 from prokl.engine.weights import (
     DEFAULTS,
+    Weight,
     check_reading,
     clock,
     named,
+    state_dtype,
     stored_clock,
     weights_of,
 )
@@ -82,7 +83,6 @@ def prepare(
     here: list[Group],
     defaults: dict[str, Any],
     adamw_defaults: dict[str, Any],
-    fixed: Sequence[str],
 ) -> dict[str, Any]:
     """Return a state dict with the settings that older ones lack, and the matrix state kept from torch's casts.
 
@@ -90,7 +90,6 @@ def prepare(
         state_dict: what is loaded.
         here: the optimizer's groups.
         defaults: of its matrix groups. adamw_defaults: of its AdamW groups, but for lr.
-        fixed: settings that state is made with.
 
     Raises:
         ValueError: it is no optimizer's state dict, has other groups, a group is of another algorithm, or a weight's
@@ -121,7 +120,6 @@ def prepare(
             groups.append({**adamw_defaults, "lr": present["lr"], "algorithm": algorithm, **loaded})
         groups[i] = plain_group(groups[i], defaults.keys() | adamw_defaults.keys())
         groups[i]["lr"] = clone_if_tensor(groups[i]["lr"])
-    _warn_of_settings(groups, here, fixed)
     names = {i: name for group in saved for i, name in zip(group["params"], _names(group), strict=False)}
     state = dict(state_dict["state"])
     for i, entry in state.items():
@@ -198,46 +196,68 @@ def _names(group: Group) -> list[str]:
 
 
 def _check_names(saved_names: list[str], names: list[str]) -> None:
-    """Raise ValueError where state, which goes by place, would go to a weight of another name; warn of new names."""
+    """Raise ValueError where state, which goes by place, would go to a weight of another name that is here, too."""
     there, here = list(map(unwrapped_name, saved_names)), list(map(unwrapped_name, names))
     if len(there) != len(here) or len(set(there)) < len(there):  # the loader refuses two weights of one name
         return
-    other = [i for i, (one, two) in enumerate(zip(there, here, strict=True)) if one != two]
-    for i in (i for i in other if there[i] in here):
+    for i in (i for i, name in enumerate(there) if name != here[i] and name in here):
         raise ValueError(
             f"The loaded state dict has weights in another order: weight {i} is {saved_names[i]!r} there and "
             f"{names[i]!r} here, and state goes by place. Build the model and its groups in the order that it was "
             "saved in."
         )
-    if other:
-        warnings.warn(
+
+
+def differing(before: list[Group], now: list[Group], state: Mapping[Tensor, Any], method: Method[Any]) -> list[str]:
+    """Return what to say of names and settings that a loaded state dict has brought, as it was made with them.
+
+    Args:
+        before: the optimizer's groups until then. now: since then. state: as loaded; without any of a weight its
+            settings made nothing. method: whose.
+    """
+    said = []
+    there, here = (
+        [unwrapped_name(n) for group in groups for n in group.get("param_names", [])] for groups in (now, before)
+    )
+    if len(there) == len(here) and (other := [i for i, name in enumerate(there) if name != here[i]]):
+        said.append(
             f"The loaded state dict has other names for {len(other)} of {len(here)} weights: weight {other[0]} is "
-            f"{saved_names[other[0]]!r} there and {names[other[0]]!r} here. State goes by place: make sure that these "
-            "are the same weights.",
-            stacklevel=4,
+            f"{there[other[0]]!r} there and {here[other[0]]!r} here. State goes by place: make sure that these are the "
+            "same weights."
         )
-
-
-def _warn_of_settings(loaded: Sequence[Group], here: Sequence[Group], fixed: Sequence[str]) -> None:
-    """Warn of settings that are the file's from now on, as its state was made with them, where those here differ."""
+    try:
+        owns = [*weights_of(before)]
+    except ValueError:  # lists that were edited by hand and did not fit: the load has mended them
+        return said
     found = []
-    for i, (there, group) in enumerate(zip(loaded, here, strict=True)):
-        if group["algorithm"] != "matrix":
+    for own, weight in zip(owns, weights_of(now), strict=False):  # a hook may have added groups
+        if not weight.matrix or not state.get(weight.p):
             continue
-        pairs = [(key, f"group {i}", plain(there[key]), plain(group[key])) for key in fixed]
-        names = [name for _, name in named(group, i)]
-        for key, default in DEFAULTS.items():
-            of_file, own = (g.get(key, default) for g in (there, group))
-            each = (value if isinstance(value, list) else [value] * len(names) for value in (of_file, own))
-            pairs += [(key, name, *values) for name, *values in zip(names, *each, strict=False)]
-        found += [f"{key}={one!r} for {whose}, here {two!r}" for key, whose, one, two in pairs if one != two]
-    if found:
+        for key in (*method.fixed, *DEFAULTS):
+            whose = weight.name if key in DEFAULTS else f"group {weight.group_index}"
+            one, two = (getattr(w, key) if key in DEFAULTS else plain(w.group.get(key)) for w in (weight, own))
+            if one != two and _in_effect(key, weight, method) != _in_effect(key, own, method):
+                found.append(f"{key}={one!r} for {whose}, here {two!r}")
+    if found := [*dict.fromkeys(found)]:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
-        warnings.warn(
+        said.append(
             f"The loaded state dict has {'; '.join(found[:3])}{more}. Its state was made so, and the optimizer goes on "
-            "with its settings. To begin anew with those here, load the model alone.",
-            stacklevel=4,
+            "with its settings. To begin anew with those here, load the model alone."
         )
+    return said
+
+
+def _in_effect(key: str, weight: Weight, method: Method[Any]) -> Any:
+    """Return what a setting comes to for a weight; itself where that is out of bounds, as one set by hand may be."""
+    try:
+        if key == "state_dtype":
+            return state_dtype(weight.group, weight.p)
+        if key in ("rank", *DEFAULTS):
+            pieces = [(member.suffix, member.shape) for member in weight.members()]
+            return [method.rank(weight.group, shape.m, shape.n) for _, shape in pieces] if key == "rank" else pieces
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        pass
+    return getattr(weight, key) if key in DEFAULTS else plain(weight.group.get(key))
 
 
 def _tuples(values: list[Any], present: Any) -> Any:
