@@ -68,9 +68,11 @@ class MatrixOptimizer(Optimizer):
         check_names(self.param_groups)
         arguments = inspect.signature(type(self)).parameters  # a subclass may have defaults of its own
         usual = settings | {key: arguments[key].default for key in settings.keys() & arguments.keys()}
-        for message in (without_effect(self.param_groups, defaults, usual), in_float16(self.param_groups)):
-            if message is not None:
-                warnings.warn(message, stacklevel=3)
+        half = in_float16(self.param_groups)
+        if half is not None:
+            self._outer.told.add("float16")
+        for message in filter(None, (without_effect(self.param_groups, defaults, usual), half)):
+            warnings.warn(message, stacklevel=3)
 
     @property
     def engine(self) -> Engine:

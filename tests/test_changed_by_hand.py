@@ -28,6 +28,7 @@ from tests.training import (
     named,
     refused,
     silent,
+    told_once,
     train,
     weights_of,
 )
@@ -131,9 +132,12 @@ ABSENT = {(call, 2) for call in range(9)}
 
 def test_a_step_with_new_lr_and_gradients_rebuilds_nothing(monkeypatch):
     optimizer = mixed()
+    for group in optimizer.param_groups:
+        group["own_key"] = 0
+    train(optimizer, [3], missing=ABSENT)
     with monkeypatch.context() as patch:
         patch.setattr(optimizer.engine, "build", None)  # which a call would show
-        for t in range(3, 6):
+        for t in range(4, 7):
             for group in optimizer.param_groups:
                 group.update(lr=0.01 / t, weight_decay=0.1 * t, own_key=t)
             optimizer.zero_grad()
@@ -157,6 +161,39 @@ def test_another_algorithm_of_a_group_is_refused_with_what_it_was(cls, calls, in
     train(optimizer, [calls])
 
 
+@both
+@pytest.mark.parametrize("index, key, nearest", [(0, "weight_deacy", "weight_decay"), (1, "beta", "betas")])
+def test_a_misspelt_setting_that_is_set_by_hand_is_told_once(cls, index, key, nearest):
+    optimizer = fine_and_odd(cls)
+    with silent():
+        optimizer.param_groups[index][key] = 0.5
+        optimizer.param_groups[index]["initial_lr"] = 0.5
+        give(weights_of(optimizer), 3)
+        with told_once(rf"^{key}=0\.5 of group {index} has no effect: .* nearest is {nearest}\. Write", __file__):
+            optimizer.step()
+        optimizer.param_groups[index]["momentum"] = 0.5  # which builds the layout anew
+        train(optimizer, range(4, 6))
+
+
+@both
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_model_that_is_made_float16_is_told_before_it_becomes_nan(cls, calls):
+    """Where AdamW has state the remedy is no conversion of it, which leads to NaN."""
+    optimizer = fine_and_odd(cls, calls=calls)
+    for p in weights_of(optimizer):
+        p.grad, p.data = None, p.data.half()
+    if calls:
+        with refused(optimizer, "bias is torch.float16 .* state still torch.float32 .*: set .* back, or use bfloat16"):
+            train(optimizer, [calls])
+        optimizer.load_state_dict(optimizer.state_dict())
+    with silent():
+        give(weights_of(optimizer), calls)
+        with told_once(r"^4 of 4 weights that train are float16, fine among them", __file__):
+            optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0.5
+        train(optimizer, [calls + 1])
+
+
 def first_gradient(optimizer):
     weights_of(optimizer)[2].grad = normal(*SHAPE)
 
@@ -178,6 +215,7 @@ EVENTS = {
     "AdamW's state moved": lambda o: through_data(o.state[weights_of(o)[3]]["exp_avg"]),
     "a clock": lambda o: o.state[weights_of(o)[0]].update(step=700),
     "a setting": lambda o: o.param_groups[0].update(momentum=0.5),
+    "a new key": lambda o: o.param_groups[0].update(own_key=1),
     "AdamW's setting": lambda o: o.param_groups[2].update(betas=(0.5, 0.5)),
 }
 QUIET = {

@@ -44,7 +44,7 @@ class Division:
         self.teams = Teams()
         self.of_plain = None if process_group is None else as_group(process_group, self.teams)
         self.engine = Engine(outer.method, outer.defaults, outer.title)
-        self.engine.adamw.apart = True
+        self.engine.adamw.apart, self.engine.told = True, outer.told
         self.weights: dict[Tensor, Divided | Undivided] = {}
         self.loads: dict[Team, list[float]] = {}
         self.kinds: dict[Tensor, dict[str, Any]] = {}

@@ -148,10 +148,9 @@ class Waves:
             engine: the stand-ins'. work: its buckets, with their plans.
         """
         waves = self.waves
-        messages: list[str] = []
         if waves:
             waves[0].start_gather()
-        engine.step_adamw()  # while the first gradients come
+        messages = engine.step_adamw()  # while the first gradients come
         self.adamw.start_return()
         of_wave = self._buckets_of_waves(work)
         for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank

@@ -183,9 +183,16 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
     held = [(key, state[key]) for key in _kept(group) if isinstance(state.get(key), Tensor)]
     for key, value in held:
         if (value.dtype, value.device) != (p.dtype, p.device):
+            remedy = (
+                "convert the state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back"
+            )
+            if p.dtype == torch.float16:
+                remedy = (
+                    "set the weight back, or use bfloat16: in float16 AdamW's eps of 1e-8 is 0, and weights become NaN"
+                )
             raise ValueError(
                 f"{name} is {p.dtype} on {p.device} and its AdamW state still {value.dtype} on {value.device} ({key}): "
-                "convert the state too, by optimizer.load_state_dict(optimizer.state_dict()), or set the weight back."
+                f"{remedy}."
             )
     if reason := misfit(p, group, state):
         raise ValueError(

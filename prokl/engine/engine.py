@@ -30,6 +30,7 @@ from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
 from prokl.engine import adamw, matrix_state
 from prokl.engine.adamw import AdamWGroups
+from prokl.engine.arguments import in_float16
 from prokl.engine.bucket import Bucket, Plan
 from prokl.engine.graphs import Graphs
 from prokl.engine.newcomers import plain_group
@@ -43,6 +44,7 @@ from prokl.engine.validation import (
     check_matrix_parameter,
     check_names,
     check_writable,
+    misspelt,
 )
 from prokl.engine.weights import (
     DEFAULTS,
@@ -74,6 +76,7 @@ class Engine:
         weights: those of the groups, and others that have state, by parameter.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
+        told: what was warned of and is not to be again.
 
     Args:
         method: the matrix method.
@@ -89,6 +92,8 @@ class Engine:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.first: dict[Tensor, int] = {}
         self.adamw, self.graphs = AdamWGroups(), Graphs()
+        self.told: set[Any] = set()
+        self._said: list[str] = []
         self.forget()
 
     def forget(self) -> None:
@@ -117,8 +122,7 @@ class Engine:
         messages: list[str] = []
         for bucket, plan in self.decide():
             messages += self.advance(bucket, plan)
-        self.step_adamw()
-        return messages
+        return messages + self.step_adamw()
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
         """Return the buckets that have something to do, and what; nothing has moved then.
@@ -143,9 +147,11 @@ class Engine:
         moved, messages = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
 
-    def step_adamw(self) -> None:
-        """Step the AdamW groups."""
+    def step_adamw(self) -> list[str]:
+        """Step the AdamW groups; return the warnings of :meth:`decide`."""
         self.adamw.step([g for g in self.groups if g["algorithm"] == "adamw"], self.state)
+        said, self._said = self._said, []
+        return said
 
     def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
         """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
@@ -167,7 +173,7 @@ class Engine:
                 [*map(Tensor.data_ptr, weights)],
                 [*map(Tensor.data_ptr, tensors)],
                 [self._settings[group["algorithm"]](group) for group in self.groups],
-                [(isinstance(group["lr"], Tensor), "weight_decay" in group) for group in self.groups],
+                [(isinstance(group["lr"], Tensor), "weight_decay" in group, len(group)) for group in self.groups],
             ]
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return None
@@ -265,6 +271,20 @@ class Engine:
             keys = [key for key in keys if not (weight.matrix and key.startswith("step"))]  # which a step replaces
             if keys:
                 self._readers[weight.p] = itemgetter(*keys, keys[0])  # of one key it would give no tuple
+        self._warn()
+
+    def _warn(self) -> None:
+        """Say, once, what is allowed and hardly meant: weights in float16, keys that are nearly a setting's."""
+        if "float16" not in self.told and (message := in_float16(self.groups)):
+            self.told.add("float16")
+            self._said.append(message)
+        of_adamw = {*self.adamw.defaults(False), "lr", "algorithm", "params"}
+        for index, group in enumerate(self.groups):
+            known = (of_adamw, self.defaults) if group["algorithm"] == "adamw" else (self.defaults, of_adamw)
+            for key, reason in misspelt(group, *known):
+                if (index, key) not in self.told:
+                    self.told.add((index, key))
+                    self._said.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
 
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""

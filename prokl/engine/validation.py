@@ -46,31 +46,44 @@ def check_algorithm_named(group: Group) -> None:
 
 
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
-    """Raise ValueError for a key that would be ignored unsaid: a constructor's own, or nearly a setting's, misspelt.
+    """Raise ValueError for a key of a new group that would be ignored unsaid: a constructor's own, or a misspelt one.
+
+    Its arguments are those of :func:`misspelt`.
+    """
+    for key in group.keys() - {*settings, *others}:
+        if key == "process_group":
+            raise ValueError(
+                f"Invalid {key}={group[key]!r} of a new group: groups have none. Pass it to the constructor."
+            )
+        if key in REMOVED:
+            raise ValueError(f"Invalid {key}={group[key]!r} of a new group: groups have none; {REMOVED[key]}.")
+    for key, reason in misspelt(group, settings, others):
+        raise ValueError(f"Invalid {key}={group[key]!r} of a new group: {reason}")
+
+
+def misspelt(group: Group, settings: Collection[str], others: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each key of a group that is nearly a setting's, and what to write.
 
     Unknown keys pass unless they look like a misspelling: schedulers, trainers and other optimizers have keys of their
     own. A longer name with a setting's in it, as "max_momentum", is none, nor is one with another number, as "beta1".
 
     Args:
-        group: a new group.
+        group: a group.
         settings: of its algorithm.
         others: no misspellings either: what the other algorithm has, which a wrapper may put into every group.
     """
-    for key, value in group.items():
+    for key in group:
         if key in settings or key in others or not isinstance(key, str):
             continue
-        if key == "process_group":
-            raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none. Pass it to the constructor.")
-        if key in REMOVED:
-            raise ValueError(f"Invalid {key}={value!r} of a new group: groups have none; {REMOVED[key]}.")
         if _without_digits(key) in {_without_digits(setting) for setting in settings} - {key}:
             continue
         spelt = SYNONYMS.get(key, key.lower())
         for nearest in get_close_matches(spelt, settings, n=1, cutoff=0.8):
             if f"_{nearest}_" not in f"_{key}_":
-                raise ValueError(
-                    f"Invalid {key}={value!r} of a new group: there is no such setting, and the nearest is {nearest}. "
-                    f"Write {nearest!r}, or give a key of your own a name less like it."
+                yield (
+                    key,
+                    f"there is no such setting, and the nearest is {nearest}. Write {nearest!r}, or give a key of your "
+                    "own a name less like it.",
                 )
 
 
