@@ -10,7 +10,7 @@ import torch
 
 from tests.inputs import METHODS, PRO, both, same_bits, step, weight
 from tests.problems import state_tensors
-from tests.training import contents, fresh, named, train, weights_of
+from tests.training import contents, fresh, give, named, told_once, train, weights_of
 
 CALLS, TAU, SHAPES = 12, 4, ((6, 10), (10, 6))
 BASES = ("U", "Q_L", "Q_R")
@@ -124,6 +124,22 @@ def test_a_zeroed_state_begins_anew_as_a_new_optimizer_does(cls):
     with pytest.warns(UserWarning, match=r"state of w0 .*1 of 3 matrices.*begin anew"):
         train(optimizer, [6])
     assert optimizer.state[p]["step"].tolist() == [6, 1, 0]
+
+
+def test_a_split_weight_whose_pieces_begin_anew_is_told_once():
+    """Whatever of it, and in however many batches its pieces are."""
+    weights = {"params": named((24, 10), (24, 10)), "split": [(6, 6, 12), None]}
+    optimizer = train(PRO([weights]), range(5))
+    fused, whole = weights_of(optimizer)
+    for key in ("Q_L.0", "Q_L.1", "Q_L.2"):
+        optimizer.state[fused][key].zero_()
+    with told_once(r"^The state of w0 has zero eigenvalues, .* in 3 of 3 matrices, .*begin anew", __file__):
+        give(weights_of(optimizer), 5)
+        optimizer.step()
+    assert [optimizer.state[fused][f"step.{i}"] for i in range(3)] == [0, 0, 0] and optimizer.state[whole]["step"] == 5
+    optimizer.state[fused]["Q_L.1"].zero_()
+    with pytest.warns(UserWarning, match="^The state of w0 .* in 1 of 3 matrices"):
+        train(optimizer, [6])
 
 
 @both

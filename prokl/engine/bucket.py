@@ -16,6 +16,7 @@ Dimension key: B matrices (a 3-D parameter is several), m short side, n long sid
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, groupby
@@ -90,6 +91,7 @@ class Bucket:
     Their groups may be several, with an lr and a weight decay each, and all other settings alike.
 
     Attributes:
+        restarted: matrices by weight that begin anew while something of their state is left, until it is told.
         backend: who steps it. io: its reading and writing, with it. graphs: whether its steps can be captured.
         group: one of the groups. h: its hyper-parameters without lr and weight decay.
         steps: the clock of every matrix: -1 until its initialising gradient, 0 then, and one more at every later call
@@ -142,7 +144,7 @@ class Bucket:
         self.io: BucketIO
         self._asked: tuple[str | None, str | None] = None, None
         self._left: list[int] | None = None  # versions of stacks that steps can go on from
-        self._messages: list[str] = []
+        self.restarted: Counter[Weight] = Counter()
         self.follow(weights)
         self.steps = [step for member, state in zip(members, states, strict=True) for step in clock(member, state)]
         self._every = tuple(range(count))
@@ -284,7 +286,8 @@ class Bucket:
             Warnings about weights that never move.
         """
         self.io.release()
-        self._left, messages, self._messages = self._versions(), self._messages, []
+        self._left = self._versions()
+        messages: list[str] = []
         if len(moved) == self.layout.count:
             member_moved = [True] * len(self.members)
         else:
@@ -325,16 +328,11 @@ class Bucket:
         state = {key: stack for key, stack in self.stacks.items() if key not in (MASTER, "clipped")}
         held = [stack.reshape(len(stack), -1).any(dim=1) for stack in state.values()]
         goes_on, in_part = torch.stack([can_go_on(state), torch.stack(held).any(dim=0)]).tolist()
-        for member in self.members:
-            if rows := [b for b in member.rows if steps[b] >= 0 and not goes_on[b]]:
-                for b in rows:
+        for member, weight in zip(self.members, self.weights, strict=True):
+            for b in member.rows:
+                if steps[b] >= 0 and not goes_on[b]:
                     steps[b] = -1
-            if some := sum(in_part[b] for b in rows):
-                self._messages.append(
-                    f"The state of {member.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
-                    f"{len(member.rows)} matrices, which no step can go on from: they begin anew with the next "
-                    "gradient. To reset a weight, remove its state, optimizer.state.pop(p), or zero all of it."
-                )
+                    self.restarted[weight] += in_part[b]
         self._write_clocks()
 
     def _initialise(self, rows: list[int], G: Tensor) -> None:

@@ -5,7 +5,7 @@ It knows neither ranks nor hooks: an optimizer gives it its groups and its state
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from itertools import chain
 from operator import is_, itemgetter
@@ -139,8 +139,23 @@ class Engine:
             check_nonnegative("weight_decay", group["weight_decay"])
         self._check_gradients()
         work = [(bucket, plan) for bucket in self.buckets() if (plan := bucket.decide()) is not None]
+        self._tell_restarts()
         self._built_on = built_on
         return work
+
+    def _tell_restarts(self) -> None:
+        """Say of which weights matrices begin anew, once a weight: its pieces may be in several buckets."""
+        restarted: Counter[Weight] = Counter()
+        for bucket in self.buckets():
+            restarted += bucket.restarted  # which leaves out zeros
+            bucket.restarted.clear()
+        for weight, some in restarted.items():
+            count = sum(member.shape.count for member in self.members(weight))
+            self._said.append(
+                f"The state of {weight.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
+                f"{count} matrices, which no step can go on from: they begin anew with the next gradient. To reset a "
+                "weight, remove its state, optimizer.state.pop(p), or zero all of it."
+            )
 
     def advance(self, bucket: Bucket, plan: Plan) -> list[str]:
         """Execute and commit what was decided of one bucket; return warnings."""
