@@ -25,7 +25,7 @@ SAYS = {
     "idle rows": (200, "of the gradient's rows or columns are zero in embedding.weight. If it is an embedding, give"),
     "NaN batch": (
         200,
-        "Gradients that were not finite since the last call: [0-9]+, most of blocks.0.* Skip steps whose",
+        "Gradients that were not finite since the last call: [0-9]+, 1 each of blocks.0.* Skip steps whose",
     ),
     "another copy": (5, "None of the 12 weights has a gradient, nor has had one. .* was made of other weights"),
 }
@@ -158,6 +158,17 @@ def test_before_the_first_step_there_are_only_counts():
     ]
 
 
+def test_gradients_that_are_not_finite_in_all_weights_alike_are_most_of_none():
+    parameters, optimizer = run(PRO, gradient_stream([(6, 10), (8, 8), (10, 6)], 4), rank=3)
+    first = diagnostics.health(optimizer)
+    for _ in range(2):
+        step(optimizer, parameters, [torch.full_like(p, NAN) for p in parameters])
+    (words,) = [words for words in diagnostics.health(optimizer, since=first).words if "since the last call" in words]
+    assert words.startswith(
+        "Gradients that were not finite since the last call: 6, 2 each of group0.0, group0.1, group0.2. They moved"
+    )
+
+
 def test_weights_without_a_gradient_are_counted_adamws_too():
     model = nn.ModuleDict({"used": nn.Linear(6, 6), "aside": nn.Linear(6, 4), "frozen": nn.Linear(6, 3)})
     optimizer = PRO(prokl.param_groups(model, lr=0.02, adamw_lr=1e-3, rank=2))
@@ -212,7 +223,7 @@ def test_a_bad_basis_and_many_bounded_steps_are_told():
         step(optimizer, parameters, gradients)
     optimizer.state[parameters[1]]["Q_L"][0, 0] += 0.25
     clipped, basis = diagnostics.health(optimizer).words
-    assert clipped.startswith("clip_threshold bounded 100% of the steps since the last call")
+    assert clipped.startswith("clip_threshold bounded 100% of the steps since the last call, 26 each of group0.0, gro")
     assert basis.startswith("A basis of group0.1 is off orthogonality by 0.")
 
 

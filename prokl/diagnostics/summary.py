@@ -42,7 +42,8 @@ class Health:
     numbers: dict[str, float]
     """Flat, for a logger: {"prokl/<figure>": value}."""
     worst: dict[str, str]
-    """The matrix or weight with the worst figure, or with most of a count: {"prokl/<figure>": name}."""
+    """The matrix or weight with the worst figure, or with most of a count, the first of several that are level:
+    {"prokl/<figure>": name}."""
     words: list[str]
     """One line for each thing that looks wrong, with its remedy; empty where nothing does."""
     totals: dict[str, dict[str, int]] = field(repr=False)
@@ -119,7 +120,7 @@ def health(optimizer: MatrixOptimizer | Wrapper, model: nn.Module | None = None,
     if since is not None and not without:
         words += _of_waiting(totals["steps"], since.totals["steps"])
     steps = sum(gained["steps"].values()) / max(1, len(matrices))
-    words += _of_updates(matrices, len(totals["steps"])) + _of_numbers(numbers, worst, steps)
+    words += _of_updates(matrices, len(totals["steps"])) + _of_numbers(numbers, worst, gained, steps)
     return Health(numbers, worst, words, totals)
 
 
@@ -197,7 +198,16 @@ def _of_updates(matrices: Mapping[str, Mapping[str, float]], count: int) -> list
     ]
 
 
-def _of_numbers(numbers: Mapping[str, float], worst: Mapping[str, str], steps: float) -> list[str]:
+def _whose(counts: Counter[str]) -> str:
+    """Say whose most of a count is, or how many each has of those that have as many."""
+    largest = max(counts.values())
+    names = [name for name, count in counts.items() if count == largest]
+    return f"most of {names[0]}" if len(names) == 1 else f"{largest} each of {_some(names)}"
+
+
+def _of_numbers(
+    numbers: Mapping[str, float], worst: Mapping[str, str], gained: Mapping[str, Counter[str]], steps: float
+) -> list[str]:
     """Say which numbers are beyond what healthy runs have; ``steps`` of a matrix are counted in ``clipped``."""
     of = {key.removeprefix("prokl/"): value for key, value in numbers.items()}
     name = {key.removeprefix("prokl/"): value for key, value in worst.items()}
@@ -209,13 +219,15 @@ def _of_numbers(numbers: Mapping[str, float], worst: Mapping[str, str], steps: f
         )
     if of["skipped"]:
         words.append(
-            f"Gradients that were not finite since the last call: {of['skipped']:.0f}, most of {name['skipped']}. They "
-            "moved nothing. Skip steps whose loss is not finite, and look at the batches, the loss scale and the rates."
+            f"Gradients that were not finite since the last call: {of['skipped']:.0f}, {_whose(gained['skipped'])}. "
+            "They moved nothing. Skip steps whose loss is not finite, and look at the batches, the loss scale and the "
+            "rates."
         )
     if of["clipped"] > MANY_CLIPPED and steps >= EARLY:
         words.append(
-            f"clip_threshold bounded {of['clipped']:.0%} of the steps since the last call, most of {name['clipped']}: "
-            "gradients are far larger than those before them. Lower lr, and look for batches of another kind."
+            f"clip_threshold bounded {of['clipped']:.0%} of the steps since the last call, "
+            f"{_whose(gained['clipped'])}: gradients are far larger than those before them. Lower lr, and look for "
+            "batches of another kind."
         )
     if of.get("idle_rows_worst", 0.0) >= MANY_IDLE:
         words.append(
