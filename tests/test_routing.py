@@ -415,6 +415,19 @@ def test_optim_of_a_parameter_is_honoured_and_told():
     assert [n for n, p in model.named_parameters() if torch.equal(p, before[n])] == []
 
 
+def test_optim_of_a_parameter_that_is_told_to_be_a_matrix_is_refused():
+    model = holding(up=nn.Linear(8, 8))
+    model.B, model.C = marked((8, 4), lr=1e-4), marked((8, 4), lr=None)
+    says = (
+        r"^matrix='\[BC\]' matches 'B', whose _optim=\{'lr': 0\.0001\} .*narrow the pattern, or .*del parameter\._optim"
+    )
+    with pytest.raises(ValueError, match=says):
+        param_groups(model, **RATES, matrix=["[BC]"])
+    del model.B._optim
+    groups = param_groups(model, **RATES, matrix=["[BC]"])
+    assert {n for n, _ in groups[0]["params"]} >= {"B", "C"}
+
+
 @pytest.mark.parametrize(
     "own, says", [({"lr": -1}, r"Invalid _optim\['lr'\] of 'B'=-1"), ({"momentum": 1}, "is none of lr")]
 )

@@ -146,9 +146,9 @@ def param_groups(
         TypeError: ``model`` is no module, ``heads`` neither a bool nor numbers, a pattern is no string, or an argument
             is not known or missing.
         ValueError: a hyper-parameter, or one in ``_optim``, is out of bounds; a pattern matches nothing, clashes with
-            another one, or asks the matrix method for what it cannot take; a number of heads does not divide the rows;
-            a parameter can be trained by neither method or has no shape yet; none requires grad; or none goes to the
-            matrix method, now or once it is no longer frozen.
+            another one, or asks the matrix method for what it cannot take, or for what has ``_optim``; a number of
+            heads does not divide the rows; a parameter can be trained by neither method or has no shape yet; none
+            requires grad; or none goes to the matrix method, now or once it is no longer frozen.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
@@ -281,5 +281,10 @@ def _route(
         raise ValueError(
             f"{to_matrix} matches {name!r} of shape {tuple(p.shape)}, which the matrix method cannot take "
             f"({why}); narrow the pattern and leave this parameter to AdamW."
+        )
+    if own := own_settings(p, name):
+        raise ValueError(
+            f"{to_matrix} matches {name!r}, whose _optim={dict(own)!r} has settings of AdamW's, which the matrix "
+            "method does not take: narrow the pattern, or remove them before making the groups, del parameter._optim."
         )
     return Choice("matrix", to_matrix)
