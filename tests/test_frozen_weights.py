@@ -9,7 +9,7 @@ from prokl import param_groups
 from tests.inputs import BACKENDS, PRO, both
 from tests.problems import relative
 from tests.routing import RATES, holding
-from tests.training import differences, give, named, train, weights_of
+from tests.training import differences, give, named, refused, train, weights_of
 
 
 def model(frozen=("words", "layers.0")):
@@ -76,6 +76,23 @@ def test_a_checkpoint_loads_where_others_are_frozen():
     loader.load_state_dict(saver.state_dict())
     resumed.requires_grad_(True)
     assert trained(loader, resumed) == {name for name, _ in resumed.named_parameters()}
+
+
+@both
+def test_state_put_onto_a_frozen_weight_is_looked_at_once_it_is_unfrozen(cls):
+    """Nothing reads it before. A look at every step would cost as many as there are frozen weights."""
+    optimizer = cls(named((6, 9), (6, 9)))
+    frozen, other = weights_of(optimizer)
+    frozen.requires_grad_(False)
+    train(optimizer, range(2), missing={(0, 0), (1, 0)})
+    optimizer.state[frozen].update(step=3, M_Q=torch.zeros(2, 2))
+    train(optimizer, [2], missing={(2, 0)})
+    frozen.requires_grad_(True)
+    with refused(optimizer, r"^The state of w0 .* has M_Q of shape \(2, 2\) where .* Set it back, or remove the state"):
+        train(optimizer, [3])
+    optimizer.state.pop(frozen)
+    train(optimizer, [3])
+    assert optimizer.state[frozen]["step"] == 0 and optimizer.state[other]["step"] == 3
 
 
 @both

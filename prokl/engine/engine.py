@@ -76,7 +76,7 @@ class Engine:
         weights: those of the groups, and others that have state, by parameter.
         first: number of a part's first matrix in its stack, where a weight is part of one.
         select: chooses who computes; a trace, a count or another machine may put its own choice in the place.
-        told: what was warned of and is not to be again.
+        told: what was warned of, or looked at, and is not to be again.
 
     Args:
         method: the matrix method.
@@ -296,10 +296,10 @@ class Engine:
         of_adamw = {*self.adamw.defaults(False), "lr", "algorithm", "params"}
         for index, group in enumerate(self.groups):
             known = (of_adamw, self.defaults) if group["algorithm"] == "adamw" else (self.defaults, of_adamw)
-            for key, reason in misspelt(group, *known):
-                if (index, key) not in self.told:
-                    self.told.add((index, key))
-                    self._said.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
+            new = {key: value for key, value in group.items() if (index, key) not in self.told}
+            self.told.update((index, key) for key in new)
+            for key, reason in misspelt(new, *known):
+                self._said.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
 
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
