@@ -305,14 +305,10 @@ class Engine:
         """Raise ValueError for a group that was robbed of a setting."""
         check_choice("algorithm", group.get("algorithm"), ALGORITHMS)
         own = {"matrix": self.defaults, "adamw": self.adamw.defaults(self.defaults["maximize"])}
-        ours, foreign = (
-            own.pop(group["algorithm"]),
-            {"differentiable"},
-        )  # torch's own: into every optimizer that is copied
-        if group["algorithm"] == "adamw":
-            foreign = set()
+        ours, ((other, theirs),) = own.pop(group["algorithm"]), own.items()
+        # What torch puts into every optimizer that is copied may be lacking here.
+        foreign = {"differentiable"} if group["algorithm"] == "matrix" else set()
         for key in () if ours.keys() <= group.keys() else ours.keys() - foreign - group.keys():
-            ((other, theirs),) = own.items()
             if theirs.keys() <= group.keys():
                 raise ValueError(
                     f"Invalid algorithm={group['algorithm']!r} of group {index}: it was {other!r} when the group was "
