@@ -36,7 +36,7 @@ def test_what_is_uploaded_passes_twine_and_says_what_it_needs(built):
     (text,) = (text for name, text in contents(wheel).items() if name.endswith("METADATA"))
     metadata = email.message_from_bytes(text)
     required = metadata.get_all("Requires-Dist")
-    assert [line for line in required if "extra ==" not in line] == ["torch>=2.9"]
+    assert [line for line in required if "extra ==" not in line] == ["numpy", "torch>=2.9"]
     assert any(line.startswith("triton;") and 'extra == "dev"' in line for line in required)
     assert metadata.get_all("Project-URL") == ["Paper, https://arxiv.org/abs/2605.06316"]
     assert metadata["Description-Content-Type"] == "text/markdown"

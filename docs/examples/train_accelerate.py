@@ -1,7 +1,14 @@
-"""train_accelerate.py: a small language model that Accelerate shards by FSDP2."""
+"""train_accelerate.py: a small language model that Accelerate shards by FSDP2.
+
+pip install ".[integrations]"  # in a clone of prokl: Accelerate
+torchrun --nproc-per-node 8 train_accelerate.py
+torchrun --nproc-per-node 4 train_accelerate.py --resume runs/accelerate/2
+"""
 
 import argparse
 import os
+import sysconfig
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -16,7 +23,7 @@ parser.add_argument("--folder", default="runs/accelerate")
 parser.add_argument("--resume", help="a checkpoint, as runs/accelerate/2")
 parser.add_argument("--width", type=int, default=256)
 options = parser.parse_args()
-VOCABULARY, LENGTH = 64, 32
+VOCABULARY, LENGTH = 256, 32
 
 
 class Block(nn.Module):
@@ -55,8 +62,11 @@ accelerator = Accelerator(fsdp_plugin=sharding, dataloader_config=data)
 if accelerator.distributed_type != DistributedType.FSDP:
     raise SystemExit("Accelerate shards on GPUs alone, and under torchrun; here it would train without FSDP.")
 set_seed(0)
-starts = torch.randint(VOCABULARY, (128, 1))
-loader = torch.utils.data.DataLoader((starts + torch.arange(LENGTH + 1)) % VOCABULARY, batch_size=8, shuffle=True)
+sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))  # of Python's standard library, as bytes
+text = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+starts = torch.randint(len(text) - LENGTH, (512, 1))
+rows = text[starts + torch.arange(LENGTH + 1)].long()
+loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
 model = Model(options.width)
 optimizer = prokl.ProKLShampoo(prokl.param_groups(model, lr=0.02, adamw_lr=3e-3, split={"*.gate_up.weight": 2}))
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.epochs * len(loader))
@@ -79,5 +89,5 @@ for epoch in range(first, options.epochs):
     loss = accelerator.reduce(loss.detach(), "mean")
     skipped = gather_object([optimizer.optimizer.skipped()])  # each rank counts those of what it steps
     total = {name: count for own in skipped for name, count in own.items() if count}
-    accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.4f}, skipped {total or 'nothing'}")
+    accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.4f} nats a byte, skipped {total or 'nothing'}")
 accelerator.end_training()

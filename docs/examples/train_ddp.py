@@ -1,7 +1,13 @@
-"""train_ddp.py: a small language model under DDP, whose ranks divide the optimizer's step and state."""
+"""train_ddp.py: a small language model under DDP, whose ranks divide the optimizer's step and state.
+
+torchrun --nproc-per-node 2 train_ddp.py
+torchrun --nproc-per-node 4 train_ddp.py --resume runs/ddp/50  # on any number of processes
+"""
 
 import argparse
 import os
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +26,9 @@ parser.add_argument("--folder", default="runs/ddp")
 parser.add_argument("--resume", help="a checkpoint, as runs/ddp/50")
 parser.add_argument("--width", type=int, default=256)
 options = parser.parse_args()
-VOCABULARY, LENGTH, ROWS = 64, 32, 32  # rows of a batch, of all ranks together
+if "RANK" not in os.environ:
+    parser.error("torchrun starts it: torchrun --nproc-per-node 2 train_ddp.py")
+VOCABULARY, LENGTH, ROWS = 256, 32, 32  # rows of a batch, of all ranks together
 
 device = torch.device("cpu")
 if torch.cuda.is_available():
@@ -45,14 +53,20 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def text():
+    """Return the sources of Python's standard library as one tensor of bytes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+
+
 def batch(step):
     """Return this rank's rows of a step: together they are the same on any number of ranks."""
-    starts = torch.randint(VOCABULARY, (ROWS, 1), generator=torch.Generator().manual_seed(step))
-    return ((starts + torch.arange(LENGTH + 1)) % VOCABULARY)[rank::ranks].to(device)
+    starts = torch.randint(len(data) - LENGTH, (ROWS, 1), generator=torch.Generator().manual_seed(step))
+    return data[(starts + torch.arange(LENGTH + 1))[rank::ranks]].long().to(device)
 
 
 torch.manual_seed(0)
-model = Model(options.width).to(device)
+data, model = text(), Model(options.width).to(device)
 groups = prokl.param_groups(model, lr=0.02, adamw_lr=3e-3)
 optimizer = prokl.ProKLShampoo(groups, process_group=dist.group.WORLD)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
@@ -93,7 +107,7 @@ for step in range(first, options.steps + 1):
         dist.all_reduce(loss.detach(), op=dist.ReduceOp.SUM)
         total = skipped()
         if rank == 0:
-            print(f"step {step}: loss {loss.item() / ranks:.4f}, skipped {total or 'nothing'}", flush=True)
+            print(f"step {step}: loss {loss.item() / ranks:.4f} nats a byte, skipped {total or 'nothing'}", flush=True)
     if step % options.save_every == 0:
         dcp.save({"training": Training()}, checkpoint_id=f"{options.folder}/{step}")
 dist.destroy_process_group()

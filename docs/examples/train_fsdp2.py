@@ -1,7 +1,13 @@
-"""train_fsdp2.py: a Transformer made on the meta device and sharded by FSDP2, or HSDP, in bfloat16."""
+"""train_fsdp2.py: a Transformer made on the meta device and sharded by FSDP2, or HSDP, in bfloat16.
+
+torchrun --nproc-per-node 2 train_fsdp2.py
+torchrun --nproc-per-node 4 train_fsdp2.py --resume runs/fsdp2/50  # on any number of processes
+"""
 
 import argparse
 import os
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +28,9 @@ parser.add_argument("--resume", help="a checkpoint, as runs/fsdp2/50")
 parser.add_argument("--replicate", type=int, default=1, help="copies of the model: more than one is HSDP")
 parser.add_argument("--width", type=int, default=256)
 options = parser.parse_args()
-VOCABULARY, LENGTH, ROWS, HEADS = 64, 32, 32, 4  # rows of a batch, of all ranks together
+if "RANK" not in os.environ:
+    parser.error("torchrun starts it: torchrun --nproc-per-node 2 train_fsdp2.py")
+VOCABULARY, LENGTH, ROWS, HEADS = 256, 32, 32, 4  # rows of a batch, of all ranks together
 
 device = torch.device("cpu")
 if torch.cuda.is_available():
@@ -68,10 +76,16 @@ class Model(nn.Module):
             nn.init.ones_(p) if p.ndim == 1 else nn.init.normal_(p, std=p.shape[1] ** -0.5)
 
 
+def text():
+    """Return the sources of Python's standard library as one tensor of bytes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+
+
 def batch(step):
     """Return this rank's rows of a step: together they are the same on any number of ranks."""
-    starts = torch.randint(VOCABULARY, (ROWS, 1), generator=torch.Generator().manual_seed(step))
-    return ((starts + torch.arange(LENGTH + 1)) % VOCABULARY)[rank::ranks].to(device)
+    starts = torch.randint(len(data) - LENGTH, (ROWS, 1), generator=torch.Generator().manual_seed(step))
+    return data[(starts + torch.arange(LENGTH + 1))[rank::ranks]].long().to(device)
 
 
 shape = (options.replicate, ranks // options.replicate)
@@ -86,6 +100,7 @@ fully_shard(model, **sharding)
 model.to_empty(device=device)
 torch.manual_seed(0)
 model.initialise()
+data = text()
 
 pieces = {"split": {"*.qkv.weight": 3}, "heads": {"*.qkv.weight": HEADS}}  # q and k by heads, v whole
 groups = prokl.param_groups(model, lr=0.02, adamw_lr=3e-3, **pieces)
@@ -119,7 +134,7 @@ for step in range(first, options.steps + 1):
     if step % 10 == 0 or step == options.steps:
         dist.all_reduce(loss.detach(), op=dist.ReduceOp.SUM)
         if rank == 0:
-            print(f"step {step}: loss {loss.item() / ranks:.4f}, norm {norm.item():.3f}", flush=True)
+            print(f"step {step}: loss {loss.item() / ranks:.4f} nats a byte, norm {norm.item():.3f}", flush=True)
     if step % options.save_every == 0:
         if saving is not None:
             saving.result()

@@ -9,10 +9,8 @@ import math
 import sysconfig
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import prokl
 
@@ -78,8 +76,7 @@ if options.resume:
         part.load_state_dict(saved[name])
     losses = saved["losses"]
 
-bar = tqdm(range(len(losses), options.steps), initial=len(losses), total=options.steps)
-for step in bar:
+for step in range(len(losses), options.steps):
     total = 0.0
     for part in range(options.accumulate):
         tokens, targets = batch(data, step * options.accumulate + part)
@@ -91,13 +88,10 @@ for step in bar:
     scheduler.step()
     optimizer.zero_grad()
     losses.append(total)
-    bar.set_postfix(loss=f"{total:.3f}")
+    if (step + 1) % 10 == 0 or step + 1 == options.steps:
+        last = losses[-10:]
+        print(f"step {step + 1}: loss {sum(last) / len(last):.3f} nats a byte, mean of {len(last)} steps", flush=True)
     if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
         state = {name: part.state_dict() for name, part in parts.items()}
         torch.save({**state, "losses": losses}, options.folder / f"{step + 1}.pt")
-
-plt.plot(losses)
-plt.xlabel("step")
-plt.ylabel("training loss (nats a byte)")
-plt.savefig(options.folder / "loss.png", dpi=120)
-print(f"loss {sum(losses[-10:]) / len(losses[-10:]):.4f} over the last 10 steps; checkpoints, plot: {options.folder}")
+print(f"checkpoints with all losses: {options.folder}")

@@ -1,5 +1,6 @@
 """train_hf.py: a small GPT-2 of bytes with Transformers' Trainer; schedule, clipping, accumulation, checkpoints.
 
+pip install ".[integrations]"  # in a clone of prokl: Transformers and Accelerate
 python train_hf.py
 python train_hf.py --resume runs/hf/checkpoint-50  # goes on from there
 """
