@@ -16,6 +16,8 @@ from build_page import LINK, ROOT, repository
 
 ROLE = re.compile(r":(?:func|class|mod|meth|data):(?=<code>)")
 """A role of Sphinx in docstrings, which Markdown does not know."""
+UNBROKEN = re.compile(r"\s(?=±)|(?<=±)\s")
+"""The place where a figure and its error would come apart."""
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
 
 
@@ -28,12 +30,18 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
-    """Point links to files outside of docs/ at the repository; without an address leave their text."""
+    """Name linked pages by their titles, and point links to files outside of docs/ at the repository.
+
+    Without an address these leave their text.
+    """
     address = repository((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
     def elsewhere(link: re.Match[str]) -> str:
         image, text, target = link.groups()
         path, _, anchor = target.partition("#")
+        if text == path:  # groups.md, as the forge shows it
+            title = (Path(config.docs_dir) / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            return f"[{title}]({target})"
         if not path.startswith("../"):
             return link[0]
         inside = posixpath.normpath(posixpath.join("docs", path))
@@ -45,5 +53,5 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Take Sphinx's roles and double colons out of what came from docstrings."""
-    return ROLE.sub("", html).replace("::</p>", ":</p>")
+    """Take Sphinx's roles and double colons out of what came from docstrings, and keep errors beside their figures."""
+    return UNBROKEN.sub("\N{NO-BREAK SPACE}", ROLE.sub("", html).replace("::</p>", ":</p>"))
