@@ -64,6 +64,7 @@ class Entry:
     make: Callable[..., torch.optim.Optimizer]  # builds the optimizer of matrix weights, with its own settings by name
     # of ``make`` that have a field of :class:`Hyper`, apart from rates, and from a rank in a group
     settings: tuple[str, ...] = ()
+    momentum: float | None = None  # in place of the class's own
 
 
 OPTIMIZERS = {
@@ -71,6 +72,8 @@ OPTIMIZERS = {
     "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),
     # swept 1e-2 to 4e-2
     "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),
+    # swept 2e-2 to 6e-2
+    "muon-0.9": Entry("Muon, momentum 0.9", "tab:orange", 3e-2, torch.optim.Muon, momentum=0.9),
     # swept 2e-3 to 1.5e-2
     "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),
     # swept 1e-2 to 6e-2
@@ -142,6 +145,7 @@ def build(model: nn.Module, h: Hyper, state_dtype: torch.dtype | None) -> list[t
     if h.method == "adamw":
         return [_adamw(split(model, replace(h, adamw_lr=h.lr, adamw_weight_decay=h.weight_decay)))]
     entry, groups = OPTIMIZERS[h.method], split(model, h)
+    h = replace(h, momentum=h.momentum or entry.momentum)
     settings = {name: getattr(h, name) for name in (*entry.settings, "momentum") if getattr(h, name) is not None}
     if h.method in OWN:  # which have AdamW inside
         if h.preset == "paper":

@@ -2,25 +2,28 @@
 
 All start from the same weights, see the same batches, and take turns step by step, so that their timings share
 whatever else the machine does. It is the smallest of :mod:`bench.study`, with fixed learning rates in place of
-searches. The run ends with a table and writes into ``--out``: ``runs.csv``, ``curves.csv`` and ``loss.png``, and below
-``checkpoints``, until it ends, what the same command goes on from.
+searches. The run ends with three sentences and writes into ``--out``: ``runs.csv``, ``curves.csv`` and ``loss.png``,
+and below ``checkpoints``, until it ends, what the same command goes on from.
 """
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Literal
 
+import numpy as np
 import torch
 
 from bench import command, rows
 from bench.command import UsageError
-from bench.optimizers import OPTIMIZERS, PRO, RANKED, Hyper
-from bench.study import figures, runs, tables
+from bench.optimizers import OPTIMIZERS, PRO, RANKED, Hyper, label
+from bench.study import figures, runs
 from bench.study.scales import DEMO, open_data
 from bench.training.loop import train
-from bench.training.run import Run
+from bench.training.run import Record, Run
 
 KEY = ("model", "optimizer", "rank", "seed")
 Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
@@ -30,65 +33,109 @@ Method = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 class Options:
     """Train a small byte-level GPT with several optimizers on the same batches and weights.
 
-    Ctrl-C keeps what was done; the same command goes on bit for bit.
+    Ctrl-C keeps what was done; the same command goes on, bit for bit on as many threads.
     """
 
-    seeds: tuple[int, ...] = (0,)  # One run for each
+    seed: int = 0  # Of weights and batches
     data: Path | None = None  # Text or token shards; if not given, Python's standard library, as bytes
     out: Path = Path("runs/pretrain")  # Results folder
     steps: int = DEMO.steps  # Steps of every run
-    optimizers: tuple[Method, ...] = ("adamw", "muon", "kl-shampoo", PRO)
+    optimizers: tuple[Method, ...] = ("adamw", "muon-0.9", "kl-shampoo", PRO)
     """Side by side."""
     lr: dict[Method, float] = field(default_factory=dict)
-    """Learning rates by optimizer in place of their own, as in muon 0.02"""
-    adamw_lr: float = OPTIMIZERS["adamw"].lr  # Rate of AdamW, and of embedding, head and norms under every optimizer
-    rank: int = DEMO.largest  # Rank of the tracked subspace
-    threads: int = command.cores()  # CPU threads
+    """Learning rates by optimizer in place of their own, as in muon 0.02; embedding, head and norms have adamw's"""
+    threads: int | None = None  # CPU threads; if not given, as many as are quickest now
 
     def __post_init__(self) -> None:
-        command.at_least(0, seeds=self.seeds)
-        command.at_least(1, steps=self.steps, rank=self.rank, threads=self.threads)
-        command.positive(adamw_lr=self.adamw_lr, lr=[*self.lr.values()])
-        command.some(seeds=self.seeds, optimizers=self.optimizers)
-        for name in self.lr.keys() - set(self.optimizers):
+        command.at_least(0, seed=self.seed)
+        command.at_least(1, steps=self.steps, threads=self.threads)
+        command.positive(lr=[*self.lr.values()])
+        command.some(optimizers=self.optimizers)
+        for name in self.lr.keys() - {*self.optimizers, "adamw"}:
             raise UsageError(f"--lr {name} but {name} does not run; add it to --optimizers")
 
     @property
-    def selected(self) -> dict[str, Hyper]:
-        """The settings of the methods that train, by method."""
-        lrs = {name: OPTIMIZERS[name].lr for name in self.optimizers} | {"adamw": self.adamw_lr} | self.lr
-        ranks = {name: self.rank for name in RANKED}
-        return {name: Hyper(name, lrs[name], self.adamw_lr, rank=ranks.get(name)) for name in self.optimizers}
+    def selected(self) -> list[Hyper]:
+        """The settings of the methods that train."""
+        lrs = {name: entry.lr for name, entry in OPTIMIZERS.items()} | self.lr
+        ranks = dict.fromkeys(RANKED, DEMO.largest)
+        return [Hyper(name, lrs[name], lrs["adamw"], rank=ranks.get(name)) for name in self.optimizers]
+
+
+def choose_threads(side_by_side: Sequence[Run], threads: int | None) -> float:
+    """Set torch's CPU threads, as many as are quickest now if not given; return the seconds that training will take.
+
+    Beside other work the quickest can be fewer than there are cores. This trains what it is given.
+    """
+    scale, best, count = side_by_side[0].scale, (math.inf, 0), threads or 1
+    batch = side_by_side[0].source.training_batch(0, 0, scale.batch, scale.config.context)
+    while count <= (threads or command.cores()):
+        torch.set_num_threads(count)
+        for _ in range(2):  # the first step initialises
+            start = perf_counter()
+            for run in side_by_side:
+                run.step(1.0, *batch)
+            seconds = perf_counter() - start
+        if seconds > best[0]:
+            break
+        best, count = (seconds, count), 2 * count
+    torch.set_num_threads(best[1])
+    start = perf_counter()
+    side_by_side[0].evaluate()
+    evaluations = (scale.evaluations + 1) * len(side_by_side)
+    return scale.steps * best[0] + evaluations * (perf_counter() - start)
 
 
 def run(o: Options) -> str:
-    """Train every seed and write the results; return the table."""
-    torch.set_num_threads(o.threads)
-    scale, selected = replace(DEMO, steps=o.steps), o.selected
-    source, here = open_data(scale, o.data), rows.environment(torch.device("cpu"))
-    made_of = runs.of_scale(scale, source.vocabulary, "cpu")
+    """Train and write the results; return what came out."""
+    scale, hypers = replace(DEMO, steps=o.steps), o.selected
+    source, cores = open_data(scale, o.data), command.cores()
+    path = runs.checkpoint(o.out / "checkpoints", f"seed-{o.seed}", scale, hypers, o.seed, source, "cpu")
     tokens = sum(map(len, source.train))
     print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}", flush=True)
+    print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.", flush=True)
+    side_by_side, trial = ([Run(scale, h, o.seed, source) for h in hypers] for _ in range(2))
+    minutes = math.ceil(choose_threads(trial, o.threads) / 60)
+    threads = torch.get_num_threads()
+    shared = "" if o.threads or threads == cores else ": more are slower now, as where other work shares them"
+    print(f"This takes about {minutes} minutes on {threads} of {cores} cores{shared}.", flush=True)
+    print("Ctrl-C is safe: the same command goes on.", flush=True)
+    train(side_by_side, path, shown=True)
+    made_of, here = runs.of_scale(scale, source.vocabulary, "cpu"), rows.environment(torch.device("cpu"))
     own: list[rows.Row] = []
     along: list[rows.Row] = []
-    ended: list[Path] = []
-    for seed in o.seeds:
-        side_by_side = [Run(scale, h, seed, source) for h in selected.values()]
-        folder, hypers = o.out / "checkpoints", [*selected.values()]
-        ended.append(runs.checkpoint(folder, f"seed-{seed}", scale, hypers, seed, source, "cpu"))
-        train(side_by_side, ended[-1], shown=True)
-        for (name, h), record in zip(selected.items(), (each.record for each in side_by_side), strict=True):
-            key = dict(zip(KEY, (scale.name, name, h.rank, seed), strict=True))
-            settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}
-            own.append(key | settings | made_of | runs.figures(record) | source.row | here)
-            along += [key | point for point in runs.curve(record)]
+    for h, its in zip(hypers, side_by_side, strict=True):
+        key = dict(zip(KEY, (scale.name, h.method, h.rank, o.seed), strict=True))
+        settings = {setting: getattr(h, setting) for setting in runs.SETTINGS}
+        own.append(key | settings | made_of | runs.figures(its.record) | source.row | here)
+        along += [key | point for point in runs.curve(its.record)]
     rows.write(o.out / "runs.csv", own)
     rows.write(o.out / "curves.csv", along)
-    for path in ended:
-        path.unlink()
-    found, curves = (rows.frame(o.out / f"{name}.csv") for name in ("runs", "curves"))
-    figures.loss(o.out / "loss.png", curves)
-    return tables.table_of(found, curves)
+    path.unlink()
+    figures.loss(o.out / "loss.png", rows.frame(o.out / "curves.csv"))
+    return verdict({label(h.method, h.rank): its.record for h, its in zip(hypers, side_by_side, strict=True)})
+
+
+def verdict(records: Mapping[str, Record]) -> str:
+    """Say in three sentences what is lowest after all steps and after as many seconds, and at what state."""
+    ended = {name: its for name, its in records.items() if its.diverged_at is None}
+    said = [f"{name} diverged at step {its.diverged_at}." for name, its in records.items() if name not in ended]
+    if not ended:
+        return "\n".join(said)
+    steps, seconds = min((len(its.losses), its.seconds(len(its.losses))) for its in ended.values())
+
+    def then(its: Record) -> float:
+        at, losses = zip(*((its.seconds(step), loss) for step, loss in its.validation), strict=True)
+        return float(np.interp(seconds, at, losses))
+
+    def in_order(figure: Callable[[Record], float], digits: int) -> str:
+        found = sorted((figure(its), name) for name, its in ended.items())
+        return "; ".join(f"{name}: {value:.{digits}f}" for value, name in found)
+
+    said += [f"After {steps} steps the validation losses are, lowest first, {in_order(lambda it: it.final_loss, 3)}."]
+    said += [f"After {seconds:.0f} s, in which the quickest makes all steps, they are {in_order(then, 3)}."]
+    said += [f"States take, in MB, {in_order(lambda it: it.state_bytes / 1e6, 1)}."]
+    return "\n".join(said)
 
 
 @command.command
@@ -98,10 +145,9 @@ def main(argv: Sequence[str]) -> int:
     command.make_folder(options.out)
     threads = torch.get_num_threads()
     try:
-        print(f"\n{run(options)}", flush=True)
+        print(f"\n{run(options)}\nPicture: {options.out / 'loss.png'}", flush=True)
     finally:
         torch.set_num_threads(threads)
-    print(f"Picture: {options.out / 'loss.png'}\nResults: {options.out}", flush=True)
     return 0
 
 

@@ -122,6 +122,20 @@ def test_integrations_run_with_packages_of_their_own(script, tmp_path):
     assert "-e .[dev,bench]\n" in (tmp_path / "log").read_text()
 
 
+def test_pretrain_installs_what_it_needs_in_sight_or_takes_what_is_there(script, tmp_path):
+    def installed():
+        return [line.partition("-e ")[2] for line in (tmp_path / "log").read_text().splitlines() if " install " in line]
+
+    for expected in ([".[pretrain]"], []):  # the second time it is there
+        status, commands, error = script("pretrain", "--steps", "3")
+        assert (status, commands, installed()) == (0, ["-m bench.pretrain --steps 3"], expected)
+        assert ("Installing" in error) is bool(expected)
+    (tmp_path / "clone" / ".venv" / "installed-pretrain").unlink()
+    assert script("test")[0] == 0 and installed() == [".[dev,bench]"]
+    assert " -q" not in (tmp_path / "log").read_text()  # which would hide pip's progress
+    assert script("pretrain")[0] == 0 and installed() == []  # the tools of tests have all of it
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -40,8 +40,11 @@ class Options:
 def checkpoint(
     folder: Path, name: str, scale: Scale, hypers: Sequence[Hyper], seed: int, source: Source, device: str
 ) -> Path:
-    """Return the file of the checkpoint of runs side by side, another one for all that decides their losses."""
-    of = {"seed": seed, "data": source.sha256, "device": torch.device(device).type, "threads": torch.get_num_threads()}
+    """Return the file of the checkpoint of runs side by side, another one for all that decides their losses.
+
+    Threads alone do not: they change the order of sums, and so losses by rounding.
+    """
+    of = {"seed": seed, "data": source.sha256, "device": torch.device(device).type}
     of |= {"torch": str(torch.__version__), "prokl": prokl.__version__}
     text = json.dumps([asdict(scale), [asdict(hyper) for hyper in hypers], of], sort_keys=True)
     digest, name = hashlib.sha256(text.encode()).hexdigest()[:16], re.sub(r"\W+", "-", name)
