@@ -16,6 +16,8 @@ from build_page import LINK, ROOT, repository
 
 ROLE = re.compile(r":(?:func|class|mod|meth|data):(?=<code>)")
 """A role of Sphinx in docstrings, which Markdown does not know."""
+PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
+"""A page of the documents that a docstring names."""
 UNBROKEN = re.compile(r"\s(?=±)|(?<=±)\s")
 """The place where a figure and its error would come apart."""
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
@@ -40,8 +42,7 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
         image, text, target = link.groups()
         path, _, anchor = target.partition("#")
         if text == path:  # groups.md, as the forge shows it
-            title = (Path(config.docs_dir) / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            return f"[{title}]({target})"
+            return f"[{title(config, path)}]({target})"
         if not path.startswith("../"):
             return link[0]
         inside = posixpath.normpath(posixpath.join("docs", path))
@@ -52,6 +53,12 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     return LINK.sub(elsewhere, markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Take Sphinx's roles and double colons out of what came from docstrings, and keep errors beside their figures."""
+def title(config: Any, path: str) -> str:
+    """Return the title of a page."""
+    return (Path(config.docs_dir) / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
+def on_page_content(html: str, config: Any, **_: Any) -> str:
+    """Take Sphinx's roles and double colons out of docstrings, link pages there, and keep errors by their figures."""
+    html = PAGE.sub(lambda at: f'<a href="../{at[1]}/">{title(config, f"{at[1]}.md")}</a>', html)
     return UNBROKEN.sub("\N{NO-BREAK SPACE}", ROLE.sub("", html).replace("::</p>", ":</p>"))

@@ -63,7 +63,9 @@ def test_the_site_names_pages_by_title_and_keeps_errors_by_figures():
     source = "[groups.md](groups.md#top), [a table](results.md), ![Loss](../bench/loss.png), [rows](../bench/a.csv)"
     shown = "[What to give it](groups.md#top), [a table](results.md), ![Loss](bench/loss.png), rows"
     assert build_site.on_page_markdown(source, config) == shown
-    assert build_site.on_page_content("<td>0.014 ± 0.004 / 0.02 ±\n0.1</td>") == (
+    rendered = "<p>docs/groups.md says :func:<code>f</code></p><td>0.014 ± 0.004 / 0.02 ±\n0.1</td>"
+    assert build_site.on_page_content(rendered, config) == (
+        '<p><a href="../groups/">What to give it</a> says <code>f</code></p>'
         "<td>0.014\xa0±\xa00.004 / 0.02\xa0±\xa00.1</td>"
     )
 
