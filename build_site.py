@@ -18,8 +18,8 @@ ROLE = re.compile(r":(?:func|class|mod|meth|data):(?=<code>)")
 """A role of Sphinx in docstrings, which Markdown does not know."""
 PAGE = re.compile(r"\bdocs/([\w-]+)\.md\b")
 """A page of the documents that a docstring names."""
-UNBROKEN = re.compile(r"\s(?=±)|(?<=±)\s")
-"""The place where a figure and its error would come apart."""
+UNBROKEN = re.compile(r"\s(?=±|/\s)|(?<=±)\s")
+"""The place where a figure would come apart from its error, or a slash from what is before it."""
 PICTURE = re.compile(r"!\[[^]]*\]\(\.\./([^)]+\.png)\)")
 
 

@@ -66,7 +66,7 @@ def test_the_site_names_pages_by_title_and_keeps_errors_by_figures():
     rendered = "<p>docs/groups.md says :func:<code>f</code></p><td>0.014 ± 0.004 / 0.02 ±\n0.1</td>"
     assert build_site.on_page_content(rendered, config) == (
         '<p><a href="../groups/">What to give it</a> says <code>f</code></p>'
-        "<td>0.014\xa0±\xa00.004 / 0.02\xa0±\xa00.1</td>"
+        "<td>0.014\xa0±\xa00.004\xa0/ 0.02\xa0±\xa00.1</td>"
     )
 
 
