@@ -72,7 +72,7 @@ OPTIMIZERS = {
     "adamw": Entry("AdamW", "tab:gray", 2e-3, torch.optim.AdamW),
     # swept 1e-2 to 4e-2
     "muon": Entry("Muon", "tab:orange", 3e-2, torch.optim.Muon),
-    # swept 2e-2 to 6e-2
+    # swept 2e-2 to 4.5e-2
     "muon-0.9": Entry("Muon, momentum 0.9", "tab:orange", 3e-2, torch.optim.Muon, momentum=0.9),
     # swept 2e-3 to 1.5e-2
     "kl-shampoo": Entry("KL-Shampoo", "tab:blue", 1e-2, prokl.KLShampoo, ("beta2",)),

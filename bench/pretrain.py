@@ -69,21 +69,24 @@ def choose_threads(side_by_side: Sequence[Run], threads: int | None) -> float:
     """
     scale, best, count = side_by_side[0].scale, (math.inf, 0), threads or 1
     batch = side_by_side[0].source.training_batch(0, 0, scale.batch, scale.config.context)
-    while count <= (threads or command.cores()):
+
+    def seconds(work: Callable[[], object]) -> float:
+        start = perf_counter()
+        work()
+        return perf_counter() - start
+
+    def step() -> None:
+        for run in side_by_side:
+            run.step(1.0, *batch)
+
+    torch.set_num_threads(count)
+    step()  # which starts the states
+    while count <= (threads or command.cores()) and best[1] in (0, count // 2):  # as long as more were quicker
         torch.set_num_threads(count)
-        for _ in range(2):  # the first step initialises
-            start = perf_counter()
-            for run in side_by_side:
-                run.step(1.0, *batch)
-            seconds = perf_counter() - start
-        if seconds > best[0]:
-            break
-        best, count = (seconds, count), 2 * count
+        best, count = min(best, (seconds(step), count)), 2 * count
     torch.set_num_threads(best[1])
-    start = perf_counter()
-    side_by_side[0].evaluate()
     evaluations = (scale.evaluations + 1) * len(side_by_side)
-    return scale.steps * best[0] + evaluations * (perf_counter() - start)
+    return scale.steps * best[0] + evaluations * seconds(side_by_side[0].evaluate)
 
 
 def run(o: Options) -> str:
@@ -94,6 +97,7 @@ def run(o: Options) -> str:
     tokens = sum(map(len, source.train))
     print(f"Trains on {source.name}, {tokens:,} tokens; results go to {o.out}", flush=True)
     print("The rates of AdamW, Muon, KL-Shampoo and Pro-KLShampoo were chosen on the default run.", flush=True)
+    print("A few steps tell how long it takes ...", flush=True)
     side_by_side, trial = ([Run(scale, h, o.seed, source) for h in hypers] for _ in range(2))
     minutes = math.ceil(choose_threads(trial, o.threads) / 60)
     threads = torch.get_num_threads()

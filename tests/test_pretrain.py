@@ -60,7 +60,7 @@ def curves(folder):
 
 @pytest.mark.slow
 def test_every_result_is_written(trained):
-    first, chosen, minutes, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
+    first, chosen, _, minutes, safe, _, *sentences, picture = (trained / "printed").read_text().splitlines()
     assert first.startswith("Trains on file text.txt, ") and first.endswith(f"; results go to {trained}")
     assert "were chosen on the default run" in chosen and "Ctrl-C is safe" in safe
     assert re.fullmatch(r"This takes about \d+ minutes on 1 of \d+ cores.", minutes)
@@ -118,7 +118,7 @@ def test_one_that_diverges_is_recorded_and_sinks_nobody(trained, job, tmp_path, 
     assert job("--lr", "muon-0.9", 1e30) == 0
     step = int(frame(tmp_path / "out" / "runs.csv").set_index("optimizer").loc["muon-0.9", "diverged_at"])
     assert 1 < step < 5
-    said = capsys.readouterr().out.splitlines()[5:]
+    said = capsys.readouterr().out.splitlines()[6:]
     assert said[0] == f"Muon, momentum 0.9 diverged at step {step}." and not any("Muon" in line for line in said[1:])
     here, there = (
         its[its["optimizer"] != "muon-0.9"].reset_index(drop=True) for its in map(curves, (tmp_path / "out", trained))
