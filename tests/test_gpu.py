@@ -175,7 +175,7 @@ def test_a_second_stream_changes_no_bit(graphs, monkeypatch):
     ends = []
     for apart in (False, True):
         if not apart:
-            monkeypatch.setattr(TritonAlgebra, "beside", Algebra.beside)
+            monkeypatch.setattr(TritonAlgebra, "second_stream", Algebra.second_stream)
         else:
             monkeypatch.undo()
         own = {"rank": 128, "precondition_frequency": PERIOD, "cuda_graphs": graphs, "backend": "triton"}

@@ -51,10 +51,10 @@ class Algebra:
     def __init__(self, host_readable: bool) -> None:
         self.host_readable = host_readable
 
-    def beside(self, t: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which work is launched that does not wait for what is launched from now on.
+    def second_stream(self, t: Tensor) -> AbstractContextManager[None]:
+        """Return a context: work launched inside it does not wait for work launched after this call.
 
-        At its end the rest waits for it. What it reads must be kept until then.
+        What is launched after the context waits for both. What it reads must be kept until its end.
 
         Args:
             t: on the device of all that it reads.
@@ -174,12 +174,12 @@ class Algebra:
         """
         (g, a, b), c = h.gradient_weights, admitted.scale
         of_G: Scale = a + b * g if c is None else (a + b * g) * c
-        G_par, half = (
+        G_par, G_par_white = (
             torch.add(x * per_matrix(of_G), y, alpha=b * h.momentum) for x, y in ((of.G, of.M), (of.A, of.B))
         )
         Z, c_L = of.G * admitted.c_L[:, :, None], admitted.c_L[:, :, None]
-        half, onto = half.mul_(admitted.used.S[:, None, :]), of.A * admitted.c_S[:, None, :]
-        return self.operand(G_par), half, onto, Z, self.operand(Z * c_L)
+        G_par_white, A_white = G_par_white.mul_(admitted.used.S[:, None, :]), of.A * admitted.c_S[:, None, :]
+        return self.operand(G_par), G_par_white, A_white, Z, self.operand(Z * c_L)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None
@@ -301,11 +301,12 @@ class Algebra:
     def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Do (5) of a factor that is kept in its own basis: qr(F_w Q_F) = Q_F qr(F), as F_w Q_F = Q_F F.
 
-        From F, graded as it is, the QR leaves idle rows alone. A step of
-        Newton-Schulz's iteration gives back the orthonormality that Q_F loses in many products.
+        Where F has rows of zeros, the QR leaves them as they are. A step of Newton-Schulz's iteration gives back the
+        orthonormality that Q_F loses in many products.
 
         Args:
-            F: the factor in the basis, Q_F^T F_w Q_F (B,k,k). Q_F: orthonormal columns (B,k,k).
+            F: the factor in the basis, Q_F^T F_w Q_F (B,k,k), with F_w in the weight's coordinates.
+            Q_F: orthonormal columns (B,k,k).
 
         Returns:
             Q = qr(F), by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.

@@ -1,4 +1,4 @@
-"""Pro-KLShampoo and its variants for all weights of one oriented shape; reference.py beside it is the paper's text.
+"""Pro-KLShampoo and its variants for all weights of one oriented shape; reference.py beside it has the paper's.
 
 (1) to (5) are the parts of Algorithm 2 as docs/algorithm.md numbers them. Momentum and L are kept in the eigenbasis of
 L, M_Q = Q_L^T M and L_Q = Q_L^T L Q_L, and the gradient is turned into it once: then L^-1/2 scales rows, the energies
@@ -27,31 +27,32 @@ def step(
 ) -> tuple[Direction, State, Tensor | None]:
     """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
     U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))
-    (m, n), r, ema = G.shape[-2:], U.shape[-1], 1 - h.beta2
-    U_, Q = ops.operands(U, Q_L)
+    (m, n), r, one_minus_beta2 = G.shape[-2:], U.shape[-1], 1 - h.beta2
+    U_, Q = ops.operands(U, Q_L)  # as ops.product takes them
 
-    # The gradient in the eigenbasis, on the subspace and beside it, and what it may do: c, and the new eigenvalues.
+    # G' = Q_L^T G, G~' = G' U, G_perp' = G' - G~' U^T; then c, and the EMAs of lambda_L, lambda_S and mu_perp of (3).
     G = ops.product(Q.mT, G)
     projected = ops.projections(G, M, U_, Q_S)
     G_perp, e_res = ops.residual(G, projected.factor, U_)
     admitted = ops.admit(projected.A, projected.G, e_res, state, h, n)
-    G_par, half, onto, Z, Y = ops.weighed(projected, admitted, h)
+    G_par, G_par_white, A_white, Z, Y = ops.weighed(projected, admitted, h)
 
-    aside = ops.beside(G)  # (3) and (4) need nothing of (1) and (2)
+    second = ops.second_stream(G)  # of (3) and (4), which read nothing that (1) and (2) write
 
-    # (1) M <- mu M + g c G; G^ = a c G + b M, on the subspace and, whitened, beside it.
+    # (1) M <- mu M + g c G; G^ = a c G + b M; X = a_L G^_perp, where G^_perp = G^ - G^_par U^T.
     M, X, scale = ops.momentum(G, M, G_par, U_, admitted, h, active)
 
-    # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
+    # (2) Delta_res = c_a NS(L^-1/2 G^perp), Delta_sub = alpha_kl L^-1/2 G^par S^-1/2 U^T, turned back by Q_L.
     size, used, bounded = h.direction_scale(n), admitted.used, admitted.bounded
     usual = evidence.MOMENTUM_CLIP_FACTOR * h.gain
     left, right, clipped = None, None, None if bounded is None else state["clipped"]
     if X is not None and h.variant in POLAR_VARIANTS:
         turn = ops.rounded(Q) if X.dtype == torch.bfloat16 else Q_L
         X = newton_schulz(X, scale, h.polynomials, ops, turn=turn)
-        c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)
+        c_a = aspect_scale if h.adjust_lr_fn == "original" else torch.full_like(aspect_scale, size)  # 0.2 sqrt(n)
         scale = c_a if scale is None else scale * c_a
-    elif X is not None and scale is not None:  # Smok-Hop's mu_perp^-1/2 X, bounded; scale is 1 / ||X||, or 0
+    elif X is not None and scale is not None:
+        # Smok-Hop: Delta_res = mu_perp^-1/2 X, its norm at most usual sqrt(m (n - r)); scale is 1 / ||X||, or 0.
         most = usual * (m * (n - r)) ** 0.5 * scale / used.mu
         limit = (scale > 0).to(most.dtype) if bounded is None else most.clamp(max=1.0)
         bounded = None if bounded is None else bounded | ((most > 0) & (most < 1))
@@ -61,20 +62,21 @@ def step(
         weight = size * h.subspace_weight(m, n, r)
         largest = usual * weight * (m * r) ** 0.5
         left, clipped = ops.bounded_product(
-            Q, half, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
+            Q, G_par_white, Q_S.mT, rows=used.L, alpha=weight, largest=largest, bounded=bounded, clipped=clipped,
             dtype=right.dtype,
         )  # fmt: skip
     elif bounded is not None and clipped is not None:
         clipped = clipped + bounded
 
-    with aside:
-        # (3) The EMAs of both factors by c G, each side whitened by the other's new eigenvalues.
-        L = ops.symmetric_product(onto, C=state["L_Q"], beta=h.beta2, alpha=ema / n)
+    with second:
+        # (3) The EMAs of L and S by c G, each whitened by the other's new eigenvalues; K = S_+ + beta2 (S_+ - S).
+        L = ops.symmetric_product(A_white, C=state["L_Q"], beta=h.beta2, alpha=one_minus_beta2 / n)
         L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
-        S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=ema / m, ahead=h.beta2)
+        S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=one_minus_beta2 / m, ahead=h.beta2)
 
-        # (4) U_+ = qr(beta2 U S + (1 - beta2)/m G^T L^-1 G U) with the new S and a_L; S and Q_S turn along.
-        U_new = ops.track(G_perp, Y, K, U, ema / m)
+        # (4) U_+ = qr(V), V = beta2 U S + (1 - beta2)/m G^T L^-1 G U with the new S and a_L, that is
+        # U K + (1 - beta2)/m G_perp^T Y, K = U^T V. S and Q_S turn along.
+        U_new = ops.track(G_perp, Y, K, U, one_minus_beta2 / m)
         T = ops.product(U.mT, U_new)
         S, Q_S = ops.product(T.mT, ops.product(S, T)), ops.product(T.mT, Q_S)
 
@@ -85,12 +87,12 @@ def step(
 
 
 def refresh(ops: Algebra, state: State) -> State:
-    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. Q_S is no orthogonal basis before."""
-    aside = ops.beside(state["S"])
+    """Do (5): Q_L <- qr(L Q_L), Q_S <- qr(S Q_S); M and L turn with Q_L. T has left Q_S not orthogonal before."""
+    second = ops.second_stream(state["S"])
     Q, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
     by, M = ops.operands(Q, state["M_Q"].to(Q.dtype))
     M = ops.product(by.mT, M)
-    with aside:
+    with second:
         Q_S = ops.coordinates_qr(state["S"], state["Q_S"])
     return {"Q_L": Q_L, "L_Q": L, "M_Q": M, "Q_S": Q_S}
 

@@ -65,7 +65,8 @@ class Admitted(NamedTuple):
     bounded: Tensor | None
     """(B,) bool: whether the gradient, or a direction of a factor, was bounded; None without a bound."""
     evident: Tensor | None
-    """(B,) bool: whether the gradient is evidence; where False, all but ALWAYS_MOVE stays. None for True."""
+    """(B,) bool: where False, all but ALWAYS_MOVE of the state stays, as the gradient's size is not finite or a new
+    inverse root leaves what the state holds. None for True."""
 
 
 @dataclass(frozen=True)

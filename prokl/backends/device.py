@@ -60,8 +60,8 @@ def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -
     return here.to(device, non_blocking=True)
 
 
-class Beside(AbstractContextManager[None]):
-    """A context of a stream beside the current one: it waits for what that one has been given when this is made.
+class SecondStream(AbstractContextManager[None]):
+    """A context of a stream beside the current one, which waits for what that one has been given when this is made.
 
     At its end the current stream waits for it, so that a CUDA graph holds both as branches. Memory that either stream
     allocates inside is its own to use again.

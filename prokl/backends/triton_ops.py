@@ -20,7 +20,7 @@ from prokl.algorithm.settings import COMPLEMENT_VARIANTS, POLAR_VARIANTS, Hyper,
 from prokl.algorithm.shapes import ceiling
 from prokl.algorithm.types import Admitted, Direction, Factor, Projected, Roots, Scale, State
 from prokl.backends import cuda_qr
-from prokl.backends.device import Beside
+from prokl.backends.device import SecondStream
 from prokl.backends.io import Gathered, Layout, Member, Rates, Slot
 from prokl.backends.pointers import PointerTable, RateTable
 from prokl.backends.rounding import Rounding
@@ -64,9 +64,9 @@ class TritonAlgebra(Algebra):
         super().__init__(host_readable)
         self.use_cuda_qr = use_cuda_qr
 
-    def beside(self, t: Tensor) -> AbstractContextManager[None]:
-        """Return a context of a second stream, where the extension factors: few blocks, each for a long time."""
-        return Beside(t.device) if t.is_cuda and self.use_cuda_qr else nullcontext()
+    def second_stream(self, t: Tensor) -> AbstractContextManager[None]:
+        """Return a context of another stream where the extension factors: few blocks, each for a long time."""
+        return SecondStream(t.device) if t.is_cuda and self.use_cuda_qr else nullcontext()
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0
@@ -93,7 +93,7 @@ class TritonAlgebra(Algebra):
         return product_with_energies(G_tilde, U.mT, C=G, alpha=-1.0, pair=self.pairs)
 
     def weighed(self, of: Projected, admitted: Admitted, h: ProHyper) -> tuple[Factor, Tensor, Tensor, Tensor, Factor]:
-        """Return G^par, G^par Q_S diag(a_S), onto, Z and Y in one launch, factors split as they are stored."""
+        """Return G^par, G^par Q_S diag(a_S), A diag(c_S), Z and Y in one launch, factors split as they are stored."""
         (g, a, b), rows, columns, used = h.gradient_weights, admitted.c_L, admitted.c_S, admitted.used.S
         weights = a + b * g, b * h.momentum
         scale, pair = admitted.scale, self.pairs

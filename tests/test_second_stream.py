@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
-from prokl.backends.device import Beside
+from prokl.backends.device import SecondStream
 from prokl.backends.triton_ops import TritonAlgebra
 from prokl.kernels import launch
 from tests.inputs import normal, weight
@@ -41,7 +41,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def beside(self, t):
-        """A stand-in for TritonAlgebra.beside, made where the streams part."""
+        """A stand-in for TritonAlgebra.second_stream, made where the streams part."""
         window = next(w for w in self.open if w.key is None)
         window.key, self.stream = t.untyped_storage().data_ptr(), "second"
         yield
@@ -115,7 +115,7 @@ def test_no_memory_is_written_on_one_stream_and_touched_on_both(keep, precision,
         launches = Launches(keep)
         if step:  # after the one that begins; the last one refreshes
             with monkeypatch.context() as patch, launches:
-                patch.setattr(TritonAlgebra, "beside", lambda ops, t, launches=launches: launches.fork(t))
+                patch.setattr(TritonAlgebra, "second_stream", lambda ops, t, launches=launches: launches.fork(t))
                 patch.setattr(launch, "start", launches.launched(launch.start))
                 optimizer.step()
             assert len(launches.windows) == step
@@ -152,9 +152,9 @@ def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    beside = Beside(torch.device("cuda:9"))
+    second = SecondStream(torch.device("cuda:9"))
     said.append("more on first")
-    with beside:
+    with second:
         said.append("work")
     expected = ["first records", "more on first", "second waits for event", "on second", "work", "off second"]
     assert said == [*expected, "first waits for second"]
