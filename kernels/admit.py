@@ -109,9 +109,9 @@ def admit_kernel(
     """Admit one gradient a program: A, Gt (M, R), e_res (PARTS, M), s_L (M,), s_S (R,), rest scalars; any strides.
 
     Results are contiguous and of DTYPE: rows (3, B, M) take what the direction uses, the new roots and c times those
-    damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, tail, lambda_0; flags (2, B) evident, bounded.
-    sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored. TILE_R holds
-    all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
+    damped, columns (3, B, R) likewise; scalars (5, B) c, mu's first two, weight_L, lambda_0; flags (2, B) evident,
+    bounded. sums (2, B, M) is float64 memory to work with. smallest and largest bound the roots that can be stored.
+    TILE_R holds all columns, TILE_M rows of A and TILE_V numbers of them are worked on at a time.
     """
     i_b = tl.program_id(0).to(tl.int64)
     # Scalars come as fp64; tl.full also takes the interpreter's Python floats.

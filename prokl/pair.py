@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def split(cls, t: Tensor) -> Pair:
-        """Split a float32 tensor."""
+        """Split a float32 tensor (...) into bfloat16 parts hi and lo (2,...)."""
         hi = t.to(torch.bfloat16)
         return cls(torch.stack((hi, (t - hi.float()).to(torch.bfloat16))))
 

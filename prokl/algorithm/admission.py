@@ -107,8 +107,8 @@ def averaged(s: Roots, ell: Tensor, rho: Tensor, e_res: Tensor, eps: Tensor, fac
     a_mu = damp(s.mu, eps)[:, None]
     s_L = clipped_ema(s.L, (ell + a_mu**2 * e_res) / n, h.beta2, (ceiling(m) * factor)[:, None])
     s_S = clipped_ema(s.S, rho, h.beta2, (ceiling(n) * factor)[:, None])
-    tail = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
-    return Roots(s_L, s_S, clipped_ema(s.mu, tail, h.beta2, ceiling(n) * factor))
+    energy = (e_res * damp(s_L, eps) ** 2).sum(dim=-1) / (m * (n - r))
+    return Roots(s_L, s_S, clipped_ema(s.mu, energy, h.beta2, ceiling(n) * factor))
 
 
 def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: int) -> Admitted:
@@ -134,7 +134,7 @@ def admit(A: Tensor, G_tilde: Tensor, e_res: Tensor, state: State, h: Hyper, n: 
     a = damped(s, eps)
     if h.clip_threshold is not None:
         evident = decision.evident & in_range(s, n, state["M_Q"].dtype)
-    tail = (1 - h.beta2) / n * (a.mu * c).square()
+    weight_L = (1 - h.beta2) / n * (a.mu * c).square()
     c_L, c_S = (c[:, None] * a.L).to(dtype), (c[:, None] * a.S).to(dtype)
     used, s = (Roots(*(t.to(dtype) for t in roots)) for roots in (used, s))
-    return Admitted(scale, used, s, c_L, c_S, tail.to(dtype), changed, bounded, evident)
+    return Admitted(scale, used, s, c_L, c_S, weight_L.to(dtype), changed, bounded, evident)

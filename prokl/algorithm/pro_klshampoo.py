@@ -71,7 +71,7 @@ def step(
     with second:
         # (3) The EMAs of L and S by c G, each whitened by the other's new eigenvalues; K = S_+ + beta2 (S_+ - S).
         L = ops.symmetric_product(A_white, C=state["L_Q"], beta=h.beta2, alpha=one_minus_beta2 / n)
-        L = ops.symmetric_product(G_perp, C=L, alpha=admitted.tail)
+        L = ops.symmetric_product(G_perp, C=L, alpha=admitted.weight_L)
         S, K = ops.extrapolated(Z.mT, C=state["S"], beta=h.beta2, alpha=one_minus_beta2 / m, ahead=h.beta2)
 
         # (4) U_+ = qr(V), V = beta2 U S + (1 - beta2)/m G^T L^-1 G U with the new S and a_L, that is

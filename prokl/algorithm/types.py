@@ -58,7 +58,7 @@ class Admitted(NamedTuple):
     """c times the new damped inverse roots of L (B,m), for the factors' EMAs and the tracking."""
     c_S: Tensor
     """c times those of S (B,r)."""
-    tail: Tensor
+    weight_L: Tensor
     """(1 - beta2) / n (c a_mu)^2 (B,), the weight of G_perp G_perp^T in L."""
     changed: State
     """The new lambda_0 (B,), where ``init_eigenvalue`` is "auto"; empty without a bound."""

@@ -141,7 +141,7 @@ class BucketIO(Protocol):
         ...
 
     def locate(self, rates: Sequence[Rates]) -> None:
-        """Find gradients and weights, and take lr and weight decay of all members; nothing waits for the device."""
+        """Take down where gradients and weights lie, and this step's rates; nothing waits for the device."""
         ...
 
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:

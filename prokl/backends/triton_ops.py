@@ -115,14 +115,14 @@ class TritonAlgebra(Algebra):
             ceilings=(ceiling(A.shape[1]), ceiling(n)),
             largest=torch.finfo(state["M_Q"].dtype).max,
         )
-        c, used_mu, s_mu, tail, lambda_0 = outputs.scalars.unbind()
+        c, used_mu, s_mu, weight_L, lambda_0 = outputs.scalars.unbind()
         (used_L, s_L, c_L), (used_S, s_S, c_S) = outputs.rows.unbind(), outputs.columns.unbind()
         used, s = Roots(used_L, used_S, used_mu), Roots(s_L, s_S, s_mu)
         if h.clip_threshold is None:
-            return Admitted(None, used, s, c_L, c_S, tail, {}, None, None)
+            return Admitted(None, used, s, c_L, c_S, weight_L, {}, None, None)
         changed = {"lambda_0": lambda_0} if "lambda_0" in state else {}
         evident, bounded = outputs.flags.unbind()
-        return Admitted(c, used, s, c_L, c_S, tail, changed, bounded, evident)
+        return Admitted(c, used, s, c_L, c_S, weight_L, changed, bounded, evident)
 
     def momentum(
         self, G: Tensor, M: Tensor, G_par: Factor, U: Factor, admitted: Admitted, h: ProHyper, active: Tensor | None

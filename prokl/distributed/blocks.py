@@ -57,7 +57,7 @@ def rows(shape: Sequence[int], start: int, stop: int) -> Block:
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Return a part of a range as torch.chunk cuts it; empty beyond the last."""
+    """Return (start, stop) of part ``index``, from 0, of a range as torch.chunk cuts it; empty beyond the last."""
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 

@@ -348,7 +348,7 @@ class Division:
         return {"defaults": outer.defaults, "state": local_state, "param_groups": groups}
 
     def divided(self) -> Iterator[Divided]:
-        """Yield the weights that have owners."""
+        """Yield the weights whose matrices are assigned to ranks."""
         yield from (weight for weight in self.weights.values() if isinstance(weight, Divided))
 
 

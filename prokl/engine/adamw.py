@@ -45,10 +45,13 @@ class AdamWGroups:
         return defaults
 
     def check_new(self, group: Group, others: Collection[str]) -> None:
-        """Raise what PyTorch says of options that do not go together, or not with these weights.
+        """Remove the settings of the matrix method from a new group, and raise torch's error for its options.
 
         Args:
-            group: loses the settings of the matrix method. others: these.
+            group: changed in place. others: the settings of the matrix method.
+
+        Raises:
+            ValueError, RuntimeError: options that do not go together, or not with these weights.
         """
         for key in set(others) - set(self._adamw.defaults) - {"algorithm"}:
             group.pop(key, None)
@@ -124,7 +127,7 @@ def _parts(groups: list[Group], found: dict[Tensor, Tensor]) -> Iterator[tuple[T
 
 
 def begin(p: Tensor, group: Group, state: dict[Tensor, dict[str, Any]]) -> None:
-    """Give a weight that may move what AdamW starts from: an entry that checkpoints have of every weight."""
+    """Give a weight that may move AdamW's state at step 0 if it has none: checkpoints have one of every weight."""
     if not may_move(p) or "exp_avg" in state.get(p, {}):
         return
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group["fused"] else torch.float32
@@ -159,7 +162,7 @@ def check_options(group: Group, index: int) -> None:
 
 
 def bring_home(group: Group, state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Move AdamW's state to where it is needed: it was offloaded, or the weights have moved since."""
+    """Move AdamW's moments to their weight's device, and its step to where AdamW keeps it, in place."""
     for p in group["params"]:
         entry = state.get(p) or {}
         for key in ("step", *MOMENTS, MAXIMUM) if may_move(p) and p.device.type != "meta" else ():
@@ -203,7 +206,7 @@ def check_state(p: Tensor, name: str, group: Group, state: Mapping[str, Any]) ->
 
 
 def check_gradient(p: Tensor, name: str, fused: bool) -> None:
-    """Raise ValueError for a gradient that AdamW cannot take: of another dtype, or one that does not lie as it must."""
+    """Raise ValueError for a gradient of another dtype or, where ``fused``, negated or of other strides."""
     if p.grad is not None and p.grad.dtype != p.dtype:
         raise ValueError(f"{name} is {p.dtype} and its gradient {p.grad.dtype}: AdamW needs p.grad.to(p.dtype).")
     if fused:

@@ -1,6 +1,6 @@
 """One bucket: the stacked state of all weights of one oriented shape, and one step of them.
 
-A step has three phases, which the optimizer visits once each:
+A step has three phases, which the engine visits once each:
 
 * :meth:`Bucket.decide`, on the host: clocks say which matrices begin, step and refresh; the I/O finds gradients and
   weights and writes its tables. Nothing waits for the device.
@@ -265,16 +265,16 @@ class Bucket:
         """
         assert self.backend is not None
         G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
-        steps = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
+        moves = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        steps_on_host = None
+        moves_on_host = None
         if self.backend.host_readable or plan.initialising:
-            steps_on_host, begins = torch.stack([steps, usable]).tolist()
+            moves_on_host, begins = torch.stack([moves, usable]).tolist()
             if rows := [b for b in plan.initialising if begins[b]]:
                 self._initialise(rows, G)
-        moving = tuple(b for b in plan.stepping if steps_on_host is None or steps_on_host[b])
+        moving = tuple(b for b in plan.stepping if moves_on_host is None or moves_on_host[b])
         if moving:
-            self._step(G, moving, steps if steps_on_host is None else None, self.backend)
+            self._step(G, moving, moves if moves_on_host is None else None, self.backend)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
             self._refresh(plan.refreshing, finite, self.backend)
         return moving
@@ -348,10 +348,10 @@ class Bucket:
         for b in rows:
             self.steps[b] = 0
 
-    def _step(self, G: Tensor, moving: tuple[int, ...], steps: Tensor | None, backend: Backend) -> None:
-        """Step the ``moving`` matrices, of which ``steps`` (B,) masks those that the host cannot know of."""
+    def _step(self, G: Tensor, moving: tuple[int, ...], moves: Tensor | None, backend: Backend) -> None:
+        """Step the ``moving`` matrices, of which ``moves`` (B,) masks those that the host cannot know of."""
         state, some = self._arithmetic(), self.rows(moving)
-        active = steps if some is None else some.mask if steps is None else some.mask & steps
+        active = moves if some is None else some.mask if moves is None else some.mask & moves
         direction, new, evident = self.method.step(backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):

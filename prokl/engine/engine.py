@@ -382,7 +382,7 @@ class Engine:
             self.select(group["backend"], weight.p.device, group["precision"], dtype)
 
     def members(self, weight: Weight) -> list[Member]:
-        """Return what of a weight has a state of its own."""
+        """Return the weight as one member, or each piece of ``split`` as one: what has a state of its own."""
         return weight.members(self.first.get(weight.p, 0))
 
     def _rank(self, group: Group, member: Member) -> int:
@@ -399,7 +399,7 @@ class Engine:
         return member.p.grad is not None or max(clock(member, state)) >= 0 or (M is not None and M._is_view())
 
     def begin(self, weight: Weight) -> dict[str, Any]:
-        """Return the state of a weight that has not begun, made where there is none.
+        """Return the state of a weight that has not begun, with zeros and step -1 where it has none.
 
         A checkpoint has an entry for every weight, or it could not be loaded into one that has begun.
         """

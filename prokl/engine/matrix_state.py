@@ -67,7 +67,7 @@ def needed(member: Member, method: Method[Any], group: Group) -> StateLayout:
 
 
 def misfit(entry: dict[str, Any], needed: StateLayout, member: Member, optimizer: str) -> str | None:
-    """Return the first of a loaded state that is not as a piece needs it; None where all fits.
+    """Return why live or loaded state does not fit a piece, as the text of an error; None if it fits.
 
     Other keys are a wrapper's, and stay.
     """

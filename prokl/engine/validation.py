@@ -46,7 +46,7 @@ def check_algorithm_named(group: Group) -> None:
 
 
 def check_keys(group: Group, settings: Collection[str], others: Collection[str]) -> None:
-    """Raise ValueError for a key of a new group that would be ignored unsaid: a constructor's own, or a misspelt one.
+    """Raise ValueError for a key of a new group that would do nothing: a constructor's own, or a misspelt one.
 
     Its arguments are those of :func:`misspelt`.
     """

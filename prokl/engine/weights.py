@@ -34,7 +34,7 @@ def named(group: Group, index: int) -> list[tuple[Tensor, str]]:
     """Return the weights of group ``index``, each with its name, or its place where it has none.
 
     Raises:
-        ValueError: one of the two lists was edited, and not the other.
+        ValueError: ``params`` and ``param_names`` have different lengths.
     """
     weights, names = group["params"], group.get("param_names")
     if names is None:

@@ -244,7 +244,7 @@ class Readings:
         return rows, f"; {of_which}by heads: {words}"
 
     def check_used(self) -> None:
-        """Raise ValueError for a pattern that matched no weight of the matrix method."""
+        """Raise ValueError for a pattern of transposed, split or heads that matched no weight of the matrix method."""
         if self._unused:
             raise ValueError(
                 f"{min(self._unused)} matches no weight that goes to the matrix method; drop it, or name the weights "

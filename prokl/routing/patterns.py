@@ -35,7 +35,7 @@ def quoted(argument: str, patterns: str | Iterable[str], names: Sequence[str]) -
 
 
 def first_match(patterns: Mapping[str, str], owners: Sequence[Owner]) -> str | None:
-    """Return the words that quote the first pattern that matches one of a parameter's names."""
+    """Return the first pattern that matches one of a parameter's names, as messages quote it; None if none does."""
     return next((q for q, pattern in patterns.items() if any(_matches(pattern, o.name) for o in owners)), None)
 
 

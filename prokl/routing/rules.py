@@ -72,12 +72,12 @@ class Owner:
 
     @property
     def convolution(self) -> bool:
-        """Held by a convolution, torch's or one named so."""
+        """Return True if a convolution holds it, by its type or the name of its class."""
         return isinstance(self.module, nn.modules.conv._ConvNd) or CONVOLUTION_CLASS.search(self.kind) is not None
 
     @property
     def raw(self) -> bool:
-        """Not the weight of a layer that says what it is for; only such a parameter's name is asked."""
+        """Return True unless it is the weight of a layer, which says what it is for; else its name is asked."""
         return not (self.linear or (self.convolution and self.attr == "weight"))
 
     @property
