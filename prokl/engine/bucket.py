@@ -265,16 +265,18 @@ class Bucket:
         """
         assert self.backend is not None
         G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
-        moves = finite if self.group["clip_threshold"] is None else usable  # the paper's form moves on without gradient
+        may_step = (
+            finite if self.group["clip_threshold"] is None else usable
+        )  # the paper's form moves on without gradient
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
-        moves_on_host = None
+        may_step_on_host = None
         if self.backend.host_readable or plan.initialising:
-            moves_on_host, begins = torch.stack([moves, usable]).tolist()
+            may_step_on_host, begins = torch.stack([may_step, usable]).tolist()
             if rows := [b for b in plan.initialising if begins[b]]:
                 self._initialise(rows, G)
-        moving = tuple(b for b in plan.stepping if moves_on_host is None or moves_on_host[b])
+        moving = tuple(b for b in plan.stepping if may_step_on_host is None or may_step_on_host[b])
         if moving:
-            self._step(G, moving, moves if moves_on_host is None else None, self.backend)
+            self._step(G, moving, may_step if may_step_on_host is None else None, self.backend)
         if plan.refreshing:  # whatever this gradient is: zero ones must not keep bases from following the factors
             self._refresh(plan.refreshing, finite, self.backend)
         return moving
@@ -348,10 +350,10 @@ class Bucket:
         for b in rows:
             self.steps[b] = 0
 
-    def _step(self, G: Tensor, moving: tuple[int, ...], moves: Tensor | None, backend: Backend) -> None:
-        """Step the ``moving`` matrices, of which ``moves`` (B,) masks those that the host cannot know of."""
+    def _step(self, G: Tensor, moving: tuple[int, ...], may_step: Tensor | None, backend: Backend) -> None:
+        """Step the ``moving`` matrices, of which ``may_step`` (B,) masks those that the host cannot know of."""
         state, some = self._arithmetic(), self.rows(moving)
-        active = moves if some is None else some.mask if moves is None else some.mask & moves
+        active = may_step if some is None else some.mask if may_step is None else some.mask & may_step
         direction, new, evident = self.method.step(backend.ops, G, state, self.h, self.aspect_scale, active)
         self.io.apply(direction, moving, active)
         if evident is not None and backend.host_readable and bool(evident.all()):
