@@ -49,7 +49,7 @@ def costs(found: DataFrame) -> str:
                 "GPT-2 124M's shape, on a GPU": case,
                 "loss": figure(its["validation_loss"].mean(), 3),
                 "optimizer, ms a step": figure(row["optimizer_ms"], 1),
-                "median": figure(row["optimizer_median_ms"], 1),
+                "its median": figure(row["optimizer_median_ms"], 1),
                 "tokens/s": f"{row['tokens_per_second']:,.0f}",
                 "state, MB": figure(row["state_mb"], 0),
             }
@@ -88,7 +88,7 @@ def _lines(group: DataFrame) -> Iterator[dict[str, str]]:
             "case": str(case),
             "validation loss by lr": _by_rate(its),
             "best lr": "" if base else f"{lr:.3g}{'' if _ended(str(case), its) else ', search open'}",
-            "− Pro-KLShampoo's or base's": ""
+            "− that of Pro-KLShampoo, or of the method changed": ""
             if case == OURS
             else _apart(chosen, ours[ours["lr"] == lr] if base else ours),
             "tokens/s": f"{last['tokens_per_second']:,.0f}" if measured else "-",

@@ -93,5 +93,7 @@ for step in range(len(losses), options.steps):
         print(f"step {step + 1}: loss {sum(last) / len(last):.3f} nats a byte, mean of {len(last)} steps", flush=True)
     if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
         state = {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**state, "losses": losses}, options.folder / f"{step + 1}.pt")
+        path = options.folder / f"{step + 1}.pt"
+        torch.save({**state, "losses": losses}, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # a run that is stopped meanwhile leaves no half file of that name
 print(f"checkpoints with all losses: {options.folder}")

@@ -265,9 +265,8 @@ class Bucket:
         """
         assert self.backend is not None
         G, finite, usable = self.io.gather(self.group["maximize"], self.skipped)
-        may_step = (
-            finite if self.group["clip_threshold"] is None else usable
-        )  # the paper's form moves on without gradient
+        # The paper's form moves on without gradient.
+        may_step = finite if self.group["clip_threshold"] is None else usable
         # Reading the device is allowed where it costs nothing, or while some matrix has still to begin.
         may_step_on_host = None
         if self.backend.host_readable or plan.initialising:
