@@ -37,7 +37,8 @@ def overridden(ops):
     """Names of the operations that a backend has of its own."""
     own = {key for cls in type(ops).__mro__ if cls.__module__ == type(ops).__module__ for key in vars(cls)}
     shared = {"momentum", "projections", "track"} if ops is BACKENDS["triton, pairs"] else set()  # but for its pairs
-    return sorted(key for key in own - {"name", "pairs", "rounding", "second_stream"} | shared if not key.startswith("_"))
+    others = {"name", "pairs", "rounding", "second_stream"}
+    return sorted(key for key in own - others | shared if not key.startswith("_"))
 
 
 def copied(given):
