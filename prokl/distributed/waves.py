@@ -150,7 +150,8 @@ class Waves:
         waves = self.waves
         if waves:
             waves[0].start_gather()
-        messages = engine.step_adamw()  # while the first gradients come
+        engine.step_adamw()  # while the first gradients come
+        messages = engine.warnings()
         self.adamw.start_return()
         of_wave = self._buckets_of_waves(work)
         for bucket, plan in of_wave.pop(None, []):  # what is stepped by every rank

@@ -93,7 +93,7 @@ class Engine:
         self.first: dict[Tensor, int] = {}
         self.adamw, self.graphs = AdamWGroups(), Graphs()
         self.told: set[Any] = set()
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self.forget()
 
     def forget(self) -> None:
@@ -122,7 +122,8 @@ class Engine:
         messages: list[str] = []
         for bucket, plan in self.decide():
             messages += self.advance(bucket, plan)
-        return messages + self.step_adamw()
+        self.step_adamw()
+        return messages + self.warnings()
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
         """Return the buckets that have something to do, and what; nothing has moved then.
@@ -151,7 +152,7 @@ class Engine:
             bucket.restarted.clear()
         for weight, some in restarted.items():
             count = sum(member.shape.count for member in self.members(weight))
-            self._said.append(
+            self._messages.append(
                 f"The state of {weight.name} has zero eigenvalues, or bases that are not orthonormal, in {some} of "
                 f"{count} matrices, which no step can go on from: they begin anew with the next gradient. To reset a "
                 "weight, remove its state, optimizer.state.pop(p), or zero all of it."
@@ -162,11 +163,14 @@ class Engine:
         moved, messages = self.graphs.execute(bucket, plan) if bucket.graphs else (bucket.execute(plan), [])
         return messages + bucket.commit(plan, moved)
 
-    def step_adamw(self) -> list[str]:
-        """Step the AdamW groups; return the warnings of :meth:`decide`."""
+    def step_adamw(self) -> None:
+        """Step the AdamW groups."""
         self.adamw.step([g for g in self.groups if g["algorithm"] == "adamw"], self.state)
-        said, self._said = self._said, []
-        return said
+
+    def warnings(self) -> list[str]:
+        """Return what was found to warn of since the last call, apart from what single buckets say."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def _fingerprint(self) -> tuple[list[Any], list[Any]] | None:
         """Return what a layout is built on: objects, which are the same while it stands, and forms, which are equal.
@@ -292,14 +296,14 @@ class Engine:
         """Say, once, what is allowed and hardly meant: weights in float16, keys that are nearly a setting's."""
         if "float16" not in self.told and (message := in_float16(self.groups)):
             self.told.add("float16")
-            self._said.append(message)
+            self._messages.append(message)
         of_adamw = {*self.adamw.defaults(False), "lr", "algorithm", "params"}
         for index, group in enumerate(self.groups):
             known = (of_adamw, self.defaults) if group["algorithm"] == "adamw" else (self.defaults, of_adamw)
             new = {key: value for key, value in group.items() if (index, key) not in self.told}
             self.told.update((index, key) for key in new)
             for key, reason in misspelt(new, *known):
-                self._said.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
+                self._messages.append(f"{key}={group[key]!r} of group {index} has no effect: {reason}")
 
     def check_complete(self, index: int, group: Group) -> None:
         """Raise ValueError for a group that was robbed of a setting."""
