@@ -324,8 +324,8 @@ def symmetric_product(
 
 
 def symmetric_polynomial(
-    A: Tensor,
-    B: Tensor,
+    A: Operand,
+    B: Operand,
     *,
     C: Tensor | None = None,
     alpha: float | Tensor = 1.0,
@@ -339,11 +339,11 @@ def symmetric_polynomial(
 
     Args:
         A: (batch,m,k).
-        B: (batch,m,k).
+        B: (batch,m,k), a pair where A is.
         C: symmetric addends (batch,m,m), or None. Not read where ``beta`` is the number 0.
         alpha: scale of the product: a number, or (batch,) on the device, one a matrix.
         beta: likewise, scale of C.
-        out_dtype: dtype of D; by default the wider of A's and B's.
+        out_dtype: dtype of D; by default the wider of A's and B's, float32 of pairs.
         tile: block sizes, square, by default from the sizes and the dtypes.
 
     Returns:
@@ -353,8 +353,9 @@ def symmetric_polynomial(
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
     """
     _check_factors(A, B)
-    out_dtype = out_dtype or torch.promote_types(A.dtype, B.dtype)
-    return _compute(A, B, C, alpha, beta, out_dtype, tile)[0]
+    if isinstance(A, Pair) or isinstance(B, Pair):
+        return _compute(A, B, C, alpha, beta, out_dtype or torch.float32, tile)[0]
+    return _compute(A, B, C, alpha, beta, out_dtype or torch.promote_types(A.dtype, B.dtype), tile)[0]
 
 
 def shifted_polynomial(
@@ -387,7 +388,10 @@ def gram(X: Tensor, scale: Tensor, *, tile: Tile | None = None) -> Tensor:
     return _compute(X, X, None, scale, 1.0, X.dtype, tile, squared=True)[0]
 
 
-def _check_factors(A: Tensor, B: Tensor) -> None:
+def _check_factors(A: Operand, B: Operand) -> None:
     """Raise ValueError unless A and B are alike."""
     check_factor(A)
-    launch.check("B", B, tuple(A.shape), A.device, like="A")
+    device = stored(A)[0].device
+    check_operands(A=(A, tuple(A.shape), device), B=(B, tuple(A.shape), device))
+    if isinstance(A, Pair) != isinstance(B, Pair):
+        raise ValueError(f"A is a {type(A).__name__} and B a {type(B).__name__}; must be alike: split the other one.")

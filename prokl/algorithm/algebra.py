@@ -281,16 +281,17 @@ class Algebra:
         V = self.product(G_perp.mT, Y, C=self.product(U, K), alpha=alpha)
         return qr.householder_qr(V) if self.host_readable else qr.cholesky_tracking(V, K, U, self.product)
 
-    def semidefinite_qr(self, L: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Q and R of qr(L) for a positive semi-definite L (B,m,m).
+    def semidefinite_qr(self, L: Tensor) -> tuple[Factor, Factor]:
+        """Return Q and R of qr(L), as products take them, for a positive semi-definite L (B,m,m).
 
         On a CPU LAPACK's QR of 256 x 256 took as long as 5.4 products of that size (AMD EPYC, two cores), no more than
         what the Cholesky form consists of.
         """
         if self.host_readable:
-            return qr.signed_qr(L)
-        Q = qr.cholesky_semidefinite(L, self.product)
-        return Q, self.product(Q.mT, L)
+            Q, R = qr.signed_qr(L)
+            return self.operand(Q), self.operand(R)
+        Q = self.operand(qr.cholesky_semidefinite(L, self.product))
+        return Q, self.operand(self.product(Q.mT, L))
 
     def coordinates_qr(self, S: Tensor, Q: Tensor) -> Tensor:
         """Return Q of qr(S Q) for symmetric S and any invertible Q (B,r,r)."""
@@ -298,7 +299,7 @@ class Algebra:
             return qr.householder_qr(self.product(S, Q))
         return qr.cholesky_coordinates(S, Q, self.product)
 
-    def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def refreshed(self, F: Tensor, Q_F: Tensor) -> tuple[Factor, Tensor, Tensor]:
         """Do (5) of a factor that is kept in its own basis: qr(F_w Q_F) = Q_F qr(F), as F_w Q_F = Q_F F.
 
         Where F has rows of zeros, the QR leaves them as they are. A step of Newton-Schulz's iteration gives back the
@@ -309,7 +310,7 @@ class Algebra:
             Q_F: orthonormal columns (B,k,k).
 
         Returns:
-            Q = qr(F), by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.
+            Q = qr(F), as products take it, by which all that is kept in the basis turns; Q_F Q; and Q^T F Q = R Q.
         """
         Q, R = self.semidefinite_qr(F)
         return Q, self.orthonormal(self.product(Q_F, Q)), self.symmetric_polynomial(R, Q.mT)

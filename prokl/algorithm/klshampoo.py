@@ -94,8 +94,7 @@ def refresh(ops: Algebra, state: State) -> State:
     """Refresh Q_L <- qr(L Q_L), Q_R <- qr(R Q_R); what is kept in the bases turns along."""
     P_L, Q_L, L = ops.refreshed(state["L_Q"], state["Q_L"])
     P_R, Q_R, R = ops.refreshed(state["R_Q"], state["Q_R"])
-    by, M = ops.operands(P_L, state["M_Q"].to(P_L.dtype))
-    M = ops.product(ops.product(by.mT, M), ops.operand(P_R))
+    M = ops.product(ops.product(P_L.mT, ops.operand(state["M_Q"].to(Q_L.dtype))), P_R)
     return {"Q_L": Q_L, "L_Q": L, "Q_R": Q_R, "R_Q": R, "M_Q": M}
 
 

@@ -43,6 +43,11 @@ class Products(Protocol):
     """The products that a QR takes of :class:`prokl.algorithm.algebra.Algebra`."""
 
     @property
+    def operand(self) -> Callable[[Tensor], Factor]:
+        """Return what makes a large factor one of products."""
+        ...
+
+    @property
     def product(self) -> Callable[..., Tensor]:
         """Return what computes alpha left right + beta C."""
         ...
@@ -59,6 +64,11 @@ class _Kernels:
 
     product: Callable[..., Tensor]
     symmetric_product: Callable[..., Tensor]
+
+    @staticmethod
+    def operand(t: Tensor) -> Factor:
+        """Return a factor as it is."""
+        return t
 
 
 class QRStatus(IntFlag):
@@ -160,12 +170,16 @@ def _orthonormalised(
 ) -> Factorisation:
     """Return Q of the QR of A (B,n,k), which is that of W, by passes of Cholesky QR of W and a look at the last.
 
-    W may be a product with a root; ``status`` then has LOST where there is no root.
+    W may be a product with a root; ``status`` then has LOST where there is no root. Products of many columns are those
+    of large factors: what these round is far below what the last look lets pass. Of few columns they are launches
+    rather than arithmetic.
     """
+    operand = ops.operand if W.shape[-1] > BLOCK[W.dtype] else lambda t: t
     for i in range(passes):
-        F, status = torch.ops.prokl.factor(_gram(ops, W), Kind.PASS if i == 0 else Kind.SETTLE, status)
-        W = ops.product(W, F)
-    return Factorisation(W, _finished(A, W, _gram(ops, W), kept, status, of_root))
+        W_ = operand(W)
+        F, status = torch.ops.prokl.factor(_gram(ops, W_), Kind.PASS if i == 0 else Kind.SETTLE, status)
+        W = ops.product(W_, F)
+    return Factorisation(W, _finished(A, W, _gram(ops, operand(W)), kept, status, of_root))
 
 
 def _finished(
@@ -176,13 +190,15 @@ def _finished(
     return done
 
 
-def _gram(ops: Products, W: Tensor) -> Tensor:
+def _gram(ops: Products, W: Factor) -> Tensor:
     """Return W^T W (B,k,k) of contiguous W (B,n,k), or parts (B,p,k,k) that add up to it."""
     B, n, k = W.shape
     least = -(-n // LONG)
-    parts = next((p for p in range(least, 2 * least + 1) if n % p == 0), 1) if k <= BLOCK[W.dtype] else 1
-    N = ops.symmetric_product(W.reshape(B * parts, n // parts, k).mT)
-    return N if parts == 1 else N.view(B, parts, k, k)
+    few = isinstance(W, Tensor) and k <= BLOCK[W.dtype]
+    parts = next((p for p in range(least, 2 * least + 1) if n % p == 0), 1) if few else 1
+    if parts == 1:
+        return ops.symmetric_product(W.mT)
+    return ops.symmetric_product(W.reshape(B * parts, n // parts, k).mT).view(B, parts, k, k)
 
 
 def _products(device: torch.device) -> Products:

@@ -182,12 +182,12 @@ class TritonAlgebra(Algebra):
             return cuda_qr.track(self, G_perp, Y, K, U, alpha).Q
         return super().track(G_perp, Y, K, U, alpha)
 
-    def semidefinite_qr(self, L: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Q and R of qr(L)."""
+    def semidefinite_qr(self, L: Tensor) -> tuple[Factor, Factor]:
+        """Return Q and R of qr(L), as products take them."""
         if not self.use_cuda_qr:
             return super().semidefinite_qr(L)
-        Q = cuda_qr.semidefinite_qr(self, L).Q
-        return Q, self.product(Q.mT, L)
+        Q = self.operand(cuda_qr.semidefinite_qr(self, L).Q)
+        return Q, self.operand(self.product(Q.mT, L))
 
     def orthonormal(self, Q: Tensor) -> Tensor:
         """Return Q (3 I - Q^T Q) / 2, as Q - Q E / 2: E = Q^T Q - I is so small that bfloat16 does for the product."""
