@@ -16,6 +16,7 @@ from prokl import KLShampoo, ProKLShampoo
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.triton_ops import TritonAlgebra
+from prokl.engine.engine import Engine
 from prokl.engine.graphs import Capture, record
 from tests.problems import allowed, gradient_stream, held, precision_of, relative, run, ways
 from tests.test_graphs import replayed
@@ -169,13 +170,14 @@ def test_graphs_change_no_bit(cls, kwargs):
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_second_stream_changes_no_bit(graphs, monkeypatch):
-    """Large enough that both streams have work at the same time; what is used too early would differ."""
-    stream = stream_on_gpu([(768, 3072)] * 8, 4 * PERIOD)
+def test_second_streams_change_no_bit(graphs, monkeypatch):
+    """Large enough that all streams have work at the same time; what is used too early would differ."""
+    stream = stream_on_gpu([(768, 3072)] * 8 + [(768, 768)] * 8, 4 * PERIOD)
     ends = []
     for apart in (False, True):
         if not apart:
             monkeypatch.setattr(TritonAlgebra, "second_stream", Algebra.second_stream)
+            monkeypatch.setattr(Engine, "_beside", lambda engine, *buckets: nullcontext())
         else:
             monkeypatch.undo()
         own = {"rank": 128, "precondition_frequency": PERIOD, "cuda_graphs": graphs, "backend": "triton"}

@@ -36,6 +36,7 @@ COPIES = ("aten::lift_fresh",)  # of what torch.tensor makes of the host's value
 STEPS = 10
 BUCKETS = 2  # that SHAPES make
 ONE = {"shapes": SHAPES[:1]}
+STREAM = {"current": ""}
 
 
 def copied(old, new):
@@ -98,6 +99,8 @@ def recorded(monkeypatch):
     monkeypatch.setattr(Engine, "select", staticmethod(lambda *asked: replace(select(*asked), graphs=True)))
     monkeypatch.setattr(prokl.engine.graphs, "record", record)
     monkeypatch.setattr(prokl.engine.graphs.Capture, "on", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM["current"])
+    monkeypatch.setitem(STREAM, "current", "the caller's")
     forbid_host_reads(monkeypatch)
     return recordings
 
@@ -187,6 +190,10 @@ def reload(t, optimizer, gradients):
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def go_elsewhere(t, optimizer, gradients):
+    STREAM["current"] = "the caller's" if t < 7 else "another"
+
+
 def setting(**values):
     """Set what is given of every step: functions of it."""
 
@@ -229,6 +236,7 @@ CHANGES = {
         3 * BUCKETS,
     ),
     "a state dict is loaded": (PRO, reload, {"steps": 13}, 4 * BUCKETS),
+    "another stream has graphs and memory of its own": (PRO, go_elsewhere, {"steps": 15}, 4 * BUCKETS),
 }  # fmt: skip
 
 
@@ -239,6 +247,8 @@ def test_replayed_steps_equal_plain_ones_where(method, change, own, recordings, 
     assert len(recorded) in (recordings if isinstance(recordings, range) else [recordings])
     if change is spoil:
         assert optimizer.skipped()["parameter 0 of group 0"] == 2
+    if change is go_elsewhere:
+        assert {*optimizer.engine.graphs.captures} == {"the caller's", "another"}
     if change is outgrow:
         assert min(optimizer.clipped().values()) > 2  # not only the two that ran plainly
 

@@ -1,10 +1,10 @@
-"""What a step launches on a second stream, beside the rest of it: nothing that one writes is touched by the other.
+"""What a step launches on second streams, beside the rest of it: nothing that one writes is touched by the other.
 
 The launches of a real step on a CPU, in Triton's interpreter and the extension's host form, are noted with the memory
 that they touch; a stand-in for the second stream says which are beside which.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from prokl import ProKLShampoo
 from prokl.algorithm.settings import PRECISIONS
 from prokl.backends.device import SecondStream
 from prokl.backends.triton_ops import TritonAlgebra
+from prokl.engine.engine import Engine
 from prokl.kernels import launch
 from tests.inputs import normal, weight
 
@@ -152,9 +153,55 @@ def test_the_second_stream_waits_for_the_fork_and_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    second = SecondStream(torch.device("cuda:9"))
+    second = SecondStream(torch.device("cuda:9"), priority=-1)
     said.append("more on first")
     with second:
         said.append("work")
     expected = ["first records", "more on first", "second waits for event", "on second", "work", "off second"]
     assert said == [*expected, "first waits for second"]
+
+
+@pytest.mark.slow
+def test_buckets_beside_each_other_touch_nothing_in_common(extension_on_cpu, monkeypatch):
+    weights = [weight(12, 20), weight(16, 16), weight(8, 9)]
+    optimizer = ProKLShampoo(weights, rank=4, backend="triton", precision="balanced", precondition_frequency=2)
+    noted = [None, Launches(keep=True), Launches(keep=True)]  # none of the step that begins; the last one refreshes
+
+    def fork(engine, bucket, *other):
+        return launches.fork(bucket.skipped) if other else nullcontext()
+
+    for step, launches in enumerate(noted):
+        for W in weights:
+            W.grad = normal(*W.shape, seed=step)
+        if launches is None:
+            optimizer.step()
+            continue
+        with monkeypatch.context() as patch, launches:
+            patch.setattr(Engine, "_beside", fork)
+            patch.setattr(launch, "start", launches.launched(launch.start))
+            optimizer.step()
+        (window,) = launches.windows  # of two of three buckets
+        assert len({stream for stream, _ in window.read}) == 2
+        assert launches.races() == []
+
+
+@pytest.mark.parametrize(
+    "devices, sizes, beside",
+    [
+        (["cuda:0", "cuda:0"], [50, 40], True),
+        (["cuda:0", "cuda:0"], [60, 50], False),
+        (["cuda:0", "cuda:0", "cuda:0"], [20, 20, 90], False),  # its graphs keep what the largest one takes
+        (["cuda:0", "cuda:0", "cuda:1"], [50, 40, 90], True),
+        (["cuda:0", "cuda:1"], [1, 1], False),
+        (["cuda:0"], [1], False),
+        (["cpu", "cpu"], [1, 1], False),
+    ],
+)
+def test_two_buckets_share_a_gpu_if_any_two_have_room(devices, sizes, beside, monkeypatch):
+    layouts = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    buckets = [SimpleNamespace(layout=its, workspace=size) for its, size in zip(layouts, sizes, strict=True)]
+    monkeypatch.setattr(Engine, "buckets", lambda engine: iter(buckets))
+    monkeypatch.setattr("prokl.engine.engine.workspace", lambda device: 100)
+    monkeypatch.setattr("prokl.engine.engine.SecondStream", lambda device, priority: "another stream")
+    found = ProKLShampoo([weight(4, 6)]).engine._beside(*buckets[:2])
+    assert (found == "another stream") is beside

@@ -24,7 +24,7 @@ holds."""
 
 
 def workspace(device: torch.device) -> int:
-    """Return the bytes of temporary memory that one batch's step may take on ``device``.
+    """Return the bytes of temporary memory that the steps of batches at one time may take together on ``device``.
 
     CUDA graphs keep so much, all of them together; a step that runs without, beside them, takes it once more meanwhile.
     It follows from the device alone and not from what is free: which weights share a batch decides their rounding, and
@@ -65,12 +65,16 @@ class SecondStream(AbstractContextManager[None]):
 
     At its end the current stream waits for it, so that a CUDA graph holds both as branches. Memory that either stream
     allocates inside is its own to use again.
+
+    Args:
+        device: of both.
+        priority: -1 where the second one has few blocks, which are to go before those that fill the device; else 0.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
         self.current = torch.cuda.current_stream(device)
         self.made = self.current.record_event()
-        self.stream = _second(device, self.current.cuda_stream)
+        self.stream = _second(device, self.current.cuda_stream, priority)
 
     def __enter__(self) -> None:
         self.stream.wait_event(self.made)
@@ -83,12 +87,9 @@ class SecondStream(AbstractContextManager[None]):
 
 
 @lru_cache(maxsize=64)
-def _second(device: torch.device, stream: int) -> Any:
-    """Return the stream beside another, so that what one thread captures is no other one's.
-
-    Its few blocks go first: what it is beside fills the device.
-    """
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+def _second(device: torch.device, stream: int, priority: int) -> Any:
+    """Return the stream beside another, so that what one thread captures is no other one's."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

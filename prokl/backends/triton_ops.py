@@ -66,7 +66,7 @@ class TritonAlgebra(Algebra):
 
     def second_stream(self, t: Tensor) -> AbstractContextManager[None]:
         """Return a context of another stream where the extension factors: few blocks, each for a long time."""
-        return SecondStream(t.device) if t.is_cuda and self.use_cuda_qr else nullcontext()
+        return SecondStream(t.device, priority=-1) if t.is_cuda and self.use_cuda_qr else nullcontext()
 
     def product(
         self, left: Factor, right: Factor, /, *, C: Tensor | None = None, alpha: Scale = 1.0, beta: Scale = 1.0

@@ -93,6 +93,7 @@ class Bucket:
     Attributes:
         restarted: matrices by weight that begin anew while something of their state is left, until it is told.
         backend: who steps it. io: its reading and writing, with it. graphs: whether its steps can be captured.
+        workspace: bytes of temporary memory that a step takes at most.
         group: one of the groups. h: its hyper-parameters without lr and weight decay.
         steps: the clock of every matrix: -1 until its initialising gradient, 0 then, and one more at every later call
             with a gradient.
@@ -128,6 +129,7 @@ class Bucket:
             count, m, n, compute_dtype(first.p.dtype, state_dtype(group, first.p)), first.p.dtype, device
         )
         self.dtype = self.layout.dtype
+        self.workspace = count * method.workspace(m, n, rank) * self.dtype.itemsize
         self._state_dtype = state_dtype(group, first.p)
         self.stacks: dict[str, Tensor] = {}
         for key, (tail, dtype) in layout_of_state(first, method, rank, group).items():

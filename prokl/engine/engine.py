@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -24,7 +25,7 @@ from prokl.algorithm.settings import (
     plain,
 )
 from prokl.algorithm.shapes import compute_dtype
-from prokl.backends.device import workspace
+from prokl.backends.device import SecondStream, workspace
 from prokl.backends.io import Member
 from prokl.backends.rounding import MASTER, mode_of
 from prokl.backends.select import select
@@ -120,10 +121,24 @@ class Engine:
             ValueError: what cannot be stepped as it is; nothing has moved then.
         """
         messages: list[str] = []
-        for bucket, plan in self.decide():
-            messages += self.advance(bucket, plan)
+        work = self.decide()
+        for i in range(0, len(work), 2):
+            # One bucket's small launches leave processors idle, which the other one's products take.
+            beside = self._beside(*(bucket for bucket, _ in work[i : i + 2]))
+            messages += self.advance(*work[i])
+            with beside:
+                for bucket, plan in work[i + 1 : i + 2]:
+                    messages += self.advance(bucket, plan)
         self.step_adamw()
         return messages + self.warnings()
+
+    def _beside(self, bucket: Bucket, *other: Bucket) -> AbstractContextManager[None]:
+        """Return the context of the second of two buckets: another stream if they lie on one GPU, and any two fit."""
+        device = bucket.layout.device
+        if device.type != "cuda" or [each.layout.device for each in other] != [device]:
+            return nullcontext()
+        needed = sorted(each.workspace for each in self.buckets() if each.layout.device == device)
+        return SecondStream(device, priority=0) if sum(needed[-2:]) <= workspace(device) else nullcontext()
 
     def decide(self) -> list[tuple[Bucket, Plan]]:
         """Return the buckets that have something to do, and what; nothing has moved then.

@@ -20,10 +20,10 @@ from prokl.engine.bucket import Bucket, Plan, Rows
 
 
 class Capture(NamedTuple):
-    """The stream and the memory pool that the graphs of one device share.
+    """The stream and the memory pool of the captures whose graphs one stream replays.
 
-    One pool is safe in any order of replays: they follow each other on one stream, and nothing that a graph allocates
-    outlives its replay. One stream, since libraries keep a workspace for each; torch's own stream of captures lies on
+    One pool is safe in any order of replays: they follow each other on that stream, and nothing that a graph allocates
+    outlives its replay. Captures have one stream, since libraries keep a workspace for each; torch's own lies on
     whichever device captured first.
     """
 
@@ -128,7 +128,7 @@ class Graphs:
     def __init__(self, refused: bool = False) -> None:
         self.refused = refused
         self.replays: dict[Bucket, dict[Hashable, Recorded | None]] = {}
-        self.captures: dict[torch.device, Capture] = {}
+        self.captures: dict[Any, Capture] = {}  # by the stream that replays, which belongs to a device
 
     def anew(self) -> Graphs:
         """Return the same without any graph."""
@@ -152,8 +152,9 @@ class Graphs:
             self._drop(bucket)
         if self.refused or not capturable(bucket, plan):
             return bucket.execute(plan), []
-        # The I/O is in the key: a graph reads its tables.
-        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket), bucket.io)
+        # The I/O is in the key, as a graph reads its tables, and the stream, whose graphs share their memory.
+        stream = torch.cuda.current_stream(bucket.layout.device)
+        replays, key = self.replays.setdefault(bucket, {}), (plan, _captured_settings(bucket), bucket.io, stream)
         if key not in replays:
             bucket.execute(plan)
             replays[key] = None
@@ -163,7 +164,7 @@ class Graphs:
         recorded, failure = replays.pop(key), ""
         try:
             if recorded is None:
-                recorded = self._record(bucket, plan)
+                recorded = self._record(bucket, plan, stream)
             recorded.replay()
         except Exception as error:  # whatever it is, nothing has moved
             failure = str(error)  # alone: the error's frames keep the memory of the recording
@@ -194,12 +195,12 @@ class Graphs:
         if not self.replays:  # torch takes no pool again that no graph uses any more
             self.captures.clear()
 
-    def _record(self, bucket: Bucket, plan: Plan) -> Recorded:
+    def _record(self, bucket: Bucket, plan: Plan, stream: Any) -> Recorded:
         device = bucket.layout.device
-        if device not in self.captures:
-            self.captures[device] = Capture.on(device)
+        if stream not in self.captures:
+            self.captures[stream] = Capture.on(device)
         rows = bucket.rows(plan.refreshing)  # before the capture, which cannot copy from the host
-        return Recorded(record(partial(bucket.execute, plan), device, self.captures[device]), rows)
+        return Recorded(record(partial(bucket.execute, plan), device, self.captures[stream]), rows)
 
 
 def capturable(bucket: Bucket, plan: Plan) -> bool:
