@@ -14,6 +14,9 @@ from torch import Tensor
 
 from prokl.kernels import launch
 from prokl.kernels.launch import TRITON_DTYPES, Tile
+from prokl.kernels.operands import store_result, stored
+from prokl.kernels.split import empty_pair
+from prokl.pair import Operand
 
 
 @triton.jit
@@ -51,7 +54,9 @@ def stack_kernel(
     N,
     stride_addresses_f,
     stride_addresses_b,
+    stride_G_lo,
     NEGATE: tl.constexpr,
+    LO: tl.constexpr,
     DTYPE: tl.constexpr,
     ITEM: tl.constexpr,
     SUM: tl.constexpr,
@@ -60,7 +65,8 @@ def stack_kernel(
 ):
     """Copy one (TILE_M, TILE_N) tile of a matrix a program, and the sum of its squares.
 
-    addresses (3, B): address, row stride, column stride; G (B, M, N) and energy (B, tiles) are contiguous.
+    addresses (3, B): address, row stride, column stride; G (B, M, N), a pair where LO, and energy (B, tiles) are
+    contiguous.
     """
     i = tl.program_id(0)
     tiles_m = tl.cdiv(M, TILE_M)
@@ -86,7 +92,8 @@ def stack_kernel(
     y = x.to(SUM)
     if NEGATE:
         y = -y
-    tl.store(G_ptr + (i_b * M + o_m[:, None]) * N + o_n[None, :], y.to(DTYPE), m_m[:, None] & m_n[None, :])
+    o = (i_b * M + o_m[:, None]) * N + o_n[None, :]
+    store_result(G_ptr, stride_G_lo, o, y if LO else y.to(DTYPE), m_m[:, None] & m_n[None, :], LO)
     tl.store(energy_ptr + i, tl.sum(y * y))
 
 
@@ -108,8 +115,15 @@ def check_addresses(addresses: Tensor, count: int, dtype: torch.dtype) -> None:
 
 
 def stack(
-    addresses: Tensor, m: int, n: int, *, dtype: torch.dtype, negate: bool = False, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
+    addresses: Tensor,
+    m: int,
+    n: int,
+    *,
+    dtype: torch.dtype,
+    negate: bool = False,
+    pair: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Operand, Tensor]:
     """Copy the matrices that ``addresses`` points at into one tensor, with the squared norm of each in parts.
 
     Any strides and sizes from one up. Squares are added in float64 for float64 matrices, else in float32.
@@ -121,11 +135,12 @@ def stack(
         n: columns of every matrix.
         dtype: dtype of what the addresses point at.
         negate: whether to change the sign of the matrices.
+        pair: whether to split them, which are float32.
         tile: block sizes, by default from the dtype.
 
     Returns:
-        (B,m,n), contiguous, in ``dtype``, and (B,k), what each program has added up, in the dtype of the sum: not
-        finite where an element is not (or its square overflows).
+        (B,m,n), contiguous, in ``dtype`` or a pair, and (B,k), what each program has added up, in the dtype of the sum:
+        not finite where an element is not (or its square overflows).
 
     Raises:
         ValueError: a shape, a dtype, a device or a value; the message names the argument and the bound.
@@ -139,7 +154,14 @@ def stack(
     tile = tile or choose_tile(dtype)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     total = torch.float64 if dtype == torch.float64 else torch.float32
-    G = torch.empty((count, m, n), dtype=dtype, device=addresses.device)
+    if pair and dtype != torch.float32:
+        raise ValueError(f"Invalid pair=True beside dtype={dtype}: pairs hold float32, so split nothing.")
+    G: Operand
+    if pair:
+        G = empty_pair((count, m, n), addresses.device)
+    else:
+        G = torch.empty((count, m, n), dtype=dtype, device=addresses.device)
+    G_hi, G_lo, _ = stored(G)
     energy = torch.empty((count, tiles), dtype=total, device=addresses.device)
     if count > 0:
         launch.start(
@@ -147,12 +169,14 @@ def stack(
             (count * tiles,),
             addresses.device,
             addresses,
-            G,
+            G_hi,
             energy,
             m,
             n,
             *addresses.stride(),
+            G_lo,
             NEGATE=negate,
+            LO=pair,
             DTYPE=TRITON_DTYPES[dtype],
             ITEM=dtype.itemsize,
             SUM=TRITON_DTYPES[total],

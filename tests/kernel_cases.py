@@ -329,6 +329,11 @@ POLYNOMIAL = KernelCase(
         ({"B": torch.ones(3, 5, 6)}, r"B has shape \(3, 5, 6\); must be \(3, 5, 9\)"),
     ),
 )  # fmt: skip
+PAIRED_POLYNOMIAL = replace(
+    POLYNOMIAL, name="symmetric polynomial of pairs", inputs={"A": "mn pair", "B": "mn pair"}, dtypes=((SINGLE,),),
+    tiles={SINGLE: symmetric_product.TILES_HALF}, stored=None,
+    refused=(({"B": torch.ones(3, 5, 9, device=DEVICE).bfloat16()}, "A is a Pair and B a Tensor; must be alike"),),
+)  # fmt: skip
 
 
 def _shifted(i: Inputs, minus: float = -1.0) -> list[Tensor]:
@@ -485,6 +490,10 @@ STACK = KernelCase(
     variants=({}, {"negate": True}), tiles={DOUBLE: (*TILES_OF_STACK, Tile(16, 32, 1, 4, 1), Tile(128, 16, 1, 4, 1))},
     tile_of=lambda t: Sizes(2, t.m + 3, 2 * t.n + 5, 1), stored=lambda i: i["W"].dtype,
 )  # fmt: skip
+PAIRED_STACK = replace(
+    STACK, name="stack of pairs", dtypes=((SINGLE,),), variants=({"pair": True}, {"pair": True, "negate": True}),
+    tiles={}, stored=None, refused=(({"W": torch.ones(3, 5, 9, device=DEVICE).half()}, "Invalid pair=True beside"),),
+)  # fmt: skip
 ALL = {"X": "mn", "scale": ".", "left": "mr", "right": "nr"}
 NONE = dict.fromkeys(ALL)
 APPLY = KernelCase(
@@ -594,6 +603,7 @@ ADMIT = KernelCase(
 SUM_CASES = (
     PRODUCT, PAIRED_PRODUCT, RESIDUAL, PAIRED_RESIDUAL, BOUNDED, PAIRED_BOUNDED, SYMMETRIC, POLYNOMIAL, SHIFTED,
     EXTRAPOLATED, GRAM, PAIRED_SYMMETRIC, PROJECT, PAIRED_PROJECT, MOMENTUM, PAIRED_MOMENTUM, STACK, APPLY, WEIGH,
+    PAIRED_POLYNOMIAL, PAIRED_STACK,
 )  # fmt: skip
 """Kernels whose rounding follows from their form."""
 EVERY = (*SUM_CASES, ADMIT)

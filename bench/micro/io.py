@@ -19,6 +19,7 @@ from prokl.backends.io import usable as judged
 from prokl.backends.rounding import Rounding, mode_of
 from prokl.backends.triton_ops import TritonIO
 from prokl.kernels import apply, stack, store, usable
+from prokl.pair import Pair
 
 LR, WEIGHT_DECAY = 1e-3, 0.1
 FACTORS = ("X mn polar", "scale .", "left mr", "right nr", "active .?")
@@ -53,7 +54,9 @@ def io(i: Inputs, ops: Algebra, mode: str = "plain") -> BucketIO:
     layout = Layout(len(members), *W.shape, compute_dtype(W.dtype), W.dtype, W.device)
     mode = mode_of({"bf16_weights": mode}, W.dtype)
     rounding = Rounding(mode, ["weight"] * len(members), [member.weight() for member in members])
-    found: BucketIO = (TritonIO if ops.name == "triton" else TorchIO)(members, layout, rounding)
+    found: BucketIO = TorchIO(members, layout, rounding)
+    if ops.name == "triton":
+        found = TritonIO(members, layout, rounding, getattr(ops, "pairs", False))
     found.locate([Rates(LR, WEIGHT_DECAY, range(len(members)))])
     return found
 
@@ -64,7 +67,12 @@ def stack_case(name: str, negate: bool, **fields: Any) -> Case:
     def bind(i: Inputs, ops: Algebra) -> Callable[[], Any]:
         own, W = io(i, ops), i["weights"][0]
         skipped = torch.zeros(len(i["weights"]), dtype=torch.int64, device=W.device)
-        return lambda: own.gather(negate, skipped).G.to(W.dtype)
+
+        def run() -> Any:
+            G = own.gather(negate, skipped).G
+            return G if isinstance(G, Pair) else ops.operand(G.to(W.dtype))
+
+        return run
 
     return Case(name, matrices(), bind, module=stack, **fields)
 

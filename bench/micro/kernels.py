@@ -165,7 +165,7 @@ def _normalising(ops: Algebra, energy: Tensor, size: Tensor, whole: Tensor) -> T
 
 
 def _symmetric_RQ(i: Inputs, ops: Algebra) -> Callable[[], Tensor]:
-    Q, R = i["Q"], i["Q"].mT @ i["L"]
+    Q, R = ops.operand(i["Q"]), ops.operand(i["Q"].mT @ i["L"])
     return lambda: ops.symmetric_polynomial(R, Q.mT)
 
 
@@ -175,7 +175,7 @@ def _admit(ops: Algebra, A: Tensor, G_tilde: Tensor, e_res: Tensor, **state: Ten
 
 KERNELS: tuple[Case, ...] = (
     # What a balanced step, the default of a GPU, takes of its own.
-    product_case("product Q^T G of pairs", "mmT pair, mn", operand="pair", timed=(FP32,)),
+    product_case("product Q^T G of pairs", "mmT pair, mn pair", operand="pair", timed=(FP32,)),
     Case("product Q^T G in bfloat16 of pairs", tensors("A mmT pair", "B mn weights"), call("product", "A", "B"),
          dtypes=(BF16,), module=product, balanced=True, **LIBRARY | {"timed": (BF16,)}),
     Case("projections of pairs", tensors("G mn", "M mn momentum", "U nr pair", "Q_S rr"),
@@ -193,12 +193,15 @@ KERNELS: tuple[Case, ...] = (
     product_case("product Q X of pairs", "mm pair, mn pair", **LIBRARY),
     product_case("product V of pairs", "nmT pair, mr pair", ("C nr",), operand="pair", **LIBRARY),
     product_case("symmetric L of pairs", "mn pair", ("C mm~", "alpha ."), operand="pair", **LIBRARY),
+    product_case("symmetric Q^T Q of pairs", "mmT pair", **LIBRARY),
+    Case("symmetric R Q of pairs", tensors("Q mm", "L mm~"), _symmetric_RQ, module=symmetric_product, **PAIRED),
     Case("bounded product of a pair", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?", **POLAR_OF),
          over(_bounded_product), module=product, **PAIRED),
     Case("bounded product of a pair, flags unaligned", tensors("left mm pair", "x mr", "y rrT", "rows m+", "bounded .?",
          odd=True, **POLAR_OF), over(_bounded_product), module=product, balanced=True),
     Case("product of a pair, not bounded", tensors("left mm pair", "x mr", "y rrT", "rows m+", **POLAR_OF),
          over(_bounded_product), module=product, balanced=True),
+    stack_case("stack of pairs", False, **PAIRED),
     Case("split", tensors("x mr"), lambda i, ops: lambda: ops.operand(i["x"]), module=split, **PAIRED),
     Case("split two", tensors("x nr", "y mm"), call("operands", "x", "y"), module=split, **PAIRED),
     apply_case("X scale left right active", half=True, timed=(FP32,), operand="polar"),

@@ -17,7 +17,7 @@ from prokl.algorithm.initial import ceiling_factor, initialise_kl
 from prokl.algorithm.method import Group
 from prokl.algorithm.settings import Hyper, check_common
 from prokl.algorithm.shapes import ceiling
-from prokl.algorithm.types import Direction, State
+from prokl.algorithm.types import Direction, Factor, State
 
 
 def whitened_sizes(A: Tensor, state: State) -> Sizes:
@@ -49,7 +49,7 @@ def whitened_size(ops: Algebra, G: Tensor, state: State, h: Hyper) -> Tensor:
 
 
 def step(
-    ops: Algebra, G: Tensor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
+    ops: Algebra, G: Factor, state: State, h: Hyper, aspect_scale: Tensor, active: Tensor | None
 ) -> tuple[Direction, State, Tensor | None]:
     """Do one step but for the refresh; weight decay comes after it, on the updated weight."""
     s_L, s_R = state["inv_sqrt_lambda_L"], state["inv_sqrt_lambda_R"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prokl.algorithm.algebra import Algebra
 from prokl.algorithm.settings import Hyper
-from prokl.algorithm.types import Direction, State
+from prokl.algorithm.types import Direction, Factor, State
 
 H = TypeVar("H", bound=Hyper)
 Group = dict[str, Any]
@@ -53,13 +53,13 @@ class Method(Protocol[H]):
         ...
 
     def step(
-        self, ops: Algebra, G: Tensor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None
+        self, ops: Algebra, G: Factor, state: State, h: H, aspect_scale: Tensor, active: Tensor | None
     ) -> tuple[Direction, State, Tensor | None]:
         """Do one step after the initialising one, all but the refresh, for B matrices.
 
         Args:
             ops: the operations of a backend.
-            G: gradients (B,m,n).
+            G: gradients (B,m,n), as products take them.
             state: stacked state in the arithmetic dtype, M_Q in its own. M_Q is the step's: it may be overwritten, save
                 the rows that are not active.
             h: hyper-parameters.

@@ -19,11 +19,11 @@ from prokl.algorithm.method import Group
 from prokl.algorithm.newton_schulz import newton_schulz
 from prokl.algorithm.settings import POLAR_VARIANTS, SUBSPACE_VARIANTS, ProHyper, check_pro
 from prokl.algorithm.shapes import effective_rank
-from prokl.algorithm.types import Direction, State
+from prokl.algorithm.types import Direction, Factor, State
 
 
 def step(
-    ops: Algebra, G: Tensor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None
+    ops: Algebra, G: Factor, state: State, h: ProHyper, aspect_scale: Tensor, active: Tensor | None
 ) -> tuple[Direction, State, Tensor | None]:
     """Do (1) to (4) of Algorithm 2; arguments and results as :meth:`prokl.algorithm.method.Method.step` has them."""
     U, Q_L, Q_S, M = (state[key] for key in ("U", "Q_L", "Q_S", "M_Q"))

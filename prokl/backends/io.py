@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prokl.algorithm.shapes import MatrixShape
-from prokl.algorithm.types import Direction
+from prokl.algorithm.types import Direction, Factor
 from prokl.backends.rounding import Rounding
 
 
@@ -88,8 +88,8 @@ class Rates(NamedTuple):
 class Gathered(NamedTuple):
     """The gradients of a bucket, and what a step may do with them."""
 
-    G: Tensor
-    """(B,m,n), the step's own; zero where there is none."""
+    G: Factor
+    """(B,m,n), the step's own, as its products take it; zero where there is none."""
     finite: Tensor
     """(B,) bool, False for every matrix of a member that has one whose squared norm is not finite in float32."""
     usable: Tensor

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -56,7 +56,8 @@ def _triton_backend(use_cuda_qr: bool, host_readable: bool, balanced: bool, grap
     from prokl.backends import triton_ops, triton_pairs  # with kernels.launch the only imports of Triton
 
     ops = (triton_pairs.PairedAlgebra if balanced else triton_ops.TritonAlgebra)(use_cuda_qr, host_readable)
-    return Backend("triton", ops, triton_ops.TritonIO, host_readable, graphs, use_cuda_qr or not MAGMA)
+    io = partial(triton_ops.TritonIO, pairs=balanced)
+    return Backend("triton", ops, io, host_readable, graphs, use_cuda_qr or not MAGMA)
 
 
 def _interpreted() -> bool:

@@ -206,10 +206,11 @@ class TritonIO:
     """Reads gradients and writes weights in one launch each, through device tables of where they lie.
 
     The tables, of lr and weight decay too, are tensors that stay where they are, so that a captured CUDA graph follows
-    what is written into them.
+    what is written into them. Gradients in float32 are split where products take ``pairs``.
     """
 
-    def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding) -> None:
+    def __init__(self, members: Sequence[Member], layout: Layout, rounding: Rounding, pairs: bool = False) -> None:
+        self.pairs = pairs
         self.members, self.layout, self.rounding = members, layout, rounding
         self._parameters = [member.p for member in members]
         self.counts = [member.shape.count for member in members]
@@ -262,7 +263,9 @@ class TritonIO:
     def gather(self, negate: bool, skipped: Tensor) -> Gathered:
         """Read the gradients in one launch; tell in another which are finite and which are zero."""
         a = self.layout
-        G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=self._gradient_dtype, negate=negate)
+        dtype = self._gradient_dtype
+        pair = self.pairs and dtype == torch.float32
+        G, energy = stack(self.gradient_table.table, a.m, a.n, dtype=dtype, negate=negate, pair=pair)
         return Gathered(G, *usable(energy, self.starts, max(self.counts), skipped))
 
     def apply(self, direction: Direction, moving: Sequence[int], active: Tensor | None) -> None:

@@ -31,12 +31,13 @@ from prokl.algorithm.initial import can_go_on
 from prokl.algorithm.method import Group, Method
 from prokl.algorithm.settings import plain
 from prokl.algorithm.shapes import compute_dtype, widest
-from prokl.algorithm.types import State
+from prokl.algorithm.types import Factor, State
 from prokl.backends.device import on_device, without_autocast, workspace
 from prokl.backends.io import BucketIO, Layout, Member, Rates, Slot
 from prokl.backends.rounding import MASTER, Rounding, mode_of
 from prokl.backends.select import Backend
 from prokl.engine.weights import Weight, clock, layout_of_state, state_dtype, stored_clock
+from prokl.pair import Pair
 
 NEVER_MOVED_AFTER = 100
 """Calls with a gradient after which a weight that has never moved is warned about."""
@@ -338,20 +339,21 @@ class Bucket:
                     self.restarted[weight] += in_part[b]
         self._write_clocks()
 
-    def _initialise(self, rows: list[int], G: Tensor) -> None:
+    def _initialise(self, rows: list[int], G: Factor) -> None:
         """Start the matrices ``rows``, so many at a time as the workspace holds in float64; on a CPU for want of it."""
         device = self.layout.device if widest(self.layout.device) == torch.float64 else torch.device("cpu")
         elements = self.method.workspace(self.layout.m, self.layout.n, self.rank)
         most = max(1, workspace(self.layout.device) // (elements * torch.float64.itemsize))
+        whole: Tensor = G.whole() if isinstance(G, Pair) else G
         for first in range(0, len(rows), most):
             some = on_device(rows[first : first + most], torch.int64, self.layout.device)
-            first_gradients = G[some].to(device, self.dtype)
+            first_gradients = whole[some].to(device, self.dtype)
             for key, value in self.method.initialise(first_gradients, self.rank, self.group).items():
                 self.stacks[key].index_copy_(0, some, value.to(self.stacks[key]))
         for b in rows:
             self.steps[b] = 0
 
-    def _step(self, G: Tensor, moving: tuple[int, ...], may_step: Tensor | None, backend: Backend) -> None:
+    def _step(self, G: Factor, moving: tuple[int, ...], may_step: Tensor | None, backend: Backend) -> None:
         """Step the ``moving`` matrices, of which ``may_step`` (B,) masks those that the host cannot know of."""
         state, some = self._arithmetic(), self.rows(moving)
         active = may_step if some is None else some.mask if may_step is None else some.mask & may_step
