@@ -36,17 +36,12 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame], str]]] = {
     "steps-gpu": ("step-gpu.csv", timing.costs),
     "disturbances-steps": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.DISTURBED)),
     "disturbances-losses": ("disturbances.csv", partial(ablations.disturbances_table, lines=ablations.LOSSES)),
-    "digits": ("digits.csv", ablations.digits_table),
     "robustness": ("robustness.csv", ablations.robustness_table),
     "size": ("size.csv", size.size_table),
     "gpt-124m": (gpt124m.FILE, gpt124m_tables.shown),
-    "attention": ("attention.csv", partial(attention.cases_table, lengths=(400,))),
-    "attention-longer": ("attention.csv", partial(attention.cases_table, lengths=(1600,))),
-    "attention-larger": ("attention.csv", partial(attention.cases_table, lengths=(300,))),
-    "attention-rates": ("attention.csv", attention.rates_table),
+    "attention": ("attention.csv", partial(attention.heads_table, lengths=(400, figures.STEPS))),
     "lengths": ("lengths.csv", lengths.losses_table),
     "results": ("lengths.csv", partial(lengths.short_table, steps=figures.STEPS)),
-    "lengths-settings": ("lengths.csv", partial(lengths.settings_table, steps=figures.STEPS)),
     "lengths-reached": ("lengths.csv", partial(lengths.reached_table, length=figures.STEPS)),
 }
 """File of the rows, and the table that is made of them, by name."""

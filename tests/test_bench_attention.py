@@ -118,23 +118,26 @@ def cells(text):
 
 
 def test_the_table_has_differences_by_seed_and_their_mean():
-    def row(model, loss, seed=0, form="pro-klshampoo", qk=1, rate=1.0, lr=0.01333):
-        own = {"model": model, "steps": 400, "optimizer": form, "qk_pieces": qk, "qk_rate": rate, "vo_pieces": 1}
-        return own | {"lr": lr, "seed": seed, "validation_loss": loss, "optimizer_per_model": 0.5, "qk_rank": math.nan}
+    def row(model, loss, seed=0, form="pro-klshampoo", qk=1, **other):
+        own = {"model": model, "steps": 400, "optimizer": form, "qk_pieces": qk, "qk_rate": 1.0, "vo_pieces": 1}
+        return own | {"lr": 0.01333, "seed": seed, "validation_loss": loss, "qk_rank": math.nan} | other
 
-    llama = [row("llama-tiny", loss, seed, qk=qk) for qk, seed, loss in ((1, 0, 2.0), (1, 1, 2.5), (6, 0, 1.75))]
-    llama += [row("llama-tiny", loss, seed, qk=6) for seed, loss in ((1, 2.25), (2, 9.0))]  # 2 has no whole one
-    gpt2 = [row("gpt2-tiny", loss, seed) for seed, loss in enumerate((1.0, 1.5, 1.75, 2.0))]
-    gpt2 += [row("gpt2-tiny", loss - 0.25, seed, rate=2.0) for seed, loss in enumerate((1.0, 1.5, 1.75, 2.0))]
-    gpt2 += [row("gpt2-tiny", 0.5, lr=0.02), row("gpt2-tiny", math.nan, form="adamw", lr=0.00225)]
-    found = DataFrame(llama + gpt2)
-    assert cells(attention_tables.cases_table(found, [400])) == [
-        ["Pro-KLShampoo", "whole", "1", "whole", "1.000; 1.750 ± 0.144 (3)", "2.000; 2.500 (1)", "0.50 / 0.50"],
-        ["Pro-KLShampoo", "whole", "2", "whole", "-0.250; -0.250 ± 0.000 (3)", "-", "0.50 / -"],
-        ["Pro-KLShampoo", "heads", "1", "whole", "-", "-0.250; -0.250 (1)", "- / 0.50"],
-        ["AdamW", "whole", "1", "whole", "inf", "-", "0.50 / -"],
+    found = [row("llama-tiny", loss, seed, qk=qk) for qk, seed, loss in ((1, 0, 2.0), (1, 1, 2.5), (6, 0, 1.75))]
+    found += [row("llama-tiny", loss, seed, qk=6) for seed, loss in ((1, 2.25), (2, 9.0))]  # 2 has no whole one
+    found += [
+        row("gpt2-tiny", loss - (qk == 6) / 4, seed, qk=qk) for qk in (1, 6) for seed, loss in enumerate((1, 2, 4))
     ]
-    assert cells(attention_tables.rates_table(found)) == [["whole", "1", "whole", "0.0133: 1.000, 0.02: 0.500"]]
+    others = {"qk_rate": 2.0}, {"vo_pieces": 3}, {"qk_rank": 4.0}, {"lr": 0.02}, {"steps": 1600, "lr": 0.008889}
+    found += [row("gpt2-tiny", 0.5, **other) for other in others]
+    found += [row("llama-288", 0.5, qk=qk) for qk in (1, 6)]
+    found += [row("gpt2-tiny", math.nan, form="muon-0.9", qk=6), row("gpt2-tiny", 2.0, form="muon-0.9")]
+    found += [row("gpt2-tiny", 2.0, form="adamw", lr=0.00225)]
+    assert cells(attention_tables.heads_table(DataFrame(found), [400])) == [
+        ["Pro-KLShampoo", "whole", "1.000; 3.000 ± 1.000 (2)", "2.000; 2.500 (1)"],
+        ["Pro-KLShampoo", "by heads", "-0.250; -0.250 ± 0.000 (2)", "-0.250; -0.250 (1)"],
+        ["Muon, momentum 0.9", "whole", "2.000", "-"],
+        ["Muon, momentum 0.9", "by heads", "+inf", "-"],
+    ]
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pandas import DataFrame, isna
 
 from bench.ablations import disturbed, experts
 from bench.ablations.disturbed import FORMS
-from bench.ablations.studies import EXPERTS, FACTORS, changed
-from bench.markdown import figure, table, with_error
+from bench.ablations.studies import EXPERTS, changed
+from bench.markdown import figure, table
 from bench.optimizers import label
 from bench.study.lengths import FORMS as TUNED
 
@@ -26,29 +26,6 @@ def robustness_table(found: DataFrame) -> str:
     return table(DataFrame(lines), 1)
 
 
-def digits_table(found: DataFrame) -> str:
-    """Return test losses by factor of the rate, means over the seeds with every rate, and errors at the best one."""
-    lines = []
-    for form in (name for name in TUNED if name in set(found["optimizer"])):
-        its = found[found["optimizer"] == form]
-        losses = its[its["metric"] == "test loss"]
-        by_seed = losses.pivot(index="seed", columns="value", values="median")
-        by_seed = by_seed.reindex(columns=[f"{factor:g}" for factor in FACTORS]).dropna()
-        if by_seed.empty:
-            continue
-        best = by_seed.mean().idxmin()
-        lost = by_seed["1"] - by_seed[best]
-        at_best = its[(its["value"] == best) & its["seed"].isin(by_seed.index)]
-        errors = 100 * at_best[at_best["metric"] == "test errors"]["median"]
-        cells = {"optimizer": TUNED[form].label}
-        cells |= {f"lr × {factor}": f"{mean:.3f}" for factor, mean in by_seed.mean().items()}
-        cells["default − best"] = with_error(lost.mean(), lost.sem(), 3)
-        cells["errors at the best, %"] = with_error(errors.mean(), errors.sem(), 1)
-        cells["seeds"] = str(len(by_seed))
-        lines.append(cells)
-    return table(DataFrame(lines), 1)
-
-
 Line = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 """Title in front of the case's value, case, the values that are shown, and the metrics of which the largest is."""
 SHOWN = ("pro-klshampoo", "kl-shampoo", "muon", "adamw")
@@ -56,13 +33,12 @@ SHOWN = ("pro-klshampoo", "kl-shampoo", "muon", "adamw")
 LENGTHS = ("first step", f"largest of the next {disturbed.AFTER}")
 
 DISTURBED: tuple[Line, ...] = (
-    ("one gradient larger", "spike", ("10 times", "1e4 times"), LENGTHS),
+    ("one gradient larger", "spike", ("1e4 times",), LENGTHS),
     ("zero gradients", "zeros", ("1000 steps",), LENGTHS),
     ("gradients of 1e-4", "faint", ("1500 steps",), LENGTHS),
     ("one row zero, the row's own step", "row", ("400 steps",), tuple(f"row's {metric}" for metric in LENGTHS)),
-    ("gradients of 1e-6, then one larger", "huge", ("1e23 times",), LENGTHS),
-    ("another scale for good", "scale", ("1e4 times", "1e-4 times"), ("largest step",)),
-    ("the same, steps until as usual", "scale", ("1e4 times", "1e-4 times"), ("as usual again after",)),
+    ("another scale for good", "scale", ("1e4 times",), ("largest step",)),
+    ("the same, steps until as usual", "scale", ("1e4 times",), ("as usual again after",)),
 )
 LOSSES: tuple[Line, ...] = (
     ("experts, before they are idle", "experts", ("",), ("loss before",)),

@@ -1,4 +1,4 @@
-"""The tables of ``bench.study lengths`` from its rows: losses by method and length, and what the defaults lose."""
+"""The tables of ``bench.study lengths`` from its rows: losses by method and length."""
 
 import math
 from collections.abc import Iterable
@@ -105,33 +105,8 @@ def short_table(found: DataFrame, steps: int) -> str:
     return table(DataFrame(lines).fillna("-"), 1)
 
 
-def settings_table(found: DataFrame, steps: int) -> str:
-    """Return, by model at one length, what was selected, and what the defaults lose to it, paired by seed."""
-    every = {model: runs for (model, length), runs in compared(found).items() if length == steps}
-    lines = []
-    for form, own in FORMS.items():
-        cells: dict[str, object] = {"optimizer": own.label}
-        for model, runs in every.items():
-            if (unit := runs[form].unit) is not None:
-                alpha = f", α_kl {unit.alpha_kl:.3g}" if own.alpha else ""
-                cells[f"{model}, lr"] = f"{unit.lr:.3g}{alpha}"
-                cells[f"{model}, defaults − tuned"] = _difference(runs[form].default, runs[form].best)
-        if len(cells) > 1:
-            lines.append(cells)
-    return table(DataFrame(lines).fillna("-"), 1)
-
-
 def _mean(losses: Series) -> str:
     return with_error(losses.mean(), losses.sem(), 3) if len(losses) else "-"
-
-
-def _difference(losses: Series, minus: Series) -> str:
-    """Return the mean difference over the judged seeds that both have, with its standard error where it has one."""
-    seeds = judged(losses.index.intersection(minus.index))
-    if not seeds:
-        return "-"
-    difference = losses[seeds] - minus[seeds]
-    return with_error(difference.mean(), difference.sem(), 3, sign="+")
 
 
 def reached_table(found: DataFrame, length: int) -> str:
