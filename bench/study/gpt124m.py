@@ -11,8 +11,10 @@ with 0.02, with rank 32 at 0.0133, the second seed of it and of Muon by heads, a
 1. AdamW at its first two rates. The better is that of embedding and head under every other method.
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns. These are the first eight runs or so. Then at
    their best rates the former with whole weights, and the latter by heads.
-3. Changes of Pro-KLShampoo at its best rate, one at a time. They stood behind 5 until eleven runs were made, in which
-   Muon led: they ask which of the defaults does not hold at this size.
+3. Changes of Pro-KLShampoo, one at a time. They stood behind 5 until eleven runs were made, in which Muon led: they ask
+   which of the defaults does not hold at this size. The first has rank 1 at Muon's best rate: what is left beside Muon
+   is the whitening of the short side alone. The others are at its own best rate. They follow what seventeen runs said:
+   no other alpha_kl is among them any more.
 4. KL-Shampoo, Muon and the paper's form of Pro-KLShampoo at their first rates, the searches of KL-Shampoo and AdamW,
    SOAP at its first rate.
 5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
@@ -185,8 +187,8 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
     for form, change, pieces in ((OURS, WHOLE, 1), (MUON_9, BY_HEADS, scale.config.heads)):
         if (its := search[form].best) is not None:
             yield its.changed(change, qk_pieces=pieces)
-    if (ours := search[OURS].best) is not None:
-        yield from changes(ours)
+    if (ours := search[OURS].best) is not None and (muon := search[MUON_9].best) is not None:
+        yield from changes(ours, muon.hyper.lr)
     yield from (search[form].trials[0] for form in (KL, MUON, PAPER))
     yield from search[KL].trials[1:]
     yield from adamw.trials[2:]
@@ -207,15 +209,16 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
         yield replace(its, scale=larger, hyper=replace(its.hyper, qk_pieces=first(larger, form, None).hyper.qk_pieces))
 
 
-def changes(of: Trial) -> Iterator[Trial]:
+def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
     """Yield one trial for every single change of Pro-KLShampoo's settings."""
     smallest, _, largest = of.scale.ranks
-    for alpha in (0.01, 0.02):
-        yield of.changed(f"alpha_kl {alpha}", alpha_kl=alpha)
-    yield of.changed(f"rank {smallest}", rank=smallest)
-    yield of.changed(f"rank {largest}", rank=largest)
+    yield of.changed("rank 1", rank=1, lr=muon_lr)
+    yield of.changed("beta2 0.98", beta2=0.98)
     yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
+    yield of.changed(f"rank {smallest}", rank=smallest)
+    yield of.changed("query and key at Muon's rate", qk_rate=muon_lr / of.hyper.lr)
     yield of.changed("bfloat16 state", state_dtype="bfloat16")
+    yield of.changed(f"rank {largest}", rank=largest)
 
 
 def planned(known: Losses, scales: tuple[Scale, Scale]) -> list[Trial]:
