@@ -301,3 +301,17 @@ def test_tables_have_rates_seeds_and_what_is_open(small, shard, tmp_path, monkey
     for x in gpt124m_tables.PICTURES:
         figures.gpt124m(tmp_path / f"{x}.png", found, curves, x)
         assert (tmp_path / f"{x}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_costs_are_of_the_best_rates_and_losses_means_of_seeds(small, shard, tmp_path, monkeypatch):
+    monkeypatch.setitem(SCALES, "full", SCALES["rehearsal"])
+    assert run(shard, tmp_path) == 0
+    found = frame(tmp_path / gpt124m.FILE)
+    first = found[(found["case"] == OURS) & (found["model"] == SMALL.name)].tail(1)
+    ours = first.assign(validation_loss=2.0, optimizer_ms=9.5, optimizer_median_ms=8.1, state_mb=749.3)
+    worse = ours.assign(lr=0.5, validation_loss=3.0, optimizer_ms=1.0)
+    again = ours.assign(seed=1, validation_loss=2.5, tokens_per_second=550497.0)
+    change = ours.assign(case=f"{OURS}, rank 32", base=OURS)
+    text = gpt124m_tables.costs(concat([worse, ours, again, change], ignore_index=True))
+    _, _, line = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert line == [OURS, "2.250", "9.5", "8.1", "550,497", "749"]
