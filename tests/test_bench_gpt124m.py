@@ -70,7 +70,7 @@ def test_every_run_is_trained_once_at_the_best_rates():
         f"{MUON_9}, q, k by heads",
         *(case for case in pieces if case.startswith(OURS) and not case.endswith((" whole weights", "paper's form"))),
     }
-    changed = ["rank 1", "beta2 0.98", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
+    changed = ["rank 1", "beta2 0.98", "no bound", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
     assert [*own][1:-2] == [*changed, "bfloat16 state", "rank 256"]
     assert (own["rank 1"].hyper.rank, own["rank 1"].hyper.lr) == (1, 0.0675)  # Muon's best
     assert own["query and key at Muon's rate"].hyper.qk_rate * own["rank 32"].hyper.lr == pytest.approx(0.0675)

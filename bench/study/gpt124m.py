@@ -214,6 +214,7 @@ def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
     smallest, _, largest = of.scale.ranks
     yield of.changed("rank 1", rank=1, lr=muon_lr)
     yield of.changed("beta2 0.98", beta2=0.98)
+    yield of.changed("no bound", bounded=False)  # it acts on 1 % of steps, perhaps just where losses fall fast
     yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
     yield of.changed(f"rank {smallest}", rank=smallest)
     yield of.changed("query and key at Muon's rate", qk_rate=muon_lr / of.hyper.lr)
