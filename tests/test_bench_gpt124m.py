@@ -70,9 +70,9 @@ def test_every_run_is_trained_once_at_the_best_rates():
         f"{MUON_9}, q, k by heads",
         *(case for case in pieces if case.startswith(OURS) and not case.endswith((" whole weights", "paper's form"))),
     }
-    changed = ["rank 1", "beta2 0.98", "no bound", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
+    changed = ["rank 8", "beta2 0.98", "no bound", "momentum and beta2 0.95", "rank 32", "query and key at Muon's rate"]
     assert [*own][1:-2] == [*changed, "bfloat16 state", "rank 256"]
-    assert (own["rank 1"].hyper.rank, own["rank 1"].hyper.lr) == (1, 0.0675)  # Muon's best
+    assert (own["rank 8"].hyper.rank, own["rank 8"].hyper.lr) == (8, 0.0675)  # Muon's best
     assert own["query and key at Muon's rate"].hyper.qk_rate * own["rank 32"].hyper.lr == pytest.approx(0.0675)
     assert own["rank 256"].hyper == replace(own["weight decay 0.1"].hyper, weight_decay=0.0, rank=256)
     assert own["bfloat16 state"].state_dtype == "bfloat16"

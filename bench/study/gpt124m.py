@@ -12,8 +12,8 @@ with 0.02, with rank 32 at 0.0133, the second seed of it and of Muon by heads, a
 2. The searches of Pro-KLShampoo and of Muon with momentum 0.9, in turns. These are the first eight runs or so. Then at
    their best rates the former with whole weights, and the latter by heads.
 3. Changes of Pro-KLShampoo, one at a time. They stood behind 5 until eleven runs were made, in which Muon led: they ask
-   which of the defaults does not hold at this size. The first has rank 1 at Muon's best rate: what is left beside Muon
-   is the whitening of the short side alone. The others are at its own best rate. They follow what seventeen runs said:
+   which of the defaults does not hold at this size. The first has rank 8 at Muon's best rate: what is left beside Muon
+   is the whitening of the short side, and little more. The others are at its own best rate. They follow what seventeen runs said:
    no other alpha_kl is among them any more.
 4. KL-Shampoo, Muon and the paper's form of Pro-KLShampoo at their first rates, the searches of KL-Shampoo and AdamW,
    SOAP at its first rate.
@@ -212,7 +212,7 @@ def trials(known: Losses, scales: tuple[Scale, Scale]) -> Iterator[Trial]:
 def changes(of: Trial, muon_lr: float) -> Iterator[Trial]:
     """Yield one trial for every single change of Pro-KLShampoo's settings."""
     smallest, _, largest = of.scale.ranks
-    yield of.changed("rank 1", rank=1, lr=muon_lr)
+    yield of.changed("rank 8", rank=8, lr=muon_lr)
     yield of.changed("beta2 0.98", beta2=0.98)
     yield of.changed("no bound", bounded=False)  # it acts on 1 % of steps, perhaps just where losses fall fast
     yield of.changed("momentum and beta2 0.95", momentum=0.95, beta2=0.95)
