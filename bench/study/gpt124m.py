@@ -13,8 +13,8 @@ with 0.02, with rank 32 at 0.0133, the second seed of it and of Muon by heads, a
    their best rates the former with whole weights, and the latter by heads.
 3. Changes of Pro-KLShampoo, one at a time. They stood behind 5 until eleven runs were made, in which Muon led: they ask
    which of the defaults does not hold at this size. The first has rank 8 at Muon's best rate: what is left beside Muon
-   is the whitening of the short side, and little more. The others are at its own best rate. They follow what seventeen runs said:
-   no other alpha_kl is among them any more.
+   is the whitening of the short side, and little more. The others are at its own best rate. As seventeen runs said, no
+   other alpha_kl is among them any more.
 4. KL-Shampoo, Muon and the paper's form of Pro-KLShampoo at their first rates, the searches of KL-Shampoo and AdamW,
    SOAP at its first rate.
 5. At their best rates Pro-KLShampoo, Muon with 0.9 and KL-Shampoo: two more seeds, then a weight decay of 0.1 and 0.03.
